@@ -1,0 +1,45 @@
+"""The command line: one module a command, registered here."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from .check import check
+from .console import Commands
+from .console import out as console
+from .estimate import estimate
+from .export import export
+from .methods import methods
+from .phantom import phantom
+from .rehearse import rehearse
+from .run import run
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
+)
+for command in (run, rehearse, check, estimate, export, methods, phantom):
+    app.command()(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"flare-sparse {version('flare-sparse')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train one model over many sites with NVIDIA FLARE and send only what matters.
+
+    [bold]First[/]   flare-sparse run app_configs/neurosfl_brain_age.yaml
+    [bold]Change[/]  flare-sparse run app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.98
+    [bold]Choose[/]  flare-sparse methods, then a file in app_configs/
+    [bold]Ask[/]     flare-sparse estimate CONFIG for the bytes, flare-sparse check CONFIG for mistakes; neither trains
+    """

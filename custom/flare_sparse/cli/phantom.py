@@ -1,0 +1,25 @@
+"""``flare-sparse phantom``: brain phantoms to try everything on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..data.phantom import write_phantoms
+from .console import out as console
+
+
+def phantom(
+    out: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],
+    sites: Annotated[int, typer.Option(min=1, max=99, help="Number of sites.")] = 4,
+    subjects: Annotated[int, typer.Option(min=1, max=999, help="Brains per site.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same brains.")] = 0,
+) -> None:
+    """Write a BIDS data set of T1w brain phantoms whose anatomy changes with age, sex and site.
+
+    [dim]flare-sparse phantom --out brains --sites 4 --subjects 40[/]
+    """
+    folder = write_phantoms(out, sites, subjects, seed)
+    console.print(f"{sites * subjects} brains of {sites} sites in {folder}", markup=False)

@@ -1,0 +1,72 @@
+"""``flare-sparse rehearse``: the same run in one process, for debugging and for checking FLARE's bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..assemble import assemble, open_site
+from ..config import RunConfig, build_task, dump_config, user_task
+from ..federation import RoundRecord, Rules
+from ..progress import progress_line
+from ..records import RunFacts, RunFolder
+from ..rehearsal import rehearse as rehearse_method
+from ..training.seeds import threads
+from ..wire.ledger import Ledger
+from .console import out as console
+from .result import show_result
+from .run import with_options
+from .simulated import simulated_sites
+
+
+def rehearse(
+    config: Annotated[Path, typer.Argument(help="configuration file")],
+    sites: Annotated[int | None, typer.Option(help="number of sites")] = None,
+    rounds: Annotated[int | None, typer.Option(help="rounds of training")] = None,
+    seed: Annotated[int | None, typer.Option(help="all randomness of the run derives from it")] = None,
+    out: Annotated[Path | None, typer.Option(help="result folder; default: runs/<name>-rehearsal")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, such as method.sparsity=0.95")
+    ] = None,
+) -> None:
+    """Run a job in this process, through the real wire but without FLARE; it ends with the same model bit for bit.
+
+    [dim]flare-sparse rehearse app_configs/neurosfl_brain_age.yaml --rounds 2[/]
+    """
+    resolved = with_options(config, sites, rounds, seed, set_)
+    folder = (out or Path("runs") / f"{resolved.name}-rehearsal").resolve()
+    show_result(console, rehearse_config(resolved, config, folder), folder)
+
+
+def rehearse_config(config: RunConfig, file: Path, out: Path) -> dict[str, Any]:
+    """Run a configuration in this process; the summary comes back and the record is in ``out``."""
+    own = build_task(config, user_task(config.task.name, file.parent)) if config.task.key == "class" else None
+    assembly = assemble(config, own)
+    data = simulated_sites(config, assembly.task, out)
+    with threads(config.federation.threads):
+        sites = {name: open_site(assembly, where) for name, where in data.items()}
+    rounds = assembly.method.config.rounds
+    facts = RunFacts(
+        assembly.run, config.name, assembly.method.name, config.seed, rounds, assembly.task.metric, dump_config(config)
+    )
+    ledger = Ledger()
+    folder = RunFolder(out, facts, assembly.layout, ledger)
+
+    def committed(record: RoundRecord) -> None:
+        console.print(progress_line(folder.commit(record)))
+
+    outcome = rehearse_method(
+        assembly.method,
+        assembly.weights,
+        sites,
+        assembly.task.metric,
+        values=config.wire.values,
+        run=assembly.run,
+        rules=Rules(config.federation.min_sites, config.federation.retries),
+        on_round=committed,
+        ledger=ledger,
+        thread_count=config.federation.threads,
+    )[0]
+    return folder.finish(outcome)

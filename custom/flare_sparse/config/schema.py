@@ -1,0 +1,163 @@
+"""Every setting of a run, declared once: type, range, default and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ..methods import METHODS, MethodConfig
+from ..task import TaskConfig
+from ..tasks import TASKS
+from .choice import FLAT, Choice, choose_from
+
+
+class Section(BaseModel):
+    """Base of our own sections; an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WireConfig(Section):
+    values: Literal["float32", "float16", "bfloat16"] = Field(
+        "float32", description="number format of values on the wire; what a short format rounds off goes with the next"
+    )
+
+
+class FederationConfig(Section):
+    min_sites: int = Field(1, ge=1, description="fewest usable contributions that commit a round")
+    task_timeout_s: float = Field(3600, gt=0, description="seconds a site has for one answer, training included")
+    retries: int = Field(2, ge=0, description="times a failed round is asked again before the run stops")
+    threads: int = Field(1, ge=1, description="torch threads of every process; another number ends in other bits")
+
+
+class NaturalPartition(Section):
+    """The sites that the data names."""
+
+    column: str = Field("site", description="column that names the site of an example")
+    split: dict[str, int] = Field(default_factory=dict, description="cut a natural site at random: {IXI-HH: 4}")
+    seed: int = Field(0, ge=0, description="of the random cut")
+
+
+class IidPartition(Section):
+    """Every site covers the whole population."""
+
+    sizes: Literal["uniform", "skewed"] = Field("uniform", description="equal sizes, or a decreasing geometric row")
+    seed: int = Field(0, ge=0, description="of the shuffle")
+
+
+class AgePartition(Section):
+    """Sorted by age and cut: every site holds its own range (FedSparsify's non-IID)."""
+
+    column: str = Field("age", description="column to sort by")
+    sizes: Literal["uniform", "skewed"] = Field("uniform", description="equal sizes, or a decreasing geometric row")
+
+
+class DirichletPartition(Section):
+    """Label proportions drawn per site."""
+
+    column: str = Field("label", description="column of the classes")
+    alpha: float = Field(0.5, gt=0, description="concentration; small: each site holds few classes")
+    at_least: int = Field(5, ge=1, description="fewest examples of a site")
+    seed: int = Field(0, ge=0, description="of the draw")
+
+
+def partitions() -> dict[str, type[BaseModel]]:
+    """Settings of every partitioner by kind."""
+    return {"natural": NaturalPartition, "iid": IidPartition, "age": AgePartition, "dirichlet": DirichletPartition}
+
+
+class PhantomConfig(Section):
+    subjects: int = Field(40, ge=5, le=999, description="brains per site")
+    seed: int = Field(0, ge=0, description="of the anatomy; the run's own seed does not change the data")
+
+
+class SimulatorData(Section):
+    """Where the simulator finds the data that a real site would have on its own disk: phantoms or a path."""
+
+    phantom: PhantomConfig | None = Field(None, description="make brain phantoms")
+    path: Path | None = Field(
+        None, description="a data set to partition, or with {site} in it one folder or file for each site"
+    )
+    partition: Annotated[Choice[Section], choose_from(partitions), FLAT] | None = Field(
+        None, description="how the data set at path is cut into sites"
+    )
+
+    @property
+    def one_place_a_site(self) -> bool:
+        return self.path is not None and "{site}" in str(self.path)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SimulatorData:
+        if (self.phantom is None) == (self.path is None):
+            raise ValueError(
+                "give either phantom or path; to replace what the file says: --set 'simulator.data={path: DIR}'"
+            )
+        if self.partition is not None and (self.phantom is not None or self.one_place_a_site):
+            raise ValueError("partition cuts one data set; leave it out with phantom and with {site} in path")
+        if self.path is not None and not self.one_place_a_site and self.partition is None:
+            raise ValueError("partition is missing; say how path is cut into sites, such as {kind: natural}")
+        return self
+
+
+class SimulatorConfig(Section):
+    """Used by ``--env sim`` and ``check`` only; it never travels in a job."""
+
+    sites: int | None = Field(None, ge=1, description="number of sites; with natural sites: the largest ones, or all")
+    data: SimulatorData
+
+    @model_validator(mode="after")
+    def _counted(self) -> SimulatorConfig:
+        partition = self.data.partition
+        if self.sites is None and not (partition is not None and partition.name == "natural"):
+            raise ValueError("sites is missing; only natural sites are counted by the data")
+        return self
+
+
+def methods() -> dict[str, type[BaseModel]]:
+    """Settings of every method by name."""
+    return {name: method.Config for name, method in METHODS.items()}
+
+
+def tasks() -> dict[str, type[BaseModel]]:
+    """Settings of every ready task by name."""
+    return {name: task.Config for name, task in TASKS.items()}
+
+
+class JobConfig(Section):
+    """What travels in a job: nothing in it says where any data lies.
+
+    A validation context ``{"task": {name: settings}}`` (likewise ``method``) replaces what may be chosen from.
+
+    Attributes:
+        method: a :class:`Choice` out of ``METHODS``.
+        task: a :class:`Choice` out of ``TASKS``, or a user's own class.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$", description="of the job; letters, digits, - and _")
+    seed: int = Field(0, ge=0, lt=2**53, description="all randomness of a run derives from it")
+    method: Annotated[Choice[MethodConfig], choose_from(methods), FLAT] = Field(
+        description="what is exchanged and how it is combined: flare-sparse methods"
+    )
+    task: Annotated[Choice[TaskConfig], choose_from(tasks), FLAT] = Field(description="model, data, loss and metric")
+    wire: WireConfig = Field(default_factory=WireConfig, description="the messages")
+    federation: FederationConfig = Field(default_factory=FederationConfig, description="when a round counts")
+
+
+class RunConfig(JobConfig):
+    """A configuration file: a job, and what stands in for the sites' own data in the simulator."""
+
+    simulator: SimulatorConfig | None = Field(None, description="sites and data of --env sim")
+
+    @model_validator(mode="after")
+    def _enough_sites(self) -> RunConfig:
+        sites = self.simulator.sites if self.simulator else None
+        if sites is not None and self.federation.min_sites > sites:
+            raise ValueError(f"federation.min_sites is {self.federation.min_sites}, simulator.sites only {sites}")
+        return self
+
+    @property
+    def job(self) -> JobConfig:
+        """The part that travels."""
+        return JobConfig(**{name: getattr(self, name) for name in JobConfig.model_fields})

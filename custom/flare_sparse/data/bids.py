@@ -1,0 +1,161 @@
+"""BIDS folders: ``participants.tsv`` and ``sub-*/anat/*_T1w.nii.gz`` (Gorgolewski et al. 2016).
+
+A path is one BIDS folder, or a folder that holds several; then identifiers are ``FOLDER/sub-x`` and the natural site of
+a subject is its folder.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import DataError, closest
+from ..task import Cohort
+
+TABLE = "participants.tsv"
+MISSING = ("", "n/a", "na", "nan")
+_LABEL = re.compile(r"sub-[A-Za-z0-9]+")
+_SEX = {"m": 1.0, "male": 1.0, "f": 0.0, "female": 0.0}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One subject: row in ``participants.tsv`` and T1-weighted image, as far as they exist.
+
+    Attributes:
+        row: column to text; None when the subject has a folder but no row.
+        image: the first in name order; None when there is none.
+    """
+
+    row: Mapping[str, str] | None = field(default=None)
+    image: Path | None = field(default=None)
+
+    def text(self, column: str) -> str:
+        """A column's text.
+
+        Raises:
+            DataError: the subject has no row, or the column is absent or empty.
+        """
+        if self.row is None:
+            raise DataError(f"unknown participant: it has no row in {TABLE}")
+        if column not in self.row:
+            raise DataError(f"{TABLE} has no column {column!r}.{closest(column, self.row)}")
+        value = self.row[column].strip()
+        if value.lower() in MISSING:
+            raise DataError(f"{column} is missing in {TABLE}")
+        return value
+
+    def age(self) -> float:
+        """Age in years.
+
+        Raises:
+            DataError: it is missing, no number, or not within 0 to 120.
+        """
+        text = self.text("age")
+        try:
+            years = float(text)
+        except ValueError:
+            years = math.nan
+        if not 0 <= years <= 120:
+            raise DataError(f"age {text!r} in {TABLE}; expected years, 0 to 120")
+        return years
+
+    def sex(self) -> float:
+        """1 for male, 0 for female.
+
+        Raises:
+            DataError: it is missing or neither.
+        """
+        text = self.text("sex")
+        if text.lower() not in _SEX:
+            raise DataError(f"sex {text!r} in {TABLE}; expected M or F")
+        return _SEX[text.lower()]
+
+    def file(self) -> Path:
+        """The T1-weighted image.
+
+        Raises:
+            DataError: there is none.
+        """
+        if self.image is None:
+            raise DataError("missing file: no anat/*_T1w.nii.gz")
+        return self.image
+
+
+def read_subjects(path: Path) -> dict[str, Subject]:
+    """All subjects of one BIDS folder, or of the BIDS folders in a folder, by identifier in name order.
+
+    Raises:
+        DataError: there is no BIDS data set, or a ``participants.tsv`` is malformed.
+    """
+    if (path / TABLE).is_file():
+        return _dataset(path)
+    folders = [folder for folder in sorted(path.glob("*/")) if (folder / TABLE).is_file()] if path.is_dir() else []
+    if not folders:
+        raise DataError(
+            f"{path}: no BIDS data set; expected {TABLE} and sub-*/anat/*_T1w.nii.gz in it or in its folders"
+        )
+    return {
+        f"{folder.name}/{name}": Subject(None if s.row is None else {**s.row, "site": folder.name}, s.image)
+        for folder in folders
+        for name, s in _dataset(folder).items()
+    }
+
+
+def cohort(path: Path) -> Cohort:
+    """The subjects that have a row, with all columns of ``participants.tsv``; ``age`` as a number (NaN: missing).
+
+    Raises:
+        DataError: as :func:`read_subjects`.
+    """
+    rows = {name: s.row for name, s in read_subjects(path).items() if s.row is not None}
+    names = dict.fromkeys(column for row in rows.values() for column in row)
+    columns = {name: np.array([row.get(name, "") for row in rows.values()]) for name in names}
+    if "age" in columns:
+        columns["age"] = np.array([_number(text) for text in columns["age"]])
+    return Cohort(tuple(rows), columns)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _dataset(folder: Path) -> dict[str, Subject]:
+    rows = _rows(folder / TABLE)
+    on_disk = {entry.name for entry in folder.glob("sub-*/")}
+    return {name: Subject(rows.get(name), _image(folder / name)) for name in sorted(on_disk | set(rows))}
+
+
+def _image(folder: Path) -> Path | None:
+    images = sorted(folder.glob("anat/*_T1w.nii.gz")) or sorted(folder.glob("anat/*_T1w.nii"))
+    return images[0] if images else None
+
+
+def _rows(table: Path) -> dict[str, dict[str, str]]:
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE, restval=""))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{table}: cannot be read: {error}. Expected UTF-8 text, columns separated by tabs") from error
+    if lines and "participant_id" not in lines[0]:
+        raise DataError(f"{table}: no column 'participant_id'; found {', '.join(map(str, lines[0]))}")
+    rows: dict[str, dict[str, str]] = {}
+    for number, line in enumerate(lines, start=2):
+        name = line["participant_id"]
+        if not _LABEL.fullmatch(name):
+            raise DataError(f"{table}, line {number}: participant_id {name!r}; expected sub- and letters or digits")
+        if name in rows:
+            raise DataError(f"{table}, line {number}: {name} is there twice; remove one row")
+        if None in line:
+            raise DataError(f"{table}, line {number}: more fields than columns")
+        rows[name] = line
+    return rows

@@ -1,0 +1,119 @@
+"""Brain phantoms as a BIDS data set: made-up T1-weighted volumes whose anatomy changes with age and sex.
+
+They let everything run without any person's data. What is learned from them says nothing about real brains.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+
+from ..errors import DataError
+from .anatomy import VOXEL_MM, Person, draw
+
+SHAPE = (52, 64, 52)
+AGES = (20.0, 80.0)
+
+
+@dataclass(frozen=True)
+class Scanner:
+    """What a site's scanner does to every volume.
+
+    Attributes:
+        gain: exponent of the intensities, the contrast.
+        smoothing: share that a voxel takes from its two neighbours along each axis, 0 to 0.5.
+        noise: standard deviation, white matter being 1.
+        shading: change of intensity from the middle to the end of each axis, ``(3,)``.
+        ages: the range of the site's subjects, in years.
+    """
+
+    gain: float
+    smoothing: float
+    noise: float
+    shading: np.ndarray
+    ages: tuple[float, float]
+
+    @classmethod
+    def drawn(cls, rng: np.random.Generator) -> Scanner:
+        """A scanner and the people who come to it."""
+        return cls(
+            gain=rng.uniform(0.85, 1.2),
+            smoothing=rng.uniform(0.0, 0.3),
+            noise=rng.uniform(0.02, 0.06),
+            shading=rng.uniform(-0.1, 0.1, 3),
+            ages=(AGES[0] + rng.uniform(0, 10), AGES[1] - rng.uniform(0, 10)),
+        )
+
+    def scan(self, volume: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The volume as this scanner stores it: uint8, 0 to 255, white matter near 200."""
+        for axis in range(3):
+            sides = np.roll(volume, 1, axis) + np.roll(volume, -1, axis)
+            volume = (1 - self.smoothing) * volume + 0.5 * self.smoothing * sides
+        shade = self._shade(volume.shape)
+        noise = rng.normal(0.0, self.noise, volume.shape)
+        seen = np.abs(np.clip(volume, 0, None) ** self.gain * shade + noise * (volume > 0.01))
+        return np.asarray(np.clip(np.rint(200.0 * seen), 0, 255).astype(np.uint8))
+
+    def _shade(self, shape: Sequence[int]) -> np.ndarray:
+        """Factor by which a voxel is brighter than it should be."""
+        a, b, c = (s * np.linspace(-1, 1, side) for s, side in zip(self.shading, shape, strict=True))
+        return np.asarray(1.0 + a[:, None, None] + b[:, None] + c)
+
+
+def write_phantoms(out: Path, sites: int, subjects: int, seed: int, shape: Sequence[int] = SHAPE) -> Path:
+    """Write a BIDS data set of phantoms with the natural sites ``site-1``, ``site-2``, ...
+
+    A subject depends on the seed, its site's number and its own number: more sites or subjects leave the others as
+    they are.
+
+    Args:
+        out: folder; made where it is not there.
+        sites: number of sites, 1 to 99.
+        subjects: brains per site, 1 to 999.
+        seed: of all randomness.
+        shape: of the volumes, in voxels of 3 mm.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        DataError: ``out`` holds something already.
+    """
+    if out.is_dir() and any(out.iterdir()):
+        raise DataError(f"{out} is not empty; choose another folder, or remove it first")
+    if not (1 <= sites <= 99 and 1 <= subjects <= 999):
+        raise DataError(f"{sites} sites of {subjects} subjects; expected 1 to 99 sites and 1 to 999 subjects")
+    out.mkdir(parents=True, exist_ok=True)
+    rows = [row for site in range(1, sites + 1) for row in _write_site(out, site, subjects, seed, shape)]
+    header = "participant_id\tage\tsex\tsite\n"
+    (out / "participants.tsv").write_text(header + "".join("\t".join(row) + "\n" for row in rows))
+    description = {"Name": "Brain phantoms", "BIDSVersion": "1.9.0", "DatasetType": "raw", "License": "CC0"}
+    (out / "dataset_description.json").write_text(json.dumps(description, indent=2) + "\n")
+    return out
+
+
+def _write_site(
+    out: Path, site: int, subjects: int, seed: int, shape: Sequence[int]
+) -> list[tuple[str, str, str, str]]:
+    scanner = Scanner.drawn(np.random.default_rng([seed, site]))
+    rows = []
+    for number in range(1, subjects + 1):
+        rng = np.random.default_rng([seed, site, number])
+        name, sex = f"sub-{site:02d}{number:03d}", "MF"[number % 2]
+        age = round(rng.uniform(*scanner.ages), 1)
+        _save(out / name / "anat" / f"{name}_T1w.nii.gz", scanner.scan(draw(Person.drawn(age, sex, rng), shape), rng))
+        rows.append((name, f"{age}", sex, f"site-{site}"))
+    return rows
+
+
+def _save(file: Path, voxels: np.ndarray) -> None:
+    """NIfTI in RAS+ orientation, 3 mm, the origin at the centre."""
+    affine = np.diag([VOXEL_MM, VOXEL_MM, VOXEL_MM, 1.0])
+    affine[:3, 3] = [-(side - 1) * VOXEL_MM / 2 for side in voxels.shape]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    nib.save(nib.Nifti1Image(voxels, affine), file)

@@ -1,0 +1,91 @@
+"""What the server and the sites say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .mask import Mask
+
+Over = Literal["zeros", "held"]
+Content = Literal["weights", "difference", "scores", "nothing"]
+
+VALIDATE = "validate"
+"""The question that every site answers for every method: how good is this model on your test examples?"""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The entries ``on`` take these values; all others are as in ``over``.
+
+    Attributes:
+        values: float32 ``(on.count,)``, in the order of the layout.
+        on: the entries that travel, out of P.
+        over: ``"zeros"``, or ``"held"``: the vector that the receiver holds since the last message.
+    """
+
+    values: Tensor
+    on: Mask
+    over: Over = "zeros"
+
+    @classmethod
+    def of(cls, vector: Tensor, on: Mask, over: Over = "zeros") -> Patch:
+        """The entries ``on`` of a vector ``(P,)``."""
+        return cls(on.take(vector), on, over)
+
+    @classmethod
+    def empty(cls, size: int) -> Patch:
+        return cls(Tensor(), Mask.none(size))
+
+    def vector(self) -> Tensor:
+        """The patch over zeros, ``(on.size,)``."""
+        return self.applied(torch.zeros(self.on.size))
+
+    def applied(self, base: Tensor) -> Tensor:
+        """``base`` ``(P,)`` with this patch written into it, in place."""
+        return self.on.put(self.values, base)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The server's question to a site.
+
+    Attributes:
+        kind: what is asked; a method answers the kinds that it asks, everyone answers ``"validate"``.
+        round: 1-based (C1); 0 for what comes before the first round of training.
+        model: what the site's vector becomes.
+        trainable: the entries that may change; all others keep their value bit for bit.
+        content: what an answer must be (or ``"nothing"``); known to the server only.
+        expected: the very entries that an answer must carry; None: any. Known to the server only.
+        otherwise: sent instead of ``model`` to a site that does not hold what ``model`` lies over.
+    """
+
+    kind: str
+    round: int
+    model: Patch
+    trainable: Mask
+    content: Content = "weights"
+    expected: Mask | None = None
+    otherwise: Patch | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """A site's answer.
+
+    Attributes:
+        patch: what travels up; empty when the site only reports metrics.
+        content: what the values are.
+        examples: number of training examples behind them (n_k, C6).
+        metrics: the site's own judgement of the model it was sent (or of its personal one).
+        site: filled in by the receiver from what the framework knows, never from the message.
+    """
+
+    patch: Patch
+    content: Content
+    examples: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    site: str = ""

@@ -1,0 +1,142 @@
+"""The controller of every method: carries the questions of ``Federation`` to the sites and writes the record."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from nvflare.apis.client import Client
+from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+from nvflare.app_common.abstract.aggregator import Aggregator
+
+from ..config import dump_config
+from ..errors import ConfigError, FlareSparseError
+from ..federation import Federation, Reply, RoundRecord, Rules
+from ..progress import progress_line
+from ..records import RunFacts, RunFolder, write_json
+from ..server import Question, ServerDesk
+from .payload import REPLY, TASK, message_to_shareable
+from .results import announce_best, announce_round
+from .session import AGGREGATOR_ID, server_session, workspace_of
+
+RESULTS = "flare_sparse"
+"""Folder under the server's app folder that holds the record of a run."""
+
+POLL_S = 0.01
+
+
+class Aborted(FlareSparseError):
+    """The job was aborted from outside."""
+
+    code = "E_ABORTED"
+
+
+class FederatedController(Controller):
+    """Asks, stages, validates, commits: one round after the other, each with a timeout.
+
+    Args:
+        task_check_period: seconds between FLARE's looks at its tasks; short, since every round waits for it.
+    """
+
+    def __init__(self, task_check_period: float = 0.02):
+        super().__init__(task_check_period=task_check_period)
+
+    def start_controller(self, fl_ctx: FLContext) -> None:
+        aggregator = fl_ctx.get_engine().get_component(AGGREGATOR_ID)
+        if not isinstance(aggregator, Aggregator):
+            self.system_panic(f"no component {AGGREGATOR_ID!r}; export the job again", fl_ctx)
+            return
+        self._aggregator = aggregator
+
+    def stop_controller(self, fl_ctx: FLContext) -> None:
+        """Nothing is held open between rounds."""
+
+    def process_result_of_unknown_task(
+        self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
+    ) -> None:
+        self.log_warning(fl_ctx, f"an answer of {client.name} came too late and was not used")
+
+    def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        try:
+            self._run(abort_signal, fl_ctx)
+        except Aborted:
+            self.log_info(fl_ctx, "aborted; the last commit is on disk")
+        except FlareSparseError as error:
+            self.system_panic(f"{error.code}: {error}", fl_ctx)
+
+    def _run(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        session = server_session(fl_ctx)
+        session.open(fl_ctx)
+        job, assembly = session.job, session.assembly
+        facts = RunFacts(
+            assembly.run,
+            job.name,
+            assembly.method.name,
+            job.seed,
+            assembly.method.config.rounds,
+            assembly.task.metric,
+            dump_config(job),
+        )
+        app_dir = Path(workspace_of(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
+        folder = RunFolder(app_dir / RESULTS, facts, assembly.layout, session.ledger)
+
+        def committed(record: RoundRecord) -> None:
+            line = folder.commit(record)
+            announce_round(self, record, fl_ctx)
+            self.logger.info(progress_line(line))
+
+        def carry(question: Question, desk: ServerDesk) -> Mapping[str, Reply]:
+            return self._carry(question, job.federation.task_timeout_s, fl_ctx, abort_signal)
+
+        federation = Federation(
+            assembly.method,
+            session.desk,
+            assembly.task.metric,
+            Rules(job.federation.min_sites, job.federation.retries),
+            committed,
+        )
+        outcome = federation.run(assembly.weights, lambda: self._sites(fl_ctx, job.federation.min_sites), carry)
+        folder.finish(outcome)
+        announce_best(self, outcome.best, assembly.task.metric, fl_ctx)
+        write_json(
+            app_dir / "artifact_manifest.json",
+            {"schema_version": "1", "artifacts": {"global_model": f"{RESULTS}/model.safetensors"}},
+        )
+
+    def _sites(self, fl_ctx: FLContext, wanted: int) -> list[str]:
+        names = sorted(client.name for client in fl_ctx.get_engine().get_clients())
+        if not names:
+            raise ConfigError(f"no site is connected; federation.min_sites asks for {wanted}")
+        return names
+
+    def _carry(
+        self, question: Question, timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Mapping[str, Reply]:
+        """One FLARE task per distinct message; back comes what was staged until all answered or the time is up."""
+        self._aggregator.reset(fl_ctx)
+        shared: dict[int, tuple[np.ndarray, list[str]]] = {}
+        for site, message in question.messages.items():
+            shared.setdefault(id(message), (message, []))[1].append(site)
+        tasks = []
+        for message, sites in shared.values():
+            data = message_to_shareable(message, {"kind": question.kind, "round": question.round})
+            task = Task(name=TASK, data=data, timeout=math.ceil(timeout_s), result_received_cb=self._received)
+            self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
+            tasks.append(task)
+        while any(task.completion_status is None for task in tasks):
+            if abort_signal.triggered:
+                raise Aborted("the job was aborted")
+            time.sleep(POLL_S)
+        replies: dict[str, Reply] = self._aggregator.aggregate(fl_ctx)[REPLY]
+        return replies
+
+    def _received(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
+        self._aggregator.accept(client_task.result, fl_ctx)
+        client_task.result = None

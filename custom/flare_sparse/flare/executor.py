@@ -1,0 +1,43 @@
+"""The executor of every method: answers the question that the input filter decoded."""
+
+from __future__ import annotations
+
+from nvflare.apis.executor import Executor
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
+
+from ..errors import FlareSparseError, NotHeld
+from ..exchange import Request
+from .payload import CODE_HEADER, NOT_HELD_HEADER, REQUEST, UPDATE, update_to_dxo
+from .session import site_session
+
+
+class SparseExecutor(Executor):
+    """Trains, scores or judges as asked and returns an ordinary DXO, which the site's own filters see first."""
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        """Never raises: a failure is a reply with our code and no text, since texts may name paths or subjects."""
+        request = shareable.get(REQUEST)
+        try:
+            if not isinstance(request, Request):
+                raise request if isinstance(request, FlareSparseError) else FlareSparseError("no question was decoded")
+            desk = site_session(fl_ctx).desk(fl_ctx)
+            update = desk.answer(request)
+        except FlareSparseError as error:
+            return self._refusal(error, error.code, fl_ctx)
+        except Exception as error:  # noqa: BLE001 - whatever a task or a model raises must not take the site down
+            return self._refusal(error, "E_SITE", fl_ctx)
+        dxo, vector = update_to_dxo(update, desk.site.layout)
+        reply = dxo.to_shareable()
+        reply[UPDATE] = (request, update, vector)
+        return reply
+
+    def _refusal(self, error: Exception, code: str, fl_ctx: FLContext) -> Shareable:
+        self.log_error(fl_ctx, f"{code}: {type(error).__name__}; see site_error.txt in the job's folder at this site")
+        self.logger.debug("refused", exc_info=error)
+        reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
+        reply.set_header(CODE_HEADER, code)
+        reply.set_header(NOT_HELD_HEADER, isinstance(error, NotHeld))
+        return reply

@@ -1,0 +1,83 @@
+"""The three filters: decode the question (site), encode the answer (site, last of the job's), decode it (server)."""
+
+from __future__ import annotations
+
+from nvflare.apis.dxo import from_shareable
+from nvflare.apis.filter import Filter
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+
+from ..errors import FlareSparseError, NotHeld, RejectedMessage, WireError
+from .payload import (
+    CODE_HEADER,
+    NOT_HELD_HEADER,
+    REPLY,
+    REQUEST,
+    UPDATE,
+    dxo_to_update,
+    message_to_shareable,
+    shareable_to_message,
+)
+from .session import server_session, site_session
+
+
+class DecodeRequest(Filter):
+    """Site, task data: bytes in, question out. A question that cannot be read is refused by the executor."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        try:
+            message, _ = shareable_to_message(shareable, "server")
+            shareable[REQUEST] = site_session(fl_ctx).desk(fl_ctx).receive(message)
+        except FlareSparseError as error:
+            shareable[REQUEST] = error
+        return shareable
+
+
+class EncodeUpdate(Filter):
+    """Site, task result: what the site's own filters left over becomes one message. Withholds what it cannot encode."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Raises:
+        RejectedMessage: the reply is not an update, or a filter broke it; FLARE then sends an error, no values.
+        """
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable
+        waiting = shareable.pop(UPDATE, None)
+        if waiting is None:
+            raise RejectedMessage("E_KIND", "reply", "an update of SparseExecutor", "something else")
+        desk = site_session(fl_ctx).desk(fl_ctx)
+        request, update, vector = waiting
+        update = dxo_to_update(from_shareable(shareable), update, vector, desk.site.layout)
+        encoded = desk.encode(request, update)
+        return message_to_shareable(
+            encoded.data, {"examples": update.examples, "metrics": {n: float(v) for n, v in update.metrics.items()}}
+        )
+
+
+class DecodeUpdate(Filter):
+    """Server, task result: checks a site's message against the question it answers; touches nobody else's."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        site = fl_ctx.get_peer_context().get_identity_name()
+        if shareable.get_return_code() != ReturnCode.OK:
+            shareable[REPLY] = _refusal(shareable, site)
+            return shareable
+        try:
+            message, meta = shareable_to_message(shareable, site)
+            shareable[REPLY] = server_session(fl_ctx).desk.decode(
+                site, message, meta.get("examples"), meta.get("metrics")
+            )
+        except WireError as error:
+            self.log_warning(fl_ctx, f"left out of this round: {error}")
+            shareable[REPLY] = error
+        return shareable
+
+
+def _refusal(shareable: Shareable, site: str) -> Exception | str:
+    """Why a site did not answer, from codes only: its text is not ours to repeat."""
+    code = shareable.get_header(CODE_HEADER)
+    known = isinstance(code, str) and code.startswith(("E_", "W_")) and len(code) <= 24 and code.isascii()
+    if shareable.get_header(NOT_HELD_HEADER) is True:
+        return NotHeld("E_NOT_HELD", "known", "what the message leans on", "nothing", site)
+    return code if known else str(shareable.get_return_code())

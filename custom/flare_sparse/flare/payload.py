@@ -1,0 +1,107 @@
+"""Where bytes, DXOs and Shareables meet: converters for weights, differences, scores and masks.
+
+Inside a site an update is an ordinary ``WEIGHTS`` or ``WEIGHT_DIFF`` DXO of named arrays, so that a hospital's own
+filters act on real values; on the wire it is one uint8 array in an ``APP_DEFINED`` DXO that FLARE always decodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.shareable import Shareable
+
+from ..errors import RejectedMessage
+from ..exchange import Content, Patch, Update
+from ..mask import Mask
+from ..params import Layout
+
+TASK = "exchange"
+"""The one FLARE task of a job; what is asked is inside the message."""
+
+CODE_HEADER = "flare_sparse_code"
+NOT_HELD_HEADER = "flare_sparse_not_held"
+REQUEST, UPDATE, REPLY = "flare_sparse.request", "flare_sparse.update", "flare_sparse.reply"
+"""Keys under which decoded objects wait in a Shareable; they never travel."""
+
+_KINDS: dict[Content, DataKind] = {
+    "weights": DataKind.WEIGHTS,
+    "difference": DataKind.WEIGHT_DIFF,
+    "scores": DataKind.WEIGHT_DIFF,
+    "nothing": DataKind.METRICS,
+}
+
+
+def message_to_shareable(message: np.ndarray, meta: dict[str, Any]) -> Shareable:
+    """One encoded message and the few numbers beside it."""
+    return DXO(DataKind.APP_DEFINED, data={"message": message}, meta=meta).to_shareable()
+
+
+def shareable_to_message(shareable: Shareable, site: str) -> tuple[np.ndarray, dict[str, Any]]:
+    """The message and the numbers beside it.
+
+    Raises:
+        RejectedMessage: this is not one of our messages.
+    """
+    try:
+        dxo = from_shareable(shareable)
+    except ValueError as error:
+        raise RejectedMessage("E_KIND", "content", "an encoded message", "no DXO", site) from error
+    message = dxo.data.get("message") if isinstance(dxo.data, dict) else None
+    if dxo.data_kind != DataKind.APP_DEFINED or not isinstance(message, np.ndarray):
+        raise RejectedMessage("E_KIND", "content", "an encoded message", str(dxo.data_kind), site)
+    if message.dtype != np.uint8 or message.ndim != 1:
+        raise RejectedMessage("E_DTYPE", "message", "uint8 (n,)", f"{message.dtype} {message.shape}", site)
+    return message, dict(dxo.meta or {})
+
+
+def named_arrays(vector: torch.Tensor, layout: Layout) -> dict[str, np.ndarray]:
+    """Views of a vector ``(P,)`` by tensor name."""
+    return {name: tensor.numpy() for name, tensor in layout.unflatten(vector).items()}
+
+
+def mask_to_dxo(mask: Mask, layout: Layout) -> DXO:
+    """A mask as named bool arrays, for components that want to look at it."""
+    return DXO(DataKind.APP_DEFINED, data=named_arrays(mask.on, layout), meta={"content": "mask"})
+
+
+def update_to_dxo(update: Update, layout: Layout) -> tuple[DXO, torch.Tensor]:
+    """An update as a DXO that stock filters understand: named float32 arrays, zero where nothing is sent.
+
+    Returns:
+        The DXO and the vector ``(P,)`` that its arrays are views of.
+    """
+    vector = update.patch.vector()
+    if update.content == "nothing":
+        return DXO(DataKind.METRICS, data=dict(update.metrics), meta={"content": update.content}), vector
+    meta = {"content": update.content, "examples": update.examples}
+    return DXO(_KINDS[update.content], data=named_arrays(vector, layout), meta=meta), vector
+
+
+def dxo_to_update(dxo: DXO, update: Update, vector: torch.Tensor, layout: Layout) -> Update:
+    """The update with the values that a site's filters left in the DXO.
+
+    Args:
+        dxo: after the filters, which may have changed arrays in place or put others in their stead.
+        update: before them.
+        vector: what the arrays were views of; written to.
+        layout: of the model.
+
+    Raises:
+        RejectedMessage: a filter removed or reshaped a tensor, or changed the kind; nothing is sent.
+    """
+    if dxo.data_kind != _KINDS[update.content]:
+        raise RejectedMessage("E_KIND", "data_kind", _KINDS[update.content].value, str(dxo.data_kind))
+    if update.content == "nothing":
+        return replace(update, metrics={n: v for n, v in dxo.data.items() if n in update.metrics})
+    for name, view in named_arrays(vector, layout).items():
+        array = dxo.data.get(name)
+        if not isinstance(array, np.ndarray) or array.shape != view.shape:
+            found = "nothing" if array is None else f"{type(array).__name__} {getattr(array, 'shape', '')}"
+            raise RejectedMessage("E_SHAPE", name, f"array {view.shape}", found)
+        if array.__array_interface__ != view.__array_interface__:
+            view[...] = array
+    return replace(update, patch=Patch.of(vector, update.patch.on))

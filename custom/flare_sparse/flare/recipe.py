@@ -1,0 +1,109 @@
+"""A configuration as a FLARE recipe: the same object runs in the simulator, in POC mode, in production, or is exported."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
+from nvflare.job_config.api import FedJob
+from nvflare.recipe.spec import Recipe
+
+import flare_sparse
+
+from ..config import JobConfig, job_dict
+from ..errors import ConfigError
+from .aggregator import StagingAggregator
+from .controller import FederatedController
+from .executor import SparseExecutor
+from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
+from .payload import TASK
+from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, OwnTask, ServerSession, SiteSession
+
+Packaging = Literal["installed", "byoc"]
+
+TASK_REQUEST_INTERVAL_S = 0.05
+"""How often a site asks for work; FLARE's default of 2 s is what a short round would mostly consist of."""
+
+_POLLING = {"server": {"task_request_interval": TASK_REQUEST_INTERVAL_S}}
+
+
+class SparseRecipe(Recipe):
+    """Any method of this package as a FLARE recipe.
+
+        recipe = SparseRecipe(load_config("app_configs/neurosfl_brain_age.yaml"))
+        recipe.execute(SimEnv(num_clients=4))  # or PocEnv, ProdEnv; or recipe.export("jobs")
+
+    Args:
+        config: a checked configuration; only its job part goes into the job.
+        packaging: ``"installed"``: no code travels, every site has the wheel and allow-lists ``flare_sparse.flare.``;
+            ``"byoc"``: the package's source travels in the app's ``custom/`` folder.
+        modules: source files of the user's own task; they travel with ``"byoc"``.
+        tensorboard: add FLARE's TensorBoard receiver to the server (needs the package ``tensorboard`` there).
+    """
+
+    recipe_algorithm = "sparse federated learning"
+    recipe_privacy = ()
+    recipe_framework_support = ("pytorch",)
+
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        packaging: Packaging = "installed",
+        modules: tuple[Path, ...] = (),
+        tensorboard: bool = False,
+    ):
+        job = FedJob(name=config.name, min_clients=config.federation.min_sites)
+        super().__init__(job)
+        self._staging = tempfile.TemporaryDirectory(prefix="flare-sparse-")
+        job.set_app_packages(["flare_sparse"])
+        self._server(job, tensorboard)
+        self._clients(job)
+        self._settings(job, config)
+        if packaging == "byoc":
+            self._sources(job, modules)
+        elif modules:
+            raise ConfigError("own source files travel only with packaging 'byoc'; install them at the sites instead")
+
+    def _server(self, job: FedJob, tensorboard: bool) -> None:
+        job.to_server(FederatedController(), id="controller")
+        job.to_server(ServerSession(), id=SERVER_ID)
+        job.to_server(StagingAggregator(), id=AGGREGATOR_ID)
+        job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
+        self.add_server_input_filter(DecodeUpdate(), tasks=[TASK])
+        self.add_server_config(_POLLING)
+        if tensorboard:
+            from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
+
+            job.to_server(TBAnalyticsReceiver(events=["analytix_log_stats"]), id="tensorboard")
+
+    def _clients(self, job: FedJob) -> None:
+        job.to_clients(SparseExecutor(), tasks=[TASK])
+        job.to_clients(SiteSession(), id=SITE_ID)
+        self.add_client_input_filter(DecodeRequest(), tasks=[TASK])
+        self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])
+
+    def _settings(self, job: FedJob, config: JobConfig) -> None:
+        """The settings travel as a file beside FLARE's own, where people look."""
+        file = Path(self._staging.name) / JOB_FILE
+        file.write_text(yaml.safe_dump(job_dict(config), sort_keys=False))
+        job.add_file_to_server(str(file), app_folder_type="config")
+        job.add_file_to_clients(str(file), app_folder_type="config")
+        if config.task.key == "class":
+            own = {"path": config.task.name, "args": {"config": config.task.config.model_dump(mode="json")}}
+            job.to_server(OwnTask(own), id=TASK_ID)
+            job.to_clients(OwnTask(own), id=TASK_ID)
+
+    def _sources(self, job: FedJob, modules: tuple[Path, ...]) -> None:
+        """The whole package and the user's modules into ``custom/``: FLARE's own tracing leaves out package files."""
+        copy = Path(self._staging.name) / "flare_sparse"
+        source = Path(flare_sparse.__file__).parent
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
+        for add in (job.add_file_to_server, job.add_file_to_clients):
+            add(str(copy), dest_dir="flare_sparse", app_folder_type="custom")
+            for module in modules:
+                add(str(module), app_folder_type="custom")

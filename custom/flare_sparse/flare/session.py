@@ -1,0 +1,114 @@
+"""What the components of one process share: the job, and this end of the wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.workspace import Workspace
+
+from ..assemble import Assembly, assemble, open_site
+from ..config import JobConfig, parse_job
+from ..config.reading import read
+from ..data.source import site_data
+from ..errors import ConfigError, FlareSparseError
+from ..server import ServerDesk
+from ..site import SiteDesk
+from ..task import Task
+from ..wire.ledger import Ledger
+
+JOB_FILE = "flare_sparse.yaml"
+SITE_ID, SERVER_ID, AGGREGATOR_ID, TASK_ID = "site", "server_session", "aggregator", "task"
+
+
+class OwnTask(FLComponent):
+    """Holds a user's own task. FLARE builds ``task`` itself, so its class must be allow-listed or BYOC."""
+
+    def __init__(self, task: object):
+        super().__init__()
+        self.task = task
+
+
+def workspace_of(fl_ctx: FLContext) -> Workspace:
+    """The workspace of this process."""
+    return fl_ctx.get_engine().get_workspace()
+
+
+def _assemble(fl_ctx: FLContext) -> tuple[JobConfig, Assembly]:
+    job_id = fl_ctx.get_job_id()
+    own = fl_ctx.get_engine().get_component(TASK_ID)
+    task = own.task if isinstance(own, OwnTask) else None
+    if task is not None and not isinstance(task, Task):
+        raise ConfigError(f"component {TASK_ID!r} is a {type(task).__name__}; expected a subclass of flare_sparse Task")
+    settings = read(Path(workspace_of(fl_ctx).get_app_config_dir(job_id)) / JOB_FILE)
+    job = parse_job(settings, None if task is None else type(task))
+    torch.set_num_threads(job.federation.threads)
+    return job, assemble(job, task)
+
+
+class ServerSession(FLComponent):
+    """The server's end: built from the job's own file when the controller starts."""
+
+    def open(self, fl_ctx: FLContext) -> None:
+        """Read the job, build model and method.
+
+        Raises:
+            ConfigError: the job's file is not usable here.
+        """
+        self.job, self.assembly = _assemble(fl_ctx)
+        self.ledger = Ledger()
+        self.desk = ServerDesk(self.assembly.layout, self.assembly.run, self.job.wire.values, self.ledger)
+
+
+class SiteSession(FLComponent):
+    """A site's end: opens the site's data when the first question comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._desk: SiteDesk | None = None
+
+    def desk(self, fl_ctx: FLContext) -> SiteDesk:
+        """This site's desk.
+
+        Raises:
+            ConfigError, DataError: the job or the site's data is not usable. A DataError names subjects and files,
+                so its text goes to a file of the site and not to a log, which FLARE may stream to the server.
+        """
+        if self._desk is None:
+            name = fl_ctx.get_identity_name()
+            job, assembly = _assemble(fl_ctx)
+            local = Path(workspace_of(fl_ctx).get_site_config_dir())
+            try:
+                site = open_site(assembly, site_data(name, local))
+            except FlareSparseError as error:
+                report = Path(workspace_of(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "site_error.txt"
+                report.write_text(f"{error.code}: {error}\n")
+                raise
+            self._desk = SiteDesk(site, assembly.method, assembly.run, job.wire.values)
+        return self._desk
+
+
+def site_session(fl_ctx: FLContext) -> SiteSession:
+    """The site session of this process.
+
+    Raises:
+        ConfigError: the job lacks it.
+    """
+    session = fl_ctx.get_engine().get_component(SITE_ID)
+    if not isinstance(session, SiteSession):
+        raise ConfigError(f"the client app has no component {SITE_ID!r} (SiteSession); export the job again")
+    return session
+
+
+def server_session(fl_ctx: FLContext) -> ServerSession:
+    """The server session of this process.
+
+    Raises:
+        ConfigError: the job lacks it.
+    """
+    session = fl_ctx.get_engine().get_component(SERVER_ID)
+    if not isinstance(session, ServerSession):
+        raise ConfigError(f"the server app has no component {SERVER_ID!r} (ServerSession); export the job again")
+    return session

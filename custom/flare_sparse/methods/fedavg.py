@@ -1,0 +1,45 @@
+"""FedAvg (McMahan et al. 2017): the dense baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..aggregate import by_examples, weighted_sum
+from ..exchange import Patch, Request, Update
+from ..training import Site
+from .method import Method, broadcast, sample
+
+
+@dataclass(frozen=True)
+class State:
+    round: int
+    weights: Tensor
+
+
+class FedAvg(Method[State]):
+    """Every site trains the whole model; the server averages by examples."""
+
+    name = "fedavg"
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+        return State(1, weights)
+
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+        if state.round > self.config.rounds:
+            return None
+        model = self.model(state)
+        asked = sample(sites, self.config.participation, self.seed, state.round)
+        return broadcast(asked, Request("train", state.round, model, model.on, expected=model.on))
+
+    def answer(self, request: Request, site: Site) -> Update:
+        weights = site.train(site.weights, request.trainable, self.config.training, request.round)
+        return Update(Patch.of(weights, request.trainable), "weights", site.examples)
+
+    def learn(self, state: State, updates: Sequence[Update]) -> State:
+        return State(state.round + 1, weighted_sum(updates, by_examples))
+
+    def model(self, state: State) -> Patch:
+        return Patch.of(state.weights, self.everything)

@@ -1,0 +1,51 @@
+"""FedAvg-FT (Cheng et al. 2021; NeuroSFL's dense baseline): FedAvg, then every site fine-tunes for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+from torch import Tensor
+
+from ..exchange import Patch, Request, Update
+from ..training import Site
+from .fedavg import FedAvg, State
+from .method import Method, MethodConfig, broadcast
+
+
+class Config(MethodConfig):
+    finetune_epochs: int = Field(1, ge=1, description="epochs of local fine-tuning after the last round")
+
+
+class FedAvgFT(Method[State]):
+    """Rounds as in FedAvg; the last question is answered with the metrics of the personal models, which stay home."""
+
+    name = "fedavg_ft"
+    Config = Config
+
+    def __init__(self, config: Config, layout, seed: int = 0):  # type: ignore[no-untyped-def]
+        super().__init__(config, layout, seed)
+        self._fedavg = FedAvg(config, layout, seed)
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+        return self._fedavg.init(weights, sites)
+
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+        return self._fedavg.ask(state, sites)
+
+    def answer(self, request: Request, site: Site) -> Update:
+        if request.kind != "finetune":
+            return self._fedavg.answer(request, site)
+        longer = self.config.training.model_copy(update={"epochs": self.config.finetune_epochs})
+        personal = site.train(site.weights, request.trainable, longer, request.round)
+        return Update(Patch.empty(self.layout.size), "nothing", site.examples, site.judge(personal))
+
+    def learn(self, state: State, updates: Sequence[Update]) -> State:
+        return self._fedavg.learn(state, updates)
+
+    def model(self, state: State) -> Patch:
+        return self._fedavg.model(state)
+
+    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        model = self.model(state)
+        return broadcast(sites, Request("finetune", self.config.rounds + 1, model, model.on))

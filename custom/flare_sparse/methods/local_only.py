@@ -1,0 +1,45 @@
+"""Local-only training: what a site reaches alone, with the rounds, epochs and seeds of the federated methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..exchange import Patch, Request, Update
+from ..training import Site
+from .method import Method, broadcast
+
+
+@dataclass(frozen=True)
+class State:
+    weights: Tensor
+
+
+class LocalOnly(Method[State]):
+    """The lower bound: one question, ``rounds`` rounds of training at the site, metrics back, no weights."""
+
+    name = "local_only"
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+        return State(weights)
+
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+        return None
+
+    def answer(self, request: Request, site: Site) -> Update:
+        weights = site.weights
+        for t in range(1, self.config.rounds + 1):
+            weights = site.train(weights, request.trainable, self.config.training, t)
+        return Update(Patch.empty(self.layout.size), "nothing", site.examples, site.judge(weights))
+
+    def learn(self, state: State, updates: Sequence[Update]) -> State:
+        return state
+
+    def model(self, state: State) -> Patch:
+        return Patch.of(state.weights, self.everything)
+
+    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        model = self.model(state)
+        return broadcast(sites, Request("train_alone", self.config.rounds, model, model.on))

@@ -1,0 +1,122 @@
+"""What a method is: settings, a state that is a value, and four verbs.
+
+A toy method, whole (the sites vote, the server counts):
+
+    >>> from dataclasses import dataclass
+    >>> import torch
+    >>> from flare_sparse.exchange import Patch, Request, Update
+    >>> @dataclass(frozen=True)
+    ... class Votes:
+    ...     round: int
+    ...     total: torch.Tensor
+    >>> class Ballot(Method[Votes]):
+    ...     name = "ballot"
+    ...     def init(self, weights, sites):
+    ...         return Votes(1, torch.zeros_like(weights))
+    ...     def ask(self, state, sites):
+    ...         if state.round > self.config.rounds:
+    ...             return None
+    ...         return broadcast(sites, Request("vote", state.round, self.model(state), self.everything, "difference"))
+    ...     def answer(self, request, site):
+    ...         return Update(Patch.of(torch.ones(site.layout.size), request.trainable), "difference", site.examples)
+    ...     def learn(self, state, updates):
+    ...         return Votes(state.round + 1, state.total + sum(u.patch.values for u in updates))
+    ...     def model(self, state):
+    ...         return Patch.of(state.total, self.everything)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from ..exchange import VALIDATE, Patch, Request, Update
+from ..mask import Mask
+from ..params import Layout
+from ..training import Site, TrainingConfig
+from ..training.seeds import generator
+
+Maskable = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
+S = TypeVar("S")
+
+
+class MethodConfig(BaseModel):
+    """Settings that every method has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rounds: int = Field(10, ge=1, description="T: rounds of training")
+    participation: float = Field(1.0, gt=0, le=1, description="share of the sites that is asked in a round, at random")
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="how a site trains in a round")
+
+
+class Method(ABC, Generic[S]):
+    """Server half (``init``, ``ask``, ``learn``, ``model``) and site half (``answer``) of one method.
+
+    An instance holds settings only; what the server learns is in the state, a frozen dataclass of tensors, masks,
+    ints and names that is passed in and out. A method runs without FLARE (``rehearsal.py``).
+    """
+
+    name: ClassVar[str]
+    Config: ClassVar[type[MethodConfig]] = MethodConfig
+
+    def __init__(self, config: Any, layout: Layout, seed: int = 0):
+        self.config, self.layout, self.seed = config, layout, seed
+
+    @cached_property
+    def everything(self) -> Mask:
+        """All entries, buffers included."""
+        return Mask.full(self.layout.size)
+
+    @abstractmethod
+    def init(self, weights: Tensor, sites: Sequence[str]) -> S:
+        """The state before the first question; ``weights`` ``(P,)``, ``sites`` all that take part."""
+
+    @abstractmethod
+    def ask(self, state: S, sites: Sequence[str]) -> dict[str, Request] | None:
+        """The next question for each site asked, out of those present; None when training is over.
+
+        A broadcast is one Request object for all: it is encoded once.
+        """
+
+    @abstractmethod
+    def answer(self, request: Request, site: Site) -> Update:
+        """At a site: ``site.weights`` holds the vector that came with the request."""
+
+    @abstractmethod
+    def learn(self, state: S, updates: Sequence[Update]) -> S:
+        """The state after a round; ``updates`` are validated, at least one, in site-name order."""
+
+    @abstractmethod
+    def model(self, state: S) -> Patch:
+        """The global model: what is saved, and judged unless ``judge`` says otherwise."""
+
+    def judge(self, state: S, sites: Sequence[str]) -> dict[str, Request]:
+        """The last question: how good is the result at each site?"""
+        model = self.model(state)
+        return broadcast(sites, Request(VALIDATE, self.config.rounds + 1, model, model.on))
+
+    def paper_scalars(self, sites: int) -> int | None:
+        """Scalars that travel in a whole run as the paper counts them; None when it gives no rule of its own."""
+        return None
+
+
+def broadcast(sites: Sequence[str], request: Request) -> dict[str, Request]:
+    """The same question to all."""
+    return dict.fromkeys(sites, request)
+
+
+def sample(sites: Sequence[str], participation: float, seed: int, t: int) -> list[str]:
+    """``max(1, round(participation * n))`` of the sites, drawn by (seed, round) alone: every method asks the same."""
+    names = sorted(sites)
+    wanted = max(1, round(participation * len(names)))
+    if wanted >= len(names):
+        return names
+    drawn = torch.randperm(len(names), generator=generator(seed, "sample", t))[:wanted]
+    return [names[i] for i in sorted(drawn.tolist())]

@@ -1,0 +1,170 @@
+"""NeuroSFL (Thapaliya et al. 2024), Algorithm 1: one global SNIP mask at the start, then FedAvg inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..aggregate import by_examples, count_average, uniform, weighted_sum
+from ..exchange import VALIDATE, Patch, Request, Update
+from ..mask import Mask, share, top_k, top_k_per_tensor
+from ..scores.erk import erk_densities, random_mask
+from ..scores.snip import keep_counts, saliency
+from ..training import Site
+from ..training.seeds import generator
+from .method import Maskable, Method, MethodConfig, broadcast, sample
+
+
+class Config(MethodConfig):
+    sparsity: float = Field(
+        0.9, ge=0, lt=1, description="p: share of the maskable entries that is off for the whole run"
+    )
+    scores: Literal["snip", "iter_snip", "weighted_snip", "individual_snip", "random"] = Field(
+        "snip",
+        description="snip: sum of the sites' |saliency|; weighted_snip: weighted by examples; iter_snip: several "
+        "minibatches or steps; individual_snip: a mask of its own for every site; random: no data needed",
+    )
+    iter_snip: Literal["minibatch", "progressive"] = Field(
+        "minibatch", description="average over minibatches, or prune in steps (De Jorge et al.)"
+    )
+    iterations: int = Field(10, ge=1, description="minibatches or steps of iter_snip")
+    step_sizes: Literal["exponential", "linear"] = Field("exponential", description="live counts of progressive steps")
+    saliency_batches: int | None = Field(1, ge=1, description="minibatches per saliency; none: all training examples")
+    signed: bool = Field(False, description="rank |sum of signed saliencies|: the pooled loss's SNIP, a test oracle")
+    min_per_layer: int = Field(1, ge=0, description="live entries that every maskable tensor keeps; 0 as in the paper")
+    random_layers: Literal["uniform", "erk"] = Field("uniform", description="where a random mask puts its entries")
+    count_average: bool = Field(
+        False, description="individual_snip: average over a coordinate's holders instead of counting zeros"
+    )
+    maskable: Maskable = Field("conv_linear_weights", description="which parameters may be masked")
+
+    @property
+    def steps(self) -> int:
+        """Score exchanges before training starts."""
+        if self.scores == "random":
+            return 0
+        return self.iterations if self.scores == "iter_snip" and self.iter_snip == "progressive" else 1
+
+    @property
+    def minibatches(self) -> int | None:
+        averaging = self.scores == "iter_snip" and self.iter_snip == "minibatch"
+        return self.iterations if averaging else self.saliency_batches
+
+
+@dataclass(frozen=True)
+class State:
+    """``masks`` holds one mask for all sites or, with individual masks, one for each of ``owners``."""
+
+    round: int
+    step: int
+    weights: Tensor
+    masks: tuple[Mask, ...]
+    owners: tuple[str, ...]
+
+
+class NeuroSFL(Method[State]):
+    """Phase 1: every site scores the common start, the server keeps the top; phase 2: FedAvg of the live entries."""
+
+    name = "neurosfl"
+    Config = Config
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+        state = State(0, 0, weights, (self.everything,), ())
+        if self.config.scores != "random":
+            return state
+        maskable = self._maskable
+        draw = generator(self.seed, "random mask")
+        if self.config.random_layers == "erk":
+            densities = erk_densities(self.layout, maskable, 1 - self.config.sparsity)
+            return self._start(state, [random_mask(self.layout, maskable, densities, draw)])
+        noise = torch.rand(self.layout.size, generator=draw)
+        return self._start(state, [top_k(noise, share(1 - self.config.sparsity, maskable.count), maskable)])
+
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+        if state.round > self.config.rounds:
+            return None
+        if state.round == 0:
+            model = self.model(state)
+            rated = self._maskable & model.on
+            return broadcast(sites, Request("score", 0, model, model.on, content="scores", expected=rated))
+        return self._models("train", state, sample(sites, self.config.participation, self.seed, state.round))
+
+    def answer(self, request: Request, site: Site) -> Update:
+        return self._score(request, site) if request.kind == "score" else self._train(request, site)
+
+    def _score(self, request: Request, site: Site) -> Update:
+        scores = saliency(
+            site,
+            site.weights,
+            batch_size=self.config.training.batch_size,
+            batches=self.config.minibatches,
+            t=request.round,
+            signed=self.config.signed,
+        )
+        rated = self._maskable & request.trainable
+        return Update(Patch.of(scores, rated), "scores", site.examples)
+
+    def _train(self, request: Request, site: Site) -> Update:
+        weights = site.train(site.weights, request.trainable, self.config.training, request.round)
+        return Update(Patch.of(weights, request.trainable), "weights", site.examples)
+
+    def learn(self, state: State, updates: Sequence[Update]) -> State:
+        if state.round == 0:
+            return self._choose(state, updates)
+        if state.owners and self.config.count_average:
+            weights = count_average(updates, by_examples, otherwise=state.weights)
+        else:
+            weights = weighted_sum(updates, by_examples)
+        return replace(state, round=state.round + 1, weights=weights)
+
+    def _choose(self, state: State, updates: Sequence[Update]) -> State:
+        """Masks from this step's scores: T_q(sum_k |s_k|), Eq. 7."""
+        step = state.step + 1
+        maskable = self._maskable
+        keep = share(1 - self.config.sparsity, maskable.count)
+        linear = self.config.step_sizes == "linear"
+        live = keep_counts(maskable.count, keep, self.config.steps, exponential=not linear)[step - 1]
+        pool = updates[0].patch.on
+        if self.config.scores == "individual_snip":
+            scores = [update.patch.vector() for update in updates]
+        else:
+            weighted = self.config.scores == "weighted_snip" or self.config.signed
+            scores = [weighted_sum(updates, by_examples if weighted else uniform)]
+        masks = [top_k_per_tensor(s.abs(), live, self.layout, pool, self.config.min_per_layer) for s in scores]
+        if step < self.config.steps:
+            return replace(state, step=step, masks=tuple(mask | ~maskable for mask in masks))
+        owners = tuple(update.site for update in updates) if self.config.scores == "individual_snip" else ()
+        return self._start(replace(state, step=step, owners=owners), masks)
+
+    def _start(self, state: State, masks: Sequence[Mask]) -> State:
+        """Training begins: theta <- theta_0 (.) m; what is not maskable stays on."""
+        live = tuple(mask | ~self._maskable for mask in masks)
+        return replace(state, round=1, weights=state.weights * _union(live).on, masks=live)
+
+    def _models(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        """The model of each site: one for all, or the global one under the site's own mask."""
+        if not state.owners:
+            model = self.model(state)
+            return broadcast(sites, Request(kind, state.round, model, model.on, expected=model.on))
+        own = {name: mask for name, mask in zip(state.owners, state.masks, strict=True) if name in sites}
+        return {n: Request(kind, state.round, Patch.of(state.weights, m), m, expected=m) for n, m in own.items()}
+
+    @cached_property
+    def _maskable(self) -> Mask:
+        return Mask.maskable(self.layout, self.config.maskable)
+
+    def model(self, state: State) -> Patch:
+        return Patch.of(state.weights, _union(state.masks))
+
+    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        return self._models(VALIDATE, state, sites)
+
+
+def _union(masks: Sequence[Mask]) -> Mask:
+    return reduce(Mask.__or__, masks)

@@ -1,0 +1,64 @@
+"""Top-k with error feedback (Stich et al. 2018): each site uploads its largest changes and remembers the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+from torch import Tensor
+
+from ..aggregate import by_examples, weighted_sum
+from ..exchange import Patch, Request, Update
+from ..mask import Mask, share, top_k
+from ..training import Site
+from .method import Method, MethodConfig, broadcast, sample
+
+
+class Config(MethodConfig):
+    fraction: float = Field(0.1, gt=0, le=1, description="share of all entries that a site uploads in a round")
+
+
+@dataclass(frozen=True)
+class State:
+    """``changed``: the entries that the last commit moved; all others are as the sites hold them."""
+
+    round: int
+    weights: Tensor
+    changed: Mask
+
+
+class TopKEF(Method[State]):
+    """Down travels only what changed; up travel the top ``fraction`` of change plus residual (Algorithm 1, Mem-SGD)."""
+
+    name = "topk_ef"
+    Config = Config
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+        return State(1, weights, self.everything)
+
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+        if state.round > self.config.rounds:
+            return None
+        changed = Patch.of(state.weights, state.changed, over="held" if state.round > 1 else "zeros")
+        everything = self.model(state)
+        request = Request("train", state.round, changed, everything.on, content="difference", otherwise=everything)
+        return broadcast(sample(sites, self.config.participation, self.seed, state.round), request)
+
+    def answer(self, request: Request, site: Site) -> Update:
+        trained = site.train(site.weights, request.trainable, self.config.training, request.round)
+        change = trained - site.weights
+        if "residual" in site.memory:
+            change += site.memory["residual"]
+        chosen = top_k(change.abs(), share(self.config.fraction, self.layout.size))
+        site.memory["residual"] = change * ~chosen.on
+        return Update(Patch.of(change, chosen), "difference", site.examples)
+
+    def learn(self, state: State, updates: Sequence[Update]) -> State:
+        changed = updates[0].patch.on
+        for update in updates[1:]:
+            changed = changed | update.patch.on
+        return State(state.round + 1, state.weights + weighted_sum(updates, by_examples), changed)
+
+    def model(self, state: State) -> Patch:
+        return Patch.of(state.weights, self.everything)

@@ -1,0 +1,8 @@
+"""Networks by name, built of MONAI and torch parts. A builder is a function of keyword settings."""
+
+from __future__ import annotations
+
+from .registry import MODELS, build
+from .section import ModelConfig
+
+__all__ = ["MODELS", "ModelConfig", "build"]

@@ -1,0 +1,16 @@
+"""Types and ranges of the networks' settings; a builder's annotations are what a configuration is checked by."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Features = Annotated[int, Field(ge=1, le=10_000_000)]
+Side = Annotated[int, Field(ge=1, le=4096)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Channels = Annotated[tuple[Count, ...], Field(min_length=1)]
+Units = tuple[Count, ...]
+Volume = tuple[Side, Side, Side]
+Image = tuple[Side, Side, Side]

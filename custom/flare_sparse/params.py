@@ -1,0 +1,138 @@
+"""Layout: where each tensor of a model lies in one flat vector of P scalars."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigError
+
+Role = Literal["weight", "bias", "norm", "other", "buffer"]
+
+_WEIGHTED = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_NORM = (
+    nn.modules.batchnorm._NormBase,  # BatchNorm*, InstanceNorm*, SyncBatchNorm
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.LocalResponseNorm,
+)
+
+MASKABLE: dict[str, tuple[Role, ...]] = {
+    "conv_linear_weights": ("weight",),
+    "all_but_norm": ("weight", "bias"),
+    "all_trainable": ("weight", "bias", "norm", "other"),
+}
+"""Which roles a pruning method may mask (convention C2). Buffers are never masked."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a layout: ``role`` says what it does in its module."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role = "other"
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and roles of a model's tensors: parameters in state-dict order, then float buffers.
+
+    A *vector* of this layout is a float32 tensor of shape ``(P,)`` with ``P = size``; each tensor is laid out
+    in C order. Integer buffers (``num_batches_tracked``) have no place in it and stay local.
+    """
+
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layout:
+        """Layout of a module.
+
+        Raises:
+            ConfigError: a parameter is not float32.
+        """
+        roles = _roles(module)
+        parameters = [Entry(n, tuple(p.shape), roles.get(n, "other")) for n, p in module.named_parameters()]
+        buffers = [
+            Entry(n, tuple(b.shape), "buffer")
+            for n, b in module.named_buffers()
+            if b is not None and b.is_floating_point()
+        ]
+        for name, p in module.named_parameters():
+            if p.dtype != torch.float32:
+                raise ConfigError(f"parameter {name!r} is {p.dtype}; expected torch.float32: call model.float()")
+        return cls(tuple(parameters + buffers))
+
+    @cached_property
+    def size(self) -> int:
+        """P, the number of scalars."""
+        return sum(entry.size for entry in self.entries)
+
+    @cached_property
+    def trainable_size(self) -> int:
+        """Number of scalars that are parameters; they come first in a vector, buffers after them."""
+        return sum(entry.size for entry in self.entries if entry.role != "buffer")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits that differ for any other names, shapes, roles or order."""
+        text = json.dumps([[e.name, list(e.shape), e.role] for e in self.entries], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Start of each entry in a vector, and P at the end."""
+        starts = [0]
+        for entry in self.entries:
+            starts.append(starts[-1] + entry.size)
+        return tuple(starts)
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The vector ``(P,)`` of named tensors; a copy."""
+        if not self.entries:
+            return torch.zeros(0)
+        return torch.cat([tensors[entry.name].detach().reshape(-1) for entry in self.entries])
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of ``vector`` ``(P,)``, one per tensor; nothing is copied."""
+        pieces = vector.split([entry.size for entry in self.entries])
+        return {e.name: piece.view(e.shape) for e, piece in zip(self.entries, pieces, strict=True)}
+
+    def where(self, wanted: Callable[[Entry], bool]) -> Tensor:
+        """Bool vector ``(P,)``: the entries of the tensors that satisfy ``wanted``."""
+        on = torch.zeros(self.size, dtype=torch.bool)
+        for entry, start in zip(self.entries, self.offsets, strict=False):
+            on[start : start + entry.size] = wanted(entry)
+        return on
+
+
+def _roles(module: nn.Module) -> dict[str, Role]:
+    roles: dict[str, Role] = {}
+    for prefix, part in module.named_modules():
+        for name, _ in part.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if isinstance(part, _NORM):
+                roles[full] = "norm"
+            elif isinstance(part, _WEIGHTED) and name in ("weight", "bias"):
+                roles[full] = "weight" if name == "weight" else "bias"
+    return roles

@@ -1,0 +1,144 @@
+"""What a run leaves behind: rounds, ledger, summary, models. Written as it happens, in formats that others read."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from .federation import Judgement, Outcome, RoundRecord
+from .mask import Mask
+from .params import Layout
+from .server import digest
+from .task import Metric
+from .wire.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run before it starts."""
+
+    run: str
+    name: str
+    method: str
+    seed: int
+    rounds: int
+    metric: Metric
+    config: str  # resolved, YAML
+
+
+class RunFolder:
+    """Writes the record of one run into a folder.
+
+    Files: ``rounds.jsonl`` and ``ledger.jsonl`` (grow with every commit), ``summary.json``, ``model.safetensors``,
+    ``mask.safetensors``, ``best_model.safetensors``, ``best_mask.safetensors``, ``config.yaml``.
+    """
+
+    def __init__(self, path: Path, facts: RunFacts, layout: Layout, ledger: Ledger):
+        self.path, self.facts, self.layout, self.ledger = path, facts, layout, ledger
+        self._began = time.monotonic()
+        self._written = 0
+        path.mkdir(parents=True, exist_ok=True)
+        for name in ("rounds.jsonl", "ledger.jsonl"):
+            (path / name).write_text("")
+        (path / "config.yaml").write_text(facts.config)
+
+    def commit(self, record: RoundRecord) -> dict[str, Any]:
+        """Append a committed round and its messages; returns the line of ``rounds.jsonl``."""
+        with (self.path / "ledger.jsonl").open("a") as file:
+            for line in self.ledger.lines[self._written :]:
+                file.write(json.dumps(asdict(line)) + "\n")
+        self._written = len(self.ledger.lines)
+        entry = self._line(record)
+        with (self.path / "rounds.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        return entry
+
+    def _line(self, record: RoundRecord) -> dict[str, Any]:
+        line = asdict(record)
+        judgement = line.pop("judgement")
+        named = {"metric": self.facts.metric.name, "unit": self.facts.metric.unit, "rounds": self.facts.rounds}
+        figures = {"metrics": judgement["overall"], "site_metrics": judgement["sites"]}
+        return {"run": self.facts.run, **line, **named, **figures}
+
+    def finish(self, outcome: Outcome) -> dict[str, Any]:
+        """Write models and summary; returns the summary."""
+        save_model(self.path / "model.safetensors", self.layout, outcome.weights)
+        save_mask(self.path / "mask.safetensors", self.layout, outcome.mask)
+        if outcome.best.weights is not None and outcome.best.mask is not None:
+            save_model(self.path / "best_model.safetensors", self.layout, outcome.best.weights)
+            save_mask(self.path / "best_mask.safetensors", self.layout, outcome.best.mask)
+        summary = self._summary(outcome)
+        write_json(self.path / "summary.json", summary)
+        return summary
+
+    def _summary(self, outcome: Outcome) -> dict[str, Any]:
+        facts, metric = self.facts, self.facts.metric
+        return {
+            "run": facts.run,
+            "name": facts.name,
+            "method": facts.method,
+            "seed": facts.seed,
+            "rounds": facts.rounds,
+            "sites": sorted({site for record in outcome.rounds for site in record.sites_asked}),
+            "metric": asdict(metric),
+            "final": _judged(outcome.judgement),
+            "best": {"round": outcome.best.round, "metrics": outcome.best.metrics},
+            "sparsity": outcome.rounds[-1].sparsity,
+            "traffic": traffic(self.ledger),
+            "seconds": time.monotonic() - self._began,
+            "threads": torch.get_num_threads(),
+            "model_sha256": digest(outcome.weights),
+        }
+
+
+def _judged(judgement: Judgement) -> dict[str, Any]:
+    return {"metrics": judgement.overall, "sites": judgement.sites}
+
+
+def traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
+    """Sums of the ledger by direction: messages, scalars, bytes paid, dense bytes and the floor."""
+    sums: dict[str, dict[str, float]] = {}
+    for direction in ("down", "up"):
+        lines = [line for line in ledger.lines if line.direction == direction]
+        sums[direction] = {
+            "messages": len(lines),
+            "scalars_sent": sum(line.scalars_sent for line in lines),
+            "payload_bytes": sum(line.payload_bytes for line in lines),
+            "dense_bytes": sum(line.dense_bytes for line in lines),
+            "floor_bytes": sum(line.floor_bytes for line in lines),
+        }
+    return sums
+
+
+def save_model(path: Path, layout: Layout, weights: Tensor) -> None:
+    """Named float32 tensors; ``load_model`` and ``safetensors`` read them back."""
+    safetensors.torch.save_file(
+        {name: tensor.contiguous() for name, tensor in layout.unflatten(weights).items()},
+        path,
+        metadata={"layout": layout.fingerprint, "sha256": digest(weights)},
+    )
+
+
+def save_mask(path: Path, layout: Layout, mask: Mask) -> None:
+    """Named bool tensors: what lives."""
+    safetensors.torch.save_file(
+        {name: tensor.contiguous() for name, tensor in layout.unflatten(mask.on).items()},
+        path,
+        metadata={"layout": layout.fingerprint, "fingerprint": mask.fingerprint},
+    )
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write completely or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n")
+    os.replace(part, path)

@@ -1,0 +1,109 @@
+"""Run a method in one process: every message still goes through the wire and is counted. FLARE must match its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import WireError
+from .federation import Federation, Outcome, Reply, RoundRecord, Rules
+from .mask import Mask
+from .methods import Method
+from .params import Layout
+from .server import Question, ServerDesk
+from .site import SiteDesk
+from .task import Metric, Task
+from .training import Site, TrainingConfig
+from .training.seeds import generator, seeded, threads
+from .wire.ledger import Ledger
+from .wire.plan import ValueType
+
+
+def initial_weights(task: Task, seed: int) -> tuple[Layout, Tensor]:
+    """The layout of the task's model and its initial vector ``(P,)``, drawn from the run's seed."""
+    with seeded(seed):
+        module = task.model()
+    layout = Layout.of(module)
+    return layout, layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
+
+
+def rehearse(
+    method: Method[Any],
+    weights: Tensor,
+    sites: Mapping[str, Site],
+    metric: Metric,
+    *,
+    values: ValueType = "float32",
+    run: str = "0" * 16,
+    rules: Rules | None = None,
+    on_round: Callable[[RoundRecord], None] = lambda record: None,
+    ledger: Ledger | None = None,
+    thread_count: int = 1,
+) -> tuple[Outcome, Ledger]:
+    """Run ``method`` from ``weights`` over ``sites`` in this process, through the real wire.
+
+    Returns:
+        The outcome and the ledger of every message.
+    """
+    ledger = Ledger() if ledger is None else ledger
+    server = ServerDesk(method.layout, run, values, ledger)
+    desks = {name: SiteDesk(site, method, run, values) for name, site in sorted(sites.items())}
+    federation = Federation(method, server, metric, rules, on_round)
+    with threads(thread_count):
+        outcome = federation.run(weights, lambda: sorted(desks), lambda q, desk: dict(_carry(q, desk, desks)))
+    return outcome, ledger
+
+
+def _carry(question: Question, server: ServerDesk, desks: Mapping[str, SiteDesk]) -> Iterator[tuple[str, Reply]]:
+    for name, message in question.messages.items():
+        desk = desks[name]
+        try:
+            request = desk.receive(message)
+            update = desk.answer(request)
+            answer = desk.encode(request, update).data
+            yield name, server.decode(name, answer, update.examples, update.metrics)
+        except WireError as error:
+            yield name, error
+
+
+def pooled(site: Site, weights: Tensor, config: TrainingConfig, rounds: int) -> Tensor:
+    """Training on all data in one place, ``(P,)``: the upper bound, with the rounds and epochs of the others."""
+    everything = Mask.full(site.layout.size)
+    with threads(1):
+        for t in range(1, rounds + 1):
+            weights = site.train(weights, everything, config, t)
+    return weights
+
+
+class DrySite(Site):
+    """A site without data: training and gradients are noise of the right shape, so that messages can be counted."""
+
+    def __init__(self, name: str, layout: Layout, seed: int = 0):
+        self.name, self.layout, self.seed = name, layout, seed
+        self.weights = torch.zeros(layout.size)
+        self.memory = {}
+        self._noise = torch.rand(layout.size, generator=generator(seed, "dry", name)).add_(0.5)
+
+    @property
+    def examples(self) -> int:
+        return 1
+
+    def train(self, start: Tensor, trainable: Mask, config: TrainingConfig, t: int, **_: Any) -> Tensor:
+        return torch.where(trainable.on, start * self._noise, start)
+
+    def gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
+        for _ in range(batches or 1):
+            yield self._noise.clone()
+
+    def judge(self, weights: Tensor) -> dict[str, float]:
+        return {}
+
+
+def estimate(method: Method[Any], weights: Tensor, sites: int, values: ValueType) -> tuple[Outcome, Ledger]:
+    """The messages of a whole run, really encoded and counted, without data and without training."""
+    names = [f"site-{i}" for i in range(1, sites + 1)]
+    dry: dict[str, Site] = {name: DrySite(name, method.layout) for name in names}
+    return rehearse(method, weights, dry, Metric("none", "", "min"), values=values)

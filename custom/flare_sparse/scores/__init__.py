@@ -1,0 +1,1 @@
+"""What is worth keeping: one paper's score a file."""

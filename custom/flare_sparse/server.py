@@ -1,0 +1,183 @@
+"""The server's end of the wire: who holds what, what each question weighs, and whether an answer fits it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import RejectedMessage
+from .exchange import Patch, Request, Update
+from .mask import Mask
+from .params import Layout
+from .wire.codec import Encoded, decode, encode
+from .wire.ledger import Ledger
+from .wire.plan import Plan, ValueType
+
+
+@dataclass(frozen=True)
+class Question:
+    """One encoded question to some sites; a broadcast is one buffer, shared by all.
+
+    Attributes:
+        sequence: counts the questions of a run; an answer must carry it.
+        kind, round: of the requests.
+        messages: uint8 buffer per site.
+    """
+
+    sequence: int
+    kind: str
+    round: int
+    messages: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a site holds since the last message that it acknowledged."""
+
+    known: Mask
+    base: int
+
+
+class ServerDesk:
+    """Encodes questions, decodes answers and keeps the ledger. Knows nothing of FLARE and nothing of methods.
+
+    Args:
+        layout: of the model.
+        run: 16 hex digits that name the run.
+        values: number format on the wire.
+        ledger: receives one line per message.
+    """
+
+    def __init__(self, layout: Layout, run: str, values: ValueType, ledger: Ledger):
+        self.layout, self.run, self.values, self.ledger = layout, run, values, ledger
+        self._sequence = 0
+        self._held: dict[str, _Held] = {}
+        self._residuals: dict[str, Tensor | None] = {}
+        self._asked: dict[str, Request] = {}
+        self._sent: dict[str, Patch] = {}
+
+    def ask(self, requests: Mapping[str, Request]) -> Question:
+        """Encode one request per site; equal requests to sites that hold the same are encoded once."""
+        self._sequence += 1
+        self._asked, self._sent = dict(requests), {}
+        done: dict[tuple[int, str | None, bool], Encoded] = {}
+        messages: dict[str, np.ndarray] = {}
+        for site in sorted(requests):
+            request = requests[site]
+            patch, plan = self._fitting(site, request)
+            key = (id(request), plan.known.fingerprint if plan.known else None, patch is request.model)
+            if key not in done:
+                stream = "all" if len({id(r) for r in requests.values()}) == 1 else site
+                done[key] = encode(
+                    patch,
+                    plan,
+                    trainable=request.trainable,
+                    values=self.values,
+                    residual=self._residuals.get(stream),
+                )
+                self._residuals[stream] = done[key].residual
+            messages[site] = done[key].data
+            self._sent[site] = patch
+            self.ledger.sent(done[key], plan, site)
+        first = next(iter(requests.values()))
+        return Question(self._sequence, first.kind, first.round, messages)
+
+    def _fitting(self, site: str, request: Request) -> tuple[Patch, Plan]:
+        """The patch that this site can read, and what both ends hold."""
+        held = self._held.get(site)
+        patch = request.model
+        if patch.over == "held" and (held is None or held.base != self._sequence - 1):
+            assert request.otherwise is not None, "a patch over what is held needs Request.otherwise"
+            patch = request.otherwise
+        plan = Plan(
+            self.layout,
+            self.run,
+            known=held.known if held else None,
+            base=held.base if held else None,
+            sequence=self._sequence,
+            round=request.round,
+            kind=request.kind,
+        )
+        return patch, plan
+
+    def forget(self, site: str) -> None:
+        """The site lost what it held: it is sent everything next time (the one recovery path)."""
+        self._held.pop(site, None)
+
+    def decode(self, site: str, data: Any, examples: Any, metrics: Any) -> Update:
+        """An answer to the last question, checked against it.
+
+        Args:
+            site: the name the framework knows.
+            data: the message.
+            examples: the number that came beside it.
+            metrics: names and numbers that came beside it.
+
+        Raises:
+            RejectedMessage: nobody asked this site, or something does not fit; the code says what.
+        """
+        request = self._asked.get(site)
+        if request is None:
+            raise RejectedMessage("E_REPLAY", "site", f"one of {sorted(self._asked)}", site, site)
+        plan = Plan(
+            self.layout,
+            self.run,
+            known=request.trainable,
+            sequence=self._sequence,
+            round=request.round,
+            kind=request.kind,
+        )
+        message = decode(data, plan, site)
+        if message.patch.over != "zeros" or message.trainable is not None:
+            raise RejectedMessage("E_KIND", "over", "an answer over zeros", "a question's form", site)
+        if message.content not in (request.content, "nothing"):
+            raise RejectedMessage("E_KIND", "content", request.content, message.content, site)
+        if request.expected is not None and message.content != "nothing" and message.patch.on != request.expected:
+            raise RejectedMessage("E_MASK", "selection", request.expected, message.patch.on, site)
+        update = Update(message.patch, message.content, _examples(examples, site), _metrics(metrics, site), site)
+        self.ledger.received(message, plan, site, len(data))
+        self._acknowledge(site)
+        return update
+
+    def _acknowledge(self, site: str) -> None:
+        """Who answers holds what was sent."""
+        patch, held = self._sent[site], self._held.get(site)
+        known = held.known if patch.over == "held" and held else patch.on
+        self._held[site] = _Held(known, self._sequence)
+        del self._asked[site]
+
+
+def _examples(value: Any, site: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+        raise RejectedMessage("E_WEIGHT", "examples", "an integer from 0", repr(value)[:40], site)
+    return value
+
+
+def _metrics(value: Any, site: str) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > 64:
+        raise RejectedMessage("E_METRICS", "metrics", "at most 64 names with numbers", type(value).__name__, site)
+    for name, number in value.items():
+        if not isinstance(name, str) or len(name) > 64 or isinstance(number, bool):
+            raise RejectedMessage("E_METRICS", "metrics", "names of up to 64 characters", repr(name)[:40], site)
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite number", repr(number)[:40], site)
+    return {name: float(number) for name, number in value.items()}
+
+
+def run_id(config: Mapping[str, Any], layout: Layout) -> str:
+    """16 hex digits that name a run: the same job on the same model has the same one."""
+    text = json.dumps([config, layout.fingerprint], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def digest(weights: Tensor) -> str:
+    """sha256 of a vector's float32 bytes, little-endian."""
+    return hashlib.sha256(weights.to(torch.float32).numpy().astype("<f4", copy=False).tobytes()).hexdigest()

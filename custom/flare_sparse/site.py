@@ -1,0 +1,84 @@
+"""A site's end of the wire: reads questions, has the method answer them, writes the answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .errors import RejectedMessage
+from .exchange import VALIDATE, Patch, Request, Update
+from .mask import Mask
+from .methods import Method
+from .training import Site
+from .wire.codec import Encoded, decode, encode
+from .wire.plan import Plan, ValueType
+
+
+class SiteDesk:
+    """Decodes what the server asks, answers, and encodes the answer. Knows nothing of FLARE.
+
+    Args:
+        site: trains and judges.
+        method: its site half answers.
+        run: 16 hex digits that name the run; computed here, from the site's own copy of the job.
+        values: number format on the wire.
+    """
+
+    def __init__(self, site: Site, method: Method[Any], run: str, values: ValueType):
+        self.site, self.method, self.run, self.values = site, method, run, values
+        self._known: Mask | None = None
+        self._base: int | None = None
+        self._sequence = 0
+        self._residual: Tensor | None = None
+
+    def receive(self, data: Any) -> Request:
+        """The question in a message; afterwards ``site.weights`` is the vector that it speaks of.
+
+        Raises:
+            NotHeld: the message leans on something this site does not hold; answer "send everything".
+            RejectedMessage: the message is malformed, old, or of another run or model.
+        """
+        plan = Plan(self.site.layout, self.run, known=self._known, base=self._base)
+        message = decode(data, plan, "server")
+        if message.sequence <= self._sequence:
+            raise RejectedMessage("E_REPLAY", "sequence", f"above {self._sequence}", message.sequence, "server")
+        if message.trainable is None:
+            raise RejectedMessage("E_KIND", "trainable", "a question", "an answer", "server")
+        self._take(message.patch)
+        self._base = self._sequence = message.sequence
+        return Request(message.kind, message.round, message.patch, message.trainable)
+
+    def _take(self, patch: Patch) -> None:
+        if patch.over == "zeros":
+            if patch.on != self._known:
+                self.site.weights.zero_()
+            self._known = patch.on
+        patch.applied(self.site.weights)
+
+    def answer(self, request: Request) -> Update:
+        """The method's answer, with the site's judgement of the model it was sent unless it judged another."""
+        if request.kind == VALIDATE:
+            nothing = Patch.empty(self.site.layout.size)
+            return Update(nothing, "nothing", self.site.examples, self.site.judge(self.site.weights))
+        update = self.method.answer(request, self.site)
+        if update.metrics or request.round < 1:
+            return update
+        return replace(update, metrics=self.site.judge(self.site.weights))
+
+    def encode(self, request: Request, update: Update) -> Encoded:
+        """The message that carries ``update`` back; what the number format rounds off goes with the next one."""
+        plan = Plan(
+            self.site.layout,
+            self.run,
+            known=request.trainable,
+            sequence=self._sequence,
+            round=request.round,
+            kind=request.kind,
+        )
+        values: ValueType = "float32" if update.content == "scores" else self.values
+        encoded = encode(update.patch, plan, content=update.content, values=values, residual=self._residual)
+        if update.content in ("weights", "difference"):
+            self._residual = encoded.residual
+        return encoded

@@ -1,0 +1,18 @@
+"""Ready tasks by name. A user's own is a class in a module of theirs (docs/own-task.md)."""
+
+from __future__ import annotations
+
+from ..task import Task
+from .brain import BrainAge, SexClassification
+from .images import ImageClassification
+from .morphometry import MorphometryAge, MorphometrySex
+
+__all__ = ["TASKS"]
+
+TASKS: dict[str, type[Task]] = {
+    "brain_age": BrainAge,
+    "sex_classification": SexClassification,
+    "morphometry_age": MorphometryAge,
+    "morphometry_sex": MorphometrySex,
+    "image_classification": ImageClassification,
+}

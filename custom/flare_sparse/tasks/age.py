@@ -1,0 +1,49 @@
+"""Age as a target: a regression in years, standardised by constants that the job sets."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..task import Metric, Task, TaskConfig
+
+
+class AgeConfig(TaskConfig):
+    """Constants instead of statistics: no site has to tell its own."""
+
+    age_mean: float = Field(45.0, ge=0, le=120, description="years that an output of 0 stands for")
+    age_scale: float = Field(15.0, gt=0, le=120, description="years that a step of 1 in the output stands for")
+    loss: Literal["smooth_l1", "mse"] = Field("smooth_l1", description="of the standardised age; FedSparsify: mse")
+
+
+class AgeTask(Task, ABC):
+    """A network with one output, the standardised age; batches are (inputs, age in years (B, 1))."""
+
+    config: AgeConfig
+    metric = Metric("mae", "years", "min")
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Smooth L1 or squared error of the standardised age."""
+        inputs, years = batch
+        wanted = (years - self.config.age_mean) / self.config.age_scale
+        error = functional.smooth_l1_loss if self.config.loss == "smooth_l1" else functional.mse_loss
+        return error(model(inputs), wanted)
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Predicted and true age in years, both (B, 1)."""
+        inputs, years = batch
+        return model(inputs) * self.config.age_scale + self.config.age_mean, years
+
+    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        """Mean absolute, root mean squared and mean signed error (``bias``: predicted minus true), in years."""
+        error = (predictions - targets).double()
+        return {
+            "mae": error.abs().mean().item(),
+            "rmse": torch.sqrt((error**2).mean()).item(),
+            "bias": error.mean().item(),
+        }

@@ -1,0 +1,44 @@
+"""Local training: epochs, batch size, optimiser and learning rate, declared once for all methods."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TrainingConfig(BaseModel):
+    """How a site trains in one round. The optimiser is new in every round (C7)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epochs: int = Field(1, ge=1, description="passes over the site's training examples in a round")
+    batch_size: int = Field(8, ge=1, description="examples per optimiser step")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field("adam", description="optimiser, new in every round")
+    lr: float = Field(1e-3, gt=0, description="learning rate in round 1")
+    lr_decay: float = Field(1.0, gt=0, le=1, description="the learning rate of round t is lr * lr_decay ** (t - 1)")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum (sgd only)")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay")
+    clip_norm: float | None = Field(None, gt=0, description="largest L2 norm of the masked gradient; none: no clipping")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where a site computes; auto: a GPU if it has one"
+    )
+
+    def learning_rate(self, t: int) -> float:
+        """Learning rate of round ``t`` (1-based)."""
+        return self.lr * self.lr_decay ** max(t - 1, 0)
+
+    def build(self, parameter: torch.nn.Parameter, t: int) -> torch.optim.Optimizer:
+        """A new optimiser for round ``t``."""
+        lr = self.learning_rate(t)
+        if self.optimizer == "sgd":
+            return torch.optim.SGD([parameter], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        return kind([parameter], lr=lr, weight_decay=self.weight_decay)
+
+    @property
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)

@@ -1,0 +1,78 @@
+"""The only training loop: entries outside ``trainable`` keep their value bit for bit, whatever the optimiser does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import FlareSparseError
+from ..mask import Mask
+from ..task import Task
+from .flat import FlatModel
+
+
+class TrainingDiverged(FlareSparseError):
+    """The loss is no longer a number; nothing is sent."""
+
+    code = "E_DIVERGED"
+
+
+def train(
+    model: FlatModel,
+    task: Task,
+    batches: Iterable[Any],
+    start: Tensor,
+    trainable: Mask,
+    optimizer: torch.optim.Optimizer,
+    *,
+    pull: float = 0.0,
+    clip_norm: float | None = None,
+) -> Tensor:
+    """Train from ``start`` on ``batches``.
+
+    The gradient is masked before the step and the frozen entries are restored after it (C5): momentum and weight
+    decay move an entry whose gradient is zero.
+
+    Args:
+        model: the site's network; ``optimizer`` steps its ``flat``.
+        task: gives the loss.
+        batches: minibatches in order.
+        start: ``(P,)`` weights to begin with; left as they are.
+        trainable: which entries may change, buffers included.
+        optimizer: new, made for ``model.flat``.
+        pull: strength of a proximal term ``pull / 2 * ||w - start||^2``.
+        clip_norm: largest L2 norm of the masked gradient.
+
+    Returns:
+        ``(P,)`` trained weights.
+
+    Raises:
+        TrainingDiverged: the loss is NaN or infinite.
+    """
+    model.load(start)
+    model.module.train()
+    size = model.layout.trainable_size
+    origin = start[:size].to(model.device)
+    free = trainable.on[:size].to(model.device)
+    everything = bool(free.all())
+    for step, batch in enumerate(batches, start=1):
+        loss = task.loss(model.module, model.to_device(batch))
+        if not torch.isfinite(loss):
+            raise TrainingDiverged(f"the loss is {loss.item()} in step {step}; lower training.lr or set clip_norm")
+        model.backward(loss)
+        with torch.no_grad():
+            if pull:
+                model.gradient.add_(model.flat - origin, alpha=pull)
+            if not everything:
+                model.gradient.mul_(free)
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_([model.flat], clip_norm)
+        optimizer.step()
+        if not everything:
+            with torch.no_grad():
+                model.flat.copy_(torch.where(free, model.flat, origin))
+    trained = model.vector()
+    return trained if trainable.is_full else torch.where(trainable.on, trained, start)

@@ -1,0 +1,121 @@
+"""What the site half of a method works with: one site's model, examples and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..mask import Mask
+from ..params import Layout
+from ..task import Examples, Task, minibatches
+from .flat import FlatModel
+from .local import TrainingConfig
+from .loop import train
+from .seeds import derive, generator, seeded
+
+
+class Site:
+    """One site: trains, measures gradients and judges models on its own examples.
+
+    Attributes:
+        name: as the framework knows it.
+        layout: of the model.
+        weights: ``(P,)`` the vector that the server last sent, complete.
+        memory: what a method keeps at the site between rounds; lost when the site restarts.
+    """
+
+    def __init__(self, name: str, task: Task, examples: Examples, layout: Layout, seed: int, device: str = "cpu"):
+        self.name, self.task, self.layout, self.seed = name, task, layout, seed
+        self.weights = torch.zeros(layout.size)
+        self.memory: dict[str, Tensor] = {}
+        self._examples = examples
+        with seeded(0):
+            self._model = FlatModel(task.model(), layout, device)
+
+    @property
+    def examples(self) -> int:
+        """n_k: number of training examples."""
+        return self._examples.n_train
+
+    def train(
+        self,
+        start: Tensor,
+        trainable: Mask,
+        config: TrainingConfig,
+        t: int,
+        *,
+        steps: int | None = None,
+        pull: float = 0.0,
+    ) -> Tensor:
+        """Train from ``start`` ``(P,)`` in round ``t``; see :func:`flare_sparse.training.loop.train`.
+
+        Args:
+            start: weights to begin with.
+            trainable: entries that may change.
+            config: epochs, optimiser, learning rate.
+            t: round, 1-based; with the run's seed and the site's name it decides order and dropout.
+            steps: number of minibatches; None: ``config.epochs`` passes.
+            pull: proximal strength.
+        """
+        order = generator(self.seed, "order", self.name, t)
+        with seeded(derive(self.seed, "train", self.name, t)):
+            return train(
+                self._model,
+                self.task,
+                self._batches(config, order, steps),
+                start,
+                trainable,
+                config.build(self._model.flat, t),
+                pull=pull,
+                clip_norm=config.clip_norm,
+            )
+
+    def gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
+        """Gradients ``(P,)`` of the loss at ``weights`` on random minibatches, zero for buffers.
+
+        Dropout is off; batch normalisation uses batch statistics and leaves its running statistics alone
+        (ALGORITHMS 4.4 #6: at the start they are meaningless).
+
+        Args:
+            weights: ``(P,)``.
+            batch_size: examples per minibatch.
+            batches: how many; None: one pass over all training examples.
+            t: names the stream of random minibatches.
+        """
+        order = generator(self.seed, "gradients", self.name, t)
+        config = TrainingConfig(batch_size=batch_size)
+        with seeded(derive(self.seed, "gradients", self.name, t)):
+            for batch in self._batches(config, order, batches):
+                self._model.load(weights)
+                self._model.module.train()
+                for part in self._model.module.modules():
+                    if isinstance(part, nn.modules.dropout._DropoutNd):
+                        part.eval()
+                self._model.backward(self.task.loss(self._model.module, self._model.to_device(batch)))
+                gradient = torch.zeros(self.layout.size)
+                gradient[: self.layout.trainable_size] = self._model.gradient.cpu()
+                yield gradient
+
+    def judge(self, weights: Tensor) -> dict[str, float]:
+        """The task's metrics of ``weights`` on the site's test examples, with ``test_examples``; empty without any."""
+        if not self._examples.n_test:
+            return {}
+        self._model.load(weights)
+        figures = self.task.evaluate(self._model.module, self._examples.test)
+        return {**figures, "test_examples": float(self._examples.n_test)}
+
+    def _batches(self, config: TrainingConfig, order: torch.Generator, steps: int | None) -> Iterator[Any]:
+        taken = 0
+        epoch = 0
+        while steps is not None or epoch < config.epochs:
+            for batch in minibatches(self._examples.train, config.batch_size, order):
+                if steps is not None and taken >= steps:
+                    return
+                taken += 1
+                yield batch
+            epoch += 1
+            if not taken:
+                return

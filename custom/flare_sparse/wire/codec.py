@@ -1,0 +1,254 @@
+"""A patch to one buffer and back: the cheapest encoding wins, the receiver checks before it allocates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+from torch import Tensor
+
+from ..errors import NotHeld, RejectedMessage, WireError
+from ..exchange import Content, Over, Patch
+from ..mask import Mask
+from ..params import Layout
+from . import values as numbers
+from .encodings import CODES, ENCODINGS, Encoding
+from .envelope import HEADER_BYTES, Header, seal, unseal
+from .plan import Plan, ValueType
+
+CONTENTS: tuple[Content, ...] = get_args(Content)
+OVERS: tuple[Over, ...] = get_args(Over)
+_NO_MASK = bytes(16)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A message and what it cost.
+
+    Attributes:
+        data: uint8 ``(n,)``, the whole message.
+        encoding: of the selection.
+        values: number format.
+        scalars: values that travel.
+        selection_bytes: spent on saying which.
+        floor_bytes: values at their format plus the entropy of the selection given what the receiver knows.
+        residual: ``(P,)`` what the format rounded off; None for float32 without an earlier one.
+    """
+
+    data: np.ndarray
+    encoding: str
+    values: ValueType
+    scalars: int
+    selection_bytes: int
+    floor_bytes: int
+    residual: Tensor | None
+
+    @property
+    def payload_bytes(self) -> int:
+        return int(self.data.size)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a message said, checked. ``trainable`` is None in an answer."""
+
+    patch: Patch
+    content: Content
+    trainable: Mask | None
+    kind: str
+    round: int
+    sequence: int
+    encoding: str
+    values: ValueType
+    selection_bytes: int
+
+
+def encode(
+    patch: Patch,
+    plan: Plan,
+    *,
+    content: Content = "weights",
+    trainable: Mask | None = None,
+    values: ValueType = "float32",
+    residual: Tensor | None = None,
+) -> Encoded:
+    """The message that carries a patch.
+
+    Args:
+        patch: values and where they go.
+        plan: what the receiver holds; ``sequence``, ``round`` and ``kind`` must be given.
+        content: what the values are.
+        trainable: a question's second selection, said relative to ``patch.on``.
+        values: number format; what it rounds off is in ``Encoded.residual``.
+        residual: of the message before.
+
+    Raises:
+        RejectedMessage: a value is not finite in this format.
+        ValueError: the plan is incomplete or ``kind`` is not 1 to 16 ASCII characters.
+    """
+    if plan.sequence is None or plan.round is None or not plan.kind or len(plan.kind) > 16 or not plan.kind.isascii():
+        raise ValueError(f"a sender's plan needs sequence, round and a kind of 1 to 16 characters, found {plan}")
+    encoding, selection = pick(patch.on, plan.known, plan.layout)
+    second, trained = (None, b"") if trainable is None else pick(trainable, patch.on, plan.layout)
+    header = Header(
+        encoding=encoding.code,
+        trainable=second.code if second else 0,
+        values=numbers.CODES[values],
+        content=CONTENTS.index(content),
+        over=OVERS.index(patch.over),
+        round=plan.round,
+        sequence=plan.sequence,
+        base=(plan.base or 0) if patch.over == "held" else 0,
+        kind=plan.kind,
+        run=bytes.fromhex(plan.run),
+        layout=bytes.fromhex(plan.layout.fingerprint),
+        known=bytes.fromhex(plan.known.fingerprint) if encoding.leans and plan.known else _NO_MASK,
+        scalars=patch.on.count,
+        selection_bytes=len(selection),
+        trainable_bytes=len(trained),
+    )
+    start, width = header.values_start, numbers.WIDTH[values]
+    end = start + width * patch.on.count
+    data = np.empty(-(-end // 8) * 8, np.uint8)
+    sections = HEADER_BYTES + len(selection)
+    data[HEADER_BYTES:sections] = np.frombuffer(selection, np.uint8)
+    data[sections : sections + len(trained)] = np.frombuffer(trained, np.uint8)
+    data[sections + len(trained) : start] = 0
+    data[end:] = 0
+    left = numbers.write(patch.values, patch.on, values, residual, data[start:end])
+    seal(header, data)
+    spent = len(selection) + len(trained)
+    floor = width * patch.on.count + min(spent, selection_entropy(patch.on, plan.known))
+    return Encoded(data, encoding.name, values, patch.on.count, spent, floor, left)
+
+
+def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: str = "?") -> Decoded:
+    """What a message says, after everything in it has been held against the receiver's own plan.
+
+    Nothing is allocated from a number in the message before that number has been checked.
+
+    Args:
+        data: the whole message.
+        plan: the receiver's.
+        site: the sender, as the framework knows it; only for the error.
+
+    Raises:
+        RejectedMessage: malformed, damaged, or of another run, model, round or question; the code says which.
+        NotHeld: it leans on a mask or a vector that this receiver does not hold.
+    """
+    buffer = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    if buffer.dtype != np.uint8 or buffer.ndim != 1:
+        raise RejectedMessage("E_DTYPE", "message", "uint8 (n,)", f"{buffer.dtype} {buffer.shape}", site)
+    try:
+        return _decode(np.ascontiguousarray(buffer), plan)
+    except WireError as error:
+        raise error.at(site) from error
+
+
+def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
+    header = unseal(buffer)
+    _belongs(header, plan)
+    encoding, kind = _named(header.encoding, CODES, "encoding"), _value_type(header.values)
+    content = CONTENTS[_below(header.content, len(CONTENTS), "content")]
+    over = OVERS[_below(header.over, len(OVERS), "over")]
+    _holds(header, over, encoding, plan)
+    if header.scalars > plan.layout.size:
+        raise RejectedMessage("E_SIZE", "scalars", f"at most {plan.layout.size}", header.scalars)
+    end = header.values_start + numbers.WIDTH[kind] * header.scalars
+    if buffer.size != -(-end // 8) * 8:
+        raise RejectedMessage("E_LEN", "message", -(-end // 8) * 8, buffer.size)
+    cut = HEADER_BYTES + header.selection_bytes
+    stop = cut + header.trainable_bytes
+    if buffer[stop : header.values_start].any() or buffer[end:].any():
+        raise RejectedMessage("E_CANON", "padding", "zero bytes", "others")
+    on = encoding.read(buffer[HEADER_BYTES:cut], plan.known, plan.layout)
+    if on.count != header.scalars:
+        raise RejectedMessage("E_NNZ", "scalars", f"{on.count} selected entries", header.scalars)
+    trainable = _trainable(header, buffer[cut:stop], on, plan.layout)
+    patch = Patch(numbers.read(buffer[header.values_start : end], kind), on, over)
+    spent = header.selection_bytes + header.trainable_bytes
+    return Decoded(patch, content, trainable, header.kind, header.round, header.sequence, encoding.name, kind, spent)
+
+
+def _belongs(header: Header, plan: Plan) -> None:
+    """The message is of this run, model and question."""
+    for code, field, expected, found in (
+        ("E_RUN", "run", bytes.fromhex(plan.run), header.run),
+        ("E_LAYOUT", "layout", bytes.fromhex(plan.layout.fingerprint), header.layout),
+        ("E_KIND", "kind", plan.kind, header.kind),
+        ("E_ROUND", "round", plan.round, header.round),
+        ("E_REPLAY", "sequence", plan.sequence, header.sequence),
+    ):
+        if expected is not None and found != expected:
+            raise RejectedMessage(code, field, _shown(expected), _shown(found))
+
+
+def _holds(header: Header, over: Over, encoding: Encoding, plan: Plan) -> None:
+    """This receiver holds what the message leans on, and the message names nothing that it does not need."""
+    if encoding.leans:
+        mine = bytes.fromhex(plan.known.fingerprint) if plan.known else None
+        if header.known != mine:
+            raise NotHeld("E_NOT_HELD", "mask", _shown(mine), _shown(header.known))
+    elif header.known != _NO_MASK:
+        raise RejectedMessage("E_CANON", "mask fingerprint", "zeros", _shown(header.known))
+    if over == "held":
+        if plan.base is None or header.base != plan.base:
+            raise NotHeld("E_NOT_HELD", "base", plan.base, header.base)
+    elif header.base:
+        raise RejectedMessage("E_CANON", "base", 0, header.base)
+
+
+def _trainable(header: Header, raw: np.ndarray, on: Mask, layout: Layout) -> Mask | None:
+    if header.trainable == 0:
+        if raw.size:
+            raise RejectedMessage("E_LEN", "trainable", "0 bytes", raw.size)
+        return None
+    return _named(header.trainable, CODES, "trainable encoding").read(raw, on, layout)
+
+
+def pick(on: Mask, known: Mask | None, layout: Layout) -> tuple[Encoding, bytes]:
+    """The encoding that says ``on`` in the fewest bytes, and these bytes."""
+    bounds = [(e.least(on, known, layout), e) for e in ENCODINGS.values()]
+    best: tuple[Encoding, bytes] | None = None
+    for least, encoding in sorted(((b, e) for b, e in bounds if b is not None), key=lambda pair: pair[0]):
+        if best is not None and least >= len(best[1]):
+            break
+        written = encoding.write(on, known, layout)
+        if written is not None and (best is None or len(written) < len(best[1])):
+            best = encoding, written
+    assert best is not None, "a bitmap says any selection"
+    return best
+
+
+def selection_entropy(on: Mask, known: Mask | None) -> int:
+    """Bytes of ``log2 C(n, k)``: k selected of the n that the receiver knows to choose from."""
+    if known is not None and on == known:
+        return 0
+    within = known.count if known is not None and on <= known else on.size
+    nats = math.lgamma(within + 1) - math.lgamma(on.count + 1) - math.lgamma(within - on.count + 1)
+    return math.ceil(max(nats, 0.0) / math.log(2) / 8 - 1e-9)
+
+
+def _named(code: int, registry: dict[int, Encoding], field: str) -> Encoding:
+    if code not in registry:
+        raise RejectedMessage("E_VERSION", field, sorted(registry), code)
+    return registry[code]
+
+
+def _value_type(code: int) -> ValueType:
+    for name, number in numbers.CODES.items():
+        if number == code:
+            return name
+    raise RejectedMessage("E_DTYPE", "values", dict(numbers.CODES), code)
+
+
+def _below(code: int, limit: int, field: str) -> int:
+    if code >= limit:
+        raise RejectedMessage("E_VERSION", field, f"0..{limit - 1}", code)
+    return code
+
+
+def _shown(value: Any) -> Any:
+    return value.hex() if isinstance(value, bytes) else value

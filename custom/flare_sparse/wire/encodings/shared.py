@@ -1,0 +1,26 @@
+"""The mask that both ends hold, named by its fingerprint in the header: 0 bytes a round."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...mask import Mask
+from ...params import Layout
+from .encoding import Encoding, need_length
+
+
+class Shared(Encoding):
+    """Exactly the known mask; serves NeuroSFL and the rounds of FedSparsify between two prunings."""
+
+    name, code, leans = "shared", 2, True
+
+    def least(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
+        return 0 if known is not None and on == known else None
+
+    def write(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
+        return b""
+
+    def read(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
+        need_length(raw, 0)
+        assert known is not None, "the codec checks what an encoding leans on"
+        return known

@@ -1,0 +1,33 @@
+"""What both ends agree on before a message travels; the receiver checks the message against its own copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..mask import Mask
+from ..params import Layout
+
+ValueType = Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One end's knowledge of a message.
+
+    Attributes:
+        layout: of the model; both ends build it themselves.
+        run: 16 hex digits that name the run.
+        known: a selection that the receiver holds; None: it holds nothing.
+        base: sequence number of the message that gave the receiver the vector it holds.
+        sequence, round, kind: of the question. A sender gives all three; a site that is being asked does not know
+            them yet and leaves them None: they are not checked then.
+    """
+
+    layout: Layout
+    run: str
+    known: Mask | None = None
+    base: int | None = None
+    sequence: int | None = None
+    round: int | None = None
+    kind: str | None = None

@@ -1,0 +1,67 @@
+"""Values on the wire: one flat little-endian buffer, in float32 or shorter with the rounding kept at the sender."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import RejectedMessage
+from ..mask import Mask
+from .plan import ValueType
+
+CODES: dict[ValueType, int] = {"float32": 1, "float16": 2, "bfloat16": 3}
+WIDTH: dict[ValueType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+_TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def write(values: Tensor, on: Mask, kind: ValueType, residual: Tensor | None, out: np.ndarray) -> Tensor | None:
+    """Write ``values`` ``(k,)`` to ``out`` (uint8, ``k * WIDTH`` bytes).
+
+    Args:
+        values: float32, may be strided.
+        on: which entries they are.
+        kind: number format.
+        residual: ``(P,)`` what earlier messages rounded off; None: nothing.
+        out: part of the message.
+
+    Returns:
+        The new residual ``(P,)``, unchanged off ``on``; None for float32, which rounds nothing.
+
+    Raises:
+        RejectedMessage: a value is NaN, infinite, or does not fit the format; nothing is sent.
+    """
+    if kind == "float32":
+        target = out.view("<f4")
+        np.copyto(target, values.detach().numpy())
+        _require_finite(target, "values")
+        return residual
+    kept = torch.zeros(on.size) if residual is None else residual.clone()
+    wanted = values + on.take(kept)
+    short = wanted.to(_TORCH[kind])
+    widened = short.float()
+    _require_finite(widened.numpy(), f"values as {kind}")
+    np.copyto(out.view("<i2"), short.contiguous().view(torch.int16).numpy())
+    return on.put(wanted - widened, kept)
+
+
+def read(raw: np.ndarray, kind: ValueType) -> Tensor:
+    """float32 values ``(k,)``; for float32 a view of the message.
+
+    Raises:
+        RejectedMessage: a value is NaN or infinite.
+    """
+    if kind == "float32":
+        numbers = raw.view("<f4")
+        values = torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())
+    else:
+        values = torch.from_numpy(raw.view("<i2").copy()).view(_TORCH[kind]).float()
+    _require_finite(values.numpy(), "values")
+    return values
+
+
+def _require_finite(numbers: np.ndarray, field: str) -> None:
+    """A finite sum of squares says that all are finite; only when it overflows is each one looked at."""
+    if not np.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all():
+        bad = int(np.count_nonzero(~np.isfinite(numbers)))
+        raise RejectedMessage("E_FINITE", field, "finite numbers", f"{bad} NaN or infinite")

@@ -1,0 +1,200 @@
+"""The command line: what it teaches, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import Field
+from torch import nn
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner, Result
+
+from flare_sparse.cli import app
+from flare_sparse.errors import DataError
+from flare_sparse.methods import METHODS
+from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
+from flare_sparse.tasks import TASKS
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = {"run", "check", "estimate", "export", "methods", "phantom", "rehearse"}
+
+
+class LineConfig(TaskConfig):
+    width: int = Field(2, ge=1, description="numbers in an example")
+    broken: bool = Field(False, description="the model cannot be built")
+    crash: bool = Field(False, description="the loss raises an error of its own")
+    scale: float = Field(1.0, description="of the numbers in an example")
+
+
+class Line(Task):
+    """Predict the sum of a few numbers; each site's folder must hold a file ``ok``."""
+
+    Config = LineConfig
+    metric = Metric("mae", "", "min")
+
+    def model(self) -> nn.Module:
+        assert isinstance(self.config, LineConfig)
+        return nn.Linear(self.config.width, 1).to(torch.float64 if self.config.broken else torch.float32)
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        assert isinstance(self.config, LineConfig)
+        if not (data.path / "ok").is_file():
+            raise DataError(f"{data.path.name}: no file 'ok'; put one there")
+        x = self.config.scale * torch.rand(10, self.config.width, generator=torch.Generator().manual_seed(seed))
+        return Examples(TensorDataset(x[:8], x[:8].sum(1)), TensorDataset(x[8:], x[8:].sum(1)))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        assert isinstance(self.config, LineConfig)
+        if self.config.crash:
+            return batch[0].sum() * (1 // 0)
+        return nn.functional.l1_loss(model(batch[0]).squeeze(1), batch[1])
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]).squeeze(1), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mae": float((predictions - targets).abs().mean())}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two sites, both with data."""
+    monkeypatch.setitem(TASKS, "line", Line)
+    for site in ("site-1", "site-2"):
+        (tmp_path / site).mkdir()
+        (tmp_path / site / "ok").touch()
+    file = tmp_path / "line.yaml"
+    file.write_text(
+        "name: line\nmethod: {name: fedavg}\ntask: {name: line}\nsimulator: {sites: 2, data: {path: '{site}'}}\n"
+    )
+    return file
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def test_the_installed_command_is_this_one() -> None:
+    (entry,) = [e for e in entry_points(group="console_scripts") if e.name == "flare-sparse"]
+    assert entry.load() is app
+
+
+def test_help_teaches_the_first_command_and_lists_all() -> None:
+    result = call("--help")
+    assert result.exit_code == 0
+    assert "flare-sparse run app_configs/neurosfl_brain_age.yaml" in result.output
+    assert {name for name in COMMANDS if f" {name} " in result.output} == COMMANDS
+    assert (ROOT / "app_configs/neurosfl_brain_age.yaml").is_file()
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_explains_itself_with_an_example(name: str) -> None:
+    result = call(name, "--help")
+    assert result.exit_code == 0
+    assert f"flare-sparse {name} " in result.output.replace("\n", " ")
+
+
+def test_version() -> None:
+    assert call("--version").output == f"flare-sparse {version('flare-sparse')}\n"
+
+
+def test_methods_lists_every_method_with_its_source() -> None:
+    lines = call("methods").output.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(METHODS)
+    (neurosfl,) = [line for line in lines if line.startswith("neurosfl")]
+    assert neurosfl.rstrip().endswith("NeuroSFL (Thapaliya et al. 2024), Algorithm 1")
+
+
+def test_methods_shows_every_setting_with_default_and_range() -> None:
+    lines = call("methods", "fedsparsify").output.splitlines()
+    (sparsity,) = [line for line in lines if line.startswith("method.sparsity ")]
+    assert "0.9" in sparsity
+    assert "a number, >= 0, < 1" in sparsity
+    assert any(line.startswith("method.training.lr ") for line in lines)
+
+
+def test_an_unknown_method_ends_with_2_and_the_closest_name() -> None:
+    result = call("methods", "neurosfll")
+    assert result.exit_code == 2
+    assert "Did you mean 'neurosfl'?" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_check_passes(config: Path) -> None:
+    result = call("check", config)
+    lines = result.output.splitlines()
+    assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in lines] == ["PASS"] * 7
+    assert lines[2] == "PASS model: 3 scalars"
+    assert lines[4] == "PASS data of site-1: 8 training and 2 test examples"
+
+
+def test_check_names_every_site_whose_data_is_bad_and_goes_on(config: Path) -> None:
+    for site in ("site-1", "site-2"):
+        (config.parent / site / "ok").unlink()
+    result = call("check", config)
+    assert result.exit_code == 1
+    assert "PASS model" in result.output
+    assert "site-1: no file 'ok'" in result.output
+    assert "site-2: no file 'ok'" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_check_takes_its_step_where_there_is_data(config: Path) -> None:
+    (config.parent / "site-1/ok").unlink()
+    result = call("check", config)
+    assert result.exit_code == 1
+    assert "PASS one training step" in result.output
+
+
+def test_check_says_that_a_model_cannot_be_built_and_still_reads_the_data(config: Path) -> None:
+    result = call("check", config, "--set", "task.broken=true")
+    assert "FAIL model: E_CONFIG" in result.output
+    assert "PASS data of site-2" in result.output
+    assert result.exit_code == 2
+
+
+def test_check_reports_all_errors_of_a_configuration(config: Path) -> None:
+    result = call("check", config, "--set", "task.widht=3", "--set", "method.rounds=0")
+    assert result.exit_code == 2
+    assert "Did you mean 'width'?" in result.output
+    assert "method.rounds: found 0; expected a whole number, >= 1" in result.output
+
+
+def test_check_finds_a_step_that_diverges(config: Path) -> None:
+    result = call("check", config, "--set", "method.training={optimizer: sgd, lr: 3e38}", "--set", "task.scale=1e20")
+    assert "FAIL one training step: E_DIVERGED" in result.output
+    assert result.exit_code == 1
+
+
+def test_check_shows_where_a_task_of_the_user_fails(config: Path) -> None:
+    result = call("check", config, "--set", "task.crash=true")
+    assert result.exit_code == 1
+    assert "FAIL one training step: ZeroDivisionError: integer division or modulo by zero (" in result.output
+    assert "test_app.py:" in result.output
+
+
+def test_a_wrong_configuration_is_one_clean_block(config: Path) -> None:
+    result = call("estimate", config, "--set", "method.rounds=none")
+    assert result.exit_code == 2
+    assert result.output.startswith("error E_CONFIG")
+    assert "Traceback" not in result.output
+
+
+def test_phantom_writes_a_data_set_that_the_simulator_reads(tmp_path: Path) -> None:
+    result = call("phantom", "--out", tmp_path / "brains", "--sites", "2", "--subjects", "3", "--seed", "5")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("6 brains of 2 sites in ")
+    assert len(list((tmp_path / "brains").glob("sub-*/anat/*_T1w.nii.gz"))) == 6
+
+
+def test_phantom_refuses_a_folder_in_use(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    result = call("phantom", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert result.output.startswith("error E_DATA")
+    assert "is not empty; choose another folder" in result.output

@@ -1,0 +1,33 @@
+"""Fixtures of all tests: fixed seeds, one thread, and the shared data sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED_DATA = (Path(__file__).parents[2] / "shared" / "data").resolve()
+
+
+@pytest.fixture(autouse=True)
+def _seeded_torch() -> Iterator[None]:
+    """Every test starts from the same random state, on one thread: the same bits in any order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of public data sets beside the repository."""
+    if not SHARED_DATA.is_dir():
+        reason = f"{SHARED_DATA} is missing: put the data sets there to run this test"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return SHARED_DATA

@@ -1,0 +1,163 @@
+"""Cutting a data set into sites: disjoint, complete, of the right sizes, reproducible, and it always ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flare_sparse.data.partition import PARTITIONERS, Partition, by_range, dirichlet, iid, natural, shares
+from flare_sparse.errors import DataError
+from flare_sparse.task import Cohort
+
+
+def examples(labels: Sequence[object], ages: Sequence[float] | None = None) -> Cohort:
+    ids = tuple(f"e{i}" for i in range(len(labels)))
+    columns = {"site": np.array(labels), "label": np.array(labels), "age": np.array(ages or range(len(ids)))}
+    return Cohort(ids, columns)
+
+
+def sizes(partition: Partition) -> list[int]:
+    return [len(ids) for ids in partition.values()]
+
+
+def complete(partition: Partition, cohort: Cohort) -> bool:
+    """Every example is at exactly one site."""
+    return sorted(i for ids in partition.values() for i in ids) == sorted(cohort.ids)
+
+
+LABELS = st.lists(st.integers(0, 3), min_size=40, max_size=120)
+
+
+@given(labels=LABELS, kind=st.sampled_from(sorted(PARTITIONERS)), sites=st.integers(1, 8), seed=st.integers(0, 99))
+def test_disjoint_complete_and_reproducible(labels: list[int], kind: str, sites: int, seed: int) -> None:
+    cohort = examples(labels)
+    chosen = {} if kind == "age" else {"seed": seed}
+    count = None if kind == "natural" else sites
+    first, second = (PARTITIONERS[kind](cohort, count, **chosen) for _ in range(2))
+    assert first == second
+    assert complete(first, cohort)
+    assert min(sizes(first)) >= 1
+
+
+@settings(deadline=None)
+@given(
+    labels=LABELS,
+    alpha=st.sampled_from([1e-300, 1e-6, 0.01, 0.3, 1.0, 1e6]),
+    sites=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+def test_dirichlet_is_balanced_and_ends_even_with_one_hot_proportions(
+    labels: list[int], alpha: float, sites: int, seed: int
+) -> None:
+    cohort = examples(labels)
+    partition = dirichlet(cohort, sites, alpha=alpha, seed=seed)
+    assert complete(partition, cohort)
+    assert max(sizes(partition)) - min(sizes(partition)) <= 1
+    assert min(sizes(partition)) >= 5
+
+
+def test_dirichlet_mixes_less_the_smaller_alpha() -> None:
+    cohort = examples([i % 4 for i in range(400)])
+    labels = dict(zip(cohort.ids, cohort.columns["label"], strict=True))
+
+    def largest_share(alpha: float) -> float:
+        parts = dirichlet(cohort, 4, alpha=alpha, seed=1).values()
+        return float(np.mean([np.bincount([labels[i] for i in ids]).max() / len(ids) for ids in parts]))
+
+    assert largest_share(1e6) < 0.35
+    assert largest_share(0.05) > 0.6
+
+
+def test_dirichlet_refuses_sites_that_are_too_small() -> None:
+    with pytest.raises(DataError, match="19 examples cannot give 4 sites 5 each; ask for fewer sites"):
+        dirichlet(examples([0] * 19), 4)
+
+
+@given(total=st.integers(1, 500), sites=st.integers(1, 30), kind=st.sampled_from(["uniform", "skewed"]))
+def test_shares_add_up_and_never_increase(total: int, sites: int, kind: str) -> None:
+    if total < sites:
+        with pytest.raises(DataError, match=f"{total} examples cannot fill {sites} sites"):
+            shares(total, sites, kind)  # type: ignore[arg-type]
+        return
+    counts = shares(total, sites, kind)  # type: ignore[arg-type]
+    assert sum(counts) == total
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] >= 1
+
+
+def test_sizes_of_eight_sites() -> None:
+    assert shares(1000, 8) == [125] * 8
+    assert shares(1000, 8, "skewed") == [317, 222, 156, 109, 77, 54, 38, 27]
+
+
+@pytest.mark.parametrize("kind", ["uniform", "skewed"])
+def test_age_ranges_do_not_overlap(kind: str) -> None:
+    ages = np.random.default_rng(0).permutation(100) / 2
+    cohort = examples([0] * 100, ages.tolist())
+    partition = by_range(cohort, 5, sizes=kind)  # type: ignore[arg-type]
+    ranges = [[cohort.columns["age"][int(i[1:])] for i in ids] for ids in partition.values()]
+    assert all(max(a) < min(b) for a, b in pairwise(ranges))
+    assert sizes(partition) == shares(100, 5, kind)  # type: ignore[arg-type]
+
+
+def test_iid_covers_the_whole_range() -> None:
+    partition = iid(examples([0] * 200), 4, seed=3)
+    numbers = [[int(i[1:]) for i in ids] for ids in partition.values()]
+    assert max(min(n) for n in numbers) < 20
+    assert min(max(n) for n in numbers) > 180
+    assert iid(examples([0] * 200), 4, seed=4) != partition
+
+
+def test_natural_sites_by_name() -> None:
+    partition = natural(examples(["B", "A", "B", "C d"]))
+    assert partition == {"A": ("e1",), "B": ("e0", "e2"), "C-d": ("e3",)}
+
+
+def test_the_largest_natural_sites() -> None:
+    assert list(natural(examples(["B", "A", "B", "C", "C"]), 2)) == ["B", "C"]
+    with pytest.raises(DataError, match="4 sites are wanted, column 'site' has 3"):
+        natural(examples(["B", "A", "B", "C"]), 4)
+
+
+def test_natural_sites_are_cut_further_at_random() -> None:
+    cohort = examples(["IXI-HH"] * 10 + ["NSK"] * 3)
+    partition = natural(cohort, split={"IXI-HH": 4}, seed=1)
+    assert {name: len(ids) for name, ids in partition.items()} == {
+        "IXI-HH-1": 3,
+        "IXI-HH-2": 3,
+        "IXI-HH-3": 2,
+        "IXI-HH-4": 2,
+        "NSK": 3,
+    }
+    assert complete(partition, cohort)
+    assert natural(cohort, split={"IXI-HH": 4}, seed=2) != partition
+
+
+@pytest.mark.parametrize(
+    ("labels", "settings_", "message"),
+    [
+        (["A", ""], {}, "column 'site' has no value for 1 of 2 examples"),
+        (["A", "B"], {"column": "sites"}, "no column 'sites' to partition by. Did you mean 'site'?"),
+        (["A", "B"], {"split": {"AA": 2}}, "there is no site 'AA' in column 'site'"),
+        (["A", "A"], {"split": {"A": 3}}, "2 examples cannot fill 3 sites"),
+        (["A b", "A-b"], {}, "site 'A-b' has the same name as another"),
+    ],
+)
+def test_natural_sites_that_cannot_be(labels: list[str], settings_: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        natural(examples(labels), **settings_)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_names_that_the_framework_keeps_for_itself() -> None:
+    assert list(natural(examples(["server", "ä", "1.0"]))) == ["1-0", "site-", "site-server"]
+
+
+def test_ranges_need_numbers() -> None:
+    with pytest.raises(DataError, match="column 'site' holds text such as 'A'"):
+        by_range(examples(["A", "B"]), 2, column="site")

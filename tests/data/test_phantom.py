@@ -1,0 +1,92 @@
+"""Phantoms: a BIDS data set of its own, the same for the same seed, from which age and sex can be learned, not read."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from flare_sparse.data.anatomy import CSF, Person, draw
+from flare_sparse.data.bids import cohort, read_subjects
+from flare_sparse.data.phantom import write_phantoms
+from flare_sparse.data.volumes import preparation, read_voxels
+from flare_sparse.errors import DataError
+
+
+def digest(folder: Path, pattern: str = "**/*") -> dict[str, str]:
+    files = sorted(file for file in folder.glob(pattern) if file.is_file())
+    return {str(f.relative_to(folder)): sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def test_it_is_bids(tmp_path: Path) -> None:
+    out = write_phantoms(tmp_path / "new" / "brains", sites=2, subjects=3, seed=0)
+    index = cohort(out)
+    assert json.loads((out / "dataset_description.json").read_text())["BIDSVersion"] == "1.9.0"
+    assert index.ids == ("sub-01001", "sub-01002", "sub-01003", "sub-02001", "sub-02002", "sub-02003")
+    assert index.columns["site"].tolist() == ["site-1"] * 3 + ["site-2"] * 3
+    assert list(index.columns) == ["participant_id", "age", "sex", "site"]
+    image = nib.load(read_subjects(out)["sub-01001"].file())
+    assert (image.shape, image.get_data_dtype(), nib.aff2axcodes(image.affine)) == (
+        (52, 64, 52),
+        "uint8",
+        ("R", "A", "S"),
+    )
+    assert image.header.get_zooms() == (3.0, 3.0, 3.0)
+
+
+def test_same_seed_same_bytes_and_more_subjects_leave_the_others(tmp_path: Path) -> None:
+    shape = (20, 24, 20)
+    one, two = (write_phantoms(tmp_path / name, 2, 2, seed=7, shape=shape) for name in ("one", "two"))
+    assert digest(one) == digest(two)
+    more = digest(write_phantoms(tmp_path / "more", 3, 4, seed=7, shape=shape), "sub-*/**/*")
+    assert digest(one, "sub-*/**/*").items() <= more.items()
+    other = write_phantoms(tmp_path / "other", 2, 2, seed=8, shape=shape)
+    assert not set(digest(one, "sub-*/**/*").values()) & set(digest(other, "sub-*/**/*").values())
+
+
+def test_ventricles_widen_and_the_cortex_thins_with_age() -> None:
+    def volumes(age: float) -> tuple[float, float]:
+        person = Person(age, age, 50.0, 1.0, np.ones(3), np.zeros(3))
+        seen = draw(person, (52, 64, 52))
+        middle = seen[16:36, 16:48, 18:36]
+        return float((middle < (CSF + 0.62) / 2).mean()), float(((seen > 0.5) & (seen < 0.75)).mean())
+
+    ventricles, grey = zip(*(volumes(age) for age in (20.0, 50.0, 80.0)), strict=True)
+    assert ventricles[0] < ventricles[1] < ventricles[2]
+    assert grey[0] > grey[1] > grey[2]
+
+
+def test_age_and_sex_can_be_learned_but_not_read_off(tmp_path: Path) -> None:
+    """Ridge regression on voxels of 12 mm: clearly better than the mean, far from exact."""
+    subjects = read_subjects(write_phantoms(tmp_path / "p", sites=4, subjects=30, seed=0)).values()
+    prepare = preparation(4)
+    x = np.stack([prepare(read_voxels(s.file(), (52, 64, 52))).numpy().ravel() for s in subjects])
+    train = np.arange(len(x)) % 4 != 0
+
+    def predicted(y: np.ndarray) -> np.ndarray:
+        kernel = x @ x.T / x.shape[1]
+        weights = np.linalg.solve(
+            kernel[np.ix_(train, train)] + 0.003 * np.eye(train.sum()), y[train] - y[train].mean()
+        )
+        return np.asarray(kernel[np.ix_(~train, train)] @ weights + y[train].mean())
+
+    age, sex = np.array([s.age() for s in subjects]), np.array([s.sex() for s in subjects])
+    error = np.abs(predicted(age) - age[~train]).mean()
+    assert 3.0 < error < 0.65 * np.abs(age[~train] - age[train].mean()).mean()
+    assert 0.7 < ((predicted(sex) > 0.5) == (sex[~train] > 0.5)).mean() < 1.0
+
+
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    with pytest.raises(DataError, match="is not empty; choose another folder"):
+        write_phantoms(tmp_path, 1, 1, 0)
+
+
+@pytest.mark.parametrize(("sites", "subjects"), [(0, 1), (1, 0), (100, 1), (1, 1000)])
+def test_numbers_that_names_cannot_hold(tmp_path: Path, sites: int, subjects: int) -> None:
+    with pytest.raises(DataError, match="expected 1 to 99 sites and 1 to 999 subjects"):
+        write_phantoms(tmp_path / "p", sites, subjects, 0)

@@ -1,0 +1,97 @@
+"""Exported job folders: what is in them, and that no constructor argument gets lost on the way."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from nvflare.job_config.fed_job_config import FedJobConfig
+
+from flare_sparse.config import RunConfig, job_dict, load_config
+from flare_sparse.flare import aggregator, controller, executor, filters, session
+from flare_sparse.flare.export import differences, export_job
+
+CONFIGS = Path(__file__).parents[2] / "app_configs"
+
+COMPONENTS = [
+    controller.FederatedController(task_check_period=0.123),
+    session.ServerSession(),
+    session.SiteSession(),
+    session.OwnTask({"path": "my_tasks.MyTask", "args": {"config": {"width": 3}}}),
+    aggregator.StagingAggregator(),
+    executor.SparseExecutor(),
+    filters.DecodeRequest(),
+    filters.EncodeUpdate(),
+    filters.DecodeUpdate(),
+]
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return load_config(CONFIGS / "neurosfl_brain_age.yaml")
+
+
+@pytest.mark.parametrize("component", COMPONENTS, ids=lambda c: type(c).__name__)
+def test_every_constructor_argument_survives_the_export(component: object, tmp_path: Path) -> None:
+    """FLARE keeps only arguments stored under their own name; any other vanishes without a word."""
+    exported = FedJobConfig("job", 1)
+    exported.set_app_packages(["flare_sparse"])
+    arguments = exported._get_args(component, str(tmp_path))
+    parameters = inspect.signature(type(component)).parameters
+    assert set(arguments) == {name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+
+
+def test_every_component_of_the_shell_is_tested_here() -> None:
+    found = {
+        name
+        for module in (aggregator, controller, executor, filters, session)
+        for name, thing in vars(module).items()
+        if inspect.isclass(thing) and thing.__module__ == module.__name__ and not issubclass(thing, Exception)
+    }
+    assert found == {type(component).__name__ for component in COMPONENTS}
+
+
+def test_an_installed_job_carries_settings_and_no_code(config: RunConfig, tmp_path: Path) -> None:
+    app = export_job(config, tmp_path) / "app"
+    files = sorted(str(path.relative_to(app)) for path in app.rglob("*") if path.is_file())
+    assert files == ["config/config_fed_client.json", "config/config_fed_server.json", "config/flare_sparse.yaml"]
+    assert yaml.safe_load((app / "config" / "flare_sparse.yaml").read_text()) == job_dict(config)
+
+
+def test_a_job_names_only_classes_of_the_narrow_prefix_and_of_flare(config: RunConfig, tmp_path: Path) -> None:
+    app = export_job(config, tmp_path) / "app"
+    text = "".join((app / "config" / f"config_fed_{side}.json").read_text() for side in ("server", "client"))
+    paths = {line.split('"')[3] for line in text.splitlines() if '"path":' in line}
+    assert all(path.startswith(("flare_sparse.flare.", "nvflare.")) for path in paths)
+    assert "simulator" not in text
+
+
+def test_a_byoc_job_carries_the_whole_package(config: RunConfig, tmp_path: Path) -> None:
+    import flare_sparse
+
+    source = Path(flare_sparse.__file__).parent
+    custom = export_job(config, tmp_path, "byoc") / "app" / "custom" / "flare_sparse"
+    wanted = {str(path.relative_to(source)) for path in source.rglob("*.py")}
+    assert {str(path.relative_to(custom)) for path in custom.rglob("*.py")} == wanted
+    assert not list(custom.rglob("__pycache__"))
+
+
+def test_polling_is_nested_where_flare_reads_it(config: RunConfig, tmp_path: Path) -> None:
+    app = export_job(config, tmp_path) / "app"
+    server = json.loads((app / "config" / "config_fed_server.json").read_text())
+    assert server["server"] == {"task_request_interval": 0.05}
+
+
+def test_differences_are_found(config: RunConfig, tmp_path: Path) -> None:
+    assert differences(config, tmp_path) == ["neurosfl_brain_age: missing"]
+    job = export_job(config, tmp_path)
+    assert differences(config, tmp_path) == []
+    (job / "app" / "config" / "flare_sparse.yaml").write_text("seed: 7\n")
+    (job / "extra").write_text("")
+    assert differences(config, tmp_path) == [
+        "neurosfl_brain_age/app/config/flare_sparse.yaml: differs",
+        "neurosfl_brain_age/extra: not exported any more",
+    ]

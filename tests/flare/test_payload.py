@@ -1,0 +1,105 @@
+"""Messages, DXOs and updates: converters lose nothing, and what a site's filter does to a DXO is what travels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.shareable import Shareable
+
+from flare_sparse.errors import RejectedMessage
+from flare_sparse.exchange import Patch, Update
+from flare_sparse.flare.payload import (
+    dxo_to_update,
+    mask_to_dxo,
+    message_to_shareable,
+    shareable_to_message,
+    update_to_dxo,
+)
+from flare_sparse.mask import Mask
+from flare_sparse.params import Entry, Layout
+
+LAYOUT = Layout((Entry("a.weight", (2, 3), "weight"), Entry("a.bias", (2,), "bias")))
+ON = Mask(torch.tensor([1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool))
+
+
+def update(content: str = "weights") -> Update:
+    return Update(Patch.of(torch.arange(8.0) + 1, ON), content, 5, {"mae": 2.0})  # type: ignore[arg-type]
+
+
+def test_a_message_passes_through_a_shareable() -> None:
+    message = np.arange(10, dtype=np.uint8)
+    back, meta = shareable_to_message(message_to_shareable(message, {"examples": 3}), "site-1")
+    assert back is message
+    assert meta == {"examples": 3}
+
+
+@pytest.mark.parametrize(
+    ("shareable", "field"),
+    [
+        (Shareable(), "content"),
+        (DXO(DataKind.WEIGHTS, data={"message": np.zeros(3, np.uint8)}).to_shareable(), "content"),
+        (DXO(DataKind.APP_DEFINED, data={"message": b"abc"}).to_shareable(), "content"),
+        (DXO(DataKind.APP_DEFINED, data={"message": np.zeros((2, 2), np.uint8)}).to_shareable(), "message"),
+        (DXO(DataKind.APP_DEFINED, data={"message": np.zeros(3, np.float64)}).to_shareable(), "message"),
+    ],
+)
+def test_anything_else_is_rejected_with_the_site_and_the_field(shareable: Shareable, field: str) -> None:
+    with pytest.raises(RejectedMessage) as caught:
+        shareable_to_message(shareable, "site-1")
+    assert (caught.value.site, caught.value.field) == ("site-1", field)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"), [("weights", "WEIGHTS"), ("difference", "WEIGHT_DIFF"), ("scores", "WEIGHT_DIFF")]
+)
+def test_an_update_is_an_ordinary_dxo_of_named_arrays(content: str, kind: str) -> None:
+    dxo, _ = update_to_dxo(update(content), LAYOUT)
+    assert dxo.data_kind == kind
+    assert np.array_equal(dxo.data["a.weight"], [[1, 0, 3], [0, 0, 6]])
+    assert np.array_equal(dxo.data["a.bias"], [7, 8])
+    assert dxo.meta == {"content": content, "examples": 5}
+
+
+def test_untouched_values_come_back_bit_for_bit() -> None:
+    sent = update()
+    dxo, vector = update_to_dxo(sent, LAYOUT)
+    back = dxo_to_update(dxo, sent, vector, LAYOUT)
+    assert torch.equal(back.patch.values, sent.patch.values)
+
+
+def test_a_site_filter_that_writes_in_place_or_replaces_is_obeyed() -> None:
+    sent = update()
+    dxo, vector = update_to_dxo(sent, LAYOUT)
+    dxo.data["a.weight"] *= 2
+    dxo.data["a.bias"] = np.array([-1.0, -2.0])
+    back = dxo_to_update(from_shareable(dxo.to_shareable()), sent, vector, LAYOUT)
+    assert back.patch.values.tolist() == [2.0, 6.0, 12.0, -1.0, -2.0]
+
+
+def test_a_transposed_view_of_the_same_memory_counts_as_changed() -> None:
+    square = Layout((Entry("w", (2, 2), "weight"),))
+    sent = Update(Patch.of(torch.arange(4.0), Mask.full(4)), "weights", 1)
+    dxo, vector = update_to_dxo(sent, square)
+    dxo.data["w"] = dxo.data["w"].T.copy().T.T
+    assert dxo_to_update(dxo, sent, vector, square).patch.values.tolist() == [0.0, 2.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["removed", "reshaped", "kind"])
+def test_a_filter_that_breaks_the_update_withholds_it(name: str) -> None:
+    sent = update()
+    dxo, vector = update_to_dxo(sent, LAYOUT)
+    if name == "removed":
+        del dxo.data["a.bias"]
+    elif name == "reshaped":
+        dxo.data["a.bias"] = np.zeros(3)
+    else:
+        dxo.data_kind = DataKind.APP_DEFINED
+    with pytest.raises(RejectedMessage):
+        dxo_to_update(dxo, sent, vector, LAYOUT)
+
+
+def test_a_mask_as_named_arrays() -> None:
+    data = mask_to_dxo(ON, LAYOUT).data
+    assert data["a.weight"].tolist() == [[True, False, True], [False, False, True]]

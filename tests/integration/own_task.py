@@ -1,0 +1,45 @@
+"""A user's own task, as docs/own-task.md describes it: one class in one module. Also used with a site that fails."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse import Examples, Metric, SiteData, Task, TaskConfig
+from flare_sparse.errors import DataError
+
+
+class SumConfig(TaskConfig):
+    width: int = 16
+    broken_site: str = ""
+
+
+class SumTask(Task):
+    """Predict the sum of three of twelve numbers; every site draws its own."""
+
+    Config = SumConfig
+    metric = Metric("mse", "", "min")
+
+    def model(self) -> nn.Module:
+        width = self.config.width
+        return nn.Sequential(
+            nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 1)
+        )
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        if data.site == self.config.broken_site:
+            raise DataError(f"subject CANARY-4711 in {data.path} cannot be read")
+        draw = torch.Generator().manual_seed(int(data.site[-1]))
+        x = torch.randn(40, 12, generator=draw)
+        y = x[:, :3].sum(1, keepdim=True)
+        return Examples(TensorDataset(x[8:], y[8:]), TensorDataset(x[:8], y[:8]))
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def predict(self, model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mse": float((predictions - targets).square().mean())}

@@ -1,0 +1,137 @@
+"""Real FLARE jobs in the simulator, one process per site."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.run import run_in_simulator
+from flare_sparse.config import load_config
+from flare_sparse.errors import ConfigError
+
+HERE = Path(__file__).parent
+
+
+def configuration(folder: Path, method: dict[str, Any], **more: Any) -> Path:
+    """A configuration of SumTask on three sites, beside a copy of its module."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "own_task.py").write_text((HERE / "own_task.py").read_text())
+    for site in ("site-1", "site-2", "site-3"):
+        (folder / site).mkdir(exist_ok=True)
+    content = {
+        "name": "sum",
+        "seed": 3,
+        "method": {"rounds": 3, "training": {"epochs": 1, "lr": 0.01}, **method},
+        "task": {"class": "own_task.SumTask", "width": 32},
+        "federation": {"task_timeout_s": 60},
+        "simulator": {"sites": 3, "data": {"path": str(folder / "{site}")}},
+    }
+    for section, settings in more.items():
+        content[section] = {**content[section], **settings}  # type: ignore[dict-item]
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def simulate(file: Path, out: Path) -> dict[str, Any]:
+    return run_in_simulator(load_config(file), file, out, Console(quiet=True))
+
+
+def jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+METHODS = {
+    "neurosfl": {"name": "neurosfl", "sparsity": 0.8},
+    "fedsparsify": {"name": "fedsparsify", "sparsity": 0.8},
+    "topk_ef": {"name": "topk_ef", "fraction": 0.2, "participation": 0.67},
+    "dispfl": {"name": "dispfl", "sparsity": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_simulator_ends_with_the_bits_of_the_rehearsal(name: str, tmp_path: Path) -> None:
+    """The same model bit for bit, and the same bytes in every message."""
+    file = configuration(tmp_path / "config", METHODS[name])
+    simulated = simulate(file, tmp_path / "sim")
+    rehearsed = rehearse_config(load_config(file), file, tmp_path / "rehearsal")
+    assert simulated["model_sha256"] == rehearsed["model_sha256"]
+    assert simulated["final"] == rehearsed["final"]
+    ledgers = [Counter(map(str, jsonl(tmp_path / run / "ledger.jsonl"))) for run in ("sim", "rehearsal")]
+    assert ledgers[0] == ledgers[1]
+
+
+def test_the_same_seed_ends_with_the_same_bits_and_another_does_not(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "config", METHODS["neurosfl"])
+    first = simulate(file, tmp_path / "first")
+    second = simulate(file, tmp_path / "second")
+    other = rehearse_config(load_config(file, ["seed=4"]), file, tmp_path / "other")
+    assert first["model_sha256"] == second["model_sha256"] != other["model_sha256"]
+
+
+def test_a_site_that_cannot_read_its_data_is_left_out_and_not_named_beyond_its_own_disk(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "config", METHODS["neurosfl"], task={"broken_site": "site-2"})
+    out = tmp_path / "out"
+    summary = simulate(file, out)
+    rounds = jsonl(out / "rounds.jsonl")
+    assert all(line["rejected"] == {"site-2": "E_DATA"} for line in rounds)
+    assert all(line["sites_in"] == ["site-1", "site-3"] for line in rounds)
+    assert sorted(summary["final"]["sites"]) == ["site-1", "site-3"]
+    held = [p for p in out.rglob("*") if p.is_file() and "CANARY-4711" in p.read_text(errors="replace")]
+    assert [p.name for p in held] == ["site_error.txt"]
+    assert "site-2" in str(held[0])
+
+
+def test_a_round_below_the_quorum_stops_the_job_and_says_why(tmp_path: Path) -> None:
+    file = configuration(
+        tmp_path / "config",
+        METHODS["fedsparsify"],
+        task={"broken_site": "site-2"},
+        federation={"min_sites": 3, "retries": 0},
+    )
+    with pytest.raises(Exception, match=r"E_QUORUM.*2 of 3 sites contributed") as caught:
+        simulate(file, tmp_path / "out")
+    assert getattr(caught.value, "code", "") == "E_JOB"
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    summary = simulate(configuration(tmp_path / "config", METHODS["neurosfl"]), out)
+    assert {
+        "summary.json",
+        "ledger.jsonl",
+        "rounds.jsonl",
+        "model.safetensors",
+        "mask.safetensors",
+        "best_model.safetensors",
+        "best_mask.safetensors",
+        "config.yaml",
+        "metrics_summary.json",
+        "round_metrics.jsonl",
+        "flare.log",
+    } <= {path.name for path in out.iterdir()}
+    ledger = jsonl(out / "ledger.jsonl")
+    for direction in ("down", "up"):
+        lines = [line for line in ledger if line["direction"] == direction]
+        assert summary["traffic"][direction]["payload_bytes"] == sum(line["payload_bytes"] for line in lines)
+    assert [line["kind"] for line in jsonl(out / "rounds.jsonl")] == ["score", "train", "train", "train", "validate"]
+    metrics = json.loads((out / "metrics_summary.json").read_text())
+    assert metrics["best_round"] == summary["best"]["round"]
+    app = out / "workspace" / "sum" / "server" / "simulate_job" / "app_server"
+    manifest = json.loads((app / "artifact_manifest.json").read_text())
+    model = app / manifest["artifacts"]["global_model"]
+    assert model.read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_a_workspace_path_with_a_space_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "config", METHODS["neurosfl"])
+    with pytest.raises(ConfigError, match="contains a space"):
+        simulate(file, tmp_path / "with space")

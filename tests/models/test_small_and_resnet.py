@@ -1,0 +1,51 @@
+"""Networks for images and tables: counts of the literature, shapes of the output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.models import build
+from flare_sparse.models.resnet import Shortcut
+from flare_sparse.params import Layout
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("resnet32", 464_154), ("resnet44", 658_586), ("resnet56", 853_018), ("resnet110", 1_727_962)],
+)
+def test_cifar_resnets_have_the_known_size(name: str, parameters: int) -> None:
+    """Option A shortcuts have no parameters: He et al.'s 0.46 M, 0.66 M, 0.85 M and 1.7 M (Table 6)."""
+    assert Layout.of(build(name)).trainable_size == parameters
+
+
+def test_resnet_takes_grey_images_of_any_size() -> None:
+    network = build("resnet32", image=(1, 28, 28), outputs=2)
+    assert network(torch.randn(2, 1, 28, 28)).shape == (2, 2)
+
+
+def test_shortcut_takes_every_second_pixel_and_adds_zero_channels() -> None:
+    x = torch.arange(32.0).reshape(1, 2, 4, 4)
+    out = Shortcut(stride=2, new_channels=3)(x)
+    assert out.shape == (1, 5, 2, 2)
+    assert out[0, 0].tolist() == [[0.0, 2.0], [8.0, 10.0]]
+    assert torch.count_nonzero(out[0, 2:]) == 0
+
+
+def test_mlp_sizes() -> None:
+    network = build("mlp", features=10, outputs=2, hidden=(8, 4))
+    assert Layout.of(network).size == (10 * 8 + 8) + (8 * 4 + 4) + (4 * 2 + 2)
+    assert network(torch.randn(3, 10)).shape == (3, 2)
+    assert Layout.of(build("mlp", features=10, hidden=())).size == 11
+
+
+def test_image_cnn_sizes() -> None:
+    network = build("image_cnn", image=(1, 28, 28), outputs=2)
+    assert Layout.of(network).size == (9 * 32 + 32) + (9 * 32 * 64 + 64) + (64 * 49 * 2 + 2)
+    assert network(torch.randn(3, 1, 28, 28)).shape == (3, 2)
+
+
+def test_image_cnn_names_the_smallest_image() -> None:
+    with pytest.raises(ConfigError, match=r"input 3x28 is too small.* the smallest that works is 4x28"):
+        build("image_cnn", image=(1, 3, 28))

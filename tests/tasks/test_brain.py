@@ -1,0 +1,191 @@
+"""Brain tasks: from a BIDS folder to examples, targets in the right unit, bad subjects named or counted."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.utils.data import Dataset
+
+from flare_sparse.data.phantom import write_phantoms
+from flare_sparse.errors import DataError
+from flare_sparse.task import SiteData, Task, minibatches
+from flare_sparse.tasks import TASKS
+
+SHAPE = (16, 20, 16)
+SMALL = {"shape": SHAPE, "downsample": 1, "model": {"name": "brain_age_cnn_3mm", "channels": [2, 2, 2], "reduced": 2}}
+
+
+def task(name: str = "brain_age", /, **settings: Any) -> Task:
+    kind = TASKS[name]
+    return kind(kind.Config.model_validate({**SMALL, **settings}))
+
+
+def ages_of(examples: Dataset[Any]) -> list[float]:
+    """Targets of all examples, one by one: a PyTorch data set need not be iterable."""
+    return [examples[i][1].item() for i in range(len(examples))]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def brains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_phantoms(tmp_path_factory.mktemp("brains") / "p", sites=2, subjects=5, seed=0, shape=SHAPE)
+
+
+@pytest.fixture
+def damaged(brains: Path, tmp_path: Path) -> Path:
+    """Ten subjects, five of them unusable in five ways, and a folder without a row."""
+    path = Path(shutil.copytree(brains, tmp_path / "damaged"))
+    file = {n: path / f"sub-0100{n}" / "anat" / f"sub-0100{n}_T1w.nii.gz" for n in range(1, 6)}
+    file[1].write_bytes(file[1].read_bytes()[:-20])
+    nib.save(nib.Nifti1Image(np.full(SHAPE, np.nan, np.float32), np.eye(4)), file[2])
+    nib.save(nib.Nifti1Image(np.ones((3, 4, 5), np.uint8), np.eye(4)), file[3])
+    file[4].unlink()
+    (path / "sub-99").mkdir()
+    table = path / "participants.tsv"
+    rows = table.read_text().splitlines()
+    fields = rows[5].split("\t")
+    rows[5] = "\t".join([fields[0], "n/a", *fields[2:]])
+    table.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def test_examples_of_a_site(brains: Path) -> None:
+    examples = task().load(SiteData("site-1", brains), seed=0)
+    assert (examples.n_train, examples.n_test, examples.skipped) == (8, 2, 0)
+    volume, age = examples.train[0]
+    assert (volume.shape, age.shape) == ((1, *SHAPE), (1,))
+    assert (volume.dtype, age.dtype) == (torch.float32, torch.float32)
+    assert abs(volume.mean().item()) < 1e-5
+    assert 20 <= age.item() <= 80
+
+
+def test_a_subset_is_a_site(brains: Path) -> None:
+    examples = task().load(SiteData("a", brains, ("sub-01001", "sub-02003", "sub-01002")), seed=0)
+    assert (examples.n_train, examples.n_test) == (2, 1)
+
+
+def test_every_kind_of_bad_subject_is_listed_by_id(damaged: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        task().load(SiteData("site-1", damaged), seed=0)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{damaged}: 6 of 11 subjects cannot be used:"
+    assert [line.strip().split(":")[0] for line in lines[1:-1]] == [f"sub-0100{n}" for n in range(1, 6)] + ["sub-99"]
+    expected = (
+        "corrupt file",
+        "voxels of",
+        "wrong shape 3x4x5",
+        "missing file",
+        "age is missing",
+        "unknown participant",
+    )
+    assert all(what in line for what, line in zip(expected, lines[1:-1], strict=True))
+    assert lines[-1] == "Repair or remove them, or set task.skip_bad_subjects: true."
+
+
+def test_bad_subjects_are_skipped_and_counted_when_wanted(damaged: Path) -> None:
+    examples = task(skip_bad_subjects=True).load(SiteData("site-1", damaged), seed=0)
+    assert (examples.n_train, examples.n_test, examples.skipped) == (4, 1, 6)
+
+
+def test_a_subject_without_age_is_good_for_sex(damaged: Path) -> None:
+    examples = task("sex_classification").load(SiteData("a", damaged, ("sub-01005", "sub-02001")), seed=0)
+    assert sorted(examples.train[0][1].tolist() + examples.test[0][1].tolist()) == [0.0, 0.0]
+
+
+def test_an_unknown_participant_of_a_subset(brains: Path) -> None:
+    with pytest.raises(DataError, match="sub-77: unknown participant: it has no row"):
+        task().load(SiteData("a", brains, ("sub-01001", "sub-77")), seed=0)
+
+
+def test_without_cache_the_same_examples_are_read_again(brains: Path) -> None:
+    kept, read = (task(cache=cache).load(SiteData("a", brains), seed=3) for cache in (True, False))
+    assert kept.n_train == read.n_train == 8
+    for i in range(8):
+        assert all(torch.equal(a, b) for a, b in zip(kept.train[i], read.train[i], strict=True))
+
+
+def test_the_split_follows_the_seed(brains: Path) -> None:
+    ages = [ages_of(task().load(SiteData("a", brains), seed).test) for seed in (0, 0, 1)]
+    assert ages[0] == ages[1] != ages[2]
+
+
+def test_loss_and_prediction_of_age_are_standardised_and_in_years() -> None:
+    config = {"age_mean": 50.0, "age_scale": 10.0}
+    constant = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(constant.weight)
+    torch.nn.init.constant_(constant.bias, 0.5)
+    batch = (torch.zeros(2, 1), torch.tensor([[60.0], [80.0]]))
+    assert task(**config).loss(constant, batch).item() == pytest.approx((0.5 * 0.5**2 + (2.5 - 0.5)) / 2)
+    assert task(**config, loss="mse").loss(constant, batch).item() == pytest.approx((0.5**2 + 2.5**2) / 2)
+    predictions, targets = task(**config).predict(constant, batch)
+    assert predictions.flatten().tolist() == [55.0, 55.0]
+    assert task().metrics(predictions, targets) == {"mae": 15.0, "rmse": 325**0.5, "bias": -15.0}
+
+
+@pytest.mark.parametrize("name", ["brain_age", "sex_classification"])
+def test_a_step_of_training_lowers_the_loss(brains: Path, name: str) -> None:
+    learn = task(name)
+    examples = learn.load(SiteData("a", brains), seed=0)
+    model = learn.model()
+    batch = next(minibatches(examples.train, 8, torch.Generator().manual_seed(0)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = learn.loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert learn.metric.name in learn.evaluate(model, examples.test)
+
+
+def test_the_papers_network_at_the_papers_size() -> None:
+    paper = task(model={"name": "brain_age_cnn"}, shape=(91, 109, 91))
+    assert sum(p.numel() for p in paper.model().parameters()) == 2_950_401
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"model": {"name": "mlp"}},
+            "model 'mlp' reads features, this task gives volume; choose one of: brain_age_cnn",
+        ),
+        ({"downsample": 17}, "less than or equal to 16"),
+        ({"shape": (2, 20, 20), "downsample": 4}, "downsample 4 leaves nothing of shape"),
+        ({"age_scale": 0}, "greater than 0"),
+        ({"colour": 1}, "Extra inputs"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        task(**settings)
+
+
+def test_a_file_that_is_no_gzip(brains: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(brains, tmp_path / "p"))
+    (path / "sub-01001" / "anat" / "sub-01001_T1w.nii.gz").write_bytes(gzip.compress(b"x"))
+    with pytest.raises(DataError, match="sub-01001: corrupt file"):
+        task().load(SiteData("a", path), seed=0)
+
+
+def test_the_real_brains(shared_data: Path) -> None:
+    """Two hospitals, as they are: every volume is usable and the network takes them."""
+    kind = TASKS["brain_age"]
+    real = kind(kind.Config())
+    path = shared_data / "brain_t1"
+    cohort = real.cohort(path)
+    nsk = tuple(name for name in cohort.ids if name.startswith("NSK/"))
+    examples = real.load(SiteData("NSK", path, nsk), seed=0)
+    assert (examples.n_train, examples.n_test, examples.skipped) == (58, 14, 0)
+    ages_in_years = ages_of(examples.train) + ages_of(examples.test)
+    assert (min(ages_in_years), max(ages_in_years)) == (19.0, 55.0)
+    assert real.evaluate(real.model(), examples.test)["mae"] > 0

@@ -1,0 +1,302 @@
+"""Configuration: what is read is what was meant, and everything wrong is said at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+from torch import nn
+
+from flare_sparse.config import (
+    JobConfig,
+    RunConfig,
+    build_method,
+    build_task,
+    dump_config,
+    job_dict,
+    load_config,
+    parse_job,
+    user_task,
+)
+from flare_sparse.errors import ConfigError
+from flare_sparse.methods.neurosfl import NeuroSFL
+from flare_sparse.params import Layout
+from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
+from flare_sparse.tasks import TASKS
+
+
+class ToyConfig(TaskConfig):
+    width: int = Field(3, ge=1, le=8, description="hidden units")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of units left out")
+
+
+class Toy(Task):
+    Config = ToyConfig
+    metric = Metric("error", "", "min")
+
+    def model(self) -> nn.Module:
+        assert isinstance(self.config, ToyConfig)
+        return nn.Linear(2, self.config.width)
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        raise NotImplementedError
+
+
+MINIMAL = """
+name: trial
+seed: 7
+method:
+  name: neurosfl
+  sparsity: 0.8
+  training: {lr: 1e-4, epochs: 2}
+task:
+  name: toy
+  width: 5
+simulator:
+  sites: 4
+  data: {phantom: {subjects: 10}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _toy_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "toy", Toy)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def complaints(path: Path, *overrides: str) -> list[str]:
+    """The lines of the error, one per problem."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return [line.strip() for line in str(caught.value).splitlines()[1:-1]]
+
+
+def test_settings_arrive_and_defaults_are_filled_in(file: Path) -> None:
+    config = load_config(file)
+    assert (config.name, config.seed, config.method.name, config.task.name) == ("trial", 7, "neurosfl", "toy")
+    assert config.method.config.model_dump()["sparsity"] == 0.8
+    assert config.method.config.training.lr == 1e-4
+    assert config.method.config.training.batch_size == 8
+    assert config.wire.values == "float32"
+    assert config.simulator is not None
+    assert config.simulator.data.phantom is not None
+    assert config.simulator.data.phantom.subjects == 10
+
+
+def test_method_and_task_are_built_with_their_settings(file: Path) -> None:
+    config = load_config(file)
+    task = build_task(config)
+    method = build_method(config, Layout.of(task.model()))
+    assert isinstance(method, NeuroSFL)
+    assert (method.layout.size, method.config.sparsity, method.seed) == (15, 0.8, 7)
+
+
+def test_a_dumped_configuration_reads_back_equal(file: Path) -> None:
+    config = load_config(file, ["method.saliency_batches=null", "wire.values=bfloat16"])
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+
+
+@given(
+    sparsity=st.floats(0, 1, exclude_max=True),
+    lr=st.floats(1e-12, 1e6),
+    seed=st.integers(0, 2**53 - 1),
+    rounds=st.integers(1, 10**6),
+)
+def test_numbers_survive_yaml_and_json(sparsity: float, lr: float, seed: int, rounds: int) -> None:
+    job = JobConfig.model_validate(
+        {
+            "name": "n",
+            "seed": seed,
+            "method": {"name": "neurosfl", "sparsity": sparsity, "rounds": rounds, "training": {"lr": lr}},
+            "task": {"name": "toy"},
+        }
+    )
+    assert parse_job(json.loads(json.dumps(job_dict(job)))) == job
+    assert parse_job(yaml.safe_load(dump_config(job))) == job
+
+
+def test_what_travels_says_nothing_about_the_simulator_or_any_path(file: Path) -> None:
+    travelling = job_dict(load_config(file))
+    assert set(travelling) == {"name", "seed", "method", "task", "wire", "federation"}
+    assert str(file.parent) not in json.dumps(travelling)
+    assert parse_job(travelling) == load_config(file).job
+
+
+def test_overrides_win_and_are_yaml(file: Path) -> None:
+    config = load_config(file, ["method.sparsity=0.95", "method.training.lr=1e-5", "wire={values: float16}"])
+    assert config.method.config.model_dump()["sparsity"] == 0.95
+    assert config.method.config.training.lr == 1e-5
+    assert config.wire.values == "float16"
+
+
+def test_a_method_is_replaced_whole(file: Path) -> None:
+    assert load_config(file, ["method={name: fedavg, rounds: 3}"]).method.config.rounds == 3
+
+
+def test_all_errors_come_at_once_with_path_value_range_and_closest_name(file: Path) -> None:
+    lines = complaints(
+        file,
+        "method.sparsty=0.9",
+        "method.sparsity=1.5",
+        "method.training.optimizer=rmsprop",
+        "method.training.lrr=1",
+        "task.width=9",
+        "simulator.data.phantom.subjcts=3",
+        "federation.min_sites=0",
+        "sed=3",
+    )
+    assert len(lines) == 8
+    by_path = {line.split(":")[0]: line for line in lines}
+    assert "no such field. Did you mean 'sparsity'?" in by_path["method.sparsty"]
+    assert "found 1.5; expected a number, >= 0, < 1" in by_path["method.sparsity"]
+    assert "found 'rmsprop'; expected one of sgd, adam, adamw" in by_path["method.training.optimizer"]
+    assert "Did you mean 'lr'?" in by_path["method.training.lrr"]
+    assert by_path["task.width"] == "task.width: found 9; expected a whole number, >= 1, <= 8 (hidden units)"
+    assert "Did you mean 'subjects'?" in by_path["simulator.data.phantom.subjcts"]
+    assert "found 0; expected a whole number, >= 1" in by_path["federation.min_sites"]
+    assert "Did you mean 'seed'?" in by_path["sed"]
+
+
+def test_the_error_names_the_file_and_the_way_out(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.yaml: 1 error, nothing was started") as caught:
+        load_config(file, ["method.sparsity=-1"])
+    assert str(caught.value).endswith("Correct the file, or give --set KEY.PATH=VALUE.")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("method.name=neurosf", "method.name: found 'neurosf'; expected one of: "),
+        ("method.name=neurosf", "Did you mean 'neurosfl'?"),
+        ("task.name=toi", "Did you mean 'toy'?"),
+        ("task.name=[1]", "task.name: found [1]; expected one of: "),
+        ("task=brain_age", "task: expected a section such as {name: "),
+        ("task={width: 3}", "task.name: missing; expected one of: "),
+        ("simulator.data={path: x, partition: {kind: natral}}", "Did you mean 'natural'?"),
+        ("simulator.data={path: x, partition: {kind: iid, alpha: 1}}", "simulator.data.partition.alpha: no such field"),
+        ("simulator.data={path: x}", "simulator.data: partition is missing"),
+        ("simulator.data.path=x", "simulator.data: give either phantom or path"),
+        ("simulator.data={path: 'x/{site}', partition: {kind: iid}}", "leave it out with phantom and with {site}"),
+        ("simulator.sites=null", "simulator: sites is missing"),
+        ("federation.min_sites=5", "federation.min_sites is 5, simulator.sites only 4"),
+        ("name=two words", "name: found 'two words'; expected text"),
+        ("method.training.lr=.inf", "method.training.lr: expected a finite number"),
+        ("method=null", "method: expected a section"),
+    ],
+)
+def test_each_mistake_is_explained(file: Path, assignment: str, expected: str) -> None:
+    assert expected in "\n".join(complaints(file, assignment))
+
+
+def test_a_missing_section_is_named(file: Path) -> None:
+    file.write_text("name: x\n")
+    assert [line.split(";")[0] for line in complaints(file)] == ["method: missing", "task: missing"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: [", "not YAML"),
+        ("name: a\nname: b\n", "'name' is given twice"),
+        ("- 1\n", "expected a section"),
+        ("", "expected a section"),
+    ],
+)
+def test_a_file_that_is_no_configuration(file: Path, text: str, expected: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        load_config(file)
+
+
+def test_a_missing_file_names_the_closest(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such file\. Did you mean 'run\.yaml'\?"):
+        load_config(file.with_name("rum.yaml"))
+
+
+def test_malformed_overrides_come_at_once(file: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["sparsity", "=3", "seed.deep=1", "seed=[", "seed=1"])
+    starts = ["--set sparsity:", "--set =3:", "--set seed.deep=1:", "--set seed=[:"]
+    assert [s for s in starts if s in str(caught.value)] == starts
+
+
+def test_paths_are_relative_to_the_file_and_overrides_to_the_working_directory(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    natural = "partition: {kind: natural}"
+    file.write_text(MINIMAL.replace("{phantom: {subjects: 10}}", f"{{path: brains, {natural}}}"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+
+    def data_path(*overrides: str) -> Path | None:
+        simulator = load_config(file, overrides).simulator
+        assert simulator is not None
+        return simulator.data.path
+
+    assert data_path() == tmp_path / "brains"
+    assert data_path("simulator.data.path=mine") == elsewhere / "mine"
+    assert data_path("simulator.data.path=/data/x") == Path("/data/x")
+
+
+OWN = """
+from flare_sparse.tasks import TASKS
+
+class MyConfig(TASKS["toy"].Config):
+    depth: int = 2
+
+class MyTask(TASKS["toy"]):
+    Config = MyConfig
+"""
+
+
+def test_a_users_own_task_beside_the_file(file: Path) -> None:
+    file.with_name("own_task_module.py").write_text(OWN)
+    own = "task={class: own_task_module.MyTask, depth: 4}"
+    config = load_config(file, [own])
+    kind = user_task("own_task_module.MyTask")
+    assert config.task.config.model_dump() == {"width": 3, "dropout": 0.0, "depth": 4}
+    assert job_dict(config)["task"]["class"] == "own_task_module.MyTask"
+    assert type(build_task(config, kind)) is kind
+    assert parse_job(job_dict(config), kind) == config.job
+    assert "no such field. Did you mean 'depth'?" in complaints(file, own, "task.deph=1")[0]
+
+
+def test_a_dotted_path_in_a_job_is_never_imported(file: Path) -> None:
+    travelling = {**job_dict(load_config(file)), "task": {"class": "os.system", "command": "true"}}
+    with pytest.raises(ConfigError, match=r"task\.class: found 'os\.system'; expected one of: "):
+        parse_job(travelling)
+
+
+@pytest.mark.parametrize("dotted", ["nowhere.Task", "json.Missing", "json.dumps", "Toy", ""])
+def test_a_class_that_is_no_task(file: Path, dotted: str) -> None:
+    with pytest.raises(ConfigError, match=r"task\.class"):
+        load_config(file, [f"task={{class: '{dotted}'}}"])
+
+
+def test_defaults_of_sections_are_documented() -> None:
+    for model in (RunConfig, JobConfig):
+        assert [name for name, field in model.model_fields.items() if not field.description and name != "data"] == []
