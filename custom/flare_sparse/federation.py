@@ -181,15 +181,26 @@ class Federation:
             contributed = [u for u in tally.answered if u.content != "nothing" and u.examples > 0]
             counted = tally.answered if reporting else contributed
             if counted and len(counted) >= min(self.rules.min_sites, len(requests)):
-                break
-        else:
-            raise RoundFailed(
-                f"round {tally.question.round} ({tally.question.kind}): {len(counted)} of {len(requests)} sites "
-                f"contributed in each of {attempt} attempts, {self.rules.min_sites} are needed; rejected: "
-                f"{tally.rejected or 'none'}, silent: {tally.silent or 'none'}. The last committed model is intact."
-            )
+                return self._record(tally, requests, counted, judged, attempt, began, first), contributed
+        raise RoundFailed(
+            f"round {tally.question.round} ({tally.question.kind}): {len(counted)} of {len(requests)} sites contributed "
+            f"in the last of {self.rules.retries + 1} attempts, {self.rules.min_sites} are needed; rejected: "
+            f"{tally.rejected or 'none'}, silent: {tally.silent or 'none'}. The last committed model is intact."
+        )
+
+    def _record(
+        self,
+        tally: _Tally,
+        requests: dict[str, Request],
+        counted: list[Update],
+        judged: int,
+        attempts: int,
+        began: float,
+        first: int,
+    ) -> RoundRecord:
+        """The record of a round; ``first`` is its first line in the ledger, earlier attempts included."""
         lines = self.desk.ledger.lines[first:]
-        record = RoundRecord(
+        return RoundRecord(
             kind=tally.question.kind,
             round=tally.question.round,
             sequence=tally.question.sequence,
@@ -198,7 +209,7 @@ class Federation:
             rejected=tally.rejected,
             abstained=[u.site for u in tally.answered if u.site not in {c.site for c in counted}],
             timed_out=tally.silent,
-            attempts=attempt,
+            attempts=attempts,
             judged_round=judged,
             judgement=Judgement.of(tally.answered),
             bytes_down=sum(line.payload_bytes for line in lines if line.direction == "down"),
@@ -208,7 +219,6 @@ class Federation:
             seconds=time.monotonic() - began,
             committed_at=0.0,
         )
-        return record, contributed
 
     def _collect(self, requests: dict[str, Request], transport: Transport) -> _Tally:
         """One question; sites that lost what they held are sent everything, once, in the same round."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -141,4 +140,4 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write completely or not at all."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n")
-    os.replace(part, path)
+    part.replace(path)

@@ -25,4 +25,4 @@ def polynomial(
         return start
     if step >= last:
         return end
-    return end + (start - end) * (1 - (step - first) / (last - first)) ** exponent
+    return end + (start - end) * float((1 - (step - first) / (last - first)) ** exponent)

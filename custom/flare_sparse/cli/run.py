@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..config import RunConfig, build_task, load_config, user_task
+from ..config import RunConfig, build_task, dump_config, load_config, user_task
 from ..data.source import write_site_files
 from ..errors import ConfigError
 from ..progress import progress_line
@@ -75,13 +75,15 @@ def run_in_simulator(config: RunConfig, file: Path, out: Path, console: Console)
         modules=(Path(inspect.getfile(own)),) if own else (),
         tensorboard=_has_tensorboard(),
     )
-    return simulate(
+    summary = simulate(
         recipe,
         sorted(sites),
         site_files,
         out,
         on_round=lambda line: console.print(progress_line(line)),
     )
+    (out / "config.yaml").write_text(dump_config(config))  # with the simulator's part, so that it can be run again
+    return summary
 
 
 def _has_tensorboard() -> bool:

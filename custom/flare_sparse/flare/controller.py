@@ -92,7 +92,7 @@ class FederatedController(Controller):
             announce_round(self, record, fl_ctx)
             self.logger.info(progress_line(line))
 
-        def carry(question: Question, desk: ServerDesk) -> Mapping[str, Reply]:
+        def carry(question: Question, _desk: ServerDesk) -> Mapping[str, Reply]:
             return self._carry(question, job.federation.task_timeout_s, fl_ctx, abort_signal)
 
         federation = Federation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from nvflare.apis.executor import Executor
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
@@ -17,6 +18,10 @@ from .session import site_session
 class SparseExecutor(Executor):
     """Trains, scores or judges as asked and returns an ordinary DXO, which the site's own filters see first."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._vector = torch.zeros(0)  # what replies are views of; encoded before the next question comes
+
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Never raises: a failure is a reply with our code and no text, since texts may name paths or subjects."""
         request = shareable.get(REQUEST)
@@ -29,9 +34,10 @@ class SparseExecutor(Executor):
             return self._refusal(error, error.code, fl_ctx)
         except Exception as error:  # noqa: BLE001 - whatever a task or a model raises must not take the site down
             return self._refusal(error, "E_SITE", fl_ctx)
-        dxo, vector = update_to_dxo(update, desk.site.layout)
-        reply = dxo.to_shareable()
-        reply[UPDATE] = (request, update, vector)
+        if self._vector.numel() != desk.site.layout.size:
+            self._vector = torch.zeros(desk.site.layout.size)
+        reply = update_to_dxo(update, desk.site.layout, self._vector).to_shareable()
+        reply[UPDATE] = (request, update, self._vector)
         return reply
 
     def _refusal(self, error: Exception, code: str, fl_ctx: FLContext) -> Shareable:

@@ -68,17 +68,19 @@ def mask_to_dxo(mask: Mask, layout: Layout) -> DXO:
     return DXO(DataKind.APP_DEFINED, data=named_arrays(mask.on, layout), meta={"content": "mask"})
 
 
-def update_to_dxo(update: Update, layout: Layout) -> tuple[DXO, torch.Tensor]:
+def update_to_dxo(update: Update, layout: Layout, vector: torch.Tensor) -> DXO:
     """An update as a DXO that stock filters understand: named float32 arrays, zero where nothing is sent.
 
-    Returns:
-        The DXO and the vector ``(P,)`` that its arrays are views of.
+    Args:
+        update: what the site answers.
+        layout: of the model.
+        vector: ``(P,)`` overwritten; the DXO's arrays are views of it.
     """
-    vector = update.patch.vector()
     if update.content == "nothing":
-        return DXO(DataKind.METRICS, data=dict(update.metrics), meta={"content": update.content}), vector
+        return DXO(DataKind.METRICS, data=dict(update.metrics), meta={"content": update.content})
     meta = {"content": update.content, "examples": update.examples}
-    return DXO(_KINDS[update.content], data=named_arrays(vector, layout), meta=meta), vector
+    update.patch.applied(vector.zero_())
+    return DXO(_KINDS[update.content], data=named_arrays(vector, layout), meta=meta)
 
 
 def dxo_to_update(dxo: DXO, update: Update, vector: torch.Tensor, layout: Layout) -> Update:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Literal
 
@@ -59,7 +60,8 @@ class SparseRecipe(Recipe):
     ):
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
-        self._staging = tempfile.TemporaryDirectory(prefix="flare-sparse-")
+        self._staging = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
+        weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
         job.set_app_packages(["flare_sparse"])
         self._server(job, tensorboard)
         self._clients(job)
@@ -89,7 +91,7 @@ class SparseRecipe(Recipe):
 
     def _settings(self, job: FedJob, config: JobConfig) -> None:
         """The settings travel as a file beside FLARE's own, where people look."""
-        file = Path(self._staging.name) / JOB_FILE
+        file = self._staging / JOB_FILE
         file.write_text(yaml.safe_dump(job_dict(config), sort_keys=False))
         job.add_file_to_server(str(file), app_folder_type="config")
         job.add_file_to_clients(str(file), app_folder_type="config")
@@ -100,7 +102,7 @@ class SparseRecipe(Recipe):
 
     def _sources(self, job: FedJob, modules: tuple[Path, ...]) -> None:
         """The whole package and the user's modules into ``custom/``: FLARE's own tracing leaves out package files."""
-        copy = Path(self._staging.name) / "flare_sparse"
+        copy = self._staging / "flare_sparse"
         source = Path(flare_sparse.__file__).parent
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
         for add in (job.add_file_to_server, job.add_file_to_clients):

@@ -90,12 +90,12 @@ def _allow(local: Path, prefixes: Sequence[str]) -> None:
 
 
 def _why(log: Path, workspace: Path) -> str:
-    """The first of our own errors in the logs, and where to read on."""
+    """What the server and the sites said first, and where to read on."""
     reports = [f"{p.parts[-3]}: {p.read_text().strip()}" for p in sorted(workspace.glob("*/*/site_error.txt"))]
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    ours = [line for line in lines if " E_" in line or ("E_" in line and "flare_sparse" in line)]
-    first = reports or ours[:1] or [line for line in lines if "ERROR" in line][:1] or ["no error was logged"]
-    return "the job ended without a result.\n  " + "\n  ".join(first) + f"\nFLARE's log: {log}"
+    server = [line for line in lines if "FATAL_SYSTEM_ERROR" in line] or [line for line in lines if "ERROR" in line]
+    said = [*server[:1], *reports] or ["no error was logged"]
+    return "the job ended without a result.\n  " + "\n  ".join(said) + f"\nFLARE's log: {log}"
 
 
 @contextmanager

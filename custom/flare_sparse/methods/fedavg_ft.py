@@ -8,12 +8,13 @@ from pydantic import Field
 from torch import Tensor
 
 from ..exchange import Patch, Request, Update
+from ..params import Layout
 from ..training import Site
 from .fedavg import FedAvg, State
 from .method import Method, MethodConfig, broadcast
 
 
-class Config(MethodConfig):
+class FineTuning(MethodConfig):
     finetune_epochs: int = Field(1, ge=1, description="epochs of local fine-tuning after the last round")
 
 
@@ -21,9 +22,9 @@ class FedAvgFT(Method[State]):
     """Rounds as in FedAvg; the last question is answered with the metrics of the personal models, which stay home."""
 
     name = "fedavg_ft"
-    Config = Config
+    Config = FineTuning
 
-    def __init__(self, config: Config, layout, seed: int = 0):  # type: ignore[no-untyped-def]
+    def __init__(self, config: FineTuning, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
         self._fedavg = FedAvg(config, layout, seed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -92,7 +93,7 @@ class FedSparsify(Method[State]):
         """
         total, pool = self.layout.size, self._prunable.count
         live = [total] + [total - share(self.config.sparsity_after(t), pool) for t in range(1, self.config.rounds + 1)]
-        return sites * sum(before + after for before, after in zip(live, live[1:], strict=False))
+        return sites * sum(before + after for before, after in pairwise(live))
 
 
 def centralised_one_shot(

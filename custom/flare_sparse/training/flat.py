@@ -40,9 +40,8 @@ class FlatModel:
 
     @torch.no_grad()
     def load(self, vector: Tensor) -> None:
-        """Set parameters and float buffers from a vector ``(P,)``; integer buffers and gradients restart at zero."""
+        """Set parameters and float buffers from a vector ``(P,)``; integer buffers restart at zero."""
         self.flat.copy_(vector[: self.layout.trainable_size])
-        self.gradient.zero_()
         for entry, start in zip(self.layout.entries, self.layout.offsets, strict=False):
             if entry.role == "buffer":
                 self._buffers[entry.name].copy_(vector[start : start + entry.size].view(entry.shape))

@@ -57,7 +57,7 @@ def train(
     size = model.layout.trainable_size
     origin = start[:size].to(model.device)
     free = trainable.on[:size].to(model.device)
-    everything = bool(free.all())
+    frozen = None if bool(free.all()) else ~free
     for step, batch in enumerate(batches, start=1):
         loss = task.loss(model.module, model.to_device(batch))
         if not torch.isfinite(loss):
@@ -66,13 +66,14 @@ def train(
         with torch.no_grad():
             if pull:
                 model.gradient.add_(model.flat - origin, alpha=pull)
-            if not everything:
-                model.gradient.mul_(free)
+            if frozen is not None:
+                model.gradient.masked_fill_(frozen, 0)
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([model.flat], clip_norm)
         optimizer.step()
-        if not everything:
-            with torch.no_grad():
-                model.flat.copy_(torch.where(free, model.flat, origin))
+        if frozen is not None:
+            torch.where(free, model.flat.data, origin, out=model.flat.data)
     trained = model.vector()
-    return trained if trainable.is_full else torch.where(trainable.on, trained, start)
+    buffers = trainable.on[size:]
+    trained[size:] = torch.where(buffers, trained[size:], start[size:])
+    return trained
