@@ -108,5 +108,5 @@ def _checksums(buffer: np.ndarray, values_start: int) -> tuple[int, int]:
     """CRC-32 of header and sections; the values' 64-bit words summed, which finds any single flipped bit and costs
     a fraction of a copy. Neither guards against a forger: that is the transport's business.
     """
-    sections = zlib.crc32(buffer[HEADER_BYTES:values_start], zlib.crc32(buffer[: _FORMAT.size]))
+    sections = zlib.crc32(buffer[HEADER_BYTES:values_start].data, zlib.crc32(buffer[: _FORMAT.size].data))
     return sections, int(np.add.reduce(buffer[values_start:].view("<u8"), dtype=np.uint64))

@@ -62,6 +62,8 @@ def read(raw: np.ndarray, kind: ValueType) -> Tensor:
 
 def _require_finite(numbers: np.ndarray, field: str) -> None:
     """A finite sum of squares says that all are finite; only when it overflows is each one looked at."""
-    if not np.isfinite(np.dot(numbers, numbers)) and not np.isfinite(numbers).all():
+    with np.errstate(over="ignore", invalid="ignore"):
+        quick = np.dot(numbers, numbers)
+    if not np.isfinite(quick) and not np.isfinite(numbers).all():
         bad = int(np.count_nonzero(~np.isfinite(numbers)))
         raise RejectedMessage("E_FINITE", field, "finite numbers", f"{bad} NaN or infinite")

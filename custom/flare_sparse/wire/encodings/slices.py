@@ -49,7 +49,7 @@ class Slices(Encoding):
 def _axes(entry: Entry) -> dict[int, tuple[int, ...]]:
     """Mode to the shape (before, axis, after) in which that axis is the middle one."""
     shape = entry.shape
-    axes = {}
+    axes: dict[int, tuple[int, ...]] = {}
     if shape and entry.size:
         axes[_ROWS] = (1, shape[0], entry.size // shape[0])
     if len(shape) > 1 and entry.size:
@@ -64,8 +64,8 @@ def _written(on: np.ndarray, entry: Entry) -> bytes | None:
         return bytes([_ALL])
     for mode, shape in _axes(entry).items():
         grid = on.reshape(shape)
-        chosen = grid.any((0, 2))
-        if (grid == chosen[None, :, None]).all():
+        chosen = np.asarray(grid.any((0, 2)))
+        if np.array_equal(grid, np.broadcast_to(chosen[None, :, None], shape)):
             indices = np.flatnonzero(chosen).astype("<u4")
             return struct.pack("<BI", mode, indices.size) + indices.tobytes()
     return None
@@ -75,7 +75,7 @@ def _read(data: bytes, at: int, entry: Entry, on: np.ndarray) -> int:
     """Set the entry's part of the mask; returns where the next entry starts."""
     if at >= len(data):
         raise RejectedMessage("E_LEN", f"slices of {entry.name}", "a mode byte", "the end")
-    mode, axes = data[at], _axes(entry)
+    mode, axes = int(data[at]), _axes(entry)
     if mode == _NONE:
         return at + 1
     if mode == _ALL and entry.size:
@@ -85,7 +85,7 @@ def _read(data: bytes, at: int, entry: Entry, on: np.ndarray) -> int:
         raise RejectedMessage("E_CANON", f"slices of {entry.name}", "a mode that this tensor has", mode)
     if at + 5 > len(data):
         raise RejectedMessage("E_LEN", f"slices of {entry.name}", "a count", "the end")
-    (count,) = struct.unpack_from("<I", data, at + 1)
+    count = int(struct.unpack_from("<I", data, at + 1)[0])
     width = axes[mode][1]
     if not 0 < count < width or at + 5 + 4 * count > len(data):
         raise RejectedMessage("E_LEN", f"slices of {entry.name}", f"1 to {width - 1} indices", count)

@@ -1,0 +1,148 @@
+"""Every encoding and number format: what is written is read back bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flare_sparse.exchange import Patch
+from flare_sparse.mask import Mask
+from flare_sparse.params import Entry, Layout
+from flare_sparse.wire.codec import decode, encode, pick, selection_entropy
+from flare_sparse.wire.encodings import ENCODINGS
+from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.plan import Plan
+
+RUN = "0123456789abcdef"
+SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=4)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    return Layout(tuple(Entry(f"t{i}", shape, "weight") for i, shape in enumerate(draw(SHAPES))))
+
+
+@st.composite
+def selections(draw: st.DrawFn, size: int) -> Mask:
+    kind = draw(st.sampled_from(["empty", "full", "random"]))
+    if kind == "random":
+        return Mask(torch.tensor(draw(st.lists(st.booleans(), min_size=size, max_size=size)), dtype=torch.bool))
+    return Mask.full(size) if kind == "full" else Mask.none(size)
+
+
+def plan(layout: Layout, known: Mask | None = None, base: int | None = None) -> Plan:
+    return Plan(layout, RUN, known=known, base=base, sequence=7, round=3, kind="train")
+
+
+@given(st.data(), layouts())
+def test_a_message_comes_back_bit_for_bit(data: st.DataObject, layout: Layout) -> None:
+    on, known = data.draw(selections(layout.size)), data.draw(selections(layout.size))
+    trainable = data.draw(st.none() | selections(layout.size))
+    both = plan(layout, data.draw(st.sampled_from([None, known, on])), base=5)
+    over = data.draw(st.sampled_from(["zeros", "held"]))
+    numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    values = torch.tensor(data.draw(st.lists(numbers, min_size=on.count, max_size=on.count)), dtype=torch.float32)
+    sent = encode(Patch(values, on, over), both, content="difference", trainable=trainable)
+    back = decode(sent.data, replace(both, sequence=None, round=None, kind=None), "site-1")
+    assert back.patch.values.view(torch.int32).tolist() == values.view(torch.int32).tolist()
+    assert (back.patch.on, back.patch.over, back.content, back.trainable) == (on, over, "difference", trainable)
+    assert (back.kind, back.round, back.sequence) == ("train", 3, 7)
+    assert sent.floor_bytes <= sent.payload_bytes
+    assert decode(sent.data.tobytes(), both).patch.on == on
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@given(data=st.data(), layout=layouts())
+def test_each_encoding_says_what_it_can_exactly(name: str, data: st.DataObject, layout: Layout) -> None:
+    encoding, known = ENCODINGS[name], data.draw(selections(layout.size))
+    on = data.draw(selections(layout.size))
+    on = {"dense": Mask.full(layout.size), "shared": known, "shrink": on & known}.get(name, on)
+    least = encoding.least(on, known, layout)
+    assert least is not None
+    raw = encoding.write(on, known, layout)
+    if raw is None:
+        assert name == "slices"
+        return
+    assert len(raw) >= least
+    assert encoding.read(np.frombuffer(raw, np.uint8), known, layout) == on
+
+
+@given(st.data(), layouts())
+def test_the_codec_picks_the_fewest_bytes(data: st.DataObject, layout: Layout) -> None:
+    on, known = data.draw(selections(layout.size)), data.draw(selections(layout.size))
+    able = [e for e in ENCODINGS.values() if e.least(on, known, layout) is not None]
+    sizes = [len(raw) for e in able if (raw := e.write(on, known, layout)) is not None]
+    assert len(pick(on, known, layout)[1]) == min(sizes)
+
+
+def test_csr_is_scipys() -> None:
+    layout = Layout((Entry("w", (6, 2, 4), "weight"),))
+    on = Mask(torch.rand(48, generator=torch.Generator().manual_seed(1)) < 0.3)
+    numbers = np.frombuffer(ENCODINGS["csr"].write(on, None, layout) or b"", "<i4")
+    oracle = scipy.sparse.csr_matrix(on.on.numpy().reshape(6, 8))
+    assert numbers[:7].tolist() == oracle.indptr.tolist()
+    assert numbers[7:].tolist() == oracle.indices.tolist()
+
+
+def test_channels_and_whole_tensors_cost_indices_only() -> None:
+    layout = Layout((Entry("conv", (8, 4, 3, 3), "weight"), Entry("bias", (8,), "bias")))
+    on = layout.unflatten(torch.zeros(layout.size, dtype=torch.bool))
+    on["conv"][:, 2] = True
+    on["bias"][:] = True
+    encoding, raw = pick(Mask(layout.flatten(on)), None, layout)
+    assert (encoding.name, len(raw)) == ("slices", 1 + 4 + 4 + 1)
+
+
+@pytest.mark.parametrize("values", ["float16", "bfloat16"])
+def test_what_a_short_format_rounds_off_is_sent_later(values: str) -> None:
+    """Error feedback: the mean of what arrives approaches the true value far below the format's resolution."""
+    layout = Layout((Entry("w", (64,), "weight"),))
+    on = Mask(torch.arange(64) % 2 == 0)
+    truth = torch.rand(64, generator=torch.Generator().manual_seed(2)) + 1
+    residual, total = None, torch.zeros(on.count)
+    for _ in range(200):
+        sent = encode(Patch.of(truth, on), plan(layout), values=values, residual=residual)  # type: ignore[arg-type]
+        arrived = decode(sent.data, plan(layout)).patch.values
+        before = torch.zeros(64) if residual is None else residual
+        residual = sent.residual
+        assert residual is not None
+        assert torch.equal(arrived + on.take(residual), on.take(truth) + on.take(before))
+        assert not residual[~on.on].any()
+        total += arrived
+    assert sent.payload_bytes < 128 + 64 + 2 * on.count
+    assert (total / 200 - on.take(truth)).abs().max() < 1e-4
+
+
+def test_strided_values_are_sent_as_they_read() -> None:
+    layout = Layout((Entry("w", (3, 4), "weight"),))
+    values = torch.arange(12.0).view(4, 3).t()[0]
+    on = Mask(torch.tensor([1, 1, 1, 1] + [0] * 8, dtype=torch.bool))
+    assert decode(encode(Patch(values, on), plan(layout)).data, plan(layout)).patch.values.tolist() == [0, 3, 6, 9]
+
+
+def test_known_selections_cost_nothing_and_entropy_is_the_binomials() -> None:
+    on = Mask(torch.arange(100) < 10)
+    assert selection_entropy(on, on) == 0
+    assert selection_entropy(on, None) == 6  # log2 C(100, 10) = 43.98 bits
+    assert selection_entropy(on, Mask(torch.arange(100) < 20)) == 3  # log2 C(20, 10) = 17.5 bits
+    layout = Layout((Entry("w", (100,), "weight"),))
+    assert pick(on, on, layout) == (ENCODINGS["shared"], b"")
+
+
+def test_the_ledger_has_a_line_for_each_message() -> None:
+    layout, on = Layout((Entry("w", (100,), "weight"),)), Mask(torch.arange(100) < 10)
+    both, ledger = plan(layout, known=on), Ledger()
+    sent = encode(Patch.of(torch.ones(100), on), both)
+    ledger.sent(sent, both, "site-1")
+    ledger.received(decode(sent.data, both, "site-1"), both, "site-1", sent.payload_bytes)
+    down, up = ledger.lines
+    assert (down.direction, up.direction) == ("down", "up")
+    assert replace(down, direction="up") == up
+    assert (up.encoding, up.scalars_total, up.scalars_sent) == ("shared", 100, 10)
+    assert (up.payload_bytes, up.selection_bytes, up.dense_bytes, up.floor_bytes) == (168, 0, 400, 40)
