@@ -69,7 +69,9 @@ def _sealed_unchecked(buffer: np.ndarray, header: Any) -> np.ndarray:
     """Lengths that do not fit: the checksum cannot be right, and need not be, since lengths are looked at first."""
     scratch = np.zeros(HEADER_BYTES, np.uint8)
     seal(replace(header, selection_bytes=0, trainable_bytes=0), scratch)
-    scratch[96:112] = np.frombuffer(np.array([header.selection_bytes, header.trainable_bytes], "<u8").tobytes(), np.uint8)
+    scratch[96:112] = np.frombuffer(
+        np.array([header.selection_bytes, header.trainable_bytes], "<u8").tobytes(), np.uint8
+    )
     buffer[:HEADER_BYTES] = scratch
     return buffer
 
@@ -246,8 +248,8 @@ def _reseal(data: np.ndarray) -> None:
 
     start = -(-(HEADER_BYTES + int(np.frombuffer(data[96:112].tobytes(), "<u8").sum())) // 8) * 8
     if start <= data.size and not (data.size - start) % 8:
-        sections, words = envelope._checksums(data, start)  # noqa: SLF001 - the forger knows it too
-        data[112:128] = np.frombuffer(envelope._CHECKS.pack(sections, 0, words), np.uint8)  # noqa: SLF001
+        sections, words = envelope._checksums(data, start)
+        data[112:128] = np.frombuffer(envelope._CHECKS.pack(sections, 0, words), np.uint8)
 
 
 def _harmless(data: np.ndarray) -> None:

@@ -1,0 +1,141 @@
+"""What holds for every method, and that a new one needs no change in shared code."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from flare_sparse.exchange import Patch, Request, Update
+from flare_sparse.mask import Mask
+from flare_sparse.methods import METHODS, Method
+from flare_sparse.methods.method import broadcast
+from flare_sparse.rehearsal import estimate, rehearse
+from flare_sparse.server import digest
+
+PLAIN_VALUES = (int, float, str, torch.Tensor, Mask)
+
+
+def _saved_and_restored(state: Any) -> Any:
+    """A copy through plain values, as a checkpoint makes it."""
+    fields = {}
+    for field in dataclasses.fields(state):
+        fields[field.name] = _copy(getattr(state, field.name))
+    return type(state)(**fields)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_copy(part) for part in value)
+    assert isinstance(value, PLAIN_VALUES), f"{type(value)} cannot be checkpointed"
+    if isinstance(value, Mask):
+        return Mask(value.on.clone())
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+class Restarting:
+    """A method whose state goes to disk and back between all verbs."""
+
+    def __init__(self, method: Method[Any]):
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)
+
+    def ask(self, state: Any, sites: Sequence[str]) -> Any:
+        return self._method.ask(_saved_and_restored(state), sites)
+
+    def learn(self, state: Any, updates: Sequence[Update]) -> Any:
+        return _saved_and_restored(self._method.learn(_saved_and_restored(state), updates))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_seed_gives_the_same_bits_in_any_order_of_sites(name: str, bench: Any) -> None:
+    backwards = dict(reversed(bench.sites().items()))
+    assert bench.digest(name) == bench.digest(name) == bench.digest(name, backwards)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_state_is_a_value(name: str, bench: Any) -> None:
+    """Frozen, of plain values, and a run that is saved and restored between all verbs ends with the same bits."""
+    method = bench.method(name)
+    state = method.init(bench.weights, ["site-1", "site-2", "site-3"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.weights = bench.weights
+    restarted, _ = rehearse(Restarting(method), bench.weights, bench.sites(), bench.task.metric)  # type: ignore[arg-type]
+    assert digest(restarted.weights) == bench.digest(name)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_round_is_committed_and_every_message_costs_at_least_its_floor(name: str, bench: Any) -> None:
+    outcome, ledger = bench.run(name)
+    assert outcome.judgement.sites.keys() == {"site-1", "site-2", "site-3"}
+    assert all(record.sites_in == ["site-1", "site-2", "site-3"] for record in outcome.rounds)
+    assert all(line.payload_bytes >= line.floor_bytes + 128 for line in ledger.lines)
+    assert len(ledger.lines) == 6 * len(outcome.rounds)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_site_works_and_a_site_without_training_examples_is_left_out(name: str, bench: Any) -> None:
+    bench.run(name, {"site-1": bench.site(1)})
+    idle = {**bench.sites(2), "site-3": bench.site(3, 0)}
+    outcome, _ = bench.run(name, idle)
+    training = [record for record in outcome.rounds if record.kind == "train"]
+    assert all(record.abstained == ["site-3"] for record in training)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"topk_ef"}))
+def test_a_dry_run_sends_what_a_real_one_sends(name: str, bench: Any) -> None:
+    """The estimate's messages carry as many scalars as the real ones. Not so for top-k: how far the sites' choices
+    overlap, and so what changes in a round, depends on the data.
+    """
+    _, real = bench.run(name)
+    _, dry = estimate(bench.method(name), bench.weights, 3, "float32")
+    size = [(line.kind, line.direction, line.scalars_sent) for line in real.lines]
+    assert [(line.kind, line.direction, line.scalars_sent) for line in dry.lines] == size
+
+
+@dataclasses.dataclass(frozen=True)
+class Votes:
+    round: int
+    total: torch.Tensor
+
+
+class Ballot(Method[Votes]):
+    """A toy method: its module, its line in METHODS, its test, its YAML, and nothing else."""
+
+    name = "ballot"
+
+    def init(self, weights: torch.Tensor, sites: Sequence[str]) -> Votes:
+        return Votes(1, torch.zeros_like(weights))
+
+    def ask(self, state: Votes, sites: Sequence[str]) -> dict[str, Request] | None:
+        if state.round > self.config.rounds:
+            return None
+        return broadcast(sites, Request("vote", state.round, self.model(state), self.everything, "difference"))
+
+    def answer(self, request: Request, site: Any) -> Update:
+        return Update(Patch.of(torch.ones(site.layout.size), request.trainable), "difference", site.examples)
+
+    def learn(self, state: Votes, updates: Sequence[Update]) -> Votes:
+        votes = sum((update.patch.values for update in updates), torch.zeros(self.layout.size))
+        return Votes(state.round + 1, state.total + votes)
+
+    def model(self, state: Votes) -> Patch:
+        return Patch.of(state.total, self.everything)
+
+
+def test_a_new_method_runs_from_a_configuration_without_touching_shared_code(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    from flare_sparse.config import build_method, load_config
+
+    monkeypatch.setitem(METHODS, Ballot.name, Ballot)
+    file = tmp_path / "ballot_brain_age.yaml"
+    file.write_text("name: ballot\nmethod: {name: ballot, rounds: 4}\ntask: {name: brain_age}\n")
+    method = build_method(load_config(file), bench.layout)
+    outcome, _ = rehearse(method, bench.weights, bench.sites(), bench.task.metric)
+    assert outcome.weights.tolist() == [12.0] * bench.layout.size

@@ -1,0 +1,86 @@
+"""DisPFL and top-k with error feedback."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flare_sparse.mask import Mask
+from flare_sparse.methods.dispfl import Config, State
+from flare_sparse.scores.erk import erk_densities
+
+
+def test_vector_8_the_share_that_moves() -> None:
+    config = Config(rounds=10)
+    assert [config.drop_ratio(r) for r in (0, 5, 10)] == pytest.approx([0.5, 0.25, 0])
+
+
+@pytest.mark.parametrize("regrow", ["gradient", "random"])
+def test_11_live_counts_per_tensor_never_change(bench: Any, regrow: str) -> None:
+    method = bench.method("dispfl", sparsity=0.6, regrow=regrow)
+    names = ["site-1", "site-2"]
+    state = method.init(bench.weights, names)
+    counts = [[int(part.sum()) for part in bench.layout.unflatten(row).values()] for row in state.masks]
+    moved = False
+    while (asked := method.ask(state, names)) is not None:
+        updates = []
+        for index, name in enumerate(names, start=1):
+            site = bench.site(index)
+            site.weights = asked[name].model.vector()
+            updates.append(replace(method.answer(asked[name], site), site=name))
+        after = method.learn(state, updates)
+        moved |= not torch.equal(after.masks, state.masks)
+        assert not after.weights[~after.masks].any()
+        state = after
+        now = [[int(part.sum()) for part in bench.layout.unflatten(row).values()] for row in state.masks]
+        assert now == counts
+    assert moved
+
+
+def test_11_equal_masks_and_all_neighbours_are_a_plain_average(bench: Any) -> None:
+    method = bench.method("dispfl", neighbours="full", same_start=True)
+    weights = torch.rand(3, bench.layout.size, generator=torch.Generator().manual_seed(1))
+    mask = torch.rand(bench.layout.size, generator=torch.Generator().manual_seed(2)) < 0.5
+    owners = ("site-1", "site-2", "site-3")
+    state = State(1, owners, weights * mask, mask.expand(3, -1).clone())
+    request = method.ask(state, owners)["site-2"]
+    assert torch.allclose(request.model.vector(), (weights * mask).double().mean(0).float())
+
+
+def test_erk_densities_meet_the_whole(bench: Any) -> None:
+    pool = Mask.maskable(bench.layout, "all_trainable")
+    densities = erk_densities(bench.layout, pool, 0.4)
+    sizes = {e.name: e.size for e in bench.layout.entries if e.role != "buffer"}
+    assert sum(densities[n] * sizes[n] for n in sizes) == pytest.approx(0.4 * pool.count)
+    assert all(0 < d <= 1 for d in densities.values())
+
+
+def test_top_k_remembers_what_it_did_not_send(bench: Any) -> None:
+    """Sent plus residual is the change; nothing is lost from round to round."""
+    method = bench.method("topk_ef", fraction=0.1)
+    state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
+    owed = torch.zeros(bench.layout.size)
+    for _ in range(3):
+        request = method.ask(state, ["site-1"])["site-1"]
+        site.weights = state.weights.clone()
+        change = site.train(site.weights, request.trainable, method.config.training, request.round) - site.weights
+        update = replace(method.answer(request, site), site="site-1")
+        assert update.patch.on.count == int(0.1 * bench.layout.size)
+        assert torch.equal(update.patch.vector() + site.memory["residual"], change + owed)
+        owed = site.memory["residual"]
+        state = method.learn(state, [update])
+
+
+def test_sites_that_missed_a_round_are_sent_everything(bench: Any) -> None:
+    outcome, ledger = bench.run("topk_ef", fraction=0.05, participation=0.67, rounds=6)
+    down = [line for line in ledger.lines if line.direction == "down" and line.kind == "train"]
+    held: dict[str, int] = {}
+    for line in down:
+        current = held.get(line.site) == line.sequence - 1
+        assert (line.scalars_sent < bench.layout.size) == current
+        held[line.site] = line.sequence
+    assert any(line.scalars_sent < bench.layout.size for line in down)
+    assert outcome.rounds[-1].round == 7

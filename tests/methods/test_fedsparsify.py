@@ -1,0 +1,132 @@
+"""FedSparsify: the invariants of its specification, numbered as there, and the paper's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flare_sparse.mask import Mask, shrink
+from flare_sparse.methods.fedsparsify import Config, FedSparsify, centralised_one_shot
+from flare_sparse.params import Entry, Layout
+
+PAPER = Layout((Entry("w", (2_950_401,), "weight"),))
+OPTIMIZERS = [
+    {"optimizer": "sgd", "lr": 0.05},
+    {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+    {"optimizer": "adam", "lr": 0.01},
+    {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1},
+]
+
+
+@pytest.mark.parametrize("training", OPTIMIZERS, ids=["sgd", "momentum", "adam", "adamw"])
+def test_1_masks_are_nested_and_pruned_weights_are_zero_everywhere(bench: Any, training: dict[str, Any]) -> None:
+    method = bench.method("fedsparsify", sparsity=0.8, rounds=5, training=training)
+    state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
+    while (asked := method.ask(state, ["site-1"])) is not None:
+        request = asked["site-1"]
+        site.weights = request.model.vector()
+        trained = site.train(site.weights, request.trainable, method.config.training, request.round)
+        assert not trained[~request.trainable.on].any()
+        update = method.answer(request, site)
+        after = method.learn(state, [update])
+        assert after.mask <= state.mask
+        assert not after.weights[~after.mask.on].any()
+        state = after
+    assert state.round == 6
+
+
+@given(st.data())
+def test_2_6_8_a_purge_is_exact_by_magnitude_and_idempotent(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 60))
+    weights = torch.tensor(data.draw(st.lists(st.integers(-4, 4), min_size=size, max_size=size)), dtype=torch.float32)
+    mask, pool = (
+        Mask(torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))) for _ in range(2)
+    )
+    sparsity = data.draw(st.floats(0, 0.99))
+    new = shrink(mask, weights.abs(), sparsity, pool)
+    zeros = pool.count - (mask & pool).count
+    assert new <= mask
+    assert pool.count - (new & pool).count == max(zeros, int(sparsity * pool.count + 1e-9))
+    kept, cut = weights.abs()[(new & pool).on], weights.abs()[(mask - new).on]
+    assert not len(kept) or not len(cut) or kept.min() >= cut.max()
+    assert shrink(new, weights.abs(), sparsity, pool) == new
+    assert shrink(mask, (-4 * weights).abs(), sparsity, pool) == new
+
+
+def test_3_sparsity_0_is_fedavg_bit_for_bit(bench: Any) -> None:
+    assert bench.digest("fedsparsify", sparsity=0) == bench.digest("fedavg")
+
+
+def test_5_live_counts_of_the_paper() -> None:
+    """Vector 2: N_t for n = 2,950,401 and S_T = .95."""
+    config = Config(rounds=40, sparsity=0.95)
+    live = {t: 2_950_401 - int(config.sparsity_after(t) * 2_950_401 + 1e-9) for t in (1, 2, 3, 4, 5, 20, 30, 39, 40)}
+    assert live == {
+        1: 2950401, 2: 2740276, 3: 2540924, 4: 2352062, 5: 2173406, 20: 525528, 30: 194772, 39: 147568, 40: 147521
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "scalars", "final"),
+    [
+        (0.0, 1888256640, 2950401),
+        (0.85, 714844688, 442561),
+        (0.90, 645820416, 295041),
+        (0.95, 576796176, 147521),
+        (0.99, 521576720, 29505),
+    ],
+)
+def test_5_the_papers_communication_to_the_digit(sparsity: float, scalars: int, final: int) -> None:
+    """Vector 3, eight learners."""
+    method = FedSparsify(Config(rounds=40, sparsity=sparsity), PAPER)
+    assert method.paper_scalars(8) == scalars
+    assert PAPER.size - int(sparsity * PAPER.size + 1e-9) == final
+
+
+def test_7_one_learner_is_centralised_gradual_pruning(bench: Any) -> None:
+    method = bench.method("fedsparsify", sparsity=0.7, rounds=4)
+    outcome, _ = bench.run("fedsparsify", {"site-1": bench.site(1)}, sparsity=0.7, rounds=4)
+    site, weights, mask = bench.site(1), bench.weights, Mask.full(bench.layout.size)
+    pool = Mask.maskable(bench.layout, "all_but_norm")
+    for t in range(1, 5):
+        weights = site.train(weights, mask, method.config.training, t)
+        mask = shrink(mask, weights.abs(), method.config.sparsity_after(t), pool)
+        weights = weights * mask.on
+    assert torch.equal(outcome.weights, weights)
+
+
+def test_9_an_update_has_zeros_where_the_mask_is_off(bench: Any) -> None:
+    outcome, ledger = bench.run("fedsparsify", sparsity=0.9, rounds=4)
+    assert not outcome.weights[~outcome.mask.on].any()
+    up = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
+    assert {line.encoding for line in up} <= {"dense", "shared"}
+    pool = Mask.maskable(bench.layout, "all_but_norm")
+    assert pool.count - (outcome.mask & pool).count == int(0.9 * pool.count)
+
+
+def test_vector_14_a_purge_by_hand() -> None:
+    weights = torch.tensor([0.5, -0.1, 0.3, 0, 0.2, -0.4])
+    mask = Mask(torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.bool))
+    everything = Mask.full(6)
+    assert shrink(mask, weights.abs(), 0.5, everything).on.tolist() == [True, False, True, False, False, True]
+    assert shrink(mask, weights.abs(), 1 / 6, everything) is mask
+
+
+def test_norm_parameters_and_buffers_are_never_pruned(bench: Any) -> None:
+    outcome, _ = bench.run("fedsparsify", sparsity=0.99)
+    outside = ~Mask.maskable(bench.layout, "all_but_norm")
+    assert outside <= outcome.mask
+    assert {entry.role for entry in bench.layout.entries} == {"weight", "bias", "norm", "buffer"}
+
+
+def test_the_centralised_baseline_prunes_once(bench: Any) -> None:
+    config = Config(rounds=4)
+    state = centralised_one_shot(bench.site(1), bench.weights, 0.6, config=config, dense=3, finetune=2)
+    pool = Mask.maskable(bench.layout, "all_but_norm")
+    assert pool.count - (state.mask & pool).count == int(0.6 * pool.count)
+    assert not state.weights[~state.mask.on].any()
+    assert state.round == 6

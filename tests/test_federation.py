@@ -1,0 +1,201 @@
+"""Rounds: what is rejected changes nobody else's result, what is lost is sent again, what is too little is not committed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flare_sparse.aggregate import by_examples, count_average, uniform, weighted_sum
+from flare_sparse.errors import NotHeld, RejectedMessage, RoundFailed
+from flare_sparse.exchange import Patch, Update
+from flare_sparse.federation import Federation, Rules
+from flare_sparse.mask import Mask
+from flare_sparse.rehearsal import rehearse
+from flare_sparse.server import ServerDesk, digest
+from flare_sparse.site import SiteDesk
+from flare_sparse.wire.ledger import Ledger
+
+_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "methods" / "conftest.py")
+assert _spec is not None
+assert _spec.loader is not None
+toy = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(toy)
+
+RUN = "0" * 16
+
+
+class Loop:
+    """A federation in this process, with a hand in every message."""
+
+    def __init__(self, bench: Any, name: str = "fedsparsify", rules: Rules | None = None, **settings: Any):
+        self.bench, self.method = bench, bench.method(name, **settings)
+        self.server = ServerDesk(bench.layout, RUN, "float32", Ledger())
+        self.desks = {n: SiteDesk(site, self.method, RUN, "float32") for n, site in bench.sites().items()}
+        self.federation = Federation(self.method, self.server, bench.task.metric, rules)
+        self.tamper: Callable[[int, str, Any], Any] = lambda sequence, site, reply: reply
+        self.forget: set[tuple[int, str]] = set()
+
+    def carry(self, question: Any, server: ServerDesk) -> dict[str, Any]:
+        replies: dict[str, Any] = {}
+        for name, message in question.messages.items():
+            if (question.sequence, name) in self.forget:
+                self.desks[name] = SiteDesk(self.bench.sites()[name], self.method, RUN, "float32")
+            desk = self.desks[name]
+            try:
+                request = desk.receive(message)
+                update = desk.answer(request)
+                sent = [desk.encode(request, update).data.copy(), update.examples, update.metrics]
+                sent = self.tamper(question.sequence, name, sent)
+                if sent is not None:
+                    replies[name] = server.decode(name, *sent)
+            except (RejectedMessage, NotHeld) as error:
+                replies[name] = error
+        return replies
+
+    def run(self) -> Any:
+        return self.federation.run(self.bench.weights, lambda: sorted(self.desks), self.carry)
+
+
+def bench() -> Any:
+    return toy.Bench()
+
+
+def without(site: str, sequence: int) -> str:
+    """The digest of a run in which a site says nothing to one question."""
+    loop = Loop(bench())
+    loop.tamper = lambda q, name, reply: None if (q, name) == (sequence, site) else reply
+    return digest(loop.run().weights)
+
+
+BAD: dict[str, tuple[str, Callable[[list[Any]], list[Any]]]] = {
+    "truncated": ("E_LEN", lambda sent: [sent[0][:-3], *sent[1:]]),
+    "damaged": ("E_CRC", lambda sent: [sent[0] ^ (torch.arange(sent[0].size).numpy() == 200), *sent[1:]]),
+    "examples as text": ("E_WEIGHT", lambda sent: [sent[0], "12", sent[2]]),
+    "examples true": ("E_WEIGHT", lambda sent: [sent[0], True, sent[2]]),
+    "examples negative": ("E_WEIGHT", lambda sent: [sent[0], -3, sent[2]]),
+    "examples NaN": ("E_WEIGHT", lambda sent: [sent[0], float("nan"), sent[2]]),
+    "examples missing": ("E_WEIGHT", lambda sent: [sent[0], None, sent[2]]),
+    "metrics NaN": ("E_METRICS", lambda sent: [sent[0], sent[1], {"mse": float("nan")}]),
+    "metrics text": ("E_METRICS", lambda sent: [sent[0], sent[1], "good"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_rejected_site_leaves_the_result_of_a_run_without_it(name: str) -> None:
+    code, spoil = BAD[name]
+    loop = Loop(bench())
+    loop.tamper = lambda q, site, sent: spoil(sent) if (q, site) == (2, "site-2") else sent
+    outcome = loop.run()
+    assert outcome.rounds[1].rejected == {"site-2": code}
+    assert outcome.rounds[1].sites_in == ["site-1", "site-3"]
+    assert outcome.rounds[2].sites_in == ["site-1", "site-2", "site-3"]
+    assert digest(outcome.weights) == without("site-2", 2)
+
+
+def test_an_answer_on_other_entries_than_asked_for_is_refused() -> None:
+    """What is pruned does not come back because a site sends it."""
+    loop = Loop(bench(), sparsity=0.9)
+    desk = loop.desks["site-2"]
+    honest = desk.encode
+
+    def dense(request: Any, update: Update) -> Any:
+        if request.round == 3:
+            everything = Mask.full(update.patch.on.size)
+            update = Update(Patch.of(torch.ones(everything.size), everything), "weights", update.examples)
+        return honest(request, update)
+
+    desk.encode = dense  # type: ignore[method-assign]
+    assert loop.run().rounds[2].rejected == {"site-2": "E_MASK"}
+
+
+def test_an_old_answer_and_a_stranger_are_refused() -> None:
+    loop, kept = Loop(bench()), {}
+
+    def replay(sequence: int, site: str, sent: list[Any]) -> list[Any]:
+        kept[sequence] = sent if site == "site-1" else kept.get(sequence)
+        return kept[1] if (sequence, site) == (2, "site-1") else sent
+
+    loop.tamper = replay
+    assert loop.run().rounds[1].rejected["site-1"] in ("E_ROUND", "E_REPLAY")
+    with pytest.raises(RejectedMessage, match="E_REPLAY"):
+        loop.server.decode("stranger", kept[1][0], 1, {})
+
+
+@pytest.mark.parametrize("name", ["fedsparsify", "neurosfl"])
+def test_a_site_that_lost_what_it_held_is_sent_everything_in_the_same_round(name: str) -> None:
+    loop = Loop(bench(), name)
+    loop.forget = {(3, "site-2")}
+    outcome = loop.run()
+    assert all(record.sites_in == ["site-1", "site-2", "site-3"] for record in outcome.rounds)
+    assert digest(outcome.weights) == digest(Loop(bench(), name).run().weights)
+
+
+def test_a_round_below_the_quorum_is_asked_again_and_then_stops_the_run() -> None:
+    loop = Loop(bench(), rules=Rules(min_sites=3, retries=2))
+    loop.tamper = lambda q, site, sent: None if site == "site-3" and q in (2, 3) else sent
+    outcome = loop.run()
+    assert outcome.rounds[1].attempts == 3
+    assert digest(outcome.weights) == digest(Loop(bench()).run().weights)
+    loop = Loop(bench(), rules=Rules(min_sites=3, retries=1))
+    loop.tamper = lambda q, site, sent: None if site == "site-3" else sent
+    with pytest.raises(RoundFailed, match=r"2 of 3 sites contributed.*silent: \['site-3'\]"):
+        loop.run()
+
+
+def test_no_answer_at_all_never_becomes_a_model() -> None:
+    loop = Loop(bench(), rules=Rules(min_sites=1, retries=0))
+    loop.tamper = lambda *_: None
+    with pytest.raises(RoundFailed, match="0 of 3"):
+        loop.run()
+
+
+def updates() -> list[Update]:
+    on = [Mask(torch.tensor(bits, dtype=torch.bool)) for bits in ([1, 1, 0], [0, 1, 0])]
+    return [
+        Update(Patch(torch.tensor([1.0, 2.0]), on[0]), "weights", 1, site="a"),
+        Update(Patch(torch.tensor([6.0]), on[1]), "weights", 3, site="b"),
+    ]
+
+
+def test_a_sum_counts_absent_entries_as_zero_and_a_count_average_does_not() -> None:
+    assert weighted_sum(updates(), by_examples).tolist() == [0.25, 5.0, 0.0]
+    assert weighted_sum(updates(), uniform).tolist() == [0.5, 4.0, 0.0]
+    assert count_average(updates(), by_examples, torch.full((3,), 9.0)).tolist() == [1.0, 5.0, 9.0]
+
+
+def test_arrival_order_does_not_show() -> None:
+    draw = torch.Generator().manual_seed(1)
+    on = Mask.full(1000)
+    parts = [Update(Patch(torch.randn(1000, generator=draw), on), "weights", n, site=f"s{n}") for n in range(1, 9)]
+    digests = {digest(weighted_sum([parts[i] for i in torch.randperm(8).tolist()], by_examples)) for _ in range(50)}
+    assert len(digests) == 1
+
+
+def test_a_sum_needs_one_update_a_site() -> None:
+    with pytest.raises(ValueError, match="one update of each site"):
+        weighted_sum([], uniform)
+    with pytest.raises(ValueError, match="one update of each site"):
+        weighted_sum([updates()[0], updates()[0]], uniform)
+
+
+def test_equal_updates_average_to_themselves() -> None:
+    values = torch.randn(50)
+    parts = [Update(Patch(values, Mask.full(50)), "weights", n, site=f"s{n}") for n in (1, 5, 7)]
+    assert torch.allclose(weighted_sum(parts, by_examples), values)
+
+
+@pytest.mark.parametrize("values", ["bfloat16", "float16"])
+def test_short_formats_halve_the_bytes_and_end_near_float32(values: str) -> None:
+    made = bench()
+    exact, dense = rehearse(made.method("fedavg"), made.weights, made.sites(), made.task.metric)
+    short, half = rehearse(
+        made.method("fedavg"), made.weights, made.sites(), made.task.metric, values=values  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert {line.values for line in half.lines if line.scalars_sent} == {values}
+    assert 2 * max(line.payload_bytes for line in half.lines) <= max(line.payload_bytes for line in dense.lines) + 144
+    assert torch.allclose(short.weights, exact.weights, atol=0.05)

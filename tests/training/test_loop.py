@@ -1,0 +1,113 @@
+"""Frozen entries stay bit for bit, whatever the optimiser does (C5, C7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse.mask import Mask
+from flare_sparse.params import Layout
+from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training.loop import TrainingDiverged
+
+
+class Normed(Task):
+    metric = Metric("mse", "", "min")
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0]).square().mean()
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mse": float((predictions - targets).square().mean())}
+
+
+def site() -> tuple[Site, torch.Tensor]:
+    task = Normed()
+    module = task.model()
+    layout = Layout.of(module)
+    data = TensorDataset(torch.randn(24, 4), torch.zeros(24, 1))
+    start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
+    return Site("site-1", task, Examples(data, data), layout, 1), start
+
+
+SETTINGS = [
+    {"optimizer": "sgd", "lr": 0.1},
+    {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+    {"optimizer": "adam", "lr": 0.1, "weight_decay": 0.1},
+    {"optimizer": "adamw", "lr": 0.1, "weight_decay": 0.1},
+    {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.01},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["sgd", "momentum", "adam", "adamw", "clip"])
+def test_frozen_entries_keep_their_value_after_every_step(settings: dict[str, Any]) -> None:
+    local, start = site()
+    trainable = Mask(torch.rand(start.numel()) < 0.5)
+    for steps in range(1, 5):
+        trained = local.train(start, trainable, TrainingConfig(batch_size=8, **settings), 1, steps=steps)
+        frozen = ~trainable.on
+        assert torch.equal(trained[frozen], start[frozen])
+        moved = trained[: local.layout.trainable_size] != start[: local.layout.trainable_size]
+        assert moved[trainable.on[: local.layout.trainable_size]].any()
+
+
+def test_running_statistics_travel_when_they_are_trainable() -> None:
+    local, start = site()
+    everything, size = Mask.full(start.numel()), local.layout.trainable_size
+    trained = local.train(start, everything, TrainingConfig(), 1)
+    assert not torch.equal(trained[size:], start[size:])
+    parameters = Mask(torch.arange(start.numel()) < size)
+    assert torch.equal(local.train(start, parameters, TrainingConfig(), 1)[size:], start[size:])
+
+
+def test_nothing_is_left_over_from_one_round_to_the_next() -> None:
+    """C7: the same round twice gives the same bits, however much was trained in between."""
+    local, start = site()
+    config = TrainingConfig(optimizer="sgd", lr=0.1, momentum=0.9)
+    first = local.train(start, Mask.full(start.numel()), config, 2)
+    local.train(first, Mask.full(start.numel()), config, 3)
+    assert torch.equal(local.train(start, Mask.full(start.numel()), config, 2), first)
+
+
+def test_a_pull_keeps_the_weights_near_the_start() -> None:
+    local, start = site()
+    config = TrainingConfig(optimizer="sgd", lr=0.01, epochs=5)
+    size = local.layout.trainable_size
+    far, near = (
+        torch.linalg.vector_norm((local.train(start, Mask.full(start.numel()), config, 1, pull=p) - start)[:size])
+        for p in (0.0, 20.0)
+    )
+    assert near < 0.5 * far
+
+
+def test_gradients_leave_running_statistics_alone() -> None:
+    local, start = site()
+    first, second = (list(local.gradients(start, 8, 3, 0)) for _ in range(2))
+    assert len(first) == 3
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not first[0][local.layout.trainable_size :].any()
+
+
+def test_a_loss_that_is_not_a_number_stops_training() -> None:
+    local, start = site()
+    start[:4] = 1e38
+    with pytest.raises(TrainingDiverged, match=r"lower training\.lr"):
+        local.train(start, Mask.full(start.numel()), TrainingConfig(optimizer="sgd", lr=1.0), 1)
+
+
+def test_the_learning_rate_decays_by_round() -> None:
+    assert TrainingConfig(lr=0.1, lr_decay=0.5).learning_rate(3) == pytest.approx(0.025)
