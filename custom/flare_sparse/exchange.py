@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -22,19 +23,25 @@ class Patch:
     """The entries ``on`` take these values; all others are as in ``over``.
 
     Attributes:
-        values: float32 ``(on.count,)``, in the order of the layout.
+        source: float32, the values ``(on.count,)`` in the order of the layout, or the vector ``(P,)`` that they are
+            entries of, which must not change while the patch is in use: a message gathers from it directly.
         on: the entries that travel, out of P.
         over: ``"zeros"``, or ``"held"``: the vector that the receiver holds since the last message.
     """
 
-    values: Tensor
+    source: Tensor
     on: Mask
     over: Over = "zeros"
 
     @classmethod
     def of(cls, vector: Tensor, on: Mask, over: Over = "zeros") -> Patch:
         """The entries ``on`` of a vector ``(P,)``."""
-        return cls(on.take(vector), on, over)
+        return cls(vector, on, over)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """float32 ``(on.count,)``, in the order of the layout."""
+        return self.source if self.source.numel() == self.on.count else self.on.take(self.source)
 
     @classmethod
     def empty(cls, size: int) -> Patch:

@@ -65,8 +65,8 @@ def test_4_the_mask_ignores_the_scale_the_mean_the_order_and_silent_sites(bench:
     def chosen(*updates: Any) -> Mask:
         return method.learn(start, list(updates)).masks[0]
 
-    scaled = [replace(u, patch=replace(u.patch, values=u.patch.values * 4)) for u in (a, b)]
-    silent = replace(a, site="s3", patch=replace(a.patch, values=torch.zeros(maskable.count)))
+    scaled = [replace(u, patch=replace(u.patch, source=u.patch.values * 4)) for u in (a, b)]
+    silent = replace(a, site="s3", patch=replace(a.patch, source=torch.zeros(maskable.count)))
     assert chosen(a, b) == chosen(b, a) == chosen(*scaled) == chosen(a, b, silent)
     total = weighted_sum([a, b], lambda updates: [1.0] * len(updates))
     mean = weighted_sum([a, b], uniform)

@@ -117,7 +117,7 @@ def encode(
     data[sections : sections + len(trained)] = np.frombuffer(trained, np.uint8)
     data[sections + len(trained) : start] = 0
     data[end:] = 0
-    left = numbers.write(patch.values, patch.on, values, residual, data[start:end])
+    left = numbers.write(patch, values, residual, data[start:end])
     seal(header, data)
     spent = len(selection) + len(trained)
     floor = width * patch.on.count + min(spent, selection_entropy(patch.on, plan.known))
@@ -210,6 +210,9 @@ def _trainable(header: Header, raw: np.ndarray, on: Mask, layout: Layout) -> Mas
 
 def pick(on: Mask, known: Mask | None, layout: Layout) -> tuple[Encoding, bytes]:
     """The encoding that says ``on`` in the fewest bytes, and these bytes."""
+    for free in (ENCODINGS["dense"], ENCODINGS["shared"]):
+        if free.least(on, known, layout) == 0:
+            return free, b""
     bounds = [(e.least(on, known, layout), e) for e in ENCODINGS.values()]
     best: tuple[Encoding, bytes] | None = None
     for least, encoding in sorted(((b, e) for b, e in bounds if b is not None), key=lambda pair: pair[0]):

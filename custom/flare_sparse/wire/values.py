@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RejectedMessage
-from ..mask import Mask
+from ..exchange import Patch
 from .plan import ValueType
 
 CODES: dict[ValueType, int] = {"float32": 1, "float16": 2, "bfloat16": 3}
@@ -15,12 +15,11 @@ WIDTH: dict[ValueType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 _TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def write(values: Tensor, on: Mask, kind: ValueType, residual: Tensor | None, out: np.ndarray) -> Tensor | None:
-    """Write ``values`` ``(k,)`` to ``out`` (uint8, ``k * WIDTH`` bytes).
+def write(patch: Patch, kind: ValueType, residual: Tensor | None, out: np.ndarray) -> Tensor | None:
+    """Write a patch's ``k`` values to ``out`` (uint8, ``k * WIDTH`` bytes).
 
     Args:
-        values: float32, may be strided.
-        on: which entries they are.
+        patch: its source may be strided.
         kind: number format.
         residual: ``(P,)`` what earlier messages rounded off; None: nothing.
         out: part of the message.
@@ -32,12 +31,16 @@ def write(values: Tensor, on: Mask, kind: ValueType, residual: Tensor | None, ou
         RejectedMessage: a value is NaN, infinite, or does not fit the format; nothing is sent.
     """
     if kind == "float32":
-        target = out.view("<f4")
-        np.copyto(target, values.detach().numpy())
+        target, source = out.view("<f4"), patch.source.detach().numpy()
+        if source.size == target.size:
+            np.copyto(target, source)
+        else:  # mode: the indices are a mask's own and need no second check
+            np.take(source, patch.on.indices.numpy(), out=target, mode="clip")
         _require_finite(target, "values")
         return residual
+    on = patch.on
     kept = torch.zeros(on.size) if residual is None else residual.clone()
-    wanted = values + on.take(kept)
+    wanted = patch.values + on.take(kept)
     short = wanted.to(_TORCH[kind])
     widened = short.float()
     _require_finite(widened.numpy(), f"values as {kind}")
