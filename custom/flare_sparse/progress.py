@@ -28,7 +28,8 @@ def progress_line(line: Mapping[str, Any]) -> str:
         line["kind"] if line["kind"] not in ("train", "validate") else "",
         f"{len(line['sites_in'])}/{len(line['sites_asked'])} sites",
         "" if figure is None else f"{line['metric']} {figure:.3f} {line['unit']}".strip(),
-        f"{human_bytes(sent)} ({line['dense_bytes'] / max(sent, 1):.1f}x less than dense)",
+        human_bytes(sent)
+        + (f" ({line['dense_bytes'] / max(sent, 1):.1f}x less than dense)" if line["dense_bytes"] else ""),
         f"{line['seconds']:.1f} s",
         f"left out: {line['rejected']}" if line["rejected"] else "",
         f"no answer: {', '.join(line['timed_out'])}" if line["timed_out"] else "",

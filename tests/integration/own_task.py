@@ -13,6 +13,7 @@ from flare_sparse.errors import DataError
 class SumConfig(TaskConfig):
     width: int = 16
     broken_site: str = ""
+    expected: bool = True
 
 
 class SumTask(Task):
@@ -30,7 +31,8 @@ class SumTask(Task):
     def load(self, data: SiteData, seed: int) -> Examples:
         if data.site == self.config.broken_site:
             subject = "-".join(("CANARY", "4711"))  # in one piece only where the error is written
-            raise DataError(f"subject {subject} in {data.path} cannot be read")
+            kind = DataError if self.config.expected else KeyError
+            raise kind(f"subject {subject} in {data.path} cannot be read")
         draw = torch.Generator().manual_seed(int(data.site[-1]))
         x = torch.randn(40, 12, generator=draw)
         y = x[:, :3].sum(1, keepdim=True)

@@ -76,12 +76,17 @@ def test_the_same_seed_ends_with_the_same_bits_and_another_does_not(tmp_path: Pa
     assert first["model_sha256"] == second["model_sha256"] != other["model_sha256"]
 
 
-def test_a_site_that_cannot_read_its_data_is_left_out_and_not_named_beyond_its_own_disk(tmp_path: Path) -> None:
-    file = configuration(tmp_path / "config", METHODS["neurosfl"], task={"broken_site": "site-2"})
+@pytest.mark.parametrize(("expected", "code"), [(True, "E_DATA"), (False, "E_SITE")])
+def test_a_site_that_cannot_read_its_data_is_left_out_and_not_named_beyond_its_own_disk(
+    expected: bool, code: str, tmp_path: Path
+) -> None:
+    """Whether the task raises an error of ours or any other, only a code leaves the site."""
+    broken = {"broken_site": "site-2", "expected": expected}
+    file = configuration(tmp_path / "config", METHODS["neurosfl"], task=broken)
     out = tmp_path / "out"
     summary = simulate(file, out)
     rounds = jsonl(out / "rounds.jsonl")
-    assert all(line["rejected"] == {"site-2": "E_DATA"} for line in rounds)
+    assert all(line["rejected"] == {"site-2": code} for line in rounds)
     assert all(line["sites_in"] == ["site-1", "site-3"] for line in rounds)
     assert sorted(summary["final"]["sites"]) == ["site-1", "site-3"]
     held = [p for p in out.rglob("*") if p.is_file() and "CANARY-4711" in p.read_text(errors="replace")]

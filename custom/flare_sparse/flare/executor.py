@@ -12,7 +12,7 @@ from nvflare.apis.signal import Signal
 from ..errors import FlareSparseError, NotHeld
 from ..exchange import Request
 from .payload import CODE_HEADER, NOT_HELD_HEADER, REQUEST, UPDATE, update_to_dxo
-from .session import site_session
+from .session import keep_at_site, site_session
 
 
 class SparseExecutor(Executor):
@@ -27,7 +27,7 @@ class SparseExecutor(Executor):
         request = shareable.get(REQUEST)
         try:
             if not isinstance(request, Request):
-                raise request if isinstance(request, FlareSparseError) else FlareSparseError("no question was decoded")
+                raise request if isinstance(request, Exception) else FlareSparseError("no question was decoded")
             desk = site_session(fl_ctx).desk(fl_ctx)
             update = desk.answer(request)
         except FlareSparseError as error:
@@ -42,7 +42,7 @@ class SparseExecutor(Executor):
 
     def _refusal(self, error: Exception, code: str, fl_ctx: FLContext) -> Shareable:
         self.log_error(fl_ctx, f"{code}: {type(error).__name__}; see site_error.txt in the job's folder at this site")
-        self.logger.debug("refused", exc_info=error)
+        keep_at_site(error, code, fl_ctx)
         reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
         reply.set_header(CODE_HEADER, code)
         reply.set_header(NOT_HELD_HEADER, isinstance(error, NotHeld))

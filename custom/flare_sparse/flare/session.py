@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import torch
@@ -73,21 +74,25 @@ class SiteSession(FLComponent):
         """This site's desk.
 
         Raises:
-            ConfigError, DataError: the job or the site's data is not usable. A DataError names subjects and files,
-                so its text goes to a file of the site and not to a log, which FLARE may stream to the server.
+            ConfigError, DataError: the job or the site's data is not usable.
         """
         if self._desk is None:
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
             local = Path(workspace_of(fl_ctx).get_site_config_dir())
-            try:
-                site = open_site(assembly, site_data(name, local))
-            except FlareSparseError as error:
-                report = Path(workspace_of(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "site_error.txt"
-                report.write_text(f"{error.code}: {error}\n")
-                raise
+            site = open_site(assembly, site_data(name, local))
             self._desk = SiteDesk(site, assembly.method, assembly.run, job.wire.values)
         return self._desk
+
+
+def keep_at_site(error: Exception, code: str, fl_ctx: FLContext) -> None:
+    """Write an error to ``site_error.txt`` in the job's folder at this site.
+
+    Its text may name subjects and files, so it goes to no log: FLARE streams logs to the server.
+    """
+    report = Path(workspace_of(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "site_error.txt"
+    unexpected = "" if isinstance(error, FlareSparseError) else "".join(traceback.format_exception(error))
+    report.write_text(f"{code}: {error}\n{unexpected}")
 
 
 def site_session(fl_ctx: FLContext) -> SiteSession:

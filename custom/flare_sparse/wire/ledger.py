@@ -12,7 +12,12 @@ from .values import WIDTH
 
 @dataclass(frozen=True)
 class Line:
-    """One message. ``dense_bytes`` is the same model as plain float32; ``floor_bytes`` what theory asks for."""
+    """One message.
+
+    ``dense_bytes`` is what dense FedAvg would have sent in its place: the model as plain float32, or nothing for what
+    FedAvg does not say (scores before the first round, answers without values). ``floor_bytes`` is what theory asks
+    for: the values at their format, and the entropy of the selection given what the receiver knows.
+    """
 
     run: str
     round: int
@@ -48,6 +53,7 @@ class Ledger:
             message.payload_bytes,
             message.selection_bytes,
             message.floor_bytes,
+            dense=plan.round != 0,
         )
 
     def received(self, message: Decoded, plan: Plan, site: str, payload_bytes: int) -> None:
@@ -64,6 +70,7 @@ class Ledger:
             payload_bytes,
             message.selection_bytes,
             floor,
+            dense=plan.round != 0 and message.content != "nothing",
         )
 
     def _add(
@@ -77,6 +84,8 @@ class Ledger:
         payload: int,
         selection: int,
         floor: int,
+        *,
+        dense: bool,
     ) -> None:
         total = plan.layout.size
         self.lines.append(
@@ -93,7 +102,7 @@ class Ledger:
                 scalars,
                 payload,
                 selection,
-                4 * total,
+                4 * total if dense else 0,
                 floor,
             )
         )
