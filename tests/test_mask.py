@@ -63,6 +63,13 @@ def test_a_live_weight_may_be_zero() -> None:
         Mask(torch.zeros(3))
 
 
+@pytest.mark.parametrize("mask", [Mask.full(3), Mask(torch.tensor([True, False, True]))])
+@pytest.mark.parametrize("count", [1, 4])
+def test_only_as_many_values_as_positions_are_put(mask: Mask, count: int) -> None:
+    with pytest.raises(SelectionError, match="expected shape"):
+        mask.put(torch.ones(count), torch.zeros(3))
+
+
 def test_a_layout_has_parameters_first_then_float_buffers() -> None:
     """C2, C8: roles come from modules; integer buffers have no place."""
     net = nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.Flatten(), nn.Linear(4, 1))

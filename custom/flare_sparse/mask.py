@@ -83,10 +83,16 @@ class Mask:
         return torch.from_numpy(vector.detach().numpy().take(self.indices.numpy()))
 
     def put(self, values: Tensor, into: Tensor) -> Tensor:
-        """Write ``values`` ``(count,)`` to the selected positions of ``into`` ``(P,)``, in place; returns ``into``."""
+        """Write ``values`` ``(count,)`` to the selected positions of ``into`` ``(P,)``, in place; returns ``into``.
+
+        Raises:
+            SelectionError: there are more or fewer values than selected positions.
+        """
+        if values.shape != (self.count,):
+            raise SelectionError(f"values: expected shape ({self.count},), found {tuple(values.shape)}")
         if self.is_full:
             return into.copy_(values)
-        return into.index_copy_(0, self.indices, values.to(into.dtype))
+        return into.scatter_(0, self.indices, values.to(into.dtype))
 
     def __and__(self, other: Mask) -> Mask:
         return Mask(self.on & other.on)

@@ -17,6 +17,7 @@ from flare_sparse.errors import NotHeld, RejectedMessage, WireError
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Entry, Layout
+from flare_sparse.wire import envelope
 from flare_sparse.wire.codec import Decoded, decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, seal, unseal
@@ -123,6 +124,9 @@ CASES: dict[str, tuple[str, np.ndarray]] = {
     "another run": ("E_RUN", tampered(run=bytes(8))),
     "another layout": ("E_LAYOUT", tampered(layout=bytes(16))),
     "another kind": ("E_KIND", tampered(kind="score")),
+    "a kind that would write into a log": ("E_KIND", tampered(kind="a\nb")),
+    "a kind with a hole": ("E_KIND", tampered(kind="a\0b")),
+    "no kind": ("E_KIND", tampered(kind="")),
     "another round": ("E_ROUND", tampered(round=2)),
     "another question": ("E_REPLAY", tampered(sequence=6)),
     "more scalars than entries": ("E_SIZE", tampered(scalars=SIZE + 1)),
@@ -203,8 +207,19 @@ def test_what_is_not_held_is_asked_for_and_not_guessed() -> None:
             decode(patch, replace(PLAN, base=base))
 
 
-@pytest.mark.parametrize("data", [np.zeros((4, 40), np.uint8), np.zeros(200, np.float32)])
-def test_a_buffer_of_another_form(data: np.ndarray) -> None:
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.zeros((4, 40), np.uint8),
+        np.zeros(200, np.float32),
+        np.full(3, None),
+        memoryview(bytes(512))[::2],
+        "FSPM",
+        None,
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_a_buffer_of_another_form(data: Any) -> None:
     with pytest.raises(RejectedMessage, match="E_DTYPE"):
         decode(data, PLAN)
 
@@ -244,12 +259,9 @@ def test_mutations_with_checksums_that_hold_are_refused_or_harmless(name: str) -
 
 
 def _reseal(data: np.ndarray) -> None:
-    from flare_sparse.wire import envelope
-
     start = -(-(HEADER_BYTES + int(np.frombuffer(data[96:112].tobytes(), "<u8").sum())) // 8) * 8
     if start <= data.size and not (data.size - start) % 8:
-        sections, words = envelope._checksums(data, start)
-        data[112:128] = np.frombuffer(envelope._CHECKS.pack(sections, 0, words), np.uint8)
+        data[112:128] = np.frombuffer(envelope._CHECKS.pack(*envelope._checksums(data, start)), np.uint8)
 
 
 def _harmless(data: np.ndarray) -> None:
@@ -261,6 +273,43 @@ def _harmless(data: np.ndarray) -> None:
     assert patch.on.size == SIZE
     assert patch.values.shape == (patch.on.count,)
     assert torch.isfinite(patch.values).all()
+
+
+@pytest.mark.parametrize("block", [8, 64, 4096, 2**20])
+def test_blocks_that_changed_places_are_found(block: int) -> None:
+    """A sum alone would not see it, and transports cut messages into blocks."""
+    layout = Layout((Entry("w", (1000, 700), "weight"),))
+    plan = replace(PLAN, layout=layout, known=None)
+    data = encode(Patch(torch.arange(700_000.0), Mask.full(layout.size)), plan).data
+    swapped = data.copy()
+    first, second = HEADER_BYTES, HEADER_BYTES + block
+    swapped[first:second], swapped[second : second + block] = data[second : second + block], data[first:second]
+    with pytest.raises(RejectedMessage, match="E_CRC"):
+        decode(swapped, plan)
+
+
+@pytest.mark.parametrize(
+    ("patch", "plan", "names"),
+    [
+        (Patch(torch.ones(3), ON), PLAN, "patch.source"),
+        (Patch(torch.ones(ON.count, 1), ON), PLAN, "patch.source"),
+        (Patch(torch.ones(4), Mask.full(4)), PLAN, "patch.on"),
+        (Patch(torch.ones(SIZE), ON, "held"), replace(PLAN, base=None), "plan.base"),
+        (Patch(torch.ones(SIZE), ON), replace(PLAN, sequence=None), "sequence"),
+        (Patch(torch.ones(SIZE), ON), replace(PLAN, kind=""), "kind"),
+        (Patch(torch.ones(SIZE), ON), replace(PLAN, kind="a" * 17), "kind"),
+        (Patch(torch.ones(SIZE), ON), replace(PLAN, kind="tra\nin"), "kind"),
+    ],
+)
+def test_a_sender_does_not_send_what_would_be_misread(patch: Patch, plan: Plan, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        encode(patch, plan)
+
+
+@pytest.mark.parametrize("run", ["", "0123", "0123456789ABCDEF", "0123456789abcdeg"])
+def test_a_run_is_sixteen_hex_digits(run: str) -> None:
+    with pytest.raises(ValueError, match="16 lower-case hex digits"):
+        Plan(LAYOUT, run)
 
 
 def test_claims_do_not_allocate() -> None:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Entry, Layout
-from flare_sparse.wire.codec import decode, encode, pick, selection_entropy
+from flare_sparse.wire.choice import pick, selection_entropy
+from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.ledger import Ledger
-from flare_sparse.wire.plan import Plan
+from flare_sparse.wire.plan import Plan, ValueType
 
 RUN = "0123456789abcdef"
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=4)
@@ -117,6 +118,47 @@ def test_what_a_short_format_rounds_off_is_sent_later(values: str) -> None:
         total += arrived
     assert sent.payload_bytes < 128 + 64 + 2 * on.count
     assert (total / 200 - on.take(truth)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("values", "precision"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
+@given(data=st.data(), layout=layouts())
+def test_a_short_format_rounds_once_and_keeps_the_rest(
+    values: ValueType, precision: torch.dtype, data: st.DataObject, layout: Layout
+) -> None:
+    on, known = data.draw(selections(layout.size)), data.draw(selections(layout.size))
+    numbers = st.floats(-60000, 60000, width=32)
+    vector, before = (
+        torch.tensor(data.draw(st.lists(numbers, min_size=layout.size, max_size=layout.size))) for _ in range(2)
+    )
+    sent = encode(Patch.of(vector, on), plan(layout, known), values=values, residual=before * 1e-3)
+    exact = on.take(vector) + on.take(before * 1e-3)
+    arrived = decode(sent.data, plan(layout, known)).patch.values
+    assert arrived.tolist() == exact.to(precision).float().tolist()
+    assert sent.residual is not None
+    assert torch.equal(sent.residual, on.put(exact - arrived, before * 1e-3))
+    assert sent.payload_bytes < 128 + sent.selection_bytes + 2 * on.count + 16
+
+
+def test_an_unaligned_or_read_only_buffer_is_copied_and_another_is_not() -> None:
+    layout = Layout((Entry("w", (5,), "weight"),))
+    data = encode(Patch(torch.arange(5.0), Mask.full(5)), plan(layout)).data
+    apart = np.zeros(data.size + 1, np.uint8)[1:]
+    apart[:] = data
+    frozen = data.copy()
+    frozen.flags.writeable = False
+    for buffer, shares in ((data, True), (apart, False), (frozen, False), (bytearray(data.tobytes()), None)):
+        values = decode(buffer, plan(layout)).patch.values
+        assert values.tolist() == [0, 1, 2, 3, 4]
+        assert shares is None or np.shares_memory(values.numpy(), buffer) == shares
+
+
+def test_the_floor_counts_both_selections_of_a_question() -> None:
+    layout = Layout((Entry("w", (4000,), "weight"),))
+    on = Mask(torch.rand(4000, generator=torch.Generator().manual_seed(5)) < 0.5)
+    few = on & Mask(torch.rand(4000, generator=torch.Generator().manual_seed(6)) < 0.2)
+    sent = encode(Patch.of(torch.ones(4000), on), plan(layout), trainable=few)
+    assert sent.floor_bytes == 4 * on.count + selection_entropy(on, None) + selection_entropy(few, on)
+    assert sent.floor_bytes <= 4 * on.count + sent.selection_bytes
 
 
 def test_strided_values_are_sent_as_they_read() -> None:

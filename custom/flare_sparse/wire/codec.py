@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -14,8 +13,9 @@ from ..exchange import Content, Over, Patch
 from ..mask import Mask
 from ..params import Layout
 from . import values as numbers
-from .encodings import CODES, ENCODINGS, Encoding
-from .envelope import HEADER_BYTES, Header, seal, unseal
+from .choice import pick, selection_entropy
+from .encodings import CODES, Encoding
+from .envelope import HEADER_BYTES, Header, is_kind, seal, unseal
 from .plan import Plan, ValueType
 
 CONTENTS: tuple[Content, ...] = get_args(Content)
@@ -86,10 +86,10 @@ def encode(
 
     Raises:
         RejectedMessage: a value is not finite in this format.
-        ValueError: the plan is incomplete or ``kind`` is not 1 to 16 ASCII characters.
+        ValueError: the plan is incomplete, or the patch is not one of its layout.
     """
-    if plan.sequence is None or plan.round is None or not plan.kind or len(plan.kind) > 16 or not plan.kind.isascii():
-        raise ValueError(f"a sender's plan needs sequence, round and a kind of 1 to 16 characters, found {plan}")
+    sequence, round_, kind = _question(plan)
+    _fits(patch, plan)
     encoding, selection = pick(patch.on, plan.known, plan.layout)
     second, trained = (None, b"") if trainable is None else pick(trainable, patch.on, plan.layout)
     header = Header(
@@ -98,10 +98,10 @@ def encode(
         values=numbers.CODES[values],
         content=CONTENTS.index(content),
         over=OVERS.index(patch.over),
-        round=plan.round,
-        sequence=plan.sequence,
+        round=round_,
+        sequence=sequence,
         base=(plan.base or 0) if patch.over == "held" else 0,
-        kind=plan.kind,
+        kind=kind,
         run=bytes.fromhex(plan.run),
         layout=bytes.fromhex(plan.layout.fingerprint),
         known=bytes.fromhex(plan.known.fingerprint) if encoding.leans and plan.known else _NO_MASK,
@@ -119,9 +119,28 @@ def encode(
     data[end:] = 0
     left = numbers.write(patch, values, residual, data[start:end])
     seal(header, data)
-    spent = len(selection) + len(trained)
-    floor = width * patch.on.count + min(spent, selection_entropy(patch.on, plan.known))
-    return Encoded(data, encoding.name, values, patch.on.count, spent, floor, left)
+    floor = width * patch.on.count + min(len(selection), selection_entropy(patch.on, plan.known))
+    if trainable is not None:
+        floor += min(len(trained), selection_entropy(trainable, patch.on))
+    return Encoded(data, encoding.name, values, patch.on.count, len(selection) + len(trained), floor, left)
+
+
+def _question(plan: Plan) -> tuple[int, int, str]:
+    """Sequence, round and kind of a sender's plan."""
+    if plan.sequence is None or plan.round is None or plan.kind is None or not is_kind(plan.kind):
+        raise ValueError(f"a sender's plan needs sequence, round and a kind of 1 to 16 printable ASCII, found {plan}")
+    return plan.sequence, plan.round, plan.kind
+
+
+def _fits(patch: Patch, plan: Plan) -> None:
+    """A gather from a source of another size would send other entries than meant."""
+    total, shape = plan.layout.size, tuple(patch.source.shape)
+    if patch.on.size != total:
+        raise ValueError(f"patch.on: expected a mask of the layout's {total} entries, found {patch.on}")
+    if shape not in ((patch.on.count,), (total,)):
+        raise ValueError(f"patch.source: expected shape ({patch.on.count},) or ({total},), found {shape}")
+    if patch.over == "held" and plan.base is None:
+        raise ValueError("plan.base: a patch over what is held needs the number of the message that the receiver has")
 
 
 def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: str = "?") -> Decoded:
@@ -138,13 +157,20 @@ def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: 
         RejectedMessage: malformed, damaged, or of another run, model, round or question; the code says which.
         NotHeld: it leans on a mask or a vector that this receiver does not hold.
     """
-    buffer = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    buffer = data if isinstance(data, np.ndarray) else _bytes(data, site)
     if buffer.dtype != np.uint8 or buffer.ndim != 1:
         raise RejectedMessage("E_DTYPE", "message", "uint8 (n,)", f"{buffer.dtype} {buffer.shape}", site)
     try:
         return _decode(np.ascontiguousarray(buffer), plan)
     except WireError as error:
         raise error.at(site) from error
+
+
+def _bytes(data: bytes | bytearray | memoryview, site: str) -> np.ndarray:
+    try:
+        return np.frombuffer(data, np.uint8)
+    except (BufferError, TypeError) as error:
+        raise RejectedMessage("E_DTYPE", "message", "contiguous bytes", type(data).__name__, site) from error
 
 
 def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
@@ -206,32 +232,6 @@ def _trainable(header: Header, raw: np.ndarray, on: Mask, layout: Layout) -> Mas
             raise RejectedMessage("E_LEN", "trainable", "0 bytes", raw.size)
         return None
     return _named(header.trainable, CODES, "trainable encoding").read(raw, on, layout)
-
-
-def pick(on: Mask, known: Mask | None, layout: Layout) -> tuple[Encoding, bytes]:
-    """The encoding that says ``on`` in the fewest bytes, and these bytes."""
-    for free in (ENCODINGS["dense"], ENCODINGS["shared"]):
-        if free.least(on, known, layout) == 0:
-            return free, b""
-    bounds = [(e.least(on, known, layout), e) for e in ENCODINGS.values()]
-    best: tuple[Encoding, bytes] | None = None
-    for least, encoding in sorted(((b, e) for b, e in bounds if b is not None), key=lambda pair: pair[0]):
-        if best is not None and least >= len(best[1]):
-            break
-        written = encoding.write(on, known, layout)
-        if written is not None and (best is None or len(written) < len(best[1])):
-            best = encoding, written
-    assert best is not None, "a bitmap says any selection"
-    return best
-
-
-def selection_entropy(on: Mask, known: Mask | None) -> int:
-    """Bytes of ``log2 C(n, k)``: k selected of the n that the receiver knows to choose from."""
-    if known is not None and on == known:
-        return 0
-    within = known.count if known is not None and on <= known else on.size
-    nats = math.lgamma(within + 1) - math.lgamma(on.count + 1) - math.lgamma(within - on.count + 1)
-    return math.ceil(max(nats, 0.0) / math.log(2) / 8 - 1e-9)
 
 
 def _named(code: int, registry: dict[int, Encoding], field: str) -> Encoding:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .codec import Decoded, Encoded, selection_entropy
+from .choice import selection_entropy
+from .codec import Decoded, Encoded
 from .plan import Plan
 from .values import WIDTH
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,9 @@ class Plan:
         base: sequence number of the message that gave the receiver the vector it holds.
         sequence, round, kind: of the question. A sender gives all three; a site that is being asked does not know
             them yet and leaves them None: they are not checked then.
+
+    Raises:
+        ValueError: ``run`` is not 16 hex digits.
     """
 
     layout: Layout
@@ -31,3 +35,7 @@ class Plan:
     sequence: int | None = None
     round: int | None = None
     kind: str | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9a-f]{16}", self.run):
+            raise ValueError(f"run: expected 16 lower-case hex digits, found {self.run!r}")

@@ -49,14 +49,13 @@ def write(patch: Patch, kind: ValueType, residual: Tensor | None, out: np.ndarra
 
 
 def read(raw: np.ndarray, kind: ValueType) -> Tensor:
-    """float32 values ``(k,)``; for float32 a view of the message.
+    """float32 values ``(k,)``; for float32 a view of the message where it may be one.
 
     Raises:
         RejectedMessage: a value is NaN or infinite.
     """
     if kind == "float32":
-        numbers = raw.view("<f4")
-        values = torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())
+        values = torch.from_numpy(np.require(raw.view("<f4"), requirements=["ALIGNED", "WRITEABLE"]))
     else:
         values = torch.from_numpy(raw.view("<i2").copy()).view(_TORCH[kind]).float()
     _require_finite(values.numpy(), "values")
