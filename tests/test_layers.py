@@ -21,7 +21,7 @@ ORDER = (
     ("errors",),
     ("params",),
     ("mask", "schedules"),
-    ("exchange", "task"),
+    ("exchange", "task", "structure"),
     ("models",),
     ("data",),
     ("tasks",),

@@ -87,7 +87,8 @@ class Update:
         patch: what travels up; empty when the site only reports metrics.
         content: what the values are.
         examples: number of training examples behind them (n_k, C6).
-        metrics: the site's own judgement of the model it was sent (or of its personal one).
+        metrics: the site's own judgement of the model it was sent (or of its personal one). Left empty by a method,
+            it is filled in with the former, unless the answer is scores.
         site: filled in by the receiver from what the framework knows, never from the message.
     """
 

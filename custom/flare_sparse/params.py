@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -60,9 +61,15 @@ class Layout:
 
     A *vector* of this layout is a float32 tensor of shape ``(P,)`` with ``P = size``; each tensor is laid out
     in C order. Integer buffers (``num_batches_tracked``) have no place in it and stay local.
+
+    Attributes:
+        entries: the tensors, in order.
+        skeleton: the network without its numbers (on torch's ``meta`` device), for what needs to know how tensors
+            connect; None where only the tensors are known. Two layouts are equal whatever their skeletons.
     """
 
     entries: tuple[Entry, ...]
+    skeleton: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
@@ -81,7 +88,7 @@ class Layout:
         for name, p in module.named_parameters():
             if p.dtype != torch.float32:
                 raise ConfigError(f"parameter {name!r} is {p.dtype}; expected torch.float32: call model.float()")
-        return cls(tuple(parameters + buffers))
+        return cls(tuple(parameters + buffers), _skeleton(module))
 
     @cached_property
     def size(self) -> int:
@@ -124,6 +131,13 @@ class Layout:
         for entry, start in zip(self.entries, self.offsets, strict=False):
             on[start : start + entry.size] = wanted(entry)
         return on
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    """A copy that shares nothing with the module and holds no numbers."""
+    shapes: dict[int, Tensor] = {id(b): b.to("meta") for b in module.buffers()}
+    shapes |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, shapes)
 
 
 def _roles(module: nn.Module) -> dict[str, Role]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .methods import Method
 from .params import Layout
 from .server import Question, ServerDesk
 from .site import SiteDesk
+from .structure import narrowed
 from .task import Metric, Task
 from .training import Site, TrainingConfig
 from .training.seeds import generator, seeded, threads
@@ -97,6 +98,17 @@ class DrySite(Site):
     def gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
         for _ in range(batches or 1):
             yield self._noise.clone()
+
+    def narrowed(self, live: Mask) -> Site:
+        if live.is_full:
+            return self
+        assert self.layout.skeleton is not None
+        smaller = DrySite(self.name, Layout.of(narrowed(self.layout.skeleton, live)), self.seed)
+        smaller.weights = live.take(self.weights)
+        return smaller
+
+    def watch(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
+        """Without data there is nothing to see."""
 
     def judge(self, weights: Tensor) -> dict[str, float]:
         return {}

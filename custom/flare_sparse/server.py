@@ -86,7 +86,7 @@ class ServerDesk:
                 self._residuals[stream] = done[key].residual
             messages[site] = done[key].data
             self._sent[site] = patch
-            self.ledger.sent(done[key], plan, site)
+            self.ledger.sent(done[key], plan, site, request.content)
         first = next(iter(requests.values()))
         return Question(self._sequence, first.kind, first.round, messages)
 

@@ -181,7 +181,7 @@ def test_the_ledger_has_a_line_for_each_message() -> None:
     layout, on = Layout((Entry("w", (100,), "weight"),)), Mask(torch.arange(100) < 10)
     both, ledger = plan(layout, known=on), Ledger()
     sent = encode(Patch.of(torch.ones(100), on), both)
-    ledger.sent(sent, both, "site-1")
+    ledger.sent(sent, both, "site-1", "weights")
     ledger.received(decode(sent.data, both, "site-1"), both, "site-1", sent.payload_bytes)
     down, up = ledger.lines
     assert (down.direction, up.direction) == ("down", "up")

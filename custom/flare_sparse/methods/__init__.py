@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from .dispfl import DisPFL
+from .dssgd import DSSGD
+from .fawp import FAwP
 from .fedavg import FedAvg
 from .fedavg_ft import FedAvgFT
 from .fedsparsify import FedSparsify
 from .local_only import LocalOnly
 from .method import Method, MethodConfig
 from .neurosfl import NeuroSFL
+from .scbf import SCBF
+from .scbfwp import SCBFwP
 from .topk_ef import TopKEF
 
 METHODS: dict[str, type[Method[Any]]] = {
@@ -18,6 +22,10 @@ METHODS: dict[str, type[Method[Any]]] = {
     FedAvgFT.name: FedAvgFT,
     NeuroSFL.name: NeuroSFL,
     FedSparsify.name: FedSparsify,
+    SCBF.name: SCBF,
+    SCBFwP.name: SCBFwP,
+    FAwP.name: FAwP,
+    DSSGD.name: DSSGD,
     DisPFL.name: DisPFL,
     TopKEF.name: TopKEF,
     LocalOnly.name: LocalOnly,

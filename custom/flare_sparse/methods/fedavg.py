@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pydantic import Field
 from torch import Tensor
 
 from ..aggregate import by_examples, weighted_sum
 from ..exchange import Patch, Request, Update
 from ..training import Site
-from .method import Method, broadcast, sample
+from .method import Method, MethodConfig, broadcast, sample
+
+
+class Config(MethodConfig):
+    server_lr: float = Field(1.0, gt=0, description="step that the server takes towards the average; K adds up changes")
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class FedAvg(Method[State]):
     """Every site trains the whole model; the server averages by examples."""
 
     name = "fedavg"
+    Config = Config
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights)
@@ -39,7 +45,17 @@ class FedAvg(Method[State]):
         return Update(Patch.of(weights, request.trainable), "weights", site.examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        return State(state.round + 1, weighted_sum(updates, by_examples))
+        average = weighted_sum(updates, by_examples)
+        if self.config.server_lr != 1:
+            average = self._stepped(state.weights, average)
+        return State(state.round + 1, average)
+
+    def _stepped(self, before: Tensor, average: Tensor) -> Tensor:
+        """Running statistics are averaged whatever the step."""
+        stepped = before.double() + self.config.server_lr * (average.double() - before.double())
+        size = self.layout.trainable_size
+        average[:size] = stepped[:size].float()
+        return average
 
     def model(self, state: State) -> Patch:
         return Patch.of(state.weights, self.everything)

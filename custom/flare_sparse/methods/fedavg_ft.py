@@ -10,11 +10,12 @@ from torch import Tensor
 from ..exchange import Patch, Request, Update
 from ..params import Layout
 from ..training import Site
+from . import fedavg
 from .fedavg import FedAvg, State
-from .method import Method, MethodConfig, broadcast
+from .method import Method, broadcast
 
 
-class FineTuning(MethodConfig):
+class FineTuning(fedavg.Config):
     finetune_epochs: int = Field(1, ge=1, description="epochs of local fine-tuning after the last round")
 
 

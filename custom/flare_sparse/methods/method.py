@@ -65,6 +65,8 @@ class Method(ABC, Generic[S]):
 
     name: ClassVar[str]
     Config: ClassVar[type[MethodConfig]] = MethodConfig
+    Choices: ClassVar[type[BaseModel] | None] = None
+    """Settings that a site may set for itself (``site.choices``), in its site file under the method's name."""
 
     def __init__(self, config: Any, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
@@ -101,6 +103,11 @@ class Method(ABC, Generic[S]):
         """The last question: how good is the result at each site?"""
         model = self.model(state)
         return broadcast(sites, Request(VALIDATE, self.config.rounds + 1, model, model.on))
+
+    @property
+    def note(self) -> str:
+        """What people should know of this method on this network before a run; empty when there is nothing."""
+        return ""
 
     def paper_scalars(self, sites: int) -> int | None:
         """Scalars that travel in a whole run as the paper counts them; None when it gives no rule of its own."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ..mask import Mask
 from ..params import Layout
+from ..structure.removal import narrowed
+from ..structure.watching import Watched
 from ..task import Examples, Task, minibatches
 from .flat import FlatModel
 from .local import TrainingConfig
@@ -25,15 +28,28 @@ class Site:
         layout: of the model.
         weights: ``(P,)`` the vector that the server last sent, complete.
         memory: what a method keeps at the site between rounds; lost when the site restarts.
+        choices: what the site's own site file sets of the method's settings; None: the job's settings hold.
     """
 
-    def __init__(self, name: str, task: Task, examples: Examples, layout: Layout, seed: int, device: str = "cpu"):
+    choices: Any = None
+
+    def __init__(
+        self,
+        name: str,
+        task: Task,
+        examples: Examples,
+        layout: Layout,
+        seed: int,
+        device: str = "cpu",
+        network: nn.Module | None = None,
+    ):
         self.name, self.task, self.layout, self.seed = name, task, layout, seed
         self.weights = torch.zeros(layout.size)
         self.memory: dict[str, Tensor] = {}
         self._examples = examples
+        self._smaller: tuple[Mask, Site] | None = None
         with seeded(0):
-            self._model = FlatModel(task.model(), layout, device)
+            self._model = FlatModel(network or task.model(), layout, device)
 
     @property
     def examples(self) -> int:
@@ -98,6 +114,45 @@ class Site:
                 gradient = torch.zeros(self.layout.size)
                 gradient[: self.layout.trainable_size] = self._model.gradient.cpu()
                 yield gradient
+
+    def narrowed(self, live: Mask) -> Site:
+        """This site with the smaller network that has just the ``live`` entries; itself when these are all.
+
+        Its ``weights`` are those of the live entries now. The network is made once for each structure.
+
+        Raises:
+            Untraceable: the network's connections cannot be followed.
+            SelectionError: ``live`` removes something else than whole units.
+        """
+        if live.is_full:
+            return self
+        if self._smaller is None or self._smaller[0] != live:
+            network = narrowed(self._model.module, live)
+            device = str(self._model.device)
+            layout = Layout.of(network)
+            site = Site(self.name, self.task, self._examples, layout, self.seed, device, network)
+            site.choices = self.choices
+            self._smaller = live, site
+        self._smaller[1].weights = live.take(self.weights)
+        return self._smaller[1]
+
+    def watch(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
+        """Run all training examples through the network in evaluation mode and look at some of its units.
+
+        Args:
+            weights: ``(P,)``.
+            nodes: names in the network's traced graph.
+            see: called with the name and the result of each, batch by batch.
+
+        Raises:
+            Untraceable: the network's code depends on its data.
+        """
+        self._model.load(weights)
+        self._model.module.eval()
+        watched = Watched(self._model.module, nodes, see)
+        with torch.no_grad():
+            for batch in DataLoader(self._examples.train, batch_size=16):
+                self.task.predict(watched, self._model.to_device(batch))
 
     def judge(self, weights: Tensor) -> dict[str, float]:
         """The task's metrics of ``weights`` on the site's test examples, with ``test_examples``; empty without any."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from ..exchange import Content
 from .choice import selection_entropy
 from .codec import Decoded, Encoded
 from .plan import Plan
@@ -16,7 +17,7 @@ class Line:
     """One message.
 
     ``dense_bytes`` is what dense FedAvg would have sent in its place: the model as plain float32, or nothing for what
-    FedAvg does not say (scores before the first round, answers without values). ``floor_bytes`` is what theory asks
+    FedAvg does not say (scores and what asks for them, answers without values). ``floor_bytes`` is what theory asks
     for: the values at their format, and the entropy of the selection given what the receiver knows.
     """
 
@@ -42,68 +43,54 @@ class Ledger:
 
     lines: list[Line] = field(default_factory=list)
 
-    def sent(self, message: Encoded, plan: Plan, site: str) -> None:
-        """A question that goes to a site."""
-        self._add(
-            plan,
-            site,
-            "down",
-            message.encoding,
-            message.values,
-            message.scalars,
-            message.payload_bytes,
-            message.selection_bytes,
-            message.floor_bytes,
-            dense=plan.round != 0,
+    def sent(self, message: Encoded, plan: Plan, site: str, asked: Content) -> None:
+        """A question that goes to a site and asks for ``asked``."""
+        self.lines.append(
+            _line(
+                plan,
+                site,
+                "down",
+                asked,
+                encoding=message.encoding,
+                values=message.values,
+                scalars_sent=message.scalars,
+                payload_bytes=message.payload_bytes,
+                selection_bytes=message.selection_bytes,
+                floor_bytes=message.floor_bytes,
+            )
         )
 
     def received(self, message: Decoded, plan: Plan, site: str, payload_bytes: int) -> None:
         """An answer that passed every check."""
         on = message.patch.on
         floor = WIDTH[message.values] * on.count + min(message.selection_bytes, selection_entropy(on, plan.known))
-        self._add(
-            plan,
-            site,
-            "up",
-            message.encoding,
-            message.values,
-            on.count,
-            payload_bytes,
-            message.selection_bytes,
-            floor,
-            dense=plan.round != 0 and message.content != "nothing",
-        )
-
-    def _add(
-        self,
-        plan: Plan,
-        site: str,
-        direction: Literal["down", "up"],
-        encoding: str,
-        values: str,
-        scalars: int,
-        payload: int,
-        selection: int,
-        floor: int,
-        *,
-        dense: bool,
-    ) -> None:
-        total = plan.layout.size
         self.lines.append(
-            Line(
-                plan.run,
-                plan.round or 0,
-                plan.sequence or 0,
+            _line(
+                plan,
                 site,
-                direction,
-                plan.kind or "",
-                encoding,
-                values,
-                total,
-                scalars,
-                payload,
-                selection,
-                4 * total if dense else 0,
-                floor,
+                "up",
+                message.content,
+                encoding=message.encoding,
+                values=message.values,
+                scalars_sent=on.count,
+                payload_bytes=payload_bytes,
+                selection_bytes=message.selection_bytes,
+                floor_bytes=floor,
             )
         )
+
+
+def _line(plan: Plan, site: str, direction: Literal["down", "up"], content: Content, **paid: Any) -> Line:
+    """A message of a plan; FedAvg has none that ask for scores, bring scores or bring nothing."""
+    total = plan.layout.size
+    return Line(
+        run=plan.run,
+        round=plan.round or 0,
+        sequence=plan.sequence or 0,
+        site=site,
+        direction=direction,
+        kind=plan.kind or "",
+        scalars_total=total,
+        dense_bytes=0 if content in ("scores", "nothing") else 4 * total,
+        **paid,
+    )

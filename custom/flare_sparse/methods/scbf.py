@@ -1,0 +1,162 @@
+"""SCBF (Shao et al. 2020), Algorithm 2: each site reveals only the channels that moved most; the server adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from ..aggregate import by_examples, count_average, weighted_sum
+from ..exchange import Patch, Request, Update
+from ..mask import Mask
+from ..params import Layout
+from ..scores.groups import Biases, Groups, Selection
+from ..scores.reveal import NeuronGroups, groups
+from ..training import Site
+from ..training.seeds import generator
+from .method import Method, MethodConfig, broadcast, sample
+
+Aggregation = Literal["sum", "mean", "count"]
+
+
+class Config(MethodConfig):
+    rate: float = Field(0.3, gt=0, le=1, description="alpha: share of the channels that a site selects in a round")
+    budget: float | None = Field(
+        None, gt=0, le=1, description="instead of rate: share of the parameters that is uploaded, exactly"
+    )
+    selection: Selection = Field(
+        "positive",
+        description="positive: reveal what at least one selected channel passes; negative: what no other passes",
+    )
+    biases: Biases = Field("selected", description="biases go with the selected channels, never (as printed), or all")
+    aggregation: Aggregation = Field(
+        "sum",
+        description="sum: add all changes (the paper; a server learning rate of K); mean: weighted by examples, absent "
+        "changes are zero; count: over those that reveal an entry",
+    )
+    channels: Literal["paths", "layerwise"] = Field(
+        "paths", description="paths through the network, or each layer's neurons by themselves"
+    )
+    layer_mean: bool = Field(False, description="divide each layer's squared changes by their mean before adding")
+    listed_channels: int = Field(
+        5_000_000, ge=1, description="networks with up to so many channels have an exact threshold"
+    )
+    drawn_channels: int = Field(
+        1_000_000, ge=1000, description="others have the quantile of so many channels drawn at random"
+    )
+
+
+class Choices(BaseModel):
+    """What a site may set for itself, in its site file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rate: float | None = Field(None, gt=0, le=1, description="alpha at this site")
+    budget: float | None = Field(None, gt=0, le=1, description="share of the parameters that this site uploads")
+
+
+@dataclass(frozen=True)
+class State:
+    """``live``: entries of the units that have not been removed; ``phase``: what comes next (``scbfwp``)."""
+
+    round: int
+    weights: Tensor
+    live: Mask
+    prunings: int = 0
+    phase: str = "train"
+
+
+class SCBF(Method[State]):
+    """An upload carries the new values of the revealed entries; the server, which knows what it sent, takes their
+    change in float64, so that nothing is lost to a difference in float32.
+
+    A site reveals where its data moved the model most. There is no noise in it and no privacy guarantee (2.4 #12).
+    """
+
+    name = "scbf"
+    Config: ClassVar[type[MethodConfig]] = Config
+    Choices: ClassVar[type[BaseModel] | None] = Choices
+
+    def __init__(self, config: MethodConfig, layout: Layout, seed: int = 0):
+        super().__init__(config, layout, seed)
+        self._latest: Groups | None = None
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+        return State(1, weights, self.everything)
+
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+        if state.round > self.config.rounds:
+            return None
+        asked = sample(sites, self.config.participation, self.seed, state.round)
+        return broadcast(asked, Request("train", state.round, self.model(state), state.live))
+
+    def answer(self, request: Request, site: Site) -> Update:
+        here = site.narrowed(request.trainable)
+        trained = here.train(here.weights, Mask.full(here.layout.size), self.config.training, request.round)
+        revealed = self.revealed(trained - here.weights, here, request.round)
+        on = torch.zeros(self.layout.size, dtype=torch.bool)
+        on[request.trainable.indices] = revealed.on
+        return Update(Patch(revealed.take(trained), Mask(on)), "weights", site.examples, here.judge(here.weights))
+
+    def revealed(self, change: Tensor, site: Site, t: int) -> Mask:
+        """The entries of a change ``(P,)`` that leave a site in round ``t``."""
+        own = site.choices or Choices()
+        rate = own.rate or self.config.rate
+        budget = own.budget or (self.config.budget if own.rate is None else None)
+        found = self._groups(site.layout)
+        if budget is not None:
+            return found.by_budget(change, budget)
+        draw = generator(self.seed, "channels", site.name, t)
+        return found.by_rate(change, rate, self.config.selection, draw)
+
+    def learn(self, state: State, updates: Sequence[Update]) -> State:
+        return replace(state, round=state.round + 1, weights=self.combined(state, updates))
+
+    def combined(self, state: State, updates: Sequence[Update]) -> Tensor:
+        """The new weights ``(P,)``; what no site revealed keeps its bits."""
+        before, aggregation = state.weights, self.config.aggregation
+        full = [replace(u, patch=Patch.of(u.patch.applied(before.clone()), state.live)) for u in updates]
+        touched = updates[0].patch.on
+        for update in updates[1:]:
+            touched = touched | update.patch.on
+        if aggregation == "mean":
+            after = weighted_sum(full, by_examples)
+        else:
+            after = count_average(updates, by_examples, otherwise=before)
+            if aggregation == "sum":  # running statistics are no changes and are averaged all the same
+                added = sum((u.patch.vector().double() for u in full), (1 - len(full)) * before.double())
+                after = torch.where(self._parameters.on, added.float(), after)
+        return torch.where(touched.on, after, before)
+
+    def model(self, state: State) -> Patch:
+        return Patch.of(state.weights, state.live)
+
+    @property
+    def note(self) -> str:
+        return self._groups(self.layout).note
+
+    @cached_property
+    def _parameters(self) -> Mask:
+        return Mask.of(self.layout, lambda entry: entry.role != "buffer")
+
+    def _groups(self, layout: Layout) -> Groups:
+        """Those of a network; made once for each structure."""
+        if self._latest is None or self._latest.layout != layout:
+            self._latest = self._made(layout)
+        return self._latest
+
+    def _made(self, layout: Layout) -> Groups:
+        if self.config.channels == "layerwise":
+            return NeuronGroups(layout, self.config.biases)
+        return groups(
+            layout,
+            self.config.biases,
+            layer_mean=self.config.layer_mean,
+            list_up_to=self.config.listed_channels,
+            drawn=self.config.drawn_channels,
+        )

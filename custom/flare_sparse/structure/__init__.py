@@ -1,0 +1,19 @@
+"""How a network's channels connect, and the smaller network that is left when some of them are removed."""
+
+from __future__ import annotations
+
+from .graph import ChannelGraph, channel_graph
+from .reading import Untraceable
+from .removal import Removable, kept_units, live_mask, narrowed, own_entries, removable
+
+__all__ = [
+    "ChannelGraph",
+    "Removable",
+    "Untraceable",
+    "channel_graph",
+    "kept_units",
+    "live_mask",
+    "narrowed",
+    "own_entries",
+    "removable",
+]
