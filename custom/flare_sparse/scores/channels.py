@@ -49,11 +49,8 @@ def energies(graph: ChannelGraph, layout: Layout, change: Tensor) -> list[Tensor
 
 
 def _squared_norms(rows: Tensor) -> Tensor:
-    """Sum of squares of every row, float64."""
-    if rows.shape[1] == 1:
-        return rows[:, 0].double().square()
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return norms.square()
+    """Sum of squares of every row, in float64: exact for whole numbers, so that ties stay ties."""
+    return rows.double().square().sum(1)
 
 
 def through(graph: ChannelGraph, energy: Sequence[Tensor], *, best: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -23,6 +23,7 @@ from ..params import Layout
 Selection = Literal["positive", "negative"]
 Biases = Literal["selected", "never", "all"]
 Kind = Literal["weight", "bias", "statistic", "always"]
+INFINITY = float("inf")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class Groups(ABC):
         """Exactly ``floor(fraction * parameters)`` parameters, those on the best channels first.
 
         Groups are taken whole in the order of the best channel through them; of the group that the budget ends in,
-        the largest changes. Running statistics are no parameters; they come with the units whose bias would.
+        the largest changes. Running statistics are no parameters; they come with the units whose bias would. What
+        always travels does so even when it is more than the budget.
 
         Args:
             change: ``(P,)`` by local training.
@@ -112,7 +114,9 @@ class Groups(ABC):
             SelectionError: a change is not finite, or ``biases="never"`` leaves fewer parameters than wanted.
         """
         _require_finite(change)
-        scores = self._joined(self.scores(change), float("inf"))
+        scores = self._joined(self.scores(change), INFINITY)
+        if self._biases == "all":
+            scores[torch.from_numpy(self._kinds == "bias")] = INFINITY
         costs = torch.where(self._allowed(), self._parameters, 0)
         wanted = share(fraction, self.layout.trainable_size)
         if int(costs.sum()) < wanted:
@@ -122,10 +126,10 @@ class Groups(ABC):
         order = torch.from_numpy(np.argsort(-scores.numpy(), kind="stable"))
         spent = costs[order].cumsum(0)
         last = int(torch.searchsorted(spent, wanted, right=True)) if wanted else 0
-        on = torch.zeros(self.count, dtype=torch.bool)
+        on = scores == INFINITY
         on[order[:last]] = True
         mask, left = self._mask(on), wanted - int(costs[on].sum())
-        if left:
+        if left > 0:
             mask = mask | top_k(change.abs(), left, within=Mask(self._group_of == order[last]))
         return mask
 

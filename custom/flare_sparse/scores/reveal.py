@@ -13,8 +13,8 @@ from ..params import Layout
 from ..structure.graph import ChannelGraph, channel_graph
 from ..structure.reading import Untraceable
 from ..structure.values import Norm, Value, Weighted
-from .channels import INFINITY, energies, listed, rows, through, touched
-from .groups import Biases, Groups, Section, Selection
+from .channels import energies, listed, rows, through, touched
+from .groups import INFINITY, Biases, Groups, Section, Selection
 from .sampled import drawn, log_ways
 
 _ROUNDING = 1e-12
@@ -86,7 +86,7 @@ class ChannelGroups(Groups):
             some, others = (self._ordered(*touched(self._graph, c)) for c in (selected, there & ~selected))
             return [a & ~b for a, b in zip(some, others, strict=True)]
         sample = drawn(self._graph, energy, self._drawn, draw)
-        place = max(self._drawn - math.ceil(rate * self._drawn - 1e-9), 0) + 1
+        place = self._drawn - _wanted(rate, self._drawn) + 1
         threshold = sample.kthvalue(place).values * (1 - _ROUNDING)
         best = self._ordered(*through(self._graph, energy, best=True))
         if selection == "positive":
@@ -163,8 +163,12 @@ def groups(layout: Layout, biases: Biases = "selected", **how: Any) -> Groups:
 
 def _top(norms: Tensor, rate: float, there: Tensor) -> Tensor:
     """Exactly ``ceil(rate * n)`` of the ``n`` that are there, the largest, ties to the lowest index; bool."""
-    wanted = math.ceil(rate * int(there.sum()) - 1e-9)
-    return top_k(norms.flatten(), wanted).on.view(norms.shape)
+    return top_k(norms.flatten(), _wanted(rate, int(there.sum()))).on.view(norms.shape)
+
+
+def _wanted(rate: float, channels: int) -> int:
+    """``ceil(rate * channels)``, forgiving the last bit of a decimal rate; one at least."""
+    return max(math.ceil(rate * channels - 1e-9), 1)
 
 
 def _own(layout: Layout, value: Value) -> dict[Literal["bias", "statistic"], tuple[str, ...]]:

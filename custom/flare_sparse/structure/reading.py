@@ -100,10 +100,12 @@ class Reader:
         self.values.append(value)
         self._space.append(space)
 
-    def _same(self, node: fx.Node, *, rectified: bool = False, flat: bool = False) -> None:
+    def _same(self, node: fx.Node, *, rectified: bool = False, lost: int | None = 0) -> None:
+        """Of the axes behind the channels, ``lost`` go; None: all of them."""
         at = self.position(node.args[0])
-        value = Same(node.name, (at,), self.values[at].channels, rectified)
-        self._append(value, 0 if flat else self._space[at])
+        space = self._space[at]
+        left = 0 if lost is None else None if space is None else max(space - lost, 0)
+        self._append(Same(node.name, (at,), self.values[at].channels, rectified), left)
 
     def _call_module(self, node: fx.Node, path: str, part: nn.Module) -> None:
         at = self.position(node.args[0])
@@ -122,7 +124,7 @@ class Reader:
             by_channel = isinstance(part, _BY_CHANNEL)
             self._append(Norm(node.name, (at,), channels, module=self._once(path), by_channel=by_channel), space)
         elif isinstance(part, nn.Flatten) and (part.start_dim, part.end_dim) == (1, -1):
-            self._same(node, flat=True)
+            self._same(node, lost=None)
         elif isinstance(part, _SAME_MODULES):
             self._same(node, rectified=isinstance(part, nn.ReLU))
         else:
@@ -147,8 +149,10 @@ class Reader:
         elif name in ("cat", "concat") and _argument(node, 1, "dim") == 1:
             self._concat(node, [self.position(part) for part in list(node.args[0])])  # type: ignore[arg-type]
         elif _flattens(node, name):
-            self._same(node, flat=True)
-        elif (name == "mean" and _spatial(_argument(node, 1, "dim"))) or (name == "getitem" and _keeps(node.args[1])):
+            self._same(node, lost=None)
+        elif name == "mean" and (axes := _spatial(_argument(node, 1, "dim"))):
+            self._same(node, lost=0 if _argument(node, 2, "keepdim") else axes)
+        elif name == "getitem" and _keeps(node.args[1]):
             self._same(node)
         elif name == "pad":
             self._pad(node)
@@ -201,10 +205,11 @@ def _flattens(node: fx.Node, name: str) -> bool:
     return name in ("view", "reshape") and len(node.args) == 3 and bool(node.args[2] == -1)
 
 
-def _spatial(axes: Any) -> bool:
-    """Axes behind the channels only."""
+def _spatial(axes: Any) -> int:
+    """How many axes, if all of them lie behind the channels; else 0."""
     axes = (axes,) if isinstance(axes, int) else axes
-    return isinstance(axes, Sequence) and bool(axes) and all(isinstance(a, int) and a >= 2 for a in axes)
+    behind = isinstance(axes, Sequence) and all(isinstance(a, int) and a >= 2 for a in axes)
+    return len(axes) if behind else 0
 
 
 def _keeps(index: Any) -> bool:

@@ -1,0 +1,87 @@
+"""Removing units: the smaller network, its vector, and the mask (ALGORITHMS 2.6, invariant 9)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from flare_sparse.errors import SelectionError
+from flare_sparse.mask import Mask
+from flare_sparse.models import build
+from flare_sparse.params import Layout
+from flare_sparse.structure import channel_graph, kept_units, live_mask, narrowed, removable
+from flare_sparse.training.flat import FlatModel
+
+NETWORKS: dict[str, tuple[nn.Module, Tensor]] = {
+    "mlp": (build("mlp", features=10, hidden=(7, 5)), torch.randn(4, 10)),
+    "image_cnn": (build("image_cnn", image=(1, 8, 8), channels=(4, 6)), torch.randn(4, 1, 8, 8)),
+    "resnet32": (build("resnet32", image=(3, 8, 8)), torch.randn(2, 3, 8, 8)),
+    "alexnet3d": (build("alexnet3d", volume=(69, 69, 69)), torch.randn(2, 1, 69, 69, 69)),
+    "brain_age_cnn_3mm": (build("brain_age_cnn_3mm", volume=(16, 16, 16)), torch.randn(2, 1, 16, 16, 16)),
+}
+
+
+def units(name: str, seed: int) -> tuple[Layout, Mask, list[Tensor]]:
+    """A random choice of units to keep, one at least in every layer."""
+    layout = Layout.of(NETWORKS[name][0])
+    random = torch.Generator().manual_seed(seed)
+    layers = removable(channel_graph(layout))
+    kept = [torch.rand(layer.units, generator=random) < 0.6 for layer in layers]
+    for layer in kept:
+        layer[int(torch.randint(len(layer), (1,), generator=random))] = True
+    return layout, live_mask(layout, layers, kept), kept
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_9_the_smaller_network_computes_what_the_masked_one_does(name: str) -> None:
+    layout, live, _ = units(name, 1)
+    network, inputs = NETWORKS[name]
+    smaller = narrowed(network, live)
+    small = Layout.of(smaller)
+    assert small.size == live.count < layout.size
+    weights = torch.randn(layout.size, generator=torch.Generator().manual_seed(2)) * 0.1
+    named = layout.unflatten(weights)
+    for entry in layout.entries:
+        if entry.name.endswith("running_var"):
+            named[entry.name].abs_().add_(1)
+    masked, removed = FlatModel(narrowed(network, Mask.full(layout.size)), layout), FlatModel(smaller, small)
+    masked.load(weights * live.on)
+    removed.load(live.take(weights))
+    with torch.no_grad():
+        expected, found = masked.module.eval()(inputs), removed.module.eval()(inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(removed.vector(), live.take(weights))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**20))
+def test_the_mask_says_which_units_are_left(name: str, seed: int) -> None:
+    layout, live, kept = units(name, seed)
+    found = kept_units(layout, removable(channel_graph(layout)), live)
+    assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+
+
+def test_residual_streams_and_outputs_cannot_lose_units() -> None:
+    found = removable(channel_graph(Layout.of(build("resnet32"))))
+    assert [layer.module.split(".")[1] for layer in found] == ["first"] * 15
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, 4), nn.LayerNorm([4, 6, 6]), nn.Identity()], ids=["group", "layer", "no ReLU"]
+)
+def test_units_that_others_depend_on_stay(norm: nn.Module) -> None:
+    active = nn.Identity() if isinstance(norm, nn.Identity) else nn.ReLU()
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), norm, active, nn.Flatten(), nn.Linear(144, 1))
+    assert removable(channel_graph(Layout.of(network))) == ()
+
+
+def test_a_mask_of_single_entries_has_no_smaller_network() -> None:
+    network, _ = NETWORKS["mlp"]
+    on = torch.ones(Layout.of(network).size, dtype=torch.bool)
+    on[3] = False
+    with pytest.raises(SelectionError, match="removes more than whole units"):
+        narrowed(network, Mask(on))
