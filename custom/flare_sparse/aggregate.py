@@ -43,6 +43,21 @@ def weighted_sum(updates: Sequence[Update], weights: Weights) -> Tensor:
     return values.float() if on.is_full else on.put(values, torch.zeros(on.size))
 
 
+def stepped(updates: Sequence[Update], weights: Weights, before: Tensor) -> Tensor:
+    """``before`` plus the weighted sum of the updates' changes to it; absent entries have not changed.
+
+    Args:
+        updates: one per site, with new values.
+        weights: how much each change counts; they need not add up to 1.
+        before: ``(P,)`` what the updates started from.
+
+    Returns:
+        float32 ``(P,)``; differences and their sum are taken in float64, in site-name order.
+    """
+    on, change = _sum(updates, weights, lambda u: u.patch.values.double() - u.patch.on.take(before).double())
+    return on.put((on.take(before).double() + change).float(), before.clone())
+
+
 def count_average(updates: Sequence[Update], weights: Weights, otherwise: Tensor) -> Tensor:
     """As :func:`weighted_sum`, divided per coordinate by the weight of those that hold it.
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from .config import JobConfig, build_method, build_task, job_dict
+from .config import JobConfig, build_method, build_task, dump_config, job_dict
+from .errors import ConfigError
 from .methods import Method
 from .params import Layout
+from .records import RunFacts
 from .rehearsal import initial_weights
 from .server import run_id
 from .task import SiteData, Task
@@ -42,12 +45,47 @@ def assemble(job: JobConfig, own_task: Task | None = None) -> Assembly:
     return Assembly(task, build_method(job, layout), layout, weights, run_id(job_dict(job), layout))
 
 
+def run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
+    """What the record of a run begins with."""
+    method = assembly.method
+    return RunFacts(
+        run=assembly.run,
+        name=config.name,
+        method=method.name,
+        seed=config.seed,
+        rounds=method.config.rounds,
+        metric=assembly.task.metric,
+        config=dump_config(config),
+        note=method.note,
+    )
+
+
 def open_site(assembly: Assembly, data: SiteData) -> Site:
     """A site with its data loaded.
 
     Raises:
+        ConfigError: the site chooses a setting that this method does not leave to it, or out of its range.
         DataError: the data is missing or unusable; the text names files and stays at the site.
     """
-    config = assembly.method.config.training
-    examples = assembly.task.load(data, assembly.method.seed)
-    return Site(data.site, assembly.task, examples, assembly.layout, assembly.method.seed, str(config.torch_device))
+    method = assembly.method
+    choices = _chosen(method, data)
+    examples = assembly.task.load(data, method.seed)
+    device = str(method.config.training.torch_device)
+    site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device)
+    site.choices = choices
+    return site
+
+
+def _chosen(method: Method[Any], data: SiteData) -> BaseModel | None:
+    """What the site sets for itself; None when it sets nothing."""
+    own = data.methods.get(method.name)
+    if not own:
+        return None
+    if method.Choices is None:
+        raise ConfigError(f"site {data.site}: methods.{method.name}: this method leaves no setting to a site")
+    try:
+        return method.Choices.model_validate(own)
+    except ValidationError as error:
+        parts = [f"methods.{method.name}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        allowed = ", ".join(method.Choices.model_fields)
+        raise ConfigError(f"site {data.site}: {'; '.join(parts)}. A site may set: {allowed}") from error

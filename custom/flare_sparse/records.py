@@ -32,6 +32,7 @@ class RunFacts:
     rounds: int
     metric: Metric
     config: str  # resolved, YAML
+    note: str = ""  # what the method found of the network
 
 
 class RunFolder:
@@ -85,6 +86,7 @@ class RunFolder:
             "run": facts.run,
             "name": facts.name,
             "method": facts.method,
+            "note": facts.note,
             "seed": facts.seed,
             "rounds": facts.rounds,
             "sites": sorted({site for record in outcome.rounds for site in record.sites_asked}),

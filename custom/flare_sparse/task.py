@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -41,11 +41,13 @@ class SiteData:
         site: name of the site.
         path: folder or file.
         subset: identifiers of the examples that belong to the site; None for all of them.
+        methods: by method's name, settings that the site chooses for itself where the method lets it.
     """
 
     site: str
     path: Path
     subset: tuple[str, ...] | None = None
+    methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def test_check_passes(config: Path) -> None:
     result = call("check", config)
     lines = result.output.splitlines()
     assert result.exit_code == 0, result.output
-    assert [line.split()[0] for line in lines] == ["PASS"] * 7
+    assert [line.split()[0] for line in lines] == ["PASS"] * 8
     assert lines[2] == "PASS model: 3 scalars"
     assert lines[4] == "PASS data of site-1: 8 training and 2 test examples"
 

@@ -87,7 +87,7 @@ def test_one_site_works_and_a_site_without_training_examples_is_left_out(name: s
     assert all(record.abstained == ["site-3"] for record in training)
 
 
-DATA_DECIDES = {"topk_ef", "scbf", "scbfwp", "fawp"}
+DATA_DECIDES = {"topk_ef", "scbf", "scbfwp", "fawp", "dssgd"}
 """Methods whose messages have other sizes for other data: what changed, which channels, which units are left."""
 
 

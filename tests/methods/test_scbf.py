@@ -36,7 +36,7 @@ def test_2_at_rate_1_the_server_adds_every_change(plain: Any) -> None:
     changed = [before + torch.randn(plain.layout.size) for _ in range(3)]
     everything = torch.ones(plain.layout.size, dtype=torch.bool)
     updates = [update(w, everything, f"site-{i}") for i, w in enumerate(changed)]
-    state = method.learn(State(1, before, method.everything), updates)
+    state = method.learn(State(1, before, method.everything, method.everything), updates)
     expected = before.double() + sum(w.double() - before.double() for w in changed)
     torch.testing.assert_close(state.weights, expected.float(), rtol=0, atol=3e-7)
 
@@ -67,7 +67,7 @@ def test_3_what_no_site_revealed_keeps_its_bits(aggregation: str, seed: int) -> 
     before[::7] = -0.0
     ons = [torch.rand(layout.size, generator=random) < 0.3 for _ in range(3)]
     updates = [update(before + 1, on, f"site-{i}", 3 + i) for i, on in enumerate(ons)]
-    after = method.learn(State(1, before, method.everything), updates).weights
+    after = method.learn(State(1, before, method.everything, method.everything), updates).weights
     outside = ~(ons[0] | ons[1] | ons[2])
     assert torch.equal(after[outside].view(torch.int32), before[outside].view(torch.int32))
     parameters = torch.arange(layout.size) < layout.trainable_size
@@ -82,7 +82,9 @@ def test_6_without_a_change_the_server_stays_as_it_is(plain: Any) -> None:
     method = plain.method("scbf")
     before = torch.randn(plain.layout.size)
     on = torch.rand(plain.layout.size) < 0.5
-    after = method.learn(State(1, before, method.everything), [update(before, on, s) for s in ("a", "b")])
+    after = method.learn(
+        State(1, before, method.everything, method.everything), [update(before, on, s) for s in ("a", "b")]
+    )
     assert torch.equal(after.weights, before)
 
 
@@ -104,6 +106,20 @@ def test_a_budget_is_the_share_of_parameters_in_every_message(budget: float, pla
     _, ledger = plain.run("scbf", budget=budget)
     wanted = int(budget * plain.layout.size + 1e-9)
     assert {line.scalars_sent for line in ledger.lines if line.direction == "up" and line.kind == "train"} == {wanted}
+
+
+def test_only_what_changed_travels_down(plain: Any) -> None:
+    """From the second round on, and to the last judging; a site that was away gets everything."""
+    outcome, ledger = plain.run("scbf", budget=0.1, aggregation="count", participation=0.67, rounds=4)
+    held = dict.fromkeys(plain.sites(), 0)
+    for line in ledger.lines:
+        if line.direction == "down":
+            fresh = held[line.site] == line.sequence - 1 > 0
+            assert line.scalars_sent < 0.25 * plain.layout.size if fresh else line.scalars_sent == plain.layout.size
+            held[line.site] = line.sequence
+    assert any(line.scalars_sent < plain.layout.size for line in ledger.lines if line.kind == "validate")
+    again, _ = plain.run("scbf", budget=0.1, aggregation="count", participation=0.67, rounds=4)
+    assert digest(outcome.weights) == digest(again.weights)
 
 
 def test_a_site_may_set_its_own_rate(plain: Any) -> None:
@@ -265,6 +281,7 @@ def test_an_estimate_needs_no_data(bench: Any) -> None:
 
 def test_the_note_says_how_the_threshold_is_found(bench: Any) -> None:
     assert "threshold exact" in bench.method("scbf").note
+    assert f"{bench.layout.trainable_size // 10:,} parameters a message" in bench.method("scbf", budget=0.1).note
     assert "drawn at random" in bench.method("scbf", listed_channels=1).note
     assert "layer by layer" in bench.method("scbf", channels="layerwise").note
     assert "10 units of 1 layers can be removed" in bench.method("scbfwp").note

@@ -250,7 +250,7 @@ def test_a_sampled_threshold_selects_the_stated_share_of_channels() -> None:
     change = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
     sampled = ChannelGroups(layout, channel_graph(layout), list_up_to=10, drawn=10_000)
     assert not sampled.exact
-    assert "10,000 channels drawn at random" in sampled.note
+    assert "10,000 channels drawn at random" in sampled.threshold
     masks = [sampled.by_rate(change, 0.2, "positive", torch.Generator().manual_seed(7)) for _ in range(2)]
     assert masks[0] == masks[1]
     exact = ChannelGroups(layout, channel_graph(layout))

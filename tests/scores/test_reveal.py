@@ -183,7 +183,7 @@ def test_what_belongs_to_no_unit_always_travels() -> None:
     layout = Layout.of(Scaled())
     known = groups(layout)
     assert isinstance(known, NeuronGroups)
-    assert "layer by layer" in known.note
+    assert "layer by layer" in known.found
     on = layout.unflatten(known.by_rate(change(0, layout), 0.2, "positive", draw()).on)
     assert bool(on["scale"].all())
     assert int(on["layers.0.weight"].all(1).sum()) == int(on["layers.0.weight"].any(1).sum()) == 1

@@ -8,14 +8,15 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
 
-from ..config import RunConfig, build_task, load_config, user_task
+from ..config import RunConfig, build_method, build_task, load_config, user_task
 from ..errors import FlareSparseError
 from ..mask import Mask
+from ..methods import Method
 from ..params import Layout
 from ..task import Examples, Task
 from ..training import Site
@@ -44,6 +45,8 @@ def check(
         layout = report.passes("model", lambda: _layout(task), lambda made: f"{made.size:,} scalars")
         with tempfile.TemporaryDirectory() as folder:
             examples = _data(report, settings, task, Path(folder))
+            if layout is not None:
+                report.passes("method", lambda: _method(settings, layout), _noted)
             if layout is not None and examples:
                 report.passes("one training step", lambda: _step(settings, task, layout, examples), _moved)
     raise typer.Exit(report.code)
@@ -98,6 +101,14 @@ def _data(report: Report, settings: RunConfig, task: Task, folder: Path) -> dict
         for name, data in (sites or {}).items()
     }
     return {name: examples for name, examples in read.items() if examples is not None}
+
+
+def _method(settings: RunConfig, layout: Layout) -> Method[Any]:
+    return build_method(settings, layout)
+
+
+def _noted(method: Method[Any]) -> str:
+    return method.note or method.name
 
 
 def _counted(examples: Examples) -> str:

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..assemble import assemble, open_site
-from ..config import RunConfig, build_task, dump_config, user_task
+from ..assemble import assemble, open_site, run_facts
+from ..config import RunConfig, build_task, user_task
 from ..federation import RoundRecord, Rules
 from ..progress import progress_line
-from ..records import RunFacts, RunFolder
+from ..records import RunFolder
 from ..rehearsal import rehearse as rehearse_method
 from ..training.seeds import threads
 from ..wire.ledger import Ledger
@@ -47,10 +47,7 @@ def rehearse_config(config: RunConfig, file: Path, out: Path) -> dict[str, Any]:
     data = simulated_sites(config, assembly.task, out)
     with threads(config.federation.threads):
         sites = {name: open_site(assembly, where) for name, where in data.items()}
-    rounds = assembly.method.config.rounds
-    facts = RunFacts(
-        assembly.run, config.name, assembly.method.name, config.seed, rounds, assembly.task.metric, dump_config(config)
-    )
+    facts = run_facts(config, assembly)
     ledger = Ledger()
     folder = RunFolder(out, facts, assembly.layout, ledger)
 

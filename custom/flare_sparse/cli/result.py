@@ -17,6 +17,8 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
     name, unit = metric["name"], metric["unit"]
     console.print(_sites_table(summary, name, unit))
     console.print(_bytes_table(summary))
+    if summary["note"]:
+        console.print(f"{summary['method']}: {summary['note']}", markup=False)
     best = summary["best"]
     if best["round"] >= 0:
         figure = best["metrics"][name]
@@ -33,7 +35,8 @@ def _sites_table(summary: dict[str, Any], name: str, unit: str) -> Table:
     table.add_column(f"{name} ({unit})" if unit else name, justify="right")
     table.add_column("test examples", justify="right")
     for site, figures in sorted(summary["final"]["sites"].items()):
-        table.add_row(site, f"{figures[name]:.3f}", f"{figures.get('test_examples', 0):.0f}")
+        shown = f"{figures[name]:.3f}" if name in figures else "-"
+        table.add_row(site, shown, f"{figures.get('test_examples', 0):.0f}")
     overall = summary["final"]["metrics"]
     if name in overall:
         table.add_section()
@@ -60,6 +63,8 @@ def _bytes_table(summary: dict[str, Any]) -> Table:
 
 
 def _next_step(summary: dict[str, Any]) -> str:
-    if summary["sparsity"] == 0:
-        return "next: the same data with a sparse method: flare-sparse run app_configs/neurosfl_brain_age.yaml"
-    return "next: a sparser model (--set method.sparsity=0.98), dense FedAvg beside it, or your own data: docs/"
+    if summary["method"] == "fedavg":
+        return (
+            "next: the same data with a sparse method, such as --set 'method={name: neurosfl}' (flare-sparse methods)"
+        )
+    return "next: dense FedAvg beside it (--set 'method={name: fedavg}'), another setting, or your own data: docs/"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from ..config import RunConfig
 from ..config.schema import PhantomConfig, SimulatorConfig
 from ..data.partition import PARTITIONERS
 from ..data.phantom import write_phantoms
-from ..errors import ConfigError
+from ..errors import ConfigError, closest
 from ..task import SiteData, Task
 
 
@@ -27,12 +28,19 @@ def simulated_sites(config: RunConfig, task: Task, folder: Path) -> dict[str, Si
     """
     if config.simulator is None:
         raise ConfigError("simulator: missing; the simulator must be told its sites and their data")
-    data, count = config.simulator.data, config.simulator.sites
+    sites, choices = _sites(config.simulator, task, folder), config.simulator.choices
+    if unknown := sorted(set(choices) - set(sites)):
+        raise ConfigError(f"simulator.choices: no site {unknown[0]!r}.{closest(unknown[0], sites)} {', '.join(sites)}")
+    return {name: replace(data, methods=choices.get(name, {})) for name, data in sites.items()}
+
+
+def _sites(simulator: SimulatorConfig, task: Task, folder: Path) -> dict[str, SiteData]:
+    data, count = simulator.data, simulator.sites
     if data.one_place_a_site:
         names = [f"site-{i}" for i in range(1, (count or 0) + 1)]
         return {name: SiteData(name, Path(str(data.path).replace("{site}", name))) for name in sorted(names)}
     if data.path is None or data.partition is None:
-        path, kind, settings = _phantoms(config.simulator, folder / "phantoms"), "natural", {}
+        path, kind, settings = _phantoms(simulator, folder / "phantoms"), "natural", {}
     else:
         path, kind, settings = data.path, data.partition.name, data.partition.config.model_dump()
     ids = PARTITIONERS[kind](task.cohort(path), count, **settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -106,6 +106,10 @@ class SimulatorConfig(Section):
 
     sites: int | None = Field(None, ge=1, description="number of sites; with natural sites: the largest ones, or all")
     data: SimulatorData
+    choices: dict[str, dict[str, dict[str, Any]]] = Field(
+        default_factory=dict,
+        description="what a site would say in its own site file, by site and method: {site-1: {scbf: {rate: 0.1}}}",
+    )
 
     @model_validator(mode="after")
     def _counted(self) -> SimulatorConfig:

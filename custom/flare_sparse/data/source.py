@@ -4,6 +4,8 @@ A site says it with a *site file* (YAML or JSON), or with a path in an environme
 
     data: brains          # folder or file, relative to the site file
     subset: [sub-01]      # optional: only these identifiers
+    methods:              # optional: what this site chooses for itself, where a method lets it
+      scbf: {rate: 0.1}
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,6 +34,9 @@ class SiteFile(BaseModel):
 
     data: Path = Field(description="folder or file of the site's data, relative to the site file")
     subset: tuple[str, ...] | None = Field(None, description="identifiers that belong to the site; all when left out")
+    methods: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="by method, settings that the site chooses for itself"
+    )
 
 
 def site_data(site: str, local_dir: Path | None, environment: Mapping[str, str] = os.environ) -> SiteData:
@@ -74,8 +80,10 @@ def write_site_files(folder: Path, sites: Iterable[SiteData]) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for site in sites:
-        content = {"data": str(site.path.absolute())} | ({} if site.subset is None else {"subset": list(site.subset)})
-        (folder / f"{site.site}.json").write_text(json.dumps(content))
+        said = SiteFile(
+            data=site.path.absolute(), subset=site.subset, methods={k: dict(v) for k, v in site.methods.items()}
+        )
+        (folder / f"{site.site}.json").write_text(said.model_dump_json(exclude_defaults=True))
     return str(folder.absolute() / "{site}.json")
 
 
@@ -89,7 +97,7 @@ def _from_file(site: str, file: Path) -> SiteData:
         ) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
         raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
-    return _existing(SiteData(site, file.parent / said.data.expanduser(), said.subset), str(file))
+    return _existing(SiteData(site, file.parent / said.data.expanduser(), said.subset, said.methods), str(file))
 
 
 def _existing(data: SiteData, source: str) -> SiteData:

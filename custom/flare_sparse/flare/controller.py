@@ -16,11 +16,11 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.aggregator import Aggregator
 
-from ..config import dump_config
+from ..assemble import run_facts
 from ..errors import ConfigError, FlareSparseError
 from ..federation import Federation, Reply, RoundRecord, Rules
 from ..progress import progress_line
-from ..records import RunFacts, RunFolder, write_json
+from ..records import RunFolder, write_json
 from ..server import Question, ServerDesk
 from .payload import REPLY, TASK, message_to_shareable
 from .results import announce_best, announce_round
@@ -75,15 +75,7 @@ class FederatedController(Controller):
         session = server_session(fl_ctx)
         session.open(fl_ctx)
         job, assembly = session.job, session.assembly
-        facts = RunFacts(
-            assembly.run,
-            job.name,
-            assembly.method.name,
-            job.seed,
-            assembly.method.config.rounds,
-            assembly.task.metric,
-            dump_config(job),
-        )
+        facts = run_facts(job, assembly)
         app_dir = Path(workspace_of(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
         folder = RunFolder(app_dir / RESULTS, facts, assembly.layout, session.ledger)
 

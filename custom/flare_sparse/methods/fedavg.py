@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregate import by_examples, weighted_sum
+from ..aggregate import by_examples, stepped, weighted_sum
 from ..exchange import Patch, Request, Update
 from ..training import Site
 from .method import Method, MethodConfig, broadcast, sample
@@ -45,17 +45,11 @@ class FedAvg(Method[State]):
         return Update(Patch.of(weights, request.trainable), "weights", site.examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        average = weighted_sum(updates, by_examples)
-        if self.config.server_lr != 1:
-            average = self._stepped(state.weights, average)
-        return State(state.round + 1, average)
-
-    def _stepped(self, before: Tensor, average: Tensor) -> Tensor:
-        """Running statistics are averaged whatever the step."""
-        stepped = before.double() + self.config.server_lr * (average.double() - before.double())
-        size = self.layout.trainable_size
-        average[:size] = stepped[:size].float()
-        return average
+        weights, step = weighted_sum(updates, by_examples), self.config.server_lr
+        if step != 1:  # running statistics are averaged whatever the step
+            size = self.layout.trainable_size
+            weights[:size] = stepped(updates, lambda us: [step * w for w in by_examples(us)], state.weights)[:size]
+        return State(state.round + 1, weights)
 
     def model(self, state: State) -> Patch:
         return Patch.of(state.weights, self.everything)

@@ -11,9 +11,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ..aggregate import by_examples, count_average, weighted_sum
-from ..exchange import Patch, Request, Update
-from ..mask import Mask
+from ..aggregate import by_examples, count_average, ones, stepped, weighted_sum
+from ..exchange import VALIDATE, Patch, Request, Update
+from ..mask import Mask, share
 from ..params import Layout
 from ..scores.groups import Biases, Groups, Selection
 from ..scores.reveal import NeuronGroups, groups
@@ -62,11 +62,15 @@ class Choices(BaseModel):
 
 @dataclass(frozen=True)
 class State:
-    """``live``: entries of the units that have not been removed; ``phase``: what comes next (``scbfwp``)."""
+    """``live``: entries of the units that have not been removed; ``phase``: what comes next (``scbfwp``).
+
+    ``changed``: what the last round moved; the sites hold all else.
+    """
 
     round: int
     weights: Tensor
     live: Mask
+    changed: Mask
     prunings: int = 0
     phase: str = "train"
 
@@ -87,13 +91,24 @@ class SCBF(Method[State]):
         self._latest: Groups | None = None
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, self.everything)
+        return State(1, weights, self.everything, self.everything)
 
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
         asked = sample(sites, self.config.participation, self.seed, state.round)
-        return broadcast(asked, Request("train", state.round, self.model(state), state.live))
+        return broadcast(asked, self._question("train", state))
+
+    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        return broadcast(sites, self._question(VALIDATE, state))
+
+    def _question(self, kind: str, state: State) -> Request:
+        """What a round changed, to sites that hold all else; everything where saying which costs more."""
+        model = self.model(state)
+        if not state.live.is_full or state.changed.count > 31 / 32 * self.layout.size:
+            return Request(kind, state.round, model, state.live)
+        news = Patch.of(state.weights, state.changed, over="held")
+        return Request(kind, state.round, news, state.live, otherwise=model)
 
     def answer(self, request: Request, site: Site) -> Update:
         here = site.narrowed(request.trainable)
@@ -115,30 +130,33 @@ class SCBF(Method[State]):
         return found.by_rate(change, rate, self.config.selection, draw)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        return replace(state, round=state.round + 1, weights=self.combined(state, updates))
+        changed = updates[0].patch.on
+        for update in updates[1:]:
+            changed = changed | update.patch.on
+        weights = torch.where(changed.on, self.combined(state, updates), state.weights)
+        return replace(state, round=state.round + 1, weights=weights, changed=changed)
 
     def combined(self, state: State, updates: Sequence[Update]) -> Tensor:
-        """The new weights ``(P,)``; what no site revealed keeps its bits."""
+        """The new weights ``(P,)`` where a site revealed something; what nobody revealed keeps its bits."""
         before, aggregation = state.weights, self.config.aggregation
-        full = [replace(u, patch=Patch.of(u.patch.applied(before.clone()), state.live)) for u in updates]
-        touched = updates[0].patch.on
-        for update in updates[1:]:
-            touched = touched | update.patch.on
         if aggregation == "mean":
-            after = weighted_sum(full, by_examples)
-        else:
-            after = count_average(updates, by_examples, otherwise=before)
-            if aggregation == "sum":  # running statistics are no changes and are averaged all the same
-                added = sum((u.patch.vector().double() for u in full), (1 - len(full)) * before.double())
-                after = torch.where(self._parameters.on, added.float(), after)
-        return torch.where(touched.on, after, before)
+            whole = [replace(u, patch=Patch.of(u.patch.applied(before.clone()), state.live)) for u in updates]
+            return weighted_sum(whole, by_examples)
+        average = count_average(updates, by_examples, otherwise=before)
+        if aggregation == "count":
+            return average
+        return torch.where(self._parameters.on, stepped(updates, ones, before), average)  # statistics are never added
 
     def model(self, state: State) -> Patch:
         return Patch.of(state.weights, state.live)
 
     @property
     def note(self) -> str:
-        return self._groups(self.layout).note
+        found, budget = self._groups(self.layout), self.config.budget
+        limit = (
+            found.threshold if budget is None else f"{share(budget, self.layout.trainable_size):,} parameters a message"
+        )
+        return f"{found.found}, {limit}"
 
     @cached_property
     def _parameters(self) -> Mask:

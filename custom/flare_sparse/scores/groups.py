@@ -52,8 +52,10 @@ class Groups(ABC):
 
     exact: bool
     """Whether exactly ``ceil(rate * channels)`` are chosen; else the threshold is an estimate."""
-    note: str
-    """What was found of the network, for people."""
+    found: str
+    """What was found in the network, for people."""
+    threshold: str
+    """How the threshold of a rate is come by, for people."""
 
     def __init__(self, layout: Layout, sections: Sequence[Section], biases: Biases):
         self.layout, self._biases = layout, biases

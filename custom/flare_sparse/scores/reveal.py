@@ -50,8 +50,8 @@ class ChannelGroups(Groups):
         lists = zip(rows(graph), graph.values, strict=True)
         self.exact = max(count * value.channels for count, value in lists) <= list_up_to
         self.channels = math.exp(min(float(torch.logsumexp(log_ways(graph)[graph.output], 0)), 700.0))
-        how = "threshold exact" if self.exact else f"threshold from {drawn:,} channels drawn at random"
-        self.note = f"{self.channels:,.4g} channels through {len(graph.layers)} layers, {how}"
+        self.threshold = "threshold exact" if self.exact else f"threshold from {drawn:,} channels drawn at random"
+        self.found = f"{self.channels:,.4g} channels through {len(graph.layers)} layers"
 
     def _weights(self, layout: Layout) -> list[Section]:
         graph, sizes = self._graph, {entry.name: entry.shape for entry in layout.entries}
@@ -115,7 +115,7 @@ class NeuronGroups(Groups):
         reason: why there is no channel graph.
     """
 
-    exact = True
+    exact, threshold = True, "threshold exact"
 
     def __init__(self, layout: Layout, biases: Biases = "selected", *, reason: str = ""):
         shapes = {entry.name: entry.shape for entry in layout.entries}
@@ -126,7 +126,7 @@ class NeuronGroups(Groups):
         sections += [Section("bias", shapes[n][0], (b,)) for n, b in with_bias if n in self._biased]
         super().__init__(layout, sections, biases)
         why = f" ({reason})" if reason else ""
-        self.note = f"layer by layer, {len(self._layers)} layers: each unit is selected by its own weights{why}"
+        self.found = f"layer by layer, {len(self._layers)} layers: each unit is selected by its own weights{why}"
 
     def chosen(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> list[Tensor]:
         """The top ``rate`` of every layer; both selections are the same here."""
