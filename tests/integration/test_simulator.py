@@ -53,13 +53,16 @@ METHODS = {
     "fedsparsify": {"name": "fedsparsify", "sparsity": 0.8},
     "topk_ef": {"name": "topk_ef", "fraction": 0.2, "participation": 0.67},
     "dispfl": {"name": "dispfl", "sparsity": 0.5},
+    "scbf": {"name": "scbf", "rate": 0.2},
+    "scbfwp": {"name": "scbfwp", "rate": 0.2, "prunings": 2, "pruning_rate": 0.3},
 }
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_simulator_ends_with_the_bits_of_the_rehearsal(name: str, tmp_path: Path) -> None:
     """The same model bit for bit, and the same bytes in every message."""
-    file = configuration(tmp_path / "config", METHODS[name])
+    own = {"choices": {"site-2": {name: {"rate": 0.05}}}} if name.startswith("scbf") else {}
+    file = configuration(tmp_path / "config", METHODS[name], simulator=own)
     simulated = simulate(file, tmp_path / "sim")
     rehearsed = rehearse_config(load_config(file), file, tmp_path / "rehearsal")
     assert simulated["model_sha256"] == rehearsed["model_sha256"]
