@@ -20,8 +20,8 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
-from torch.utils.data import ConcatDataset
 from torch import Tensor
+from torch.utils.data import ConcatDataset
 
 from flare_sparse.assemble import Assembly, assemble, open_site
 from flare_sparse.cli.simulated import simulated_sites

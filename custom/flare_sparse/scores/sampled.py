@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..structure.graph import ChannelGraph
-from ..structure.values import Concat, Pad, Sum, Weighted
+from ..structure.values import Concat, Pad, Same, Sum, Weighted
 from .channels import INFINITY, joined
 
 
@@ -49,20 +49,36 @@ def drawn(graph: ChannelGraph, energy: Sequence[Tensor], number: int, draw: torc
     for at in reversed(range(len(graph.values))):
         if at not in there:
             continue
-        who, channel = (torch.cat(parts) for parts in zip(*there.pop(at), strict=True))
+        who, channel = _together(there.pop(at))
         if isinstance(graph.values[at], Weighted):
             own = energy[graph.layers.index(at)]
             if graph.reads_input(at):
-                norms[who] += own[channel]
+                _add(norms, who, own.take(channel))
                 continue
             before, width = graph.values[at].inputs[0], own.shape[1]
             step = _step(graph, at, ways[before], channel, draw)
-            norms[who] += own.view(-1)[channel * width + step % width]
+            place = channel.mul_(width).add_(step if len(ways[before]) == width else step % width)
+            _add(norms, who, own.take(place))
             there.setdefault(before, []).append((who, step))
+        elif isinstance(graph.values[at], Same):
+            there.setdefault(graph.values[at].inputs[0], []).append((who, channel))
         else:
             for before, here, channels in _back(graph, at, channel, ways, draw):
                 there.setdefault(before, []).append((who[here], channels))
     return norms
+
+
+def _together(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    who, channel = zip(*parts, strict=True)
+    return (who[0], channel[0]) if len(parts) == 1 else (torch.cat(who), torch.cat(channel))
+
+
+def _add(norms: Tensor, who: Tensor, energy: Tensor) -> None:
+    """Add the energies of some of the channels; those of all where nothing forked."""
+    if len(who) == len(norms) and bool((who[1:] > who[:-1]).all()):
+        norms += energy
+    else:
+        norms.index_add_(0, who, energy)
 
 
 def _pick(ways: Tensor, number: int, draw: torch.Generator) -> Tensor:
@@ -91,7 +107,7 @@ def _step(graph: ChannelGraph, at: int, ways: Tensor, channel: Tensor, draw: tor
 def _back(
     graph: ChannelGraph, at: int, channel: Tensor, ways: Sequence[Tensor], draw: torch.Generator
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """At a value that is no layer: an input, which of the drawn channels come from it, and their channel there."""
+    """At a sum, a concatenation or a padding: an input, which of the drawn channels come from it, and their channel there."""
     value = graph.values[at]
     if isinstance(value, Sum):
         spot, low = torch.rand(len(channel), dtype=torch.float64, generator=draw), torch.zeros(value.channels)
