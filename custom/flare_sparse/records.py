@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from .errors import DataError
 from .federation import Judgement, Outcome, RoundRecord
 from .mask import Mask
 from .params import Layout
@@ -136,6 +137,22 @@ def save_mask(path: Path, layout: Layout, mask: Mask) -> None:
         path,
         metadata={"layout": layout.fingerprint, "fingerprint": mask.fingerprint},
     )
+
+
+def load_mask(path: Path, layout: Layout) -> Mask:
+    """What :func:`save_mask` wrote.
+
+    Raises:
+        DataError: it is not a mask of this layout.
+    """
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise DataError(f"{path}: cannot be read as a mask: {error}") from error
+    expected = {entry.name: entry.shape for entry in layout.entries}
+    if {name: tuple(t.shape) for name, t in tensors.items() if t.dtype == torch.bool} != expected:
+        raise DataError(f"{path}: is not a mask of this network; build the network of the run's config.yaml")
+    return Mask(layout.flatten(tensors))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from flare_sparse.errors import SelectionError
 from flare_sparse.mask import Mask
 from flare_sparse.models import build
 from flare_sparse.params import Layout
-from flare_sparse.structure import channel_graph, kept_units, live_mask, narrowed, removable
+from flare_sparse.structure import channel_graph, extracted, kept_units, live_mask, narrowed, removable
 from flare_sparse.training.flat import FlatModel
 
 NETWORKS: dict[str, tuple[nn.Module, Tensor]] = {
@@ -54,6 +54,18 @@ def test_9_the_smaller_network_computes_what_the_masked_one_does(name: str) -> N
         expected, found = masked.module.eval()(inputs), removed.module.eval()(inputs)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(removed.vector(), live.take(weights))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_smaller_network_takes_its_weights_along(name: str) -> None:
+    network, inputs = NETWORKS[name]
+    _, live, _ = units(name, 4)
+    whole = FlatModel(narrowed(network, Mask.full(live.size)), Layout.of(network))
+    vector = Layout.of(network).flatten({**dict(network.named_parameters()), **dict(network.named_buffers())})
+    whole.load(vector * live.on)
+    with torch.no_grad():
+        found = extracted(whole.module, live).eval()(inputs)
+        torch.testing.assert_close(found, whole.module.eval()(inputs), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from .graph import ChannelGraph, channel_graph
 from .reading import Untraceable
-from .removal import Removable, kept_units, live_mask, narrowed, own_entries, removable
+from .removal import Removable, extracted, kept_units, live_mask, narrowed, own_entries, removable
 
 __all__ = [
     "ChannelGraph",
     "Removable",
     "Untraceable",
     "channel_graph",
+    "extracted",
     "kept_units",
     "live_mask",
     "narrowed",
