@@ -16,12 +16,14 @@ from .methods import methods
 from .phantom import phantom
 from .rehearse import rehearse
 from .run import run
+from .site import site
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 for command in (run, rehearse, check, estimate, export, methods, phantom):
     app.command()(command)
+app.add_typer(site, name="site")
 
 
 def _version(wanted: bool) -> None:

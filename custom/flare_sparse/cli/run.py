@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -14,15 +15,27 @@ from ..config import RunConfig, build_task, dump_config, load_config, user_task
 from ..data.source import write_site_files
 from ..errors import ConfigError
 from ..progress import progress_line
+from ..task import SiteData, Task
 from .result import show_result
 from .simulated import simulated_sites
+
+if TYPE_CHECKING:
+    from ..flare.recipe import SparseRecipe
+
+Env = Literal["sim", "poc", "prod"]
 
 
 def run(
     config: Annotated[Path, typer.Argument(help="configuration file, such as app_configs/neurosfl_brain_age.yaml")],
     env: Annotated[
-        str, typer.Option(help="sim: FLARE's simulator on this machine; poc, prod: from the next release")
+        Env,
+        typer.Option(
+            help="sim: FLARE's simulator; poc: a server and sites as processes of their own on this machine, over mTLS; "
+            "prod: a running federation, with --kit"
+        ),
     ] = "sim",
+    kit: Annotated[Path | None, typer.Option(help="prod: startup kit of an admin who may submit jobs")] = None,
+    byoc: Annotated[bool, typer.Option("--byoc", help="prod: send the package's source along")] = False,
     sites: Annotated[int | None, typer.Option(help="number of simulated sites")] = None,
     rounds: Annotated[int | None, typer.Option(help="rounds of training")] = None,
     seed: Annotated[int | None, typer.Option(help="all randomness of the run derives from it")] = None,
@@ -38,13 +51,18 @@ def run(
         flare-sparse run app_configs/neurosfl_brain_age.yaml
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --rounds 20 --set method.sparsity=0.98 --out runs/p98
+
+        flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
     resolved = with_options(config, sites, rounds, seed, set_)
-    if env != "sim":
-        raise ConfigError(f"--env {env}: this release runs 'sim'; export the job for POC or production instead")
     folder = (out or Path("runs") / resolved.name).resolve()
     console = Console(file=os.fdopen(os.dup(1), "w"), highlight=False)
-    summary = run_in_simulator(resolved, config, folder, console)
+    if env == "sim":
+        summary = run_in_simulator(resolved, config, folder, console)
+    elif env == "poc":
+        summary = run_in_poc(resolved, config, folder, console)
+    else:
+        summary = run_in_federation(resolved, config, folder, console, kit, byoc=byoc)
     show_result(console, summary, folder)
 
 
@@ -59,34 +77,83 @@ def with_options(
 
 def run_in_simulator(config: RunConfig, file: Path, out: Path, console: Console) -> dict[str, Any]:
     """Prepare the sites' data, run the job, follow its rounds."""
-    from ..flare.recipe import SparseRecipe  # FLARE takes seconds to import; --help must not wait for it
-    from ..flare.simulator import simulate
+    from ..flare.simulator import simulate  # FLARE takes seconds to import; --help must not wait for it
 
-    out.mkdir(parents=True, exist_ok=True)
-    own = user_task(config.task.name, file.parent) if config.task.key == "class" else None
-    with console.status("preparing the sites' data ..."):
-        sites = simulated_sites(config, build_task(config, own), out)
-        site_files = write_site_files(out / "sites", sites.values())
-    method, rounds = config.method, config.method.config.rounds
-    console.print(f"{config.name}: {method.name}, {rounds} rounds, {len(sites)} sites in FLARE's simulator")
-    recipe = SparseRecipe(
-        config,
-        packaging="byoc" if own else "installed",
-        modules=(Path(inspect.getfile(own)),) if own else (),
-        tensorboard=_has_tensorboard(),
-    )
+    sites = _sites(config, file, out, console)
+    site_files = write_site_files(out / "sites", sites.values())
+    _say(console, config, f"{len(sites)} sites in FLARE's simulator")
     summary = simulate(
-        recipe,
+        _recipe(config, file),
         sorted(sites),
         site_files,
         out,
         on_round=lambda line: console.print(progress_line(line)),
     )
+    return _recorded(config, out, summary)
+
+
+def run_in_poc(config: RunConfig, file: Path, out: Path, console: Console) -> dict[str, Any]:
+    """As in the simulator, with a server and sites that FLARE provisions and starts as processes of their own."""
+    from ..flare.deployed import run_deployed
+    from ..flare.poc import poc
+
+    sites = _sites(config, file, out, console)
+    _say(console, config, f"{len(sites)} sites as processes of their own (nvflare poc, mTLS)")
+    with poc(out / "poc", sites) as kit:
+        summary = run_deployed(_recipe(config, file), kit, out, on_line=console.print)
+    return _recorded(config, out, summary)
+
+
+def run_in_federation(
+    config: RunConfig, file: Path, out: Path, console: Console, kit: Path | None, *, byoc: bool
+) -> dict[str, Any]:
+    """Submit the job to a running federation and wait for its result; the sites know where their data lies.
+
+    Raises:
+        ConfigError: there is no kit.
+    """
+    from ..flare.deployed import run_deployed
+
+    if kit is None:
+        raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
+    out.mkdir(parents=True, exist_ok=True)
+    _say(console, config, f"submitted with {kit}")
+    summary = run_deployed(_recipe(config, file, byoc=byoc), kit.resolve(), out, on_line=console.print)
+    return _recorded(config, out, summary)
+
+
+def _sites(config: RunConfig, file: Path, out: Path, console: Console) -> dict[str, SiteData]:
+    """The data of the sites that stand in for real ones."""
+    out.mkdir(parents=True, exist_ok=True)
+    with console.status("preparing the sites' data ..."):
+        return simulated_sites(config, build_task(config, _own(config, file)), out)
+
+
+def _own(config: RunConfig, file: Path) -> type[Task] | None:
+    return user_task(config.task.name, file.parent) if config.task.key == "class" else None
+
+
+def _recipe(config: RunConfig, file: Path, *, byoc: bool = False) -> SparseRecipe:
+    """The job; a task of the user's own travels with it, and then so does the package."""
+    from ..flare.recipe import SparseRecipe
+
+    own = _own(config, file)
+    return SparseRecipe(
+        config,
+        packaging="byoc" if own or byoc else "installed",
+        modules=(Path(inspect.getfile(own)),) if own else (),
+        tensorboard=_has_tensorboard(),
+    )
+
+
+def _say(console: Console, config: RunConfig, where: str) -> None:
+    console.print(f"{config.name}: {config.method.name}, {config.method.config.rounds} rounds, {where}")
+
+
+def _recorded(config: RunConfig, out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     (out / "config.yaml").write_text(dump_config(config))  # with the simulator's part, so that it can be run again
     return summary
 
 
 def _has_tensorboard() -> bool:
-    import importlib.util
-
     return importlib.util.find_spec("tensorboard") is not None

@@ -80,11 +80,15 @@ def write_site_files(folder: Path, sites: Iterable[SiteData]) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for site in sites:
-        said = SiteFile(
-            data=site.path.absolute(), subset=site.subset, methods={k: dict(v) for k, v in site.methods.items()}
-        )
-        (folder / f"{site.site}.json").write_text(said.model_dump_json(exclude_defaults=True))
+        (folder / f"{site.site}.json").write_text(site_file(site))
     return str(folder.absolute() / "{site}.json")
+
+
+def site_file(site: SiteData) -> str:
+    """The content of a site's site file, as JSON, which is YAML too."""
+    own = {name: dict(settings) for name, settings in site.methods.items()}
+    said = SiteFile(data=site.path.absolute(), subset=site.subset, methods=own)
+    return said.model_dump_json(exclude_defaults=True)
 
 
 def _from_file(site: str, file: Path) -> SiteData:

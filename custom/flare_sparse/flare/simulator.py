@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from nvflare.recipe import SimEnv
 
 from ..errors import ConfigError, FlareSparseError
 from .controller import RESULTS
 from .recipe import SparseRecipe
+from .site.allow import PREFIX, allow
 
-ALLOWED_PREFIX = "flare_sparse.flare."
 _SITE_FILE_VARIABLE = "FLARE_SPARSE_SITE_FILE"
 
 
@@ -60,7 +59,8 @@ def simulate(
         raise ConfigError(f"--out {str(out)!r} contains a space, which FLARE's simulator cannot handle; choose another")
     workspace = out / "workspace" / recipe.name
     shutil.rmtree(workspace, ignore_errors=True)
-    _allow(workspace / "local", allowed)
+    (workspace / "local").mkdir(parents=True)
+    allow(workspace, (PREFIX, *allowed))
     record = workspace / "server" / "simulate_job" / "app_server" / RESULTS
     log = out / "flare.log"
     with _environment({_SITE_FILE_VARIABLE: site_files}), _following(record / "rounds.jsonl", on_round):
@@ -79,14 +79,6 @@ def simulate(
             shutil.copy2(metrics / name, out / name)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
-
-
-def _allow(local: Path, prefixes: Sequence[str]) -> None:
-    """What a site's IT does for an installed package: FLARE's default list and our one prefix."""
-    local.mkdir(parents=True)
-    listed = [*DEFAULT_CLASS_ALLOW_LIST, ALLOWED_PREFIX, *prefixes]
-    resources = {"format_version": 2, "class_list_enforcement_mode": "enforce", "class_allow_list": listed}
-    (local / "resources.json").write_text(json.dumps(resources, indent=2))
 
 
 def _why(log: Path, workspace: Path) -> str:

@@ -1,0 +1,61 @@
+"""``flare-sparse site``: what a hospital's IT does, once, at a site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config import build_task, load_config, user_task
+from .console import out as console
+
+site = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Prepare a site: for a hospital's IT.")
+
+Kit = Annotated[Path, typer.Argument(help="the site's startup kit: the folder with startup/ and local/ in it")]
+
+
+@site.command()
+def allow(
+    kit: Kit,
+    also: Annotated[
+        list[str] | None, typer.Option(help="another class path that a job may name, such as our_hospital.tasks.")
+    ] = None,
+) -> None:
+    """Let jobs of this package run here; no code comes in with them.
+
+    Adds the prefix [bold]flare_sparse.flare.[/] to the list of classes in local/resources.json that a job may name. All
+    that FLARE allows by itself stays allowed; what a site wrote there stays. Restart the site afterwards.
+
+    [dim]flare-sparse site allow /opt/flare/site-1[/]
+    """
+    from ..flare.site.allow import PREFIX
+    from ..flare.site.allow import allow as add
+
+    new = add(kit, (PREFIX, *(also or ())))
+    console.print(f"allowed now: {', '.join(new)}. Restart the site." if new else "nothing to do: allowed already")
+
+
+@site.command()
+def preflight(
+    kit: Kit,
+    job: Annotated[
+        Path | None, typer.Option(help="configuration of a job to come: the site's data is read as that job would")
+    ] = None,
+) -> None:
+    """Look whether this site is ready for a job; PASS, WARN or FAIL with the remedy. Nothing is changed.
+
+    [dim]flare-sparse site preflight /opt/flare/site-1 --job app_configs/neurosfl_brain_age.yaml[/]
+    """
+    from ..flare.site.preflight import preflight as look
+
+    config = load_config(job) if job else None
+    own = None
+    if config is not None and job is not None and config.task.key == "class":
+        own = build_task(config, user_task(config.task.name, job.parent))
+    colours, failed = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red"}, False
+    for finding in look(kit, config, own):
+        console.print(f"[{colours[finding.verdict]}]{finding.verdict}[/]", end=" ")
+        console.print(f"{finding.what}: {finding.detail}", markup=False)
+        failed = failed or finding.verdict == "FAIL"
+    raise typer.Exit(int(failed))

@@ -1,0 +1,158 @@
+"""Is a site ready for a job? Everything that can be found out before one comes, each with its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from ...assemble import assemble, open_site
+from ...config import JobConfig
+from ...data.source import site_data
+from ...errors import ConfigError, FlareSparseError
+from ...task import Task
+from .allow import LIST, MODE, PREFIX, allowed, local_folder, read_resources
+
+Verdict = Literal["PASS", "WARN", "FAIL"]
+FLARE_SERIES = "2.9"
+DISK_NEEDED = 2 * 10**9
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    verdict: Verdict
+    what: str
+    detail: str
+
+
+def preflight(
+    kit: Path, job: JobConfig | None = None, own_task: Task | None = None, environment: Mapping[str, str] = os.environ
+) -> Iterator[Finding]:
+    """Look at a site, one finding after the other; nothing is changed and no data leaves.
+
+    Args:
+        kit: the site's startup kit.
+        job: settings of a job: the site's data is then read as that job would.
+        own_task: the task of that job when it is the user's own.
+        environment: variables that may say where the data lies.
+    """
+    yield _attempt("startup kit", lambda: _kit(kit))
+    yield from (
+        _version(name, series) for name, series in (("nvflare", FLARE_SERIES), ("flare-sparse", ""), ("torch", ""))
+    )
+    yield _attempt("allow-list", lambda: _allow_list(kit))
+    yield _attempt("data", lambda: _data(kit, job, own_task, environment))
+    yield _attempt("disk", lambda: _disk(kit))
+    yield _attempt("server", lambda: _server(kit))
+
+
+def _attempt(what: str, look: Callable[[], tuple[Verdict, str]]) -> Finding:
+    try:
+        verdict, detail = look()
+    except FlareSparseError as error:
+        return Finding("FAIL", what, str(error))
+    return Finding(verdict, what, detail)
+
+
+def _version(package: str, series: str) -> Finding:
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return Finding("FAIL", package, "not installed here; install the wheel that the federation agreed on")
+    if series and not found.startswith(f"{series}."):
+        return Finding("WARN", package, f"{found}; tested with {series}: install the same series as the server")
+    return Finding("PASS", package, found)
+
+
+def _kit(kit: Path) -> tuple[Verdict, str]:
+    local_folder(kit)
+    startup = kit / "startup"
+    missing = [
+        name for name in ("fed_client.json", "client.crt", "client.key", "rootCA.pem") if not (startup / name).is_file()
+    ]
+    if missing:
+        return (
+            "FAIL",
+            f"{startup}: {', '.join(missing)} missing; unpack the kit that the coordinating centre sent again",
+        )
+    return "PASS", str(kit)
+
+
+def _allow_list(kit: Path) -> tuple[Verdict, str]:
+    resources = read_resources(local_folder(kit))
+    if any(PREFIX.startswith(entry) for entry in allowed(resources) if entry.endswith(".")) or "*" in allowed(
+        resources
+    ):
+        return "PASS", f"{PREFIX} is in {LIST}"
+    if resources.get(MODE) == "warn":
+        return "WARN", f"{PREFIX} is not in {LIST}, but {MODE} is 'warn': jobs run and are logged"
+    return "FAIL", f"{PREFIX} is not in {LIST}: jobs are refused. Run: flare-sparse site allow {kit}"
+
+
+def _data(
+    kit: Path, job: JobConfig | None, own_task: Task | None, environment: Mapping[str, str]
+) -> tuple[Verdict, str]:
+    where = site_data(_name(kit), local_folder(kit), environment)
+    if job is None:
+        return "WARN", f"{where.path} is there; give --job CONFIG to have it read as that job would"
+    site = open_site(assemble(job, own_task), where)
+    if not site.examples:
+        return "WARN", f"{where.path}: no training examples; this site would only judge models"
+    return "PASS", f"{where.path}: {site.examples} training examples, as {job.task.name} reads them"
+
+
+def _disk(kit: Path) -> tuple[Verdict, str]:
+    free = shutil.disk_usage(kit).free
+    detail = f"{free / 1e9:.1f} GB free"
+    return (
+        ("PASS", detail)
+        if free >= DISK_NEEDED
+        else ("WARN", f"{detail}; logs and models may need {DISK_NEEDED / 1e9:.0f} GB")
+    )
+
+
+def _server(kit: Path) -> tuple[Verdict, str]:
+    """A TCP connection and a TLS handshake with the kit's own certificate."""
+    target = _client(kit)["servers"][0]["service"]["target"]
+    host, _, port = str(target).rpartition(":")
+    startup = kit / "startup"
+    try:
+        context = ssl.create_default_context(cafile=str(startup / "rootCA.pem"))
+        context.load_cert_chain(str(startup / "client.crt"), str(startup / "client.key"))
+        context.check_hostname = False  # FLARE names the server by its identity, not by its address
+        with (
+            socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as plain,
+            context.wrap_socket(plain) as secure,
+        ):
+            return "PASS", f"{target} answers with {secure.version()}, and both certificates are good"
+    except ssl.SSLError as error:
+        return "FAIL", f"{target} is there, but refuses the handshake: {error.reason}. Is this the kit of this project?"
+    except (OSError, ValueError) as error:
+        return (
+            "FAIL",
+            f"{target} cannot be reached: {error}. Ask for an outgoing TCP connection to it, or start the server",
+        )
+
+
+def _name(kit: Path) -> str:
+    return str(_client(kit)["client"].get("fqsn") or kit.resolve().name)
+
+
+def _client(kit: Path) -> dict[str, Any]:
+    file = kit / "startup" / "fed_client.json"
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        content["client"], content["servers"][0]["service"]["target"]
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"{file}: not the file of a client's startup kit: {error!r}") from error
+    return content
