@@ -56,14 +56,15 @@ def run(
     """
     resolved = with_options(config, sites, rounds, seed, set_)
     folder = (out or Path("runs") / resolved.name).resolve()
-    console = Console(file=os.fdopen(os.dup(1), "w"), highlight=False)
-    if env == "sim":
-        summary = run_in_simulator(resolved, config, folder, console)
-    elif env == "poc":
-        summary = run_in_poc(resolved, config, folder, console)
-    else:
-        summary = run_in_federation(resolved, config, folder, console, kit, byoc=byoc)
-    show_result(console, summary, folder)
+    with os.fdopen(os.dup(1), "w") as screen:  # the simulator sends this process's own output to a file
+        console = Console(file=screen, highlight=False)
+        if env == "sim":
+            summary = run_in_simulator(resolved, config, folder, console)
+        elif env == "poc":
+            summary = run_in_poc(resolved, config, folder, console)
+        else:
+            summary = run_in_federation(resolved, config, folder, console, kit, byoc=byoc)
+        show_result(console, summary, folder)
 
 
 def with_options(

@@ -15,6 +15,7 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.aggregator import Aggregator
+from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from ..assemble import run_facts
 from ..errors import ConfigError, FlareSparseError
@@ -28,6 +29,9 @@ from .session import AGGREGATOR_ID, server_session, workspace_of
 
 RESULTS = "flare_sparse"
 """Folder under the server's app folder that holds the record of a run."""
+
+STATS = "flare_sparse"
+"""Group of a running job's statistics (``show_stats``) that holds its rounds so far."""
 
 POLL_S = 0.01
 
@@ -47,6 +51,7 @@ class FederatedController(Controller):
 
     def __init__(self, task_check_period: float = 0.02):
         super().__init__(task_check_period=task_check_period)
+        self._lines: list[str] = []
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         aggregator = fl_ctx.get_engine().get_component(AGGREGATOR_ID)
@@ -62,6 +67,14 @@ class FederatedController(Controller):
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
         self.log_warning(fl_ctx, f"an answer of {client.name} came too late and was not used")
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """The rounds so far are what an admin's ``show_stats`` shows of a running job."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == InfoCollector.EVENT_TYPE_GET_STATS:
+            collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
+            if isinstance(collector, GroupInfoCollector):
+                collector.set_info(STATS, {"rounds": list(self._lines)})
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         try:
@@ -82,7 +95,8 @@ class FederatedController(Controller):
         def committed(record: RoundRecord) -> None:
             line = folder.commit(record)
             announce_round(self, record, fl_ctx)
-            self.logger.info(progress_line(line))
+            self._lines.append(progress_line(line))
+            self.logger.info(self._lines[-1])
 
         def carry(question: Question, _desk: ServerDesk) -> Mapping[str, Reply]:
             return self._carry(question, job.federation.task_timeout_s, fl_ctx, abort_signal)

@@ -12,17 +12,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nvflare.fuel.flare_api.api_spec import TargetType
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from ..errors import ConfigError
-from .controller import RESULTS
+from ..progress import progress_line
+from .controller import RESULTS, STATS
 from .recipe import SparseRecipe
 from .simulator import JobFailed
 
 LOGIN_TIMEOUT_S = 20.0
-POLL_S = 1.0
-_PROGRESS = re.compile(r" - ((?:round \d+/\d+|final model)  .*)$")
-_ERRORS = ("FATAL_SYSTEM_ERROR", "ComponentNotAuthorized", "UnsafeComponentError", "not in allow_list")
+POLL_S = 2.0
+_REASON = re.compile(r"Component '.*is not in allow_list|FATAL_SYSTEM_ERROR.*|\bE_[A-Z_]+: .*")
+_NO_REASON = (
+    "The server's log names no error: most often a site that the job needs refused it. Its own log says why, and "
+    "flare-sparse site preflight KIT finds the usual reasons there (not allowed, no data)"
+)
 
 
 def run_deployed(
@@ -33,7 +38,7 @@ def run_deployed(
     timeout_s: float = 0.0,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Submit a recipe, follow its rounds in the server's log, and collect its record in ``out``.
+    """Submit a recipe, follow its rounds, and collect its record in ``out``.
 
     Args:
         recipe: the job.
@@ -52,10 +57,14 @@ def run_deployed(
     with _session(kit) as session, tempfile.TemporaryDirectory() as folder:
         recipe.export(folder)
         job = session.submit_job(str(Path(folder) / recipe.name))
-        on_line(f"job {job} submitted")
-        status, log = _followed(session, job, timeout_s, on_line)
+        on_line(f"job {job}: submitted")
+        status, shown = _followed(session, job, timeout_s, on_line)
         downloaded = Path(session.download_job_result(job, str(out / "job")))
-    return _collected(downloaded, out, f"job {job} ended as {status}", log)
+    _collect(downloaded, out, f"job {job} ended as {status}")
+    for line in (out / "rounds.jsonl").read_text(encoding="utf-8").splitlines()[shown:]:
+        on_line(progress_line(json.loads(line)))
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    return summary
 
 
 @contextmanager
@@ -77,43 +86,42 @@ def _session(kit: Path) -> Iterator[Session]:
         session.close()
 
 
-def _followed(session: Session, job: str, timeout_s: float, on_line: Callable[[str], None]) -> tuple[str, str]:
-    """The job's last status and the server's log, when it is done."""
+def _followed(session: Session, job: str, timeout_s: float, on_line: Callable[[str], None]) -> tuple[str, int]:
+    """The job's last status, and how many rounds were shown."""
     began, shown, status = time.monotonic(), 0, ""
     while True:
         before, status = status, str(session.get_job_status(job))
-        log = _log(session, job)
-        lines = [found.group(1) for found in map(_PROGRESS.search, log.splitlines()) if found]
-        for line in lines[shown:]:
+        rounds = _rounds(session, job) if status == "RUNNING" else []
+        for line in rounds[shown:]:
             on_line(line)
-        shown = max(shown, len(lines))
-        if status != before and not lines:
+        shown = max(shown, len(rounds))
+        if status != before:
             on_line(f"job {job}: {status.lower()}")
         if status.startswith("FINISHED"):
-            return status, log
+            return status, shown
         if timeout_s and time.monotonic() - began > timeout_s:
             raise JobFailed(
-                f"job {job} is {status.lower()} after {timeout_s:.0f} s; it goes on at the server. Fetch its result "
-                f"later with: nvflare job download {job}"
+                f"job {job} is {status.lower()} after {timeout_s:.0f} s; it goes on at the server. Fetch its result later "
+                f"with: nvflare job download {job}"
             )
         time.sleep(POLL_S)
 
 
-def _log(session: Session, job: str) -> str:
-    """The server's log of a job; empty while there is none."""
+def _rounds(session: Session, job: str) -> list[str]:
+    """Lines of the rounds so far; none while the job starts or ends."""
     try:
-        return str(session.get_job_logs(job)["logs"].get("server", ""))
-    except Exception:  # noqa: BLE001  (the log is for the eye only; a job that has none yet is no error)
-        return ""
+        found = session.show_stats(job, TargetType.SERVER)["server"][STATS]["rounds"]
+    except Exception:  # noqa: BLE001  (only for the eye: FLARE raises several kinds while a job comes and goes)
+        return []
+    return [str(line) for line in found]
 
 
-def _collected(job: Path, out: Path, ended: str, log: str) -> dict[str, Any]:
+def _collect(job: Path, out: Path, ended: str) -> None:
+    """Copy the record of a downloaded job to ``out``."""
     record = next(iter(sorted(job.glob(f"**/app_server/{RESULTS}"))), None)
     if record is None or not (record / "summary.json").is_file():
-        reasons = [line.strip() for line in log.splitlines() if any(word in line for word in _ERRORS)]
-        said = "\n  ".join(dict.fromkeys(reasons)) or "the server's log names no error"
-        raise JobFailed(f"{ended} without a result.\n  {said}\nWhat was left of it: {job}")
+        log = "".join(file.read_text(errors="replace") for file in sorted(job.glob("**/log.txt"))[:1])
+        said = next((found.group() for found in map(_REASON.search, log.splitlines()) if found), _NO_REASON)
+        raise JobFailed(f"{ended} without a result.\n  {said}\nWhat is left of it: {job}")
     for file in sorted(record.iterdir()):
         shutil.copy2(file, out / file.name)
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    return summary

@@ -1,0 +1,78 @@
+"""What a site is told before a job comes: each verdict with its remedy."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from flare_sparse.config import load_config
+from flare_sparse.flare.site.allow import allow
+from flare_sparse.flare.site.preflight import Finding, preflight
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    """A startup kit of a site, without certificates, whose server is nobody."""
+    site = tmp_path / "hospital"
+    (site / "startup").mkdir(parents=True)
+    (site / "local").mkdir()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    service = {"servers": [{"service": {"target": f"localhost:{port}"}}], "client": {"fqsn": "hospital"}}
+    (site / "startup" / "fed_client.json").write_text(json.dumps(service))
+    return site
+
+
+def look(kit: Path, job: Path | None = None) -> dict[str, Finding]:
+    config = load_config(job) if job else None
+    return {finding.what: finding for finding in preflight(kit, config, environment={})}
+
+
+def test_an_unprepared_site_is_told_what_to_do(kit: Path) -> None:
+    found = look(kit)
+    assert {what: finding.verdict for what, finding in found.items()} == {
+        "startup kit": "FAIL",
+        "nvflare": "PASS",
+        "flare-sparse": "PASS",
+        "torch": "PASS",
+        "allow-list": "FAIL",
+        "data": "FAIL",
+        "disk": "PASS",
+        "server": "FAIL",
+    }
+    assert "client.crt, client.key, rootCA.pem missing" in found["startup kit"].detail
+    assert f"Run: flare-sparse site allow {kit}" in found["allow-list"].detail
+    assert str(kit / "local" / "flare_sparse.yaml") in found["data"].detail
+
+
+def test_the_data_is_read_as_the_job_would(kit: Path, tmp_path: Path) -> None:
+    rows = "".join(f"{i},{i % 2},{i % 3 % 2},1\n" for i in range(20))
+    (tmp_path / "stays.csv").write_text(f"stay,died,med_a,med_b\n{rows}")
+    (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path / 'stays.csv'}\n")
+    allow(kit)
+    assert look(kit)["data"].verdict == "WARN"
+    job = tmp_path / "job.yaml"
+    job.write_text("name: job\nmethod: {name: fedavg}\ntask: {name: mortality, medications: 2}\n")
+    found = look(kit, job)
+    assert found["allow-list"].verdict == "PASS"
+    assert found["data"].verdict == "PASS"
+    assert "16 training examples, as mortality reads them" in found["data"].detail
+    job.write_text("name: job\nmethod: {name: fedavg}\ntask: {name: mortality, medications: 5}\n")
+    assert look(kit, job)["data"].verdict == "FAIL"
+    assert "task.medications says 5" in look(kit, job)["data"].detail
+
+
+def test_a_list_that_only_warns_is_said(kit: Path) -> None:
+    (kit / "local" / "resources.json").write_text('{"class_allow_list": [], "class_list_enforcement_mode": "warn"}')
+    assert look(kit)["allow-list"].verdict == "WARN"
+
+
+def test_a_folder_that_is_no_kit_is_said_and_the_rest_is_looked_at(tmp_path: Path) -> None:
+    found = look(tmp_path)
+    assert found["startup kit"].verdict == "FAIL"
+    assert "no startup kit" in found["startup kit"].detail
+    assert len(found) == 8
