@@ -53,7 +53,7 @@ def train(
         TrainingDiverged: the loss is NaN or infinite.
     """
     model.load(start)
-    model.module.train()
+    model.training()
     size = model.layout.trainable_size
     origin = start[:size].to(model.device)
     free = trainable.on[:size].to(model.device)
