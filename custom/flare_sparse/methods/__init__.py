@@ -8,7 +8,11 @@ from .dispfl import DisPFL
 from .fedavg import FedAvg
 from .fedavg_ft import FedAvgFT
 from .fedsparsify import FedSparsify
+from .ffa_lora import FFALoRA
+from .flexlora import FlexLoRA
+from .hetlora import HetLoRA
 from .local_only import LocalOnly
+from .lora_a2 import LoRAA2
 from .method import Method, MethodConfig
 from .neurosfl import NeuroSFL
 from .topk_ef import TopKEF
@@ -19,6 +23,10 @@ METHODS: dict[str, type[Method[Any]]] = {
     NeuroSFL.name: NeuroSFL,
     FedSparsify.name: FedSparsify,
     DisPFL.name: DisPFL,
+    LoRAA2.name: LoRAA2,
+    FFALoRA.name: FFALoRA,
+    FlexLoRA.name: FlexLoRA,
+    HetLoRA.name: HetLoRA,
     TopKEF.name: TopKEF,
     LocalOnly.name: LocalOnly,
 }
