@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,7 @@ def uneven(make_bench: Callable[..., Any], plain: Any) -> Any:
         def model(self) -> nn.Module:
             with drawn(0):
                 widths = [12, 10, 8, 6]
-                layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)]
+                layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)]
                 network = nn.Sequential(*layers, nn.Linear(6, 1))
             return adapt(network, AdapterConfig(rank=RANK))
 
@@ -75,7 +76,7 @@ def product(slots: Slots, vector: torch.Tensor, module: int) -> torch.Tensor:
 def test_01_one_factor_moves_at_a_time_bitwise_and_nothing_else(adapted: Any) -> None:
     made = method(adapted, rounds=4)
     seen = rounds(made, adapted, 4)
-    for (state, updates), (after, _) in zip(seen, seen[1:], strict=False):
+    for (state, updates), (after, _) in itertools.pairwise(seen):
         active: Factor = "B" if state.round % 2 else "A"
         still = ~(made.slots.factors[active] | made.slots.rest)
         assert torch.equal(state.weights[still.on], after.weights[still.on])
@@ -122,7 +123,7 @@ def test_03_every_site_sends_its_budget_and_leaves_other_slots_bitwise(uneven: A
 def test_04_a_budget_of_all_ranks_is_plain_alternating_averaging(uneven: Any) -> None:
     made = method(uneven, rounds=3, rank=RANK)
     seen = rounds(made, uneven, 3)
-    for (state, updates), (after, _) in zip(seen, seen[1:], strict=False):
+    for (state, updates), (after, _) in itertools.pairwise(seen):
         active = made.active(state.round)
         total = sum(update.examples for update in updates)
         expected = state.weights.double().clone()
