@@ -6,6 +6,7 @@ from ..task import Task
 from .brain import BrainAge, SexClassification
 from .images import ImageClassification
 from .morphometry import MorphometryAge, MorphometrySex
+from .text import TextClassification
 
 __all__ = ["TASKS"]
 
@@ -15,4 +16,5 @@ TASKS: dict[str, type[Task]] = {
     "morphometry_age": MorphometryAge,
     "morphometry_sex": MorphometrySex,
     "image_classification": ImageClassification,
+    "text_classification": TextClassification,
 }

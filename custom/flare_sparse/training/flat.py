@@ -26,6 +26,7 @@ class FlatModel:
         self.flat = nn.Parameter(torch.zeros(layout.trainable_size, device=self.device))
         self.flat.grad = torch.zeros_like(self.flat)
         named = dict(self.module.named_parameters())
+        self._parameters: list[tuple[nn.Parameter, slice]] = []
         self._buffers = dict(self.module.named_buffers())
         self._counts = {n: b.clone() for n, b in self._buffers.items() if b is not None and not b.is_floating_point()}
         base = frozen(self.module)
@@ -37,9 +38,10 @@ class FlatModel:
         for entry, start in zip(layout.entries, layout.offsets, strict=False):
             if entry.role == "buffer":
                 continue
-            parameter = named[entry.name]
-            parameter.data = self.flat.data[start : start + entry.size].view(entry.shape)
-            parameter.grad = self.flat.grad[start : start + entry.size].view(entry.shape)
+            parameter, place = named[entry.name], slice(start, start + entry.size)
+            parameter.data = self.flat.data[place].view(entry.shape)
+            parameter.grad = self.flat.grad[place].view(entry.shape)
+            self._parameters.append((parameter, place))
 
     @property
     def gradient(self) -> Tensor:
@@ -57,8 +59,16 @@ class FlatModel:
         for name, initial in self._counts.items():
             self._buffers[name].copy_(initial)
 
-    def training(self) -> None:
-        """The module in training mode; what holds frozen statistics stays in evaluation mode, so they do not drift."""
+    def training(self, free: Tensor | None = None) -> None:
+        """The module in training mode; what holds frozen statistics stays in evaluation mode, so they do not drift.
+
+        Args:
+            free: bool ``(trainable_size,)``: no gradient is computed for a tensor without an entry in it, which saves
+                its share of the work; None, or no entry at all: all gradients are.
+        """
+        every = free is None or not bool(free.any())
+        for parameter, place in self._parameters:
+            parameter.requires_grad_(every or bool(free[place].any()))  # type: ignore[index]
         self.module.train()
         for part in self._still:
             part.eval()
