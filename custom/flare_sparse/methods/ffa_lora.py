@@ -1,5 +1,7 @@
-"""FFA-LoRA (Sun et al. 2024, "Improving LoRA in privacy-preserving federated learning"): A stays as it was drawn, only
-B trains and is averaged, so the average of the products is the product of the averages. Every B leaves its site.
+"""FFA-LoRA (Sun et al. 2024): A stays as it was drawn, only B trains and is averaged.
+
+"Improving LoRA in Privacy-preserving Federated Learning", arXiv 2403.12313. The average of the products is then the
+product of the averages. Every site's B leaves it whole.
 """
 
 from __future__ import annotations

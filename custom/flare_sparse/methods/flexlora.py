@@ -1,6 +1,7 @@
-"""FlexLoRA (Bai et al. 2024, "Federated fine-tuning of large language models under heterogeneous tasks and client
-resources"): the server averages the products ``B_k A_k``, decomposes the average by SVD and gives each site the best
-approximation of the rank that it can afford. Every site's factors leave it whole.
+"""FlexLoRA (Bai et al. 2024): the server averages the products ``B_k A_k`` and decomposes the average by SVD.
+
+"Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources", arXiv 2402.11505. Each
+site gets the best approximation of the rank that it can afford. Every site's factors leave it whole.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""HetLoRA (Cho et al. 2024, "Heterogeneous LoRA for federated fine-tuning of on-device foundation models"): sites of
-different ranks, zero-padded, averaged by the size of their updates, truncated on the way down; a site whose last ranks
+"""HetLoRA (Cho et al. 2024): sites of different ranks, zero-padded, averaged by size, truncated on the way down.
+
+"Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", arXiv 2401.06432. A site whose last ranks
 shrink gives them up. Every site's factors leave it whole.
 
 The penalty that pushes a site's last ranks down is left out: LoRA-A2's comparison gives gamma = 0.99 and no strength.

@@ -1,6 +1,7 @@
-"""LoRA-A2 (Koo et al. 2025, ACL, "Towards Robust and Efficient Federated Low-Rank Adaptation with Heterogeneous
-Clients"), Algorithms 1 and 2: the two factors of every adapter train in turn, and a site trains and sends only the
-ranks that its trial epoch moved most. The server learns which ranks a site chose and how they changed.
+"""LoRA-A2 (Koo et al. 2025), Algorithms 1 and 2: adapters whose factors train in turn, only the ranks that matter sent.
+
+"Towards Robust and Efficient Federated Low-Rank Adaptation with Heterogeneous Clients", ACL 2025, arXiv 2410.22815. A
+site trains and sends the ranks that its trial epoch moved most; the server learns which those are and how they changed.
 """
 
 from __future__ import annotations

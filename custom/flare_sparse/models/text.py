@@ -96,5 +96,5 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError("text needs transformers; pip install 'flare-sparse[lora]'") from error
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     return transformers

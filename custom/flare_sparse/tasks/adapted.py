@@ -52,7 +52,8 @@ class AdaptableTask(Task, ABC):
     def model(self) -> nn.Module:
         """The network to train; without base and adapter, drawn from torch's global generator."""
         if self.config.adapter is not None:
-            return adapt(self.base(), self.config.adapter)
+            adapted: nn.Module = adapt(self.base(), self.config.adapter)
+            return adapted
         return self.network() if self.config.base is None else self.base()
 
     def save(self, model: nn.Module, folder: Path) -> None:
