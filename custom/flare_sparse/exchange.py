@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -67,6 +68,8 @@ class Request:
         trainable: the entries that may change; all others keep their value bit for bit.
         content: what an answer must be (or ``"nothing"``); known to the server only.
         expected: the very entries that an answer must carry; None: any. Known to the server only.
+        fits: says whether the selection of a site's answer may be one, where ``expected`` cannot. Known to the server
+            only.
         otherwise: sent instead of ``model`` to a site that does not hold what ``model`` lies over.
     """
 
@@ -77,6 +80,7 @@ class Request:
     content: Content = "weights"
     expected: Mask | None = None
     otherwise: Patch | None = None
+    fits: Callable[[str, Mask], bool] | None = None
 
 
 @dataclass(frozen=True)

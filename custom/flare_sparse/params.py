@@ -64,31 +64,36 @@ class Layout:
 
     Attributes:
         entries: the tensors, in order.
+        base: sha256 of the tensors that are part of the module but not of the layout (:func:`frozen`): every end
+            makes them itself, and ends whose base differs have different fingerprints. Empty: there are none.
         skeleton: the network without its numbers (on torch's ``meta`` device), for what needs to know how tensors
             connect; None where only the tensors are known. Two layouts are equal whatever their skeletons.
     """
 
     entries: tuple[Entry, ...]
+    base: str = ""
     skeleton: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
-        """Layout of a module.
+        """Layout of a module: all that is not its frozen base.
 
         Raises:
             ConfigError: a parameter is not float32.
         """
-        roles = _roles(module)
-        parameters = [Entry(n, tuple(p.shape), roles.get(n, "other")) for n, p in module.named_parameters()]
-        buffers = [
-            Entry(n, tuple(b.shape), "buffer")
-            for n, b in module.named_buffers()
-            if b is not None and b.is_floating_point()
-        ]
+        roles, base = _roles(module), frozen(module)
         for name, p in module.named_parameters():
             if p.dtype != torch.float32:
                 raise ConfigError(f"parameter {name!r} is {p.dtype}; expected torch.float32: call model.float()")
-        return cls(tuple(parameters + buffers), _skeleton(module))
+        parameters = [
+            Entry(n, tuple(p.shape), roles.get(n, "other")) for n, p in module.named_parameters() if n not in base
+        ]
+        buffers = [
+            Entry(n, tuple(b.shape), "buffer")
+            for n, b in module.named_buffers()
+            if b is not None and b.is_floating_point() and n not in base
+        ]
+        return cls(tuple(parameters + buffers), _digest(base), _skeleton(module))
 
     @cached_property
     def size(self) -> int:
@@ -102,8 +107,9 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits that differ for any other names, shapes, roles or order."""
-        text = json.dumps([[e.name, list(e.shape), e.role] for e in self.entries], separators=(",", ":"))
+        """32 hex digits that differ for any other names, shapes, roles, order or frozen base."""
+        listed: list[object] = [[e.name, list(e.shape), e.role] for e in self.entries]
+        text = json.dumps(listed + ([self.base] if self.base else []), separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @cached_property
@@ -138,6 +144,29 @@ def _skeleton(module: nn.Module) -> nn.Module:
     shapes: dict[int, Tensor] = {id(b): b.to("meta") for b in module.buffers()}
     shapes |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
     return copy.deepcopy(module, shapes)
+
+
+def frozen(module: nn.Module) -> dict[str, Tensor]:
+    """The base of an adapted network, by name: parameters that require no gradient, and with them the float buffers of
+    modules that own no other parameter. Empty for a network that trains as a whole.
+    """
+    base = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+    if not base:
+        return base
+    for prefix, part in module.named_modules():
+        if all(not p.requires_grad for p in part.parameters(recurse=False)):
+            base |= {n: b for n, b in part.named_buffers(prefix, recurse=False) if b.is_floating_point()}
+    return base
+
+
+def _digest(base: Mapping[str, Tensor]) -> str:
+    if not base:
+        return ""
+    total = hashlib.sha256()
+    for name, tensor in sorted(base.items()):
+        total.update(f"{name}{tuple(tensor.shape)}".encode())
+        total.update(tensor.cpu().contiguous().numpy().astype("<f4", copy=False).data)
+    return total.hexdigest()
 
 
 def _roles(module: nn.Module) -> dict[str, Role]:

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from .errors import DataError
+from .errors import ConfigError, DataError
 from .federation import Judgement, Outcome, RoundRecord
 from .mask import Mask
 from .params import Layout
@@ -128,6 +129,26 @@ def save_model(path: Path, layout: Layout, weights: Tensor) -> None:
         path,
         metadata={"layout": layout.fingerprint, "sha256": digest(weights)},
     )
+
+
+def load_model(path: Path, layout: Layout) -> Tensor:
+    """The vector ``(P,)`` in a file of :func:`save_model`.
+
+    Raises:
+        ConfigError: the file is missing, malformed, or of another model.
+    """
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            of = (file.metadata() or {}).get("layout")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"{path}: cannot be read as a model: {error}") from error
+    if of != layout.fingerprint:
+        raise ConfigError(
+            f"{path}: layout {of}, expected {layout.fingerprint}; the configuration, the package's version or the base "
+            "under the adapters is not that of the run"
+        )
+    return layout.flatten(tensors)
 
 
 def save_mask(path: Path, layout: Layout, mask: Mask) -> None:

@@ -142,6 +142,8 @@ class ServerDesk:
             raise RejectedMessage("E_KIND", "content", request.content, message.content, site)
         if request.expected is not None and message.content != "nothing" and message.patch.on != request.expected:
             raise RejectedMessage("E_MASK", "selection", request.expected, message.patch.on, site)
+        if request.fits is not None and message.content != "nothing" and not request.fits(site, message.patch.on):
+            raise RejectedMessage("E_MASK", "selection", "one that the method allows this site", message.patch.on, site)
         update = Update(message.patch, message.content, _examples(examples, site), _metrics(metrics, site), site)
         self.ledger.received(message, plan, site, len(data))
         self._acknowledge(site)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
@@ -129,6 +130,15 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         """Figures over all test examples; ``metric.name`` must be among them."""
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write a trained model into ``folder`` in the form that others open: here ``model.safetensors``, its state.
+
+        Integers (counters, tables of positions) are made with the network and left out.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {n: v.contiguous() for n, v in model.state_dict().items() if v.is_floating_point()}
+        safetensors.torch.save_file(state, folder / "model.safetensors")
 
     def evaluate(self, model: nn.Module, test: Dataset[Any], batch_size: int = 16) -> dict[str, float]:
         """``metrics`` over a data set, with the model in evaluation mode; empty for an empty data set."""

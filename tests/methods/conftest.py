@@ -12,7 +12,10 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.exchange import Patch
 from flare_sparse.federation import Outcome
-from flare_sparse.methods import METHODS
+from flare_sparse.methods import METHODS, Method
+from flare_sparse.methods.lora import LoRAMethod
+from flare_sparse.models.adapters import AdapterConfig, adapt
+from flare_sparse.models.base import drawn
 from flare_sparse.rehearsal import initial_weights, rehearse
 from flare_sparse.server import digest
 from flare_sparse.task import Examples, Metric, SiteData, Task
@@ -46,6 +49,16 @@ class Plain(Toy):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 1))
+
+
+class Adapted(Toy):
+    """Two adapted layers of one size over a base that is drawn once; the head trains."""
+
+    def model(self) -> nn.Module:
+        with drawn(0):
+            body = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Dropout(0.2))
+            network = nn.Sequential(body, nn.Linear(12, 1))
+        return adapt(network, AdapterConfig(rank=4, head="trained"))
 
 
 class Bench:
@@ -82,8 +95,15 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench(request: pytest.FixtureRequest) -> Bench:
+    """With adapters where a test is about a method, given by ``name``, that exchanges them."""
+    name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
+    return Bench(Adapted() if issubclass(METHODS.get(name, Method), LoRAMethod) else Toy())
+
+
+@pytest.fixture
+def adapted() -> Bench:
+    return Bench(Adapted())
 
 
 @pytest.fixture

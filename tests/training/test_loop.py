@@ -111,3 +111,39 @@ def test_a_loss_that_is_not_a_number_stops_training() -> None:
 
 def test_the_learning_rate_decays_by_round() -> None:
     assert TrainingConfig(lr=0.1, lr_decay=0.5).learning_rate(3) == pytest.approx(0.025)
+
+
+class Adapted(Normed):
+    """The body is frozen; a counter and a table of integers are part of it."""
+
+    def model(self) -> nn.Module:
+        body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+        body.requires_grad_(requires_grad=False)
+        body.register_buffer("places", torch.arange(3))
+        return nn.Sequential(body, nn.Linear(6, 1))
+
+
+def test_a_frozen_base_stays_as_it_is_statistics_and_integers_included() -> None:
+    task = Adapted()
+    module = task.model()
+    layout = Layout.of(module)
+    draw = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(16, 4, generator=draw), torch.zeros(16, 1))
+    here = Site("site-1", task, Examples(data, data), layout, 1)
+    before = {name: value.clone() for name, value in here._model.module.state_dict().items() if name.startswith("0.")}
+    start = torch.ones(layout.size)
+    trained = here.train(start, Mask.full(layout.size), TrainingConfig(lr=0.1), 1)
+    next(here.gradients(start, 4, 1, 1))
+    after = here._model.module.state_dict()
+    assert layout.size == 7
+    assert not torch.equal(trained, start)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_trial_stream_has_its_own_order_and_leaves_the_main_one() -> None:
+    here, start = site()
+    everything = Mask.full(start.numel())
+    config = TrainingConfig(lr=0.1, batch_size=2)
+    main, trial = here.train(start, everything, config, 1), here.train(start, everything, config, 1, stream="trial")
+    assert not torch.equal(main, trial)
+    assert torch.equal(main, here.train(start, everything, config, 1))

@@ -12,16 +12,18 @@ from .console import Commands
 from .console import out as console
 from .estimate import estimate
 from .export import export
+from .fetch_model import fetch_model
 from .methods import methods
 from .phantom import phantom
 from .rehearse import rehearse
 from .run import run
+from .save import save
 from .site import site
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
-for command in (run, rehearse, check, estimate, export, methods, phantom):
+for command in (run, rehearse, check, estimate, export, save, fetch_model, methods, phantom):
     app.command()(command)
 app.add_typer(site, name="site")
 

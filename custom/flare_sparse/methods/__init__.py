@@ -10,7 +10,11 @@ from .fawp import FAwP
 from .fedavg import FedAvg
 from .fedavg_ft import FedAvgFT
 from .fedsparsify import FedSparsify
+from .ffa_lora import FFALoRA
+from .flexlora import FlexLoRA
+from .hetlora import HetLoRA
 from .local_only import LocalOnly
+from .lora_a2 import LoRAA2
 from .method import Method, MethodConfig
 from .neurosfl import NeuroSFL
 from .scbf import SCBF
@@ -27,6 +31,10 @@ METHODS: dict[str, type[Method[Any]]] = {
     FAwP.name: FAwP,
     DSSGD.name: DSSGD,
     DisPFL.name: DisPFL,
+    LoRAA2.name: LoRAA2,
+    FFALoRA.name: FFALoRA,
+    FlexLoRA.name: FlexLoRA,
+    HetLoRA.name: HetLoRA,
     TopKEF.name: TopKEF,
     LocalOnly.name: LocalOnly,
 }

@@ -7,6 +7,7 @@ from .brain import BrainAge, SexClassification
 from .images import ImageClassification
 from .morphometry import MorphometryAge, MorphometrySex
 from .mortality import Mortality
+from .text import TextClassification
 
 __all__ = ["TASKS"]
 
@@ -17,4 +18,5 @@ TASKS: dict[str, type[Task]] = {
     "morphometry_sex": MorphometrySex,
     "image_classification": ImageClassification,
     "mortality": Mortality,
+    "text_classification": TextClassification,
 }

@@ -16,13 +16,14 @@ from ..data.volumes import Item, Volumes, preparation, read_voxels
 from ..models import ModelConfig
 from ..models.section import reading
 from ..models.settings import Volume
-from ..task import Cohort, Examples, SiteData, Task, TaskConfig
+from ..task import Cohort, Examples, SiteData
+from .adapted import AdaptableTask, AdaptationConfig
 from .age import AgeConfig, AgeTask
 from .classes import BinaryTask
 
 
-class BrainConfig(TaskConfig):
-    """How volumes become inputs."""
+class BrainConfig(AdaptationConfig):
+    """How volumes become inputs, and the network that reads them."""
 
     model: Annotated[ModelConfig, reading("volume")] = Field(
         ModelConfig(name="brain_age_cnn_3mm"), description="network, with its settings"
@@ -46,7 +47,7 @@ class BrainConfig(TaskConfig):
         return tuple(side // self.downsample for side in self.shape)
 
 
-class BrainTask(Task, ABC):
+class BrainTask(AdaptableTask, ABC):
     """Volumes (B, 1, depth, height, width) to one number; what it is, a subclass says."""
 
     config: BrainConfig
@@ -56,7 +57,7 @@ class BrainTask(Task, ABC):
     def target(subject: bids.Subject) -> float:
         """What is to be learned of a subject."""
 
-    def model(self) -> nn.Module:
+    def network(self) -> nn.Module:
         """The configured network with one output."""
         return self.config.model.build(volume=self.config.volume, outputs=1)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..params import Layout
+from ..params import Layout, frozen
 
 
 class FlatModel:
@@ -16,6 +16,8 @@ class FlatModel:
     Attributes:
         module: the network; its parameters are views of ``flat``.
         flat: parameter ``(layout.trainable_size,)`` that an optimiser steps.
+
+    Parameters and buffers that are not of the layout, a frozen base, stay as they are.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device | str = "cpu"):
@@ -24,13 +26,22 @@ class FlatModel:
         self.flat = nn.Parameter(torch.zeros(layout.trainable_size, device=self.device))
         self.flat.grad = torch.zeros_like(self.flat)
         named = dict(self.module.named_parameters())
+        self._parameters: list[tuple[nn.Parameter, slice]] = []
         self._buffers = dict(self.module.named_buffers())
+        self._counts = {n: b.clone() for n, b in self._buffers.items() if b is not None and not b.is_floating_point()}
+        base = frozen(self.module)
+        self._still = [
+            part
+            for prefix, part in self.module.named_modules()
+            if any(name in base for name, _ in part.named_buffers(prefix, recurse=False))
+        ]
         for entry, start in zip(layout.entries, layout.offsets, strict=False):
             if entry.role == "buffer":
                 continue
-            parameter = named[entry.name]
-            parameter.data = self.flat.data[start : start + entry.size].view(entry.shape)
-            parameter.grad = self.flat.grad[start : start + entry.size].view(entry.shape)
+            parameter, place = named[entry.name], slice(start, start + entry.size)
+            parameter.data = self.flat.data[place].view(entry.shape)
+            parameter.grad = self.flat.grad[place].view(entry.shape)
+            self._parameters.append((parameter, place))
 
     @property
     def gradient(self) -> Tensor:
@@ -40,14 +51,27 @@ class FlatModel:
 
     @torch.no_grad()
     def load(self, vector: Tensor) -> None:
-        """Set parameters and float buffers from a vector ``(P,)``; integer buffers restart at zero."""
+        """Set parameters and float buffers from a vector ``(P,)``; integer buffers restart as they were made."""
         self.flat.copy_(vector[: self.layout.trainable_size])
         for entry, start in zip(self.layout.entries, self.layout.offsets, strict=False):
             if entry.role == "buffer":
                 self._buffers[entry.name].copy_(vector[start : start + entry.size].view(entry.shape))
-        for buffer in self._buffers.values():
-            if buffer is not None and not buffer.is_floating_point():
-                buffer.zero_()
+        for name, initial in self._counts.items():
+            self._buffers[name].copy_(initial)
+
+    def training(self, free: Tensor | None = None) -> None:
+        """The module in training mode; what holds frozen statistics stays in evaluation mode, so they do not drift.
+
+        Args:
+            free: bool ``(trainable_size,)``: no gradient is computed for a tensor without an entry in it, which saves
+                its share of the work; None, or no entry at all: all gradients are.
+        """
+        every = free is None or not bool(free.any())
+        for parameter, place in self._parameters:
+            parameter.requires_grad_(every or bool(free[place].any()))  # type: ignore[index]
+        self.module.train()
+        for part in self._still:
+            part.eval()
 
     @torch.no_grad()
     def vector(self) -> Tensor:

@@ -53,8 +53,8 @@ def train(
         TrainingDiverged: the loss is NaN or infinite.
     """
     model.load(start)
-    model.module.train()
     size = model.layout.trainable_size
+    model.training(trainable.on[:size])
     origin = start[:size].to(model.device)
     free = trainable.on[:size].to(model.device)
     frozen = None if bool(free.all()) else ~free

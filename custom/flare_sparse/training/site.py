@@ -65,6 +65,7 @@ class Site:
         *,
         steps: int | None = None,
         pull: float = 0.0,
+        stream: str = "",
     ) -> Tensor:
         """Train from ``start`` ``(P,)`` in round ``t``; see :func:`flare_sparse.training.loop.train`.
 
@@ -75,9 +76,11 @@ class Site:
             t: round, 1-based; with the run's seed and the site's name it decides order and dropout.
             steps: number of minibatches; None: ``config.epochs`` passes.
             pull: proximal strength.
+            stream: names another order and dropout in the same round, for training that is only a trial.
         """
-        order = generator(self.seed, "order", self.name, t)
-        with seeded(derive(self.seed, "train", self.name, t)):
+        labels = (self.name, t, stream) if stream else (self.name, t)
+        order = generator(self.seed, "order", *labels)
+        with seeded(derive(self.seed, "train", *labels)):
             return train(
                 self._model,
                 self.task,
@@ -106,7 +109,7 @@ class Site:
         with seeded(derive(self.seed, "gradients", self.name, t)):
             for batch in self._batches(config, order, batches):
                 self._model.load(weights)
-                self._model.module.train()
+                self._model.training()
                 for part in self._model.module.modules():
                     if isinstance(part, nn.modules.dropout._DropoutNd):
                         part.eval()

@@ -201,8 +201,8 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
 def _belongs(header: Header, plan: Plan) -> None:
     """The message is of this run, model and question."""
     for code, field, expected, found in (
+        ("E_LAYOUT", "layout", bytes.fromhex(plan.layout.fingerprint), header.layout),  # a run's name depends on it
         ("E_RUN", "run", bytes.fromhex(plan.run), header.run),
-        ("E_LAYOUT", "layout", bytes.fromhex(plan.layout.fingerprint), header.layout),
         ("E_KIND", "kind", plan.kind, header.kind),
         ("E_ROUND", "round", plan.round, header.round),
         ("E_REPLAY", "sequence", plan.sequence, header.sequence),

@@ -1,0 +1,73 @@
+"""FFA-LoRA (Sun et al. 2024): A stays as it was drawn, only B trains and is averaged.
+
+"Improving LoRA in Privacy-preserving Federated Learning", arXiv 2403.12313. The average of the products is then the
+product of the averages. Every site's B leaves it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..aggregate import by_examples, weighted_sum
+from ..exchange import VALIDATE, Patch, Request, Update
+from ..mask import Mask
+from ..params import Layout
+from ..training import Site
+from .lora import LoRAConfig, LoRAMethod
+from .method import broadcast, sample
+
+
+@dataclass(frozen=True)
+class State:
+    round: int
+    weights: Tensor
+
+
+class FFALoRA(LoRAMethod[State]):
+    """FedAvg of B (and of what is neither factor); A travels once."""
+
+    name = "ffa_lora"
+    Config = LoRAConfig
+
+    def __init__(self, config: LoRAConfig, layout: Layout, seed: int = 0):
+        super().__init__(config, layout, seed)
+        self._travelling: Mask = ~self.slots.factors["A"]
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+        return State(1, weights)
+
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+        if state.round > self.config.rounds:
+            return None
+        asked = sample(sites, self.config.participation, self.seed, state.round)
+        return broadcast(asked, self._request("train", state))
+
+    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        return broadcast(sites, self._request(VALIDATE, state))
+
+    def _request(self, kind: str, state: State) -> Request:
+        everything = self.model(state)
+        changed = Patch.of(state.weights, self._travelling, over="held") if state.round > 1 else everything
+        return Request(
+            kind,
+            state.round,
+            changed,
+            self._travelling,
+            content="difference",
+            expected=self._travelling,
+            otherwise=everything,
+        )
+
+    def answer(self, request: Request, site: Site) -> Update:
+        trained = site.train(site.weights, request.trainable, self.config.training, request.round)
+        return Update(Patch.of(trained - site.weights, request.trainable), "difference", site.examples)
+
+    def learn(self, state: State, updates: Sequence[Update]) -> State:
+        moved = self._travelling.take(state.weights + weighted_sum(updates, by_examples))
+        return State(state.round + 1, self._travelling.put(moved, state.weights.clone()))
+
+    def model(self, state: State) -> Patch:
+        return Patch.of(state.weights, self.everything)

@@ -1,0 +1,125 @@
+"""HetLoRA (Cho et al. 2024): sites of different ranks, zero-padded, averaged by size, truncated on the way down.
+
+"Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", arXiv 2401.06432. A site whose last ranks
+shrink gives them up. Every site's factors leave it whole.
+
+The penalty that pushes a site's last ranks down is left out: LoRA-A2's comparison gives gamma = 0.99 and no strength.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ..aggregate import by_examples, weighted_sum
+from ..exchange import VALIDATE, Patch, Request, Update
+from ..mask import Mask
+from ..training import Site
+from .lora import LoRAMethod, RankedConfig
+from .method import sample
+
+
+class Config(RankedConfig):
+    decay: float = Field(0.99, gt=0, le=1, description="gamma: a site gives up its ranks beyond floor(gamma * r_k)")
+    sparsity_weighted: bool = Field(True, description="weigh a site by ||B_k A_k||; false: by its examples")
+
+
+@dataclass(frozen=True)
+class State:
+    """``ranks``: what each of ``owners``, the sites that have answered, has left."""
+
+    round: int
+    weights: Tensor
+    owners: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+class HetLoRA(LoRAMethod[State]):
+    """A site of rank r_k holds, trains and sends the first r_k slots of every module, perhaps fewer the next time."""
+
+    name = "hetlora"
+    Config = Config
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+        return State(1, weights, (), ())
+
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+        if state.round > self.config.rounds:
+            return None
+        return self._requests("train", state, sample(sites, self.config.participation, self.seed, state.round))
+
+    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        """Every site judges the model of its own rank."""
+        return self._requests(VALIDATE, state, sites)
+
+    def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        """Truncation: the first r_k slots; one question for each rank that is asked."""
+        left = dict(zip(state.owners, state.ranks, strict=True))
+        ranks = {name: left.get(name, self._initial(name)) for name in sites}
+        asked = {}
+        for rank in set(ranks.values()):
+            on = self._held(rank)
+            fits = partial(_among, (on, self._held(self.pruned(rank))))
+            asked[rank] = Request(kind, state.round, Patch.of(state.weights, on), on, fits=fits)
+        return {name: asked[rank] for name, rank in ranks.items()}
+
+    def _initial(self, site: str) -> int:
+        rank: int = self.config.rank_of(site)
+        return min(rank, self.slots.rank)
+
+    def _held(self, rank: int) -> Mask:
+        return self.slots.first(rank) | self.slots.rest
+
+    def pruned(self, rank: int) -> int:
+        """The rank that is left when a site gives up its last ones."""
+        return max(int(self.config.decay * rank), 1)
+
+    def answer(self, request: Request, site: Site) -> Update:
+        start = site.weights
+        trained = site.train(start, request.trainable, self.config.training, request.round)
+        fewer = self._held(self.pruned(self._rank(request.trainable)))
+        tail = request.trainable - fewer
+        shrunk = self._size(trained, tail) < self._size(start, tail)
+        return Update(Patch.of(trained, fewer if shrunk else request.trainable), "weights", site.examples)
+
+    def _rank(self, on: Mask) -> int:
+        """r_k of a truncated model: the slots that a module has of it."""
+        found = self.slots.chosen(on & self.slots.factors["A"], "A")
+        return 0 if found is None else int(found.sum()) // self.slots.modules
+
+    def _size(self, vector: Tensor, on: Mask) -> float:
+        """``||B|| * ||A||`` of some slots, over all modules."""
+        a, b = (on.on & self.slots.factors["A"].on, on.on & self.slots.factors["B"].on)
+        return float(torch.linalg.vector_norm(vector[a]) * torch.linalg.vector_norm(vector[b]))
+
+    def learn(self, state: State, updates: Sequence[Update]) -> State:
+        weights = weighted_sum(updates, self._by_size if self.config.sparsity_weighted else by_examples)
+        ranks = dict(zip(state.owners, state.ranks, strict=True))
+        ranks |= {update.site: self._rank(update.patch.on) for update in updates}
+        return State(state.round + 1, weights, tuple(sorted(ranks)), tuple(ranks[name] for name in sorted(ranks)))
+
+    def _by_size(self, updates: Sequence[Update]) -> list[float]:
+        """``||B_k A_k||_F`` over their sum; by examples while all are zero."""
+        sizes = [self._product_norm(update.patch.vector()) for update in updates]
+        return [size / sum(sizes) for size in sizes] if sum(sizes) > 0 else by_examples(updates)
+
+    def _product_norm(self, vector: Tensor) -> float:
+        """Frobenius norm over all modules; ``||B A||^2 = sum((B^T B) * (A A^T))``, so no product is formed."""
+        total = 0.0
+        for adapter in self.slots.adapters:
+            a, b = adapter.matrix(vector, "A").double(), adapter.matrix(vector, "B").double()
+            total += float(((b.T @ b) * (a @ a.T)).sum())
+        return math.sqrt(max(total, 0.0))
+
+    def model(self, state: State) -> Patch:
+        return Patch.of(state.weights, self.everything)
+
+
+def _among(allowed: Sequence[Mask], _site: str, on: Mask) -> bool:
+    return on in allowed

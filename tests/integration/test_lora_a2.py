@@ -1,0 +1,159 @@
+"""LoRA-A2 in a real FLARE job: sites of budgets 2, 4, 8 and 16 adapt an encoder; the ledger counts by the formula."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, BertConfig, BertModel
+from typer.testing import CliRunner
+
+from flare_sparse.assemble import assemble
+from flare_sparse.cli import app
+from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.run import run_in_simulator
+from flare_sparse.config import load_config
+from flare_sparse.errors import RejectedMessage
+from flare_sparse.exchange import Request, Update
+from flare_sparse.methods.lora_a2 import LoRAA2
+from flare_sparse.models.base import drawn
+from flare_sparse.records import load_model
+from flare_sparse.rehearsal import DrySite
+from flare_sparse.scores.ranks import Slots
+from flare_sparse.server import ServerDesk
+from flare_sparse.site import SiteDesk
+from flare_sparse.tasks.adapted import AdaptableTask
+from flare_sparse.training import Site
+from flare_sparse.wire.ledger import Ledger
+
+BUDGETS = {"site-1": 2, "site-2": 4, "site-3": 8, "site-4": 16}
+WORDS = ("card", "cash", "rate", "loan")
+
+
+@pytest.fixture
+def configuration(tmp_path: Path, models_folder: Path) -> Path:
+    """Four classes of texts at four sites, and a small encoder with the tokenizer of the large one."""
+    with drawn(0):
+        sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+        BertModel(BertConfig(vocab_size=30522, **sizes)).save_pretrained(str(models_folder / "small"))
+    AutoTokenizer.from_pretrained(str(models_folder / "all-MiniLM-L6-v2")).save_pretrained(str(models_folder / "small"))
+    rows = [f"{i % 4},my {WORDS[i % 4]} number {i}" for i in range(80)]
+    (tmp_path / "texts.csv").write_text("\n".join(["label,text", *rows]) + "\n")
+    content = {
+        "name": "lora_a2_small",
+        "seed": 3,
+        "method": {
+            "name": "lora_a2",
+            "ranks": BUDGETS,
+            "rounds": 4,
+            "training": {"epochs": 1, "optimizer": "adamw", "lr": 0.005, "weight_decay": 0.01, "batch_size": 8},
+        },
+        "task": {
+            "name": "text_classification",
+            "base": "small",
+            "classes": 4,
+            "max_length": 12,
+            "adapter": {"rank": 16},
+        },
+        "federation": {"min_sites": 4, "task_timeout_s": 120},
+        "simulator": {"sites": 4, "data": {"path": "texts.csv", "partition": {"kind": "iid"}}},
+    }
+    file = tmp_path / "lora_a2_small.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], int]:
+    """Per round and site: the sum over the slots chosen in this process of d1 (B round) or d2 (A round)."""
+    sums: dict[tuple[int, str], int] = {}
+    answer = LoRAA2.answer
+
+    def recorded(self: LoRAA2, request: Request, site: Site) -> Update:
+        update, active = answer(self, request, site), self.active(request.round)
+        slots = self.slots.chosen(update.patch.on, active)
+        assert slots is not None
+        assert int(slots.sum()) == BUDGETS[site.name] * self.slots.modules
+        sums[request.round, site.name] = int(self.slots.widths(active)[slots].sum())
+        return update
+
+    monkeypatch.setattr(LoRAA2, "answer", recorded)
+    return sums
+
+
+def test_03_10_budgets_of_2_4_8_16_in_flare_and_the_ledger_is_the_formula(
+    configuration: Path, tmp_path: Path, chosen: dict[tuple[int, str], int]
+) -> None:
+    """The rehearsal, whose choices are looked at, ends with FLARE's bits; so FLARE's ledger must have their sums."""
+    config = load_config(configuration)
+    flare = run_in_simulator(config, configuration, tmp_path / "flare", Console(quiet=True))
+    assert chosen == {}
+    rehearsal = rehearse_config(config, configuration, tmp_path / "rehearsal")
+    assert flare["model_sha256"] == rehearsal["model_sha256"]
+    lines = [line for line in jsonl(tmp_path / "flare" / "ledger.jsonl") if line["kind"] == "train"]
+    up = {(line["round"], line["site"]): line["scalars_sent"] for line in lines if line["direction"] == "up"}
+    assert up == chosen
+    assert len(up) == 4 * 4
+    slots = Slots(assemble(config).layout)
+    assert {t: up[t, "site-4"] for t in (1, 2)} == {1: slots.factors["B"].count, 2: slots.factors["A"].count}
+    down = {(line["round"], line["site"]): line["scalars_sent"] for line in lines if line["direction"] == "down"}
+    assert {t: down[t, "site-1"] for t in range(1, 5)} == {
+        1: slots.layout.size,
+        2: slots.factors["B"].count,
+        3: slots.factors["A"].count,
+        4: slots.factors["B"].count,
+    }
+
+
+def test_01_a_run_moves_adapters_only_and_its_model_opens_with_peft(configuration: Path, tmp_path: Path) -> None:
+    config = load_config(configuration)
+    rehearse_config(config, configuration, tmp_path / "run")
+    result = CliRunner().invoke(app, ["save", str(tmp_path / "run"), "--to", str(tmp_path / "adapter")])
+    assert result.exit_code == 0, result.output
+    assembly = assemble(config)
+    weights = load_model(tmp_path / "run" / "model.safetensors", assembly.layout)
+    model = assembly.task.model().eval()
+    model.load_state_dict(assembly.layout.unflatten(weights), strict=False)
+    assert isinstance(assembly.task, AdaptableTask)
+    opened = PeftModel.from_pretrained(assembly.task.base(), str(tmp_path / "adapter")).eval()
+    batch = [torch.tensor([[101, 2026, 4003, 102]]), torch.ones(1, 4, dtype=torch.int64)]
+    with torch.no_grad():
+        assert torch.equal(opened(*batch), model(*batch))
+        assert not torch.allclose(opened(*batch), assembly.task.base().eval()(*batch), atol=1e-4)
+
+
+def test_an_end_with_another_base_is_told_so(configuration: Path, models_folder: Path) -> None:
+    """The adapters have the same names and shapes; the weights under them differ in one number."""
+    config = load_config(configuration)
+    server = assemble(config)
+    file = models_folder / "small" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["encoder.layer.0.attention.self.query.weight"][0, 0] += 1e-4
+    save_file(tensors, file, metadata={"format": "pt"})
+    site = assemble(config)
+    assert [e.name for e in site.layout.entries] == [e.name for e in server.layout.entries]
+    question = ServerDesk(server.layout, server.run, "float32", Ledger()).ask(
+        server.method.ask(server.method.init(server.weights, ["site-1"]), ["site-1"]) or {}
+    )
+    desk = SiteDesk(DrySite("site-1", site.layout), site.method, site.run, "float32")
+    with pytest.raises(RejectedMessage, match="E_LAYOUT"):
+        desk.receive(question.messages["site-1"])
+
+
+def test_a_run_whose_base_is_gone_is_not_saved(configuration: Path, tmp_path: Path, models_folder: Path) -> None:
+    rehearse_config(load_config(configuration), configuration, tmp_path / "run")
+    (models_folder / "small").rename(models_folder / "gone")
+    result = CliRunner().invoke(app, ["save", str(tmp_path / "run")])
+    assert result.exit_code == 2
+    assert "no folder 'small'" in result.output

@@ -1,0 +1,64 @@
+"""LoRA-A2 on the 3D convolutions of a brain net whose sides differ in size (ALGORITHMS 3.7), through the wire."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from flare_sparse.methods.lora_a2 import LoRAA2
+from flare_sparse.rehearsal import initial_weights, rehearse
+from flare_sparse.task import Examples
+from flare_sparse.tasks import TASKS
+from flare_sparse.training import Site
+
+TRAINING = {"epochs": 1, "batch_size": 4, "optimizer": "adamw", "lr": 0.003, "weight_decay": 0.05}
+
+
+def brains(seed: int) -> Examples:
+    draw = torch.Generator().manual_seed(seed)
+    ages = 20 + 60 * torch.rand(10, 1, generator=draw)
+    volumes = torch.randn(10, 1, 16, 16, 16, generator=draw) * ages.view(-1, 1, 1, 1, 1) / 50
+    return Examples(TensorDataset(volumes[:8], ages[:8]), TensorDataset(volumes[8:], ages[8:]))
+
+
+@pytest.mark.parametrize("budget", ["slots", "scalars"])
+def test_01_03_10_base_and_unchosen_slots_stay_and_the_ledger_is_the_sum_of_the_chosen(budget: str) -> None:
+    settings = {"shape": (16, 16, 16), "downsample": 1, "adapter": {"rank": 8, "head": "trained"}}
+    task = TASKS["brain_age"](settings)
+    layout, weights = initial_weights(task, 1)
+    sites = {f"site-{i}": Site(f"site-{i}", task, brains(i), layout, 1) for i in (1, 2)}
+    base = {n: p.clone() for n, p in sites["site-1"]._model.module.named_parameters() if "lora" not in n}
+    config = {"rounds": 2, "rank": 2, "budget": budget, "training": TRAINING}
+    method = LoRAA2(LoRAA2.Config.model_validate(config), layout, 1)
+    outcome, ledger = rehearse(method, weights, sites, task.metric)
+    slots = method.slots
+    assert slots.modules == 6
+    assert [a.width("A") for a in slots.adapters] == [27, 16 * 27, 32 * 27, 64 * 27, 64 * 27, 64]
+    assert [a.width("B") for a in slots.adapters] == [16, 32, 64, 64, 64, 32]
+    after = dict(sites["site-1"]._model.module.named_parameters())
+    assert all(torch.equal(value, after[name]) for name, value in base.items() if "modules_to_save" not in name)
+    up = {(line.round, line.site): line.scalars_sent for line in ledger.lines if line.direction == "up"}
+    again = {name: Site(name, task, brains(int(name[-1])), layout, 1) for name in sites}
+    state = method.init(weights, [])
+    for t in (1, 2):
+        active = method.active(t)
+        requests = method.ask(state, sorted(again)) or {}
+        updates = []
+        for name, site in again.items():
+            site.weights = state.weights.clone()
+            update = method.answer(requests[name], site)
+            chosen = slots.chosen(update.patch.on, active)
+            assert chosen is not None
+            widths = slots.widths(active)
+            assert up[t, name] == int(widths[chosen].sum()) + slots.rest.count
+            if budget == "scalars":
+                assert int(widths[chosen].sum()) <= 2 * int(widths.sum()) // 8
+            else:
+                assert int(chosen.sum()) == 2 * 6
+            updates.append(type(update)(update.patch, update.content, update.examples, site=name))
+        moved = torch.stack([u.patch.on.on for u in updates]).any(0)
+        following = method.learn(state, updates)
+        assert torch.equal(following.weights[~moved], state.weights[~moved])
+        state = following
+    assert torch.equal(outcome.weights, state.weights)

@@ -1,0 +1,42 @@
+"""Layouts: what of a network is exchanged, and what is its frozen base."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from flare_sparse.params import Layout, frozen
+
+
+def net(scale: float = 1.0) -> nn.Sequential:
+    """A frozen body with running statistics under a head that trains."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+        head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))
+    body.requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        body[0].weight.mul_(scale)
+    return nn.Sequential(body, head)
+
+
+def test_a_network_that_trains_as_a_whole_has_no_base() -> None:
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    assert frozen(module) == {}
+    assert Layout.of(module) == Layout(Layout.of(module).entries)
+    assert len(Layout.of(module).entries) == 6
+
+
+def test_only_what_is_not_frozen_is_in_the_layout_statistics_included() -> None:
+    names = [entry.name for entry in Layout.of(net()).entries]
+    assert names == ["1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias", "1.0.running_mean", "1.0.running_var"]
+    assert {"0.0.weight", "0.1.running_mean", "0.1.running_var"} <= frozen(net()).keys()
+
+
+def test_the_same_tensors_over_another_base_are_another_layout() -> None:
+    ours, same, other = (Layout.of(net(scale)) for scale in (1.0, 1.0, 1.0000001))
+    assert ours.fingerprint == same.fingerprint != other.fingerprint
+    assert ours.entries == other.entries
+    shifted = net()
+    shifted[0][1].running_mean[0] += 1  # statistics are part of the base
+    assert Layout.of(shifted).fingerprint != ours.fingerprint
