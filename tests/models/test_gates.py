@@ -128,9 +128,10 @@ def test_skipping_with_gates_that_differ_within_the_batch() -> None:
     _, wrapped, x = network("image_cnn")
     with torch.no_grad():
         disagree(wrapped, 0)
+        x = torch.randn(16, 3, 16, 16)
         with observe_gates(wrapped) as seen:
             skipped = wrapped(x)
-        single = torch.cat([wrapped(x[i : i + 1]) for i in range(3)])
+        single = torch.cat([wrapped(x[i : i + 1]) for i in range(16)])
     observed = [q for layer in seen.values() for q in layer]
     assert any(len(q.unique(dim=0)) > 1 for q in observed)
     assert not any(q[:, 0].any() for q in observed)

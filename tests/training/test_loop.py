@@ -111,3 +111,42 @@ def test_a_loss_that_is_not_a_number_stops_training() -> None:
 
 def test_the_learning_rate_decays_by_round() -> None:
     assert TrainingConfig(lr=0.1, lr_decay=0.5).learning_rate(3) == pytest.approx(0.025)
+
+
+class Noisy(Normed):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 1))
+
+
+def test_no_gradient_is_computed_for_a_tensor_that_may_not_change() -> None:
+    local, start = site()
+    first = local.layout.where(lambda entry: entry.name == "0.weight")
+    named = dict(local._model.module.named_parameters())
+    with local._model.frozen(first):
+        assert [name for name, p in named.items() if p.requires_grad] == ["0.weight"]
+    assert all(p.requires_grad for p in named.values())
+    trained = local.train(start, Mask(first), TrainingConfig(optimizer="sgd", lr=0.1), 1)
+    assert torch.equal(trained != start, first)
+
+
+def test_a_loss_without_a_part_that_may_change_changes_nothing() -> None:
+    local, start = site()
+    nothing = local.train(start, Mask.none(start.numel()), TrainingConfig(optimizer="adamw", weight_decay=0.1), 1)
+    assert torch.equal(nothing, start)
+
+
+def test_a_step_without_dropout() -> None:
+    task = Noisy()
+    module = task.model()
+    layout = Layout.of(module)
+    x = torch.randn(8, 4)
+    local = Site("site-1", task, Examples(TensorDataset(x, x), TensorDataset(x, x)), layout, 1)
+    start = layout.flatten(dict(module.named_parameters()))
+    config = TrainingConfig(optimizer="sgd", lr=0.1, batch_size=8)
+    everything = Mask.full(layout.size)
+    module.eval()
+    task.loss(module, (x, x)).backward()
+    gradient = layout.flatten({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
+    quiet = local.train(start, everything, config, 1, steps=1, dropout=False)
+    assert torch.allclose(quiet, start - 0.1 * gradient, atol=1e-6)
+    assert not torch.allclose(local.train(start, everything, config, 1, steps=1), quiet, atol=1e-4)

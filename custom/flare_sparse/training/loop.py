@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import FlareSparseError
 from ..mask import Mask
@@ -30,6 +30,7 @@ def train(
     *,
     pull: float = 0.0,
     clip_norm: float | None = None,
+    dropout: bool = True,
 ) -> Tensor:
     """Train from ``start`` on ``batches``.
 
@@ -45,6 +46,7 @@ def train(
         optimizer: new, made for ``model.flat``.
         pull: strength of a proximal term ``pull / 2 * ||w - start||^2``.
         clip_norm: largest L2 norm of the masked gradient.
+        dropout: False: dropout and its like are off.
 
     Returns:
         ``(P,)`` trained weights.
@@ -54,6 +56,8 @@ def train(
     """
     model.load(start)
     model.module.train()
+    if not dropout:
+        without_dropout(model.module)
     size = model.layout.trainable_size
     origin = start[:size].to(model.device)
     free = trainable.on[:size].to(model.device)
@@ -77,3 +81,10 @@ def train(
     buffers = trainable.on[size:]
     trained[size:] = torch.where(buffers, trained[size:], start[size:])
     return trained
+
+
+def without_dropout(module: nn.Module) -> None:
+    """Dropout of any kind stands still; everything else goes on training."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.eval()

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..mask import Mask
 from ..params import Layout
 from ..task import Examples, Task, minibatches
 from .flat import FlatModel
+from .gating import channel_sparsity, observe_gates
 from .local import TrainingConfig
-from .loop import train
+from .loop import train, without_dropout
 from .seeds import derive, generator, seeded
 
 
@@ -49,6 +50,7 @@ class Site:
         *,
         steps: int | None = None,
         pull: float = 0.0,
+        dropout: bool = True,
     ) -> Tensor:
         """Train from ``start`` ``(P,)`` in round ``t``; see :func:`flare_sparse.training.loop.train`.
 
@@ -59,9 +61,10 @@ class Site:
             t: round, 1-based; with the run's seed and the site's name it decides order and dropout.
             steps: number of minibatches; None: ``config.epochs`` passes.
             pull: proximal strength.
+            dropout: False: dropout and its like are off.
         """
         order = generator(self.seed, "order", self.name, t)
-        with seeded(derive(self.seed, "train", self.name, t)):
+        with seeded(derive(self.seed, "train", self.name, t)), self._model.frozen(trainable.on):
             return train(
                 self._model,
                 self.task,
@@ -71,6 +74,7 @@ class Site:
                 config.build(self._model.flat, t),
                 pull=pull,
                 clip_norm=config.clip_norm,
+                dropout=dropout,
             )
 
     def gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
@@ -91,21 +95,25 @@ class Site:
             for batch in self._batches(config, order, batches):
                 self._model.load(weights)
                 self._model.module.train()
-                for part in self._model.module.modules():
-                    if isinstance(part, nn.modules.dropout._DropoutNd):
-                        part.eval()
+                without_dropout(self._model.module)
                 self._model.backward(self.task.loss(self._model.module, self._model.to_device(batch)))
                 gradient = torch.zeros(self.layout.size)
                 gradient[: self.layout.trainable_size] = self._model.gradient.cpu()
                 yield gradient
 
     def judge(self, weights: Tensor) -> dict[str, float]:
-        """The task's metrics of ``weights`` on the site's test examples, with ``test_examples``; empty without any."""
+        """The task's metrics of ``weights`` on the site's test examples, with ``test_examples``; empty without any.
+
+        Of a network with channel gates also ``channel_sparsity``, the share of gates that are closed.
+        """
         if not self._examples.n_test:
             return {}
         self._model.load(weights)
-        figures = self.task.evaluate(self._model.module, self._examples.test)
-        return {**figures, "test_examples": float(self._examples.n_test)}
+        with observe_gates(self._model.module) as seen:
+            figures = self.task.evaluate(self._model.module, self._examples.test)
+        closed = channel_sparsity(seen)
+        gates = {} if closed is None else {"channel_sparsity": closed}
+        return {**figures, **gates, "test_examples": float(self._examples.n_test)}
 
     def _batches(self, config: TrainingConfig, order: torch.Generator, steps: int | None) -> Iterator[Any]:
         taken = 0
