@@ -36,6 +36,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
@@ -101,6 +102,20 @@ class Method(ABC, Generic[S]):
         """The last question: how good is the result at each site?"""
         model = self.model(state)
         return broadcast(sites, Request(VALIDATE, self.config.rounds + 1, model, model.on))
+
+    def adapt(self, site: Site, trainable: Mask) -> Tensor:
+        """The model ``(P,)`` that a site, also a new one, makes for itself of the global one, ``site.weights``.
+
+        Args:
+            site: trains on its own examples.
+            trainable: the live entries of the global model.
+
+        Raises:
+            ConfigError: the method has no such step.
+        """
+        raise ConfigError(
+            f"method {self.name!r} does not adapt its model at a site; train with one that does, such as metagater"
+        )
 
     def paper_scalars(self, sites: int) -> int | None:
         """Scalars that travel in a whole run as the paper counts them; None when it gives no rule of its own."""
