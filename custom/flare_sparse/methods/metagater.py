@@ -7,7 +7,7 @@ learns every site's difference; of a target site it learns metrics only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -25,6 +25,8 @@ from ..training import Site
 from .adaptation import AdaptationConfig, ask_to_adapt, one_step, report
 from .gating import Gates
 from .method import Method, broadcast
+
+Prox = Callable[[Tensor, float], Tensor]
 
 
 class Config(AdaptationConfig):
@@ -75,6 +77,20 @@ def predict(w: Tensor, ag: Tensor, alpha: float) -> Tensor:
     return w if alpha == 1 else alpha * w + (1 - alpha) * ag
 
 
+def advance(w: Tensor, pr: Tensor, g: Tensor, steps: Steps, prox: Prox, *, scale: bool) -> tuple[Tensor, Tensor]:
+    """w_t and w_t^ag (lines 10 to 13): proximal steps along ``g`` from w_{t-1}, of length eta_t, and from w_t^pr, beta_t.
+
+    Args:
+        w: ``(P,)`` w_{t-1}.
+        pr: ``(P,)`` w_t^pr.
+        g: ``(P,)`` gradient of the sites' envelopes.
+        steps: of this round.
+        prox: of ``step * H`` for a given step.
+        scale: False: both shrink with beta_t.
+    """
+    return prox(w - steps.eta * g, steps.eta if scale else steps.beta), prox(pr - steps.beta * g, steps.beta)
+
+
 class MetaGater(Method[State]):
     """Sites solve a proximal problem in a few steps; the server takes accelerated proximal steps on their answers."""
 
@@ -110,9 +126,8 @@ class MetaGater(Method[State]):
         steps, pr = self.config.steps(state.round), self._pr(state)
         change = weighted_sum(updates, uniform)
         g = -self.config.proximity * change
-        w = self.prox(state.w - steps.eta * g, steps.eta if self.config.scale_prox else steps.beta)
-        ag = self.prox(pr - steps.beta * g, steps.beta)
-        w, ag = (torch.where(self._buffers.on, pr + change, x) for x in (w, ag))
+        moved = advance(state.w, pr, g, steps, self.prox, scale=self.config.scale_prox)
+        w, ag = (torch.where(self._buffers.on, pr + change, x) for x in moved)
         return State(state.round + 1, ag if self.config.restarts(state.round) else w, ag, pr)
 
     def prox(self, v: Tensor, step: float) -> Tensor:

@@ -69,10 +69,12 @@ class PerFedAvg(Method[State]):
         if self.config.variant == "first_order":
             return v
         up, down = (self._gradient(site, weights + sign * delta * v, stream + 2) for sign in (1, -1))
-        return v - (up - down) * (alpha / (2 * delta))
+        curvature: Tensor = (up - down) / (2 * delta)
+        return v.sub(curvature, alpha=alpha)
 
     def _gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
-        return next(iter(site.gradients(weights, self.config.training.batch_size, 1, stream)))
+        gradient: Tensor = next(iter(site.gradients(weights, self.config.training.batch_size, 1, stream)))
+        return gradient
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         return State(state.round + 1, weighted_sum(updates, uniform))
