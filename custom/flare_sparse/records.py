@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from .errors import ConfigError
 from .federation import Judgement, Outcome, RoundRecord
 from .mask import Mask
 from .params import Layout
@@ -134,6 +136,39 @@ def save_mask(path: Path, layout: Layout, mask: Mask) -> None:
         path,
         metadata={"layout": layout.fingerprint, "fingerprint": mask.fingerprint},
     )
+
+
+def load_model(path: Path, layout: Layout) -> Tensor:
+    """The vector ``(P,)`` in a file of :func:`save_model`.
+
+    Raises:
+        ConfigError: there is no such file, it is not one of ours, or it is of another network.
+    """
+    return layout.flatten(_load(path, layout, torch.float32))
+
+
+def load_mask(path: Path, layout: Layout) -> Mask:
+    """The mask in a file of :func:`save_mask`.
+
+    Raises:
+        ConfigError: as :func:`load_model`.
+    """
+    return Mask(layout.flatten(_load(path, layout, torch.bool)))
+
+
+def _load(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            said = (file.metadata() or {}).get("layout")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"{path}: cannot be read as a model of a run: {error}") from error
+    shapes = {entry.name: entry.shape for entry in layout.entries}
+    if said != layout.fingerprint or {n: tuple(t.shape) for n, t in tensors.items()} != shapes:
+        raise ConfigError(f"{path}: holds another network than the configuration beside it describes")
+    if any(tensor.dtype != dtype for tensor in tensors.values()):
+        raise ConfigError(f"{path}: expected tensors of {dtype}")
+    return tensors
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

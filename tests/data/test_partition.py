@@ -30,10 +30,11 @@ def complete(partition: Partition, cohort: Cohort) -> bool:
     return sorted(i for ids in partition.values() for i in ids) == sorted(cohort.ids)
 
 
+COMPLETE = set(PARTITIONERS) - {"few_classes"}  # which leaves out what no site takes
 LABELS = st.lists(st.integers(0, 3), min_size=40, max_size=120)
 
 
-@given(labels=LABELS, kind=st.sampled_from(sorted(PARTITIONERS)), sites=st.integers(1, 8), seed=st.integers(0, 99))
+@given(labels=LABELS, kind=st.sampled_from(sorted(COMPLETE)), sites=st.integers(1, 8), seed=st.integers(0, 99))
 def test_disjoint_complete_and_reproducible(labels: list[int], kind: str, sites: int, seed: int) -> None:
     cohort = examples(labels)
     chosen = {} if kind == "age" else {"seed": seed}

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .adapt import adapt
 from .check import check
 from .console import Commands
 from .console import out as console
@@ -20,7 +21,7 @@ from .run import run
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
-for command in (run, rehearse, check, estimate, export, methods, phantom):
+for command in (run, rehearse, check, estimate, export, methods, phantom, adapt):
     app.command()(command)
 
 
