@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, TensorDataset
 
 from flare_sparse.data.partition import few_classes, natural
 from flare_sparse.methods import METHODS
@@ -32,6 +32,7 @@ from flare_sparse.tasks import TASKS
 from flare_sparse.training import Site
 
 EMPTY = TensorDataset(torch.zeros(0))
+EXTRA_TESTS = 200
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,30 @@ def build_task(setting: Setting, *, gated: bool) -> Task:
 
 
 def cifar_sites(setting: Setting, task: Task, data: Path, seed: int) -> tuple[dict[str, Examples], list[str]]:
-    """Training sites without test examples, targets with; two classes a site."""
+    """Sites of two classes. Those that train have no test examples; a target has, beside its own 20 %, up to
+    ``EXTRA_TESTS`` images of its classes that no site holds: a target of 30 examples alone would say little.
+    """
     path, counts = data / "cifar10" / "cifar10_jpeg.npz", dict(setting.sites)
     targets = counts.pop("targets")
-    parts = few_classes(task.cohort(path), counts.pop("sites") + targets, **counts, seed=seed)
+    cohort = task.cohort(path)
+    parts = few_classes(cohort, counts.pop("sites") + targets, **counts, seed=seed)
     chosen = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()[:targets]
     held_out = sorted(sorted(parts)[i] for i in chosen)
-    examples = {name: task.load(SiteData(name, path, ids), seed) for name, ids in parts.items()}
-    return {n: e if n in held_out else Examples(e.train, EMPTY) for n, e in examples.items()}, held_out
+    label = dict(zip(cohort.ids, cohort.columns["label"].tolist(), strict=True))
+    taken = {name for ids in parts.values() for name in ids}
+    examples = {}
+    for name, ids in parts.items():
+        own = task.load(SiteData(name, path, ids), seed)
+        if name not in held_out:
+            examples[name] = Examples(own.train, EMPTY)
+            continue
+        classes = {label[i] for i in ids}
+        free = [i for i in cohort.ids if label[i] in classes and i not in taken]
+        picked = torch.randperm(len(free), generator=torch.Generator().manual_seed(seed)).tolist()[:EXTRA_TESTS]
+        more = task.load(SiteData(name, path, tuple(free[i] for i in picked)), seed) if picked else None
+        tests = [own.test, *([more.train, more.test] if more else [])]
+        examples[name] = Examples(own.train, ConcatDataset(tests))
+    return examples, held_out
 
 
 def run(setting: Setting, label: str, arm: Arm, data: Path, rounds: int, seed: int) -> dict[str, Any]:
