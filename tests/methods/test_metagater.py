@@ -282,7 +282,7 @@ def test_10_stage_one_keeps_the_backbone_and_stage_two_the_gates_bit_for_bit(gat
     method, site = gated.method(adapt_lr=0.5), gated.site("site-1")
     phi, theta = method._gates.phi, ~method._gates.phi
     site.weights = gated.weights
-    first = one_step(site, gated.weights, phi, method.config)
+    first = one_step(site, gated.weights, [phi], method.config)
     assert torch.equal(first[theta.on], gated.weights[theta.on])
     assert not torch.equal(first[phi.on], gated.weights[phi.on])
     adapted = method.adapt(site, method.everything)

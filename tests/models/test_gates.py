@@ -11,8 +11,9 @@ from torch import nn
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.models import ModelConfig, build
+from flare_sparse.models.channels import run_channels
 from flare_sparse.models.compact import compact
-from flare_sparse.models.gates import ChannelGate, GateConfig, Gated, gated, run_channels, straight_through
+from flare_sparse.models.gates import ChannelGate, GateConfig, Gated, gated, straight_through
 from flare_sparse.params import Layout
 from flare_sparse.training.gating import channel_sparsity, observe_gates
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..exchange import Patch, Request, Update
 from ..mask import Mask
-from ..training import Site, TrainingConfig
+from ..training import Site
 from .method import MethodConfig, broadcast, sample
 
 
@@ -39,10 +39,10 @@ class AdaptationConfig(MethodConfig):
         return sample(learning, self.participation, seed, t)
 
 
-def one_step(site: Site, weights: Tensor, trainable: Mask, config: AdaptationConfig) -> Tensor:
-    """``w - adapt_lr * grad L(w)`` within ``trainable``, ``(P,)``; no dropout, no gate noise."""
-    step = TrainingConfig(optimizer="sgd", lr=config.adapt_lr, batch_size=config.adapt_batch or max(site.examples, 1))
-    return site.train(weights, trainable, step, 0, steps=1, dropout=False)
+def one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: AdaptationConfig) -> Tensor:
+    """``w - adapt_lr * grad L(w)`` ``(P,)``, once within each stage, on the same examples; no dropout, no gate noise."""
+    batch_size = config.adapt_batch or max(site.examples, 1)
+    return site.step_in_stages(weights, [stage for stage in stages if stage.count], config.adapt_lr, batch_size)
 
 
 def ask_to_adapt(model: Patch, sites: Sequence[str], config: AdaptationConfig) -> dict[str, Request]:

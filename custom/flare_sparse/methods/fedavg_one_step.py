@@ -50,7 +50,7 @@ class FedAvgOneStep(Method[State]):
         return State(state.round + 1, weighted_sum(updates, rule))
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
-        return one_step(site, site.weights, trainable, self.config)
+        return one_step(site, site.weights, [trainable], self.config)
 
     def model(self, state: State) -> Patch:
         return Patch.of(state.weights, self.everything)

@@ -136,11 +136,8 @@ class MetaGater(Method[State]):
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
         """Section 3.3: stage I, one step of the gates; stage II, one step of the backbone behind the new gates."""
-        weights = site.weights
-        for stage in (self._gates.phi & trainable, trainable - self._gates.phi):
-            if stage.count:
-                weights = one_step(site, weights, stage, self.config)
-        return weights
+        gates = self._gates.phi & trainable
+        return one_step(site, site.weights, [gates, trainable - self._gates.phi], self.config)
 
     def model(self, state: State) -> Patch:
         """w_t^pr, which round t sends out; after the last round what ``output`` says."""

@@ -56,7 +56,7 @@ class MetaSNIP(Method[State]):
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
         """One SNIP pass on the site's examples, then one step inside the mask."""
         kept = trainable - self.pruned(site)
-        return one_step(site, site.weights * kept.on, kept, self.config)
+        return one_step(site, site.weights * kept.on, [kept], self.config)
 
     def pruned(self, site: Site) -> Mask:
         """The entries that go: in each layer the channels (filter and bias) or weights of the lowest ``|w * grad|``."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .gates import CHANNELWISE, CONVOLUTIONS, NORMS, Gated, leaves
+from .channels import CHANNELWISE, CONVOLUTIONS, cut_channels, keep, leaves
+from .gates import Gated
 
 
 def compact(network: nn.Sequential, seen: Mapping[str, Tensor]) -> nn.Sequential:
@@ -36,7 +36,7 @@ def compact(network: nn.Sequential, seen: Mapping[str, Tensor]) -> nn.Sequential
         if not len(live):
             raise ConfigError(f"{name!r}: every channel is closed, nothing would be left of the layer")
         channels = q.shape[1]
-        _cut_outputs(layer.body, live)
+        layer.body = cut_channels(layer.body, live)
         _cut_reader(small, layer, live, channels)
         layer.gate.open = _rows(layer.gate.open, live)
         if bool((q[:, live] != 0).all()):
@@ -47,16 +47,6 @@ def compact(network: nn.Sequential, seen: Mapping[str, Tensor]) -> nn.Sequential
 
 def _gated(network: nn.Module) -> str:
     return ", ".join(name for name, part in network.named_modules() if isinstance(part, Gated)) or "none"
-
-
-def _cut_outputs(body: nn.Module, live: Tensor) -> None:
-    for part in leaves(body):
-        if isinstance(part, CONVOLUTIONS):
-            _keep(part, live, "weight", "bias")
-            part.out_channels = len(live)
-        elif isinstance(part, NORMS):
-            _keep(part, live, "weight", "bias", "running_mean", "running_var")
-            part.num_features = len(live)
 
 
 def _cut_reader(network: nn.Sequential, layer: Gated, live: Tensor, channels: int) -> None:
@@ -96,15 +86,6 @@ def _columns(linear: nn.Linear, live: Tensor, channels: int) -> nn.Linear:
 
 def _rows(linear: nn.Linear, live: Tensor) -> nn.Linear:
     cut = copy.deepcopy(linear)
-    _keep(cut, live, "weight", "bias")
+    keep(cut, live, "weight", "bias")
     cut.out_features = len(live)
     return cut
-
-
-def _keep(part: nn.Module, live: Tensor, *names: str) -> None:
-    for name in names:
-        tensor = getattr(part, name, None)
-        if isinstance(tensor, nn.Parameter):
-            setattr(part, name, nn.Parameter(tensor.detach()[live].clone(), requires_grad=tensor.requires_grad))
-        elif isinstance(tensor, torch.Tensor):
-            setattr(part, name, tensor[live].clone())

@@ -7,8 +7,7 @@ normalisation, which would otherwise rescale the survivors and turn a closed cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,22 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, closest
-
-CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
-INSTANCE_NORMS = (nn.InstanceNorm2d, nn.InstanceNorm3d)
-NORMS = (*INSTANCE_NORMS, nn.BatchNorm2d, nn.BatchNorm3d)
-CHANNELWISE = (
-    nn.ReLU,
-    nn.LeakyReLU,
-    nn.GELU,
-    nn.Identity,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-    nn.AvgPool2d,
-    nn.AvgPool3d,
-    nn.modules.dropout._DropoutNd,
-)
-"""What may stand in a gated block beside convolution and norm: works on each channel alone and keeps 0 at 0."""
+from .channels import CHANNELWISE, CONVOLUTIONS, NORMS, leaves, run_channels
 
 
 class GateConfig(BaseModel):
@@ -93,7 +77,7 @@ class LogisticNoise(nn.modules.dropout._DropoutNd):
 class Gated(nn.Module):
     """A block whose output channels its gate opens and closes for each example.
 
-    Channels that are closed for a whole batch are not computed. While all are open the output is the block's, bit for
+    Without gradients, channels that are closed for a whole batch are not computed. While all are open the output is the block's, bit for
     bit; else the smaller convolution may round differently.
     """
 
@@ -103,10 +87,11 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, channels, ...)``."""
+        if torch.is_grad_enabled() or _counts_examples(self.body):  # a closed gate, too, has a gradient
+            out = self.body(x)
+            return _times(out, self.gate(x))
         q = self.gate(x)
-        if q.requires_grad or _counts_examples(self.body):  # a closed gate, too, has a gradient; so has a statistic
-            return _times(self.body(x), q)
-        live = q.detach().any(0)
+        live = q.any(0)
         if bool(live.all()):
             return _times(self.body(x), q)
         live[0] |= not bool(live.any())  # the map's size must come from some channel
@@ -117,41 +102,11 @@ class Gated(nn.Module):
         small = run_channels(self.body, x, live)
         small = small if bool(shared.all()) else _times(small, shared)
         full = small.new_zeros((small.shape[0], q.shape[1], *small.shape[2:]))
-        return full.index_copy(1, live, small)
+        return full.index_copy_(1, live, small)
 
 
 def _times(out: Tensor, q: Tensor) -> Tensor:
     return out * q.reshape(*q.shape, *[1] * (out.dim() - 2))
-
-
-def leaves(body: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a block in the order in which they run."""
-    if isinstance(body, nn.Sequential):
-        for part in body:
-            yield from leaves(part)
-    else:
-        yield body
-
-
-def run_channels(body: nn.Module, x: Tensor, live: Tensor) -> Tensor:
-    """The output channels ``live`` (indices) of a block, ``(B, len(live), ...)``; the others are not computed."""
-    for part in leaves(body):
-        if isinstance(part, CONVOLUTIONS):
-            x = part._conv_forward(x, part.weight[live], None if part.bias is None else part.bias[live])
-        elif isinstance(part, NORMS):
-            x = _normalised(part, x, live)
-        else:
-            x = part(x)
-    return x
-
-
-def _normalised(part: Any, x: Tensor, live: Tensor) -> Tensor:
-    """A norm of :data:`NORMS` on some of its channels; with running statistics only when it does not update them."""
-    chosen = (part.running_mean, part.running_var, part.weight, part.bias)
-    mean, var, weight, bias = (None if p is None else p[live] for p in chosen)
-    if isinstance(part, INSTANCE_NORMS):
-        return functional.instance_norm(x, mean, var, weight, bias, use_input_stats=mean is None, eps=part.eps)
-    return functional.batch_norm(x, mean, var, weight, bias, training=mean is None, eps=part.eps)
 
 
 def _counts_examples(body: nn.Module) -> bool:

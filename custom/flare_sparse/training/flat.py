@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,29 +56,10 @@ class FlatModel:
         parts += [self._buffers[e.name].cpu().reshape(-1) for e in self.layout.entries if e.role == "buffer"]
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
-    @contextmanager
-    def frozen(self, trainable: Tensor) -> Iterator[None]:
-        """While inside, no gradient is computed for tensors without an entry in ``trainable`` (bool, from ``(P,)``)."""
-        named = dict(self.module.named_parameters())
-        still = [
-            named[entry.name]
-            for entry, start in zip(self.layout.entries, self.layout.offsets, strict=False)
-            if entry.role != "buffer" and not bool(trainable[start : start + entry.size].any())
-        ]
-        still = [parameter for parameter in still if parameter.requires_grad]
-        for parameter in still:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in still:
-                parameter.requires_grad_(True)
-
     def backward(self, loss: Tensor) -> None:
-        """Set ``gradient`` to that of ``loss``; zero when no tensor that may change has a part in it."""
+        """Set ``gradient`` to that of ``loss``."""
         self.gradient.zero_()
-        if loss.requires_grad:
-            loss.backward()
+        loss.backward()
 
     def to_device(self, batch: Any) -> Any:
         """The batch with its tensors where the model is."""

@@ -30,7 +30,6 @@ def train(
     *,
     pull: float = 0.0,
     clip_norm: float | None = None,
-    dropout: bool = True,
 ) -> Tensor:
     """Train from ``start`` on ``batches``.
 
@@ -46,7 +45,6 @@ def train(
         optimizer: new, made for ``model.flat``.
         pull: strength of a proximal term ``pull / 2 * ||w - start||^2``.
         clip_norm: largest L2 norm of the masked gradient.
-        dropout: False: dropout and its like are off.
 
     Returns:
         ``(P,)`` trained weights.
@@ -56,8 +54,6 @@ def train(
     """
     model.load(start)
     model.module.train()
-    if not dropout:
-        without_dropout(model.module)
     size = model.layout.trainable_size
     origin = start[:size].to(model.device)
     free = trainable.on[:size].to(model.device)

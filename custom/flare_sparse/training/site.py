@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .gating import channel_sparsity, observe_gates
 from .local import TrainingConfig
 from .loop import train, without_dropout
 from .seeds import derive, generator, seeded
+from .stages import step_in_stages
 
 
 class Site:
@@ -50,7 +51,6 @@ class Site:
         *,
         steps: int | None = None,
         pull: float = 0.0,
-        dropout: bool = True,
     ) -> Tensor:
         """Train from ``start`` ``(P,)`` in round ``t``; see :func:`flare_sparse.training.loop.train`.
 
@@ -61,10 +61,9 @@ class Site:
             t: round, 1-based; with the run's seed and the site's name it decides order and dropout.
             steps: number of minibatches; None: ``config.epochs`` passes.
             pull: proximal strength.
-            dropout: False: dropout and its like are off.
         """
         order = generator(self.seed, "order", self.name, t)
-        with seeded(derive(self.seed, "train", self.name, t)), self._model.frozen(trainable.on):
+        with seeded(derive(self.seed, "train", self.name, t)):
             return train(
                 self._model,
                 self.task,
@@ -74,8 +73,14 @@ class Site:
                 config.build(self._model.flat, t),
                 pull=pull,
                 clip_norm=config.clip_norm,
-                dropout=dropout,
             )
+
+    def step_in_stages(self, start: Tensor, stages: Sequence[Mask], learning_rate: float, batch_size: int) -> Tensor:
+        """One gradient step a stage, ``(P,)``, all on one random batch; see :mod:`flare_sparse.training.stages`."""
+        order = generator(self.seed, "stages", self.name)
+        batch = next(iter(self._batches(TrainingConfig(batch_size=batch_size), order, 1)))
+        with seeded(derive(self.seed, "stages", self.name)):
+            return step_in_stages(self._model, self.task, batch, start, stages, learning_rate)
 
     def gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
         """Gradients ``(P,)`` of the loss at ``weights`` on random minibatches, zero for buffers.
