@@ -11,7 +11,7 @@ from flare_sparse.assemble import assemble, open_site, run_facts
 from flare_sparse.cli.simulated import simulated_sites
 from flare_sparse.config import RunConfig, load_config
 from flare_sparse.data.source import site_data, write_site_files
-from flare_sparse.errors import ConfigError, DataError
+from flare_sparse.errors import ConfigError
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout
 from flare_sparse.records import load_mask, save_mask
@@ -84,7 +84,7 @@ def test_a_saved_mask_is_read_back_and_another_networks_is_refused(tmp_path: Pat
     mask = Mask.of(layout, lambda entry: entry.role == "weight")
     save_mask(tmp_path / "mask.safetensors", layout, mask)
     assert load_mask(tmp_path / "mask.safetensors", layout) == mask
-    with pytest.raises(DataError, match="is not a mask of this network"):
+    with pytest.raises(ConfigError, match="holds another network"):
         load_mask(tmp_path / "mask.safetensors", Layout.of(nn.Linear(4, 2)))
-    with pytest.raises(DataError, match="cannot be read as a mask"):
+    with pytest.raises(ConfigError, match="cannot be read as a model or mask"):
         load_mask(tmp_path / "none.safetensors", layout)

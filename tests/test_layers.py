@@ -20,7 +20,7 @@ PACKAGE = Path(next(iter(flare_sparse.__path__)))
 ORDER = (
     ("errors",),
     ("params",),
-    ("mask", "schedules"),
+    ("mask", "proximal", "schedules"),
     ("exchange", "task", "structure"),
     ("models",),
     ("data",),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.schedules import polynomial
+from flare_sparse.schedules import accelerated, polynomial
 
 
 def test_vector_1() -> None:
@@ -54,3 +54,38 @@ def test_settings_that_make_no_schedule(wrong: dict[str, float]) -> None:
     settings = {"start": 0.0, "end": 0.5, "first": 1, "last": 9, "every": 1, **wrong}
     with pytest.raises(ValueError, match="must"):
         polynomial(2, **settings)  # type: ignore[arg-type]
+
+
+def test_vector_9() -> None:
+    steps = [accelerated(t) for t in range(1, 6)]
+    assert [s.alpha for s in steps] == pytest.approx([1, 2 / 3, 1 / 2, 2 / 5, 1 / 3])
+    assert [s.eta for s in steps] == pytest.approx([1, 1.5, 2, 2.5, 3])
+    gamma = [1.0]
+    for s in steps[1:]:
+        gamma.append((1 - s.alpha) * gamma[-1])
+    assert gamma == pytest.approx([1, 1 / 3, 1 / 6, 1 / 10, 1 / 15])
+    momentum = [
+        after.alpha * (1 / before.alpha - 1) for before, after in pairwise([accelerated(t) for t in range(1, 7)])
+    ]
+    assert momentum == pytest.approx([0, 1 / 4, 2 / 5, 1 / 2, 4 / 7])
+
+
+@given(st.integers(1, 1000), st.floats(0.1, 3), st.floats(0, 1), st.none() | st.integers(1, 30), st.booleans())
+def test_metagater_11_of_the_step_sequences(
+    t: int, beta: float, cap: float, restart: int | None, acceleration: bool
+) -> None:
+    """alpha_t eta_t = beta_t whatever is set; alone, Gamma_t = 2 / (t (t + 1)) and the momentum (t - 1) / (t + 2)."""
+    settings = {"beta": beta, "momentum_cap": cap, "restart_every": restart, "acceleration": acceleration}
+    now, after = (accelerated(s, **settings) for s in (t, t + 1))
+    assert now.alpha * now.eta == pytest.approx(now.beta) == pytest.approx(beta)
+    assert after.alpha * (1 / now.alpha - 1) <= cap + 1e-12 or (restart is not None and t % restart == 0)
+    plain, following = accelerated(t), accelerated(t + 1)
+    assert following.alpha * (1 / plain.alpha - 1) == pytest.approx((t - 1) / (t + 2))
+    gamma_ratio = 1 - following.alpha
+    assert gamma_ratio * 2 / (t * (t + 1)) == pytest.approx(2 / ((t + 1) * (t + 2)))
+
+
+def test_a_restart_begins_again_at_1() -> None:
+    assert [accelerated(t, restart_every=3).alpha for t in range(1, 8)] == pytest.approx(
+        [1, 2 / 3, 1 / 2, 1, 2 / 3, 1 / 2, 1]
+    )

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, DataError
+from .errors import ConfigError
 from .federation import Judgement, Outcome, RoundRecord
 from .mask import Mask
 from .params import Layout
@@ -131,26 +131,6 @@ def save_model(path: Path, layout: Layout, weights: Tensor) -> None:
     )
 
 
-def load_model(path: Path, layout: Layout) -> Tensor:
-    """The vector ``(P,)`` in a file of :func:`save_model`.
-
-    Raises:
-        ConfigError: the file is missing, malformed, or of another model.
-    """
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            of = (file.metadata() or {}).get("layout")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise ConfigError(f"{path}: cannot be read as a model: {error}") from error
-    if of != layout.fingerprint:
-        raise ConfigError(
-            f"{path}: layout {of}, expected {layout.fingerprint}; the configuration, the package's version or the base "
-            "under the adapters is not that of the run"
-        )
-    return layout.flatten(tensors)
-
-
 def save_mask(path: Path, layout: Layout, mask: Mask) -> None:
     """Named bool tensors: what lives."""
     safetensors.torch.save_file(
@@ -160,20 +140,40 @@ def save_mask(path: Path, layout: Layout, mask: Mask) -> None:
     )
 
 
-def load_mask(path: Path, layout: Layout) -> Mask:
-    """What :func:`save_mask` wrote.
+def load_model(path: Path, layout: Layout) -> Tensor:
+    """The vector ``(P,)`` in a file of :func:`save_model`.
 
     Raises:
-        DataError: it is not a mask of this layout.
+        ConfigError: there is no such file, it is none of ours, or it is of another network.
     """
+    return layout.flatten(_load(path, layout, torch.float32))
+
+
+def load_mask(path: Path, layout: Layout) -> Mask:
+    """The mask in a file of :func:`save_mask`.
+
+    Raises:
+        ConfigError: as :func:`load_model`.
+    """
+    return Mask(layout.flatten(_load(path, layout, torch.bool)))
+
+
+def _load(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
     try:
-        tensors = safetensors.torch.load_file(path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            of = (file.metadata() or {}).get("layout")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
     except (OSError, safetensors.SafetensorError) as error:
-        raise DataError(f"{path}: cannot be read as a mask: {error}") from error
-    expected = {entry.name: entry.shape for entry in layout.entries}
-    if {name: tuple(t.shape) for name, t in tensors.items() if t.dtype == torch.bool} != expected:
-        raise DataError(f"{path}: is not a mask of this network; build the network of the run's config.yaml")
-    return Mask(layout.flatten(tensors))
+        raise ConfigError(f"{path}: cannot be read as a model or mask of a run: {error}") from error
+    shapes = {entry.name: entry.shape for entry in layout.entries}
+    if of != layout.fingerprint or {n: tuple(t.shape) for n, t in tensors.items()} != shapes:
+        raise ConfigError(
+            f"{path}: holds another network: its layout is {of}, expected {layout.fingerprint}. The configuration, the "
+            "package's version or the base under the adapters is not that of the run"
+        )
+    if any(tensor.dtype != dtype for tensor in tensors.values()):
+        raise ConfigError(f"{path}: expected tensors of {dtype}")
+    return tensors
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,9 @@ class DrySite(Site):
 
     def train(self, start: Tensor, trainable: Mask, config: TrainingConfig, t: int, **_: Any) -> Tensor:
         return torch.where(trainable.on, start * self._noise, start)
+
+    def step_in_stages(self, start: Tensor, stages: Sequence[Mask], learning_rate: float, batch_size: int) -> Tensor:
+        return start * self._noise
 
     def gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
         for _ in range(batches or 1):

@@ -1,6 +1,8 @@
-"""Sparsity as a function of the round (1-based, C1)."""
+"""Settings as a function of the round (1-based, C1): sparsity, and the steps of accelerated methods."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 
 def polynomial(
@@ -26,3 +28,31 @@ def polynomial(
     if step >= last:
         return end
     return end + (start - end) * float((1 - (step - first) / (last - first)) ** exponent)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Of one round: alpha mixes the sequences, beta and eta are the lengths of the two proximal steps."""
+
+    alpha: float
+    beta: float
+    eta: float
+
+
+def accelerated(
+    t: int, *, beta: float = 1.0, acceleration: bool = True, momentum_cap: float = 1.0, restart_every: int | None = None
+) -> Steps:
+    """MetaGater's step sequences: ``alpha_t = 2 / (t + 1)`` and ``alpha_t * eta_t = beta_t`` (Lin et al. 2021, 5.1).
+
+    Args:
+        t: round, 1-based.
+        beta: beta_t, the same in all rounds.
+        acceleration: False: alpha is 1, the three sequences are one.
+        momentum_cap: largest Nesterov momentum; alpha never falls below 1 minus this.
+        restart_every: rounds after which alpha begins again at 1.
+    """
+    if not acceleration:
+        return Steps(1.0, beta, beta)
+    since = t if restart_every is None else (t - 1) % restart_every + 1
+    alpha = max(2 / (since + 1), 1 - momentum_cap)
+    return Steps(alpha, beta, beta / alpha)

@@ -20,7 +20,19 @@ from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
 from flare_sparse.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = {"run", "check", "estimate", "export", "methods", "phantom", "rehearse", "save", "fetch-model"}
+COMMANDS = {
+    "run",
+    "check",
+    "estimate",
+    "export",
+    "methods",
+    "phantom",
+    "rehearse",
+    "save",
+    "fetch-model",
+    "adapt",
+    "site",
+}
 
 
 class LineConfig(TaskConfig):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flare_sparse.data.partition import PARTITIONERS, Partition, by_range, dirichlet, iid, natural, shares
+from flare_sparse.data.partition import PARTITIONERS, Partition, by_range, dirichlet, few_classes, iid, natural, shares
 from flare_sparse.errors import DataError
 from flare_sparse.task import Cohort
 
@@ -30,10 +30,11 @@ def complete(partition: Partition, cohort: Cohort) -> bool:
     return sorted(i for ids in partition.values() for i in ids) == sorted(cohort.ids)
 
 
+COMPLETE = set(PARTITIONERS) - {"few_classes"}  # which leaves out what no site takes
 LABELS = st.lists(st.integers(0, 3), min_size=40, max_size=120)
 
 
-@given(labels=LABELS, kind=st.sampled_from(sorted(PARTITIONERS)), sites=st.integers(1, 8), seed=st.integers(0, 99))
+@given(labels=LABELS, kind=st.sampled_from(sorted(COMPLETE)), sites=st.integers(1, 8), seed=st.integers(0, 99))
 def test_disjoint_complete_and_reproducible(labels: list[int], kind: str, sites: int, seed: int) -> None:
     cohort = examples(labels)
     chosen = {} if kind == "age" else {"seed": seed}
@@ -161,3 +162,40 @@ def test_names_that_the_framework_keeps_for_itself() -> None:
 def test_ranges_need_numbers() -> None:
     with pytest.raises(DataError, match="column 'site' holds text such as 'A'"):
         by_range(examples(["A", "B"]), 2, column="site")
+
+
+@given(st.integers(2, 12), st.integers(1, 3), st.integers(0, 5))
+def test_few_classes_within_the_limits(sites: int, classes: int, seed: int) -> None:
+    members = Cohort(tuple(f"e{i}" for i in range(800)), {"label": np.arange(800) % 8})
+    wanted = {"classes": classes, "smallest": 8, "largest": 40, "seed": seed}
+    parts = few_classes(members, sites, **wanted)
+    assert parts == few_classes(members, sites, **wanted)
+    taken = [i for part in parts.values() for i in part]
+    assert len(set(taken)) == len(taken)
+    for part in parts.values():
+        counts = np.bincount([int(i[1:]) % 8 for i in part], minlength=8)
+        assert 8 <= len(part) <= 40
+        assert np.count_nonzero(counts) == classes
+        assert counts[counts > 0].max() - counts[counts > 0].min() <= 1
+
+
+def test_the_papers_cifar10_sites_can_be_made() -> None:
+    """50 sites of 221 to 2792 examples out of 60,000."""
+    members = Cohort(tuple(map(str, range(60_000))), {"label": np.arange(60_000) % 10})
+    sizes = [len(part) for part in few_classes(members, 50, smallest=221, largest=2792).values()]
+    assert 221 <= min(sizes) < 400
+    assert 2000 < max(sizes) <= 2792
+
+
+@pytest.mark.parametrize(
+    ("sites", "wanted", "message"),
+    [
+        (3, {"smallest": 40, "largest": 30}, "smallest <= largest"),
+        (3, {"classes": 9}, "9 of 8 classes"),
+        (30, {"smallest": 40, "largest": 50}, "too few for 30 sites"),
+    ],
+)
+def test_few_classes_that_cannot_be(sites: int, wanted: dict[str, int], message: str) -> None:
+    members = Cohort(tuple(map(str, range(800))), {"label": np.arange(800) % 8})
+    with pytest.raises(DataError, match=message):
+        few_classes(members, sites, **wanted)

@@ -49,3 +49,14 @@ def test_image_cnn_sizes() -> None:
 def test_image_cnn_names_the_smallest_image() -> None:
     with pytest.raises(ConfigError, match=r"input 3x28 is too small.* the smallest that works is 4x28"):
         build("image_cnn", image=(1, 3, 28))
+
+
+def test_metagaters_networks_have_the_papers_sizes() -> None:
+    """784-100-10; three convolutions of 32, 64 and 128 channels before 2048 inputs of the linear layer."""
+    assert Layout.of(build("image_mlp", image=(1, 28, 28), outputs=10)).size == 784 * 100 + 100 + 100 * 10 + 10
+    small = build("image_cnn", image=(3, 32, 32), outputs=10, channels=(32, 64, 128))
+    assert small[-1].in_features == 2048
+    six = build("image_cnn6", image=(3, 32, 32), outputs=10)
+    assert six(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+    assert six[-1].in_features == 2048
+    assert sum(isinstance(part, torch.nn.Conv2d) for part in six.modules()) == 6

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .adapt import adapt
 from .check import check
 from .console import Commands
 from .console import out as console
@@ -23,7 +24,7 @@ from .site import site
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
-for command in (run, rehearse, check, estimate, export, save, fetch_model, methods, phantom):
+for command in (run, rehearse, adapt, check, estimate, export, save, fetch_model, methods, phantom):
     app.command()(command)
 app.add_typer(site, name="site")
 

@@ -10,7 +10,14 @@ import typer
 from ..config import build_task, load_config, user_task
 from .console import out as console
 
-site = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Prepare a site: for a hospital's IT.")
+HELP = """Prepare a site: for a hospital's IT.
+
+[dim]flare-sparse site allow /opt/flare/site-1[/]
+
+[dim]flare-sparse site preflight /opt/flare/site-1[/]
+"""
+
+site = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP)
 
 Kit = Annotated[Path, typer.Argument(help="the site's startup kit: the folder with startup/ and local/ in it")]
 

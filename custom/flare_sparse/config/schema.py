@@ -63,9 +63,25 @@ class DirichletPartition(Section):
     seed: int = Field(0, ge=0, description="of the draw")
 
 
+class FewClassesPartition(Section):
+    """A few classes at every site, sites of different size (MetaGater)."""
+
+    column: str = Field("label", description="column of the classes")
+    classes: int = Field(2, ge=1, description="classes at a site")
+    smallest: int = Field(30, ge=1, description="fewest examples of a site")
+    largest: int = Field(100, ge=1, description="most examples of a site; sizes are log-uniform")
+    seed: int = Field(0, ge=0, description="of the draw")
+
+
 def partitions() -> dict[str, type[BaseModel]]:
     """Settings of every partitioner by kind."""
-    return {"natural": NaturalPartition, "iid": IidPartition, "age": AgePartition, "dirichlet": DirichletPartition}
+    return {
+        "natural": NaturalPartition,
+        "iid": IidPartition,
+        "age": AgePartition,
+        "dirichlet": DirichletPartition,
+        "few_classes": FewClassesPartition,
+    }
 
 
 class PhantomConfig(Section):

@@ -122,11 +122,62 @@ def dirichlet(
     return _named(cohort, _numbered(sites), [np.sort(part) for part in parts])
 
 
+def few_classes(
+    cohort: Cohort,
+    sites: int,
+    *,
+    column: str = "label",
+    classes: int = 2,
+    smallest: int = 30,
+    largest: int = 100,
+    seed: int = 0,
+) -> Partition:
+    """Every site holds examples of a few classes only, and sites differ in size (MetaGater section 5.1).
+
+    Sizes are drawn log-uniformly within the limits, largest first; each site gets the classes of which most is left,
+    in equal parts. Examples beyond what the sites take are left out.
+
+    Args:
+        cohort: the examples.
+        sites: number of sites.
+        column: the classes.
+        classes: how many of them a site holds.
+        smallest: fewest examples of a site.
+        largest: most examples of a site.
+        seed: of all draws.
+
+    Raises:
+        DataError: no such column, too few classes or examples, or the limits are the wrong way round.
+    """
+    rng = np.random.default_rng(seed)
+    names, labels = np.unique(_labels(cohort, column), return_inverse=True)
+    if not classes <= smallest <= largest or classes > len(names):
+        raise DataError(
+            f"{classes} of {len(names)} classes and {smallest} to {largest} examples a site cannot be; give classes <= "
+            "smallest <= largest, and no more classes than there are"
+        )
+    drawn = np.exp(rng.uniform(np.log(smallest), np.log(largest + 1), sites)).astype(int).clip(smallest, largest)
+    pools = [rng.permutation(np.flatnonzero(labels == c)).tolist() for c in range(len(names))]
+    parts: dict[int, np.ndarray] = {}
+    for site in np.argsort(-drawn, kind="stable"):
+        tie = rng.random(len(pools))
+        fullest = sorted(range(len(pools)), key=lambda c: (-len(pools[c]), tie[c]))[:classes]
+        wanted = shares(int(drawn[site]), classes)
+        if any(len(pools[c]) < count for c, count in zip(fullest, wanted, strict=True)):
+            raise DataError(
+                f"{len(labels)} examples are too few for {sites} sites of {smallest} to {largest}; ask for fewer or smaller"
+            )
+        taken = [pools[c].pop() for c, count in zip(fullest, wanted, strict=True) for _ in range(count)]
+        parts[int(site)] = np.sort(np.array(taken))
+    return _named(cohort, _numbered(sites), [parts[site] for site in range(sites)])
+
+
 PARTITIONERS: dict[str, Callable[..., Partition]] = {
     "natural": natural,
     "iid": iid,
     "age": by_range,
     "dirichlet": dirichlet,
+    "few_classes": few_classes,
 }
 """By kind; each takes the cohort, the number of sites, and its own settings."""
 

@@ -9,14 +9,18 @@ from .dssgd import DSSGD
 from .fawp import FAwP
 from .fedavg import FedAvg
 from .fedavg_ft import FedAvgFT
+from .fedavg_one_step import FedAvgOneStep
 from .fedsparsify import FedSparsify
 from .ffa_lora import FFALoRA
 from .flexlora import FlexLoRA
 from .hetlora import HetLoRA
 from .local_only import LocalOnly
 from .lora_a2 import LoRAA2
+from .metagater import MetaGater
+from .metasnip import MetaSNIP
 from .method import Method, MethodConfig
 from .neurosfl import NeuroSFL
+from .per_fedavg import PerFedAvg
 from .scbf import SCBF
 from .scbfwp import SCBFwP
 from .topk_ef import TopKEF
@@ -30,12 +34,16 @@ METHODS: dict[str, type[Method[Any]]] = {
     SCBFwP.name: SCBFwP,
     FAwP.name: FAwP,
     DSSGD.name: DSSGD,
+    MetaGater.name: MetaGater,
     DisPFL.name: DisPFL,
     LoRAA2.name: LoRAA2,
     FFALoRA.name: FFALoRA,
     FlexLoRA.name: FlexLoRA,
     HetLoRA.name: HetLoRA,
     TopKEF.name: TopKEF,
+    FedAvgOneStep.name: FedAvgOneStep,
+    PerFedAvg.name: PerFedAvg,
+    MetaSNIP.name: MetaSNIP,
     LocalOnly.name: LocalOnly,
 }
 

@@ -36,6 +36,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
@@ -108,6 +109,20 @@ class Method(ABC, Generic[S]):
     def note(self) -> str:
         """What people should know of this method on this network before a run; empty when there is nothing."""
         return ""
+
+    def adapt(self, site: Site, trainable: Mask) -> Tensor:
+        """The model ``(P,)`` that a site, also a new one, makes for itself of the global one, ``site.weights``.
+
+        Args:
+            site: trains on its own examples.
+            trainable: the live entries of the global model.
+
+        Raises:
+            ConfigError: the method has no such step.
+        """
+        raise ConfigError(
+            f"method {self.name!r} does not adapt its model at a site; train with one that does, such as metagater"
+        )
 
     def paper_scalars(self, sites: int) -> int | None:
         """Scalars that travel in a whole run as the paper counts them; None when it gives no rule of its own."""

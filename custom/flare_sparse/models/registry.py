@@ -15,7 +15,7 @@ from ..errors import ConfigError, closest
 from .alexnet3d import alexnet3d
 from .brain_age import brain_age_cnn, brain_age_cnn_3mm
 from .resnet import resnet32, resnet44, resnet56, resnet110
-from .small import image_cnn, mlp
+from .small import image_cnn, image_cnn6, image_mlp, mlp
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "brain_age_cnn": brain_age_cnn,
@@ -26,6 +26,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet56": resnet56,
     "resnet110": resnet110,
     "image_cnn": image_cnn,
+    "image_cnn6": image_cnn6,
+    "image_mlp": image_mlp,
     "mlp": mlp,
 }
 """A builder takes what the network reads (``volume``, ``image`` or ``features``), ``outputs``, and its own settings."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from math import prod
+
 from monai.networks.blocks import Convolution
 from monai.networks.nets import FullyConnectedNet
 from torch import nn
@@ -35,9 +38,49 @@ def image_cnn(*, image: Image = (1, 28, 28), outputs: Count = 10, channels: Chan
     """
     height, width = feature_map("image_cnn", image[1:], lambda size: size // 2 ** len(channels))
     blocks = [
-        nn.Sequential(
-            Convolution(2, before, after, kernel_size=3, adn_ordering="A", norm=None, act="RELU"), nn.MaxPool2d(2)
-        )
+        nn.Sequential(_convolution(before, after), nn.MaxPool2d(2))
         for before, after in zip((image[0], *channels), channels, strict=False)
     ]
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(channels[-1] * height * width, outputs))
+
+
+def image_mlp(*, image: Image = (1, 28, 28), outputs: Count = 10, hidden: Units = (100,)) -> nn.Sequential:
+    """Fully connected layers on the pixels; MetaGater's MNIST network is 784-100-10 (Lin et al. 2021, section 5.1).
+
+    Args:
+        image: (channels, height, width).
+        outputs: logits per image.
+        hidden: units of each hidden layer.
+    """
+    return nn.Sequential(nn.Flatten(), mlp(features=prod(image), outputs=outputs, hidden=hidden))
+
+
+def image_cnn6(
+    *, image: Image = (3, 32, 32), outputs: Count = 10, channels: tuple[Count, Count, Count] = (32, 64, 128)
+) -> nn.Sequential:
+    """MetaGater's six-convolution network (Lin et al. 2021, appendix E): pairs of 3x3 convolutions with ReLU, max-pooling
+    after the first two pairs, average-pooling after the third, one linear layer. The widths are ours: its figure is lost.
+
+    Layers "4" and "5" are the fifth and the sixth convolution, which the paper gates.
+
+    Args:
+        image: (channels, height, width).
+        outputs: logits per image.
+        channels: of each pair.
+
+    Raises:
+        ConfigError: the image is too small.
+    """
+    height, width = feature_map("image_cnn6", image[1:], lambda size: size // 8)
+    widths = (image[0], *(channel for channel in channels for _ in range(2)))
+    pools = (nn.MaxPool2d(2), nn.MaxPool2d(2), nn.AvgPool2d(2))
+    blocks = [
+        nn.Sequential(_convolution(before, after), *([pools[number // 2]] if number % 2 else []))
+        for number, (before, after) in enumerate(pairwise(widths))
+    ]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(channels[-1] * height * width, outputs))
+
+
+def _convolution(before: int, after: int) -> Convolution:
+    """A 3x3 convolution that keeps the size, and ReLU."""
+    return Convolution(2, before, after, kernel_size=3, adn_ordering="A", norm=None, act="RELU")

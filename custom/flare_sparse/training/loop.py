@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import FlareSparseError
 from ..mask import Mask
@@ -77,3 +77,10 @@ def train(
     buffers = trainable.on[size:]
     trained[size:] = torch.where(buffers, trained[size:], start[size:])
     return trained
+
+
+def without_dropout(module: nn.Module) -> None:
+    """Dropout of any kind stands still; everything else goes on training."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from ..structure.removal import narrowed
 from ..structure.watching import Watched
 from ..task import Examples, Task, minibatches
 from .flat import FlatModel
+from .gating import channel_sparsity, observe_gates
 from .local import TrainingConfig
-from .loop import train
+from .loop import train, without_dropout
 from .seeds import derive, generator, seeded
+from .stages import step_in_stages
 
 
 class Site:
@@ -92,6 +94,13 @@ class Site:
                 clip_norm=config.clip_norm,
             )
 
+    def step_in_stages(self, start: Tensor, stages: Sequence[Mask], learning_rate: float, batch_size: int) -> Tensor:
+        """One gradient step a stage, ``(P,)``, all on one random batch; see :mod:`flare_sparse.training.stages`."""
+        order = generator(self.seed, "stages", self.name)
+        batch = next(iter(self._batches(TrainingConfig(batch_size=batch_size), order, 1)))
+        with seeded(derive(self.seed, "stages", self.name)):
+            return step_in_stages(self._model, self.task, batch, start, stages, learning_rate)
+
     def gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
         """Gradients ``(P,)`` of the loss at ``weights`` on random minibatches, zero for buffers.
 
@@ -110,9 +119,7 @@ class Site:
             for batch in self._batches(config, order, batches):
                 self._model.load(weights)
                 self._model.training()
-                for part in self._model.module.modules():
-                    if isinstance(part, nn.modules.dropout._DropoutNd):
-                        part.eval()
+                without_dropout(self._model.module)
                 self._model.backward(self.task.loss(self._model.module, self._model.to_device(batch)))
                 gradient = torch.zeros(self.layout.size)
                 gradient[: self.layout.trainable_size] = self._model.gradient.cpu()
@@ -158,12 +165,18 @@ class Site:
                 self.task.predict(watched, self._model.to_device(batch))
 
     def judge(self, weights: Tensor) -> dict[str, float]:
-        """The task's metrics of ``weights`` on the site's test examples, with ``test_examples``; empty without any."""
+        """The task's metrics of ``weights`` on the site's test examples, with ``test_examples``; empty without any.
+
+        Of a network with channel gates also ``channel_sparsity``, the share of gates that are closed.
+        """
         if not self._examples.n_test:
             return {}
         self._model.load(weights)
-        figures = self.task.evaluate(self._model.module, self._examples.test)
-        return {**figures, "test_examples": float(self._examples.n_test)}
+        with observe_gates(self._model.module) as seen:
+            figures = self.task.evaluate(self._model.module, self._examples.test)
+        closed = channel_sparsity(seen)
+        gates = {} if closed is None else {"channel_sparsity": closed}
+        return {**figures, **gates, "test_examples": float(self._examples.n_test)}
 
     def _batches(self, config: TrainingConfig, order: torch.Generator, steps: int | None) -> Iterator[Any]:
         taken = 0

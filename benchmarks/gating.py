@@ -1,0 +1,191 @@
+"""What closed channels are worth in seconds: inference and one-step adaptation of gated networks against ungated ones.
+
+    python benchmarks/gating.py [--closed 0.25] [--repeats 60] [--write docs/results/gating.md]
+
+One thread; seconds are those that the thread computes, which on a free machine are those on the clock. Every repeat times
+all variants one after another; a ratio is the median over repeats of that to the ungated network in the same repeat. In each gated layer ``--closed`` of the
+channels are closed for every example, the same ones: what the Group Lasso leaves, or what a site's examples share.
+
+* skipping: gates are asked for each batch, closed channels are not computed (``models/gates.py``);
+* compact: the copy that a site makes once, without the channels it never opens (``models/compact.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse.mask import Mask
+from flare_sparse.methods import METHODS
+from flare_sparse.models import build
+from flare_sparse.models.compact import compact
+from flare_sparse.models.gates import ChannelGate, GateConfig, gated
+from flare_sparse.params import Layout
+from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.training import Site
+from flare_sparse.training.gating import observe_gates
+
+
+@dataclass(frozen=True)
+class Case:
+    network: str
+    settings: dict[str, Any]
+    layers: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def model(self, *, gates: bool, detach: bool = True) -> nn.Module:
+        torch.manual_seed(0)
+        network = build(self.network, **self.settings)
+        return gated(network, GateConfig(layers=self.layers, detach_input=detach)) if gates else network
+
+
+CASES = {
+    "CIFAR net, 3 convolutions, third gated": Case(
+        "image_cnn", {"image": (3, 32, 32), "channels": (32, 64, 128)}, ("2",), (3, 32, 32)
+    ),
+    "CIFAR net, 6 convolutions, fifth and sixth gated": Case(
+        "image_cnn6", {"image": (3, 32, 32)}, ("4", "5"), (3, 32, 32)
+    ),
+    "Brain-age net at 6 mm, blocks 2 to 5 gated": Case("brain_age_cnn_3mm", {}, ("1", "2", "3", "4"), (1, 26, 32, 26)),
+}
+
+
+@torch.no_grad()
+def close(network: nn.Module, share: float) -> None:
+    """Close a share of the channels of every gated layer for good; all others stay open."""
+    for part in network.modules():
+        if isinstance(part, ChannelGate):
+            part.open.weight.zero_()
+            channels = part.open.out_features
+            part.open.bias.fill_(1)
+            part.open.bias[
+                torch.randperm(channels, generator=torch.Generator().manual_seed(1))[: int(share * channels)]
+            ] = -1
+
+
+def ratios(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, float]]:
+    """Median milliseconds, and median ratio to the first variant, of each."""
+    for work in variants.values():
+        work()
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, work in variants.items():
+            began = time.thread_time()
+            work()
+            seconds[name].append(time.thread_time() - began)
+    first = next(iter(seconds.values()))
+    return {
+        name: (1e3 * median(own), median(a / b for a, b in zip(own, first, strict=True)))
+        for name, own in seconds.items()
+    }
+
+
+def inference(case: Case, share: float, batch: int, repeats: int) -> dict[str, tuple[float, float]]:
+    plain, wrapped = case.model(gates=False).eval(), case.model(gates=True).eval()
+    close(wrapped, share)
+    x = torch.randn(batch, *case.shape)
+    with torch.no_grad():
+        with observe_gates(wrapped) as seen:
+            expected = wrapped(x)
+        small = compact(wrapped, {layer: torch.cat(q) for layer, q in seen.items()})  # type: ignore[arg-type]
+        assert torch.allclose(small(x), expected, atol=1e-4), "the compact copy computes something else"
+        return ratios(
+            {"ungated": lambda: plain(x), "skipping": lambda: wrapped(x), "compact": lambda: small(x)}, repeats
+        )
+
+
+class Given(Task):
+    """Squared error of a given network."""
+
+    metric = Metric("mse", "", "min")
+
+    def __init__(self, make: Callable[[], nn.Module]):
+        super().__init__()
+        self._make = make
+
+    def model(self) -> nn.Module:
+        return self._make()
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).square().mean()
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        return {"mse": float(predictions.square().mean())}
+
+
+def adaptation(case: Case, share: float, examples: int, repeats: int) -> dict[str, tuple[float, float]]:
+    """One-step adaptation of a site's ``examples``, both stages where there are gates."""
+    x = torch.randn(examples, *case.shape)
+    data = Examples(TensorDataset(x, x[:, 0]), TensorDataset(x[:0], x[:0, 0]))
+
+    def site(*, gates: bool) -> Callable[[], Any]:
+        start = case.model(gates=gates)
+        close(start, share)
+        layout = Layout.of(start)
+        weights = layout.flatten(dict([*start.named_parameters(), *start.named_buffers()]))
+        method = METHODS["metagater"](METHODS["metagater"].Config(adapt_lr=1e-3), layout)
+        place = Site("site", Given(lambda: case.model(gates=gates)), data, layout, 1)
+        place.weights = weights
+        return lambda: method.adapt(place, Mask.full(layout.size))
+
+    return ratios({"ungated": site(gates=False), "gated, two stages": site(gates=True)}, repeats)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--closed", type=float, default=0.25, help="share of closed channels in gated layers")
+    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [
+        "# Closed channels, in seconds",
+        "",
+        f"`python benchmarks/gating.py --closed {arguments.closed} --repeats {arguments.repeats}`",
+        "",
+        f"{arguments.closed:.0%} of the channels of the gated layers are closed, the same ones for all examples. One thread;",
+        "milliseconds that it computes, median, and the median ratio to the ungated network within a repeat: below 1 is",
+        "faster. Adaptation is one step, of both stages where there are gates.",
+        "",
+        "| network | what | ungated | skipping | compact copy |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for label, case in CASES.items():
+        for batch in (1, 32):
+            repeats = arguments.repeats if batch > 1 else 5 * arguments.repeats
+            found = inference(case, arguments.closed, batch, repeats if len(case.shape) == 3 else repeats // 4)
+            cells = [f"{found['ungated'][0]:.2f} ms"] + [
+                f"{ms:.2f} ms, **{ratio:.2f}**" for ms, ratio in list(found.values())[1:]
+            ]
+            lines.append(f"| {label} | inference, batch {batch} | " + " | ".join(cells) + " |")
+            print(lines[-1], flush=True)
+        count = 64 if len(case.shape) == 3 else 16
+        found = adaptation(case, arguments.closed, count, max(arguments.repeats // 3, 3))
+        ms, ratio = found["gated, two stages"]
+        lines.append(
+            f"| {label} | adaptation, {count} examples | {found['ungated'][0]:.1f} ms | {ms:.1f} ms, **{ratio:.2f}** | |"
+        )
+        print(lines[-1], flush=True)
+    if arguments.write:
+        arguments.write.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

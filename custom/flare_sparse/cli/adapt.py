@@ -1,0 +1,110 @@
+"""``flare-sparse adapt``: the model of a finished run, made a new site's own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from torch import Tensor
+
+from ..assemble import Assembly, assemble, open_site
+from ..config import build_task, load_config, user_task
+from ..errors import ConfigError, DataError
+from ..mask import Mask
+from ..records import load_mask, load_model, save_mask, save_model, write_json
+from ..server import digest
+from ..task import SiteData
+from ..training import Site
+from ..training.seeds import threads
+from .console import out as console
+
+
+def adapt(
+    run_dir: Annotated[Path, typer.Argument(help="folder of a finished run")],
+    data: Annotated[Path, typer.Option(help="the new site's data: what a site file of its own would point to")],
+    site: Annotated[
+        str, typer.Option(help="name of the site; it decides the order of random minibatches")
+    ] = "new-site",
+    out: Annotated[Path | None, typer.Option(help="result folder; default: RUN_DIR/adapted/SITE")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, such as method.adapt_lr=0.05")
+    ] = None,
+) -> None:
+    """Adapt a run's model at a site that took no part in it, on 80 % of the site's data; the rest judges it.
+
+    Writes the adapted model, its mask and adaptation.json. Nothing is sent anywhere.
+
+    [dim]flare-sparse adapt runs/metagater_cifar10 --data new_hospital.npz[/]
+    """
+    folder = (out or run_dir / "adapted" / site).resolve()
+    if not data.exists():
+        raise DataError(f"--data: there is no file or folder {data}; correct the path")
+    config_file = run_dir / "config.yaml"
+    if not config_file.is_file():
+        raise ConfigError(f"{run_dir} is not the folder of a finished run: it has no config.yaml")
+    config = load_config(config_file, set_ or ())
+    own = build_task(config, user_task(config.task.name, run_dir)) if config.task.key == "class" else None
+    assembly = assemble(config, own)
+    with threads(config.federation.threads):
+        place = open_site(assembly, SiteData(site, data.resolve()))
+        figures = adapted_at(assembly, place, run_dir, folder)
+    _show(figures, assembly)
+    console.print(f"model:  {folder / 'model.safetensors'}")
+    console.print(f"record: {folder / 'adaptation.json'}")
+
+
+def adapted_at(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -> dict[str, Any]:
+    """Adapt the model in ``run_dir`` at a site and write the result to ``folder``; the figures come back.
+
+    Raises:
+        ConfigError: the folder's model is not this job's, or its method does not adapt.
+        DataError: the site has no training examples.
+    """
+    if not site.examples:
+        raise DataError(f"site {site.name!r} has no training examples to adapt to")
+    weights = load_model(run_dir / "model.safetensors", assembly.layout)
+    live = load_mask(run_dir / "mask.safetensors", assembly.layout)
+    site.weights = weights.clone()
+    before = site.judge(weights)
+    began = time.perf_counter()
+    adapted = assembly.method.adapt(site, live)
+    seconds = time.perf_counter() - began
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(folder / "model.safetensors", assembly.layout, adapted)
+    save_mask(folder / "mask.safetensors", assembly.layout, live)
+    figures = {
+        "method": assembly.method.name,
+        "site": site.name,
+        "training_examples": site.examples,
+        "before": before,
+        "after": site.judge(adapted),
+        "sparsity": 1 - _nonzero(adapted, live) / adapted.numel(),
+        "adaptation_seconds": seconds,
+        "sha256_before": digest(weights),
+        "sha256_after": digest(adapted),
+    }
+    write_json(folder / "adaptation.json", figures)
+    return figures
+
+
+def _nonzero(weights: Tensor, live: Mask) -> int:
+    """Live weights that are not zero: an adaptation may prune."""
+    return int((live.take(weights) != 0).sum())
+
+
+def _show(figures: dict[str, Any], assembly: Assembly) -> None:
+    table = Table(title=f"{figures['method']} at {figures['site']}", title_justify="left")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="right" if column else "left")
+    unit = assembly.task.metric.unit
+    for name, after in sorted(figures["after"].items()):
+        label = f"{name} ({unit})" if unit and name == assembly.task.metric.name else name
+        table.add_row(label, f"{figures['before'][name]:.3f}", f"{after:.3f}")
+    console.print(table)
+    console.print(
+        f"{figures['training_examples']} training examples, {figures['adaptation_seconds']:.2f} s; "
+        f"{figures['sparsity']:.1%} of the weights are zero"
+    )

@@ -1,0 +1,59 @@
+"""FedAvg + one step (Lin et al. 2021, section 5.2): FedAvg's model gets one gradient step at each target site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from ..aggregate import by_examples, uniform, weighted_sum
+from ..exchange import Patch, Request, Update
+from ..mask import Mask
+from ..training import Site
+from .adaptation import AdaptationConfig, ask_to_adapt, one_step, report
+from .fedavg import State
+from .method import Method, broadcast
+
+
+class Config(AdaptationConfig):
+    local_steps: int | None = Field(1, ge=1, description="gradient steps of a site in a round; null: training.epochs")
+    weights: Literal["examples", "uniform"] = Field("examples", description="how much a site counts in the average")
+
+
+class FedAvgOneStep(Method[State]):
+    """Rounds as in FedAvg, of a few steps each; at the end every target takes one step and reports its metrics."""
+
+    name = "fedavg_one_step"
+    Config = Config
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+        return State(1, weights)
+
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+        if state.round > self.config.rounds:
+            return None
+        model = self.model(state)
+        asked = self.config.asked(sites, self.seed, state.round)
+        return broadcast(asked, Request("train", state.round, model, model.on, expected=model.on))
+
+    def answer(self, request: Request, site: Site) -> Update:
+        if request.kind == "adapt":
+            return report(site, self.adapt(site, request.trainable))
+        steps, training = self.config.local_steps, self.config.training
+        weights = site.train(site.weights, request.trainable, training, request.round, steps=steps)
+        return Update(Patch.of(weights, request.trainable), "weights", site.examples)
+
+    def learn(self, state: State, updates: Sequence[Update]) -> State:
+        rule = by_examples if self.config.weights == "examples" else uniform
+        return State(state.round + 1, weighted_sum(updates, rule))
+
+    def adapt(self, site: Site, trainable: Mask) -> Tensor:
+        return one_step(site, site.weights, [trainable], self.config)
+
+    def model(self, state: State) -> Patch:
+        return Patch.of(state.weights, self.everything)
+
+    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        return ask_to_adapt(self.model(state), sites, self.config)

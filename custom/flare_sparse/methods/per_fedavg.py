@@ -1,0 +1,89 @@
+"""Per-FedAvg (Fallah et al. 2020, arXiv:2002.07948), Algorithm 1: learn a start from which one step goes far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from ..aggregate import uniform, weighted_sum
+from ..exchange import Patch, Request, Update
+from ..mask import Mask
+from ..training import Site
+from .adaptation import AdaptationConfig, ask_to_adapt, one_step, report
+from .fedavg import State
+from .method import Method, broadcast
+
+
+class Config(AdaptationConfig):
+    """``adapt_lr`` is the paper's alpha, ``training.lr`` its beta; plain SGD whatever ``training.optimizer`` says."""
+
+    local_steps: int = Field(1, ge=1, description="tau: meta-steps of a site in a round")
+    variant: Literal["first_order", "hessian_free"] = Field(
+        "first_order", description="without second derivatives (FO), or with their product by differences (HF)"
+    )
+    delta: float = Field(1e-3, gt=0, description="half the distance of the two gradients of HF, times the direction")
+
+
+class PerFedAvg(Method[State]):
+    """A site descends on its loss after one step; the server takes the plain mean. The targets take that step."""
+
+    name = "per_fedavg"
+    Config = Config
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
+        return State(1, weights)
+
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+        if state.round > self.config.rounds:
+            return None
+        model = self.model(state)
+        asked = self.config.asked(sites, self.seed, state.round)
+        return broadcast(asked, Request("train", state.round, model, model.on, expected=model.on))
+
+    def answer(self, request: Request, site: Site) -> Update:
+        if request.kind == "adapt":
+            return report(site, self.adapt(site, request.trainable))
+        weights = site.weights
+        for step in range(self.config.local_steps):
+            stream = 3 * ((request.round - 1) * self.config.local_steps + step)
+            direction = self.meta_gradient(site, weights, stream) * request.trainable.on
+            weights = weights - self.config.training.learning_rate(request.round) * direction
+        return Update(Patch.of(weights, request.trainable), "weights", site.examples)
+
+    def meta_gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
+        """``(I - alpha Hessian) grad f(w - alpha grad f(w))`` ``(P,)`` on three batches; the Hessian is left out in FO.
+
+        HF: ``Hessian v = (grad f(w + delta v) - grad f(w - delta v)) / (2 delta)`` (section 5 there).
+
+        Args:
+            site: computes gradients.
+            weights: ``(P,)`` w.
+            stream: names the batches; ``stream`` to ``stream + 2`` are used.
+        """
+        alpha, delta = self.config.adapt_lr, self.config.delta
+        ahead = weights - alpha * self._gradient(site, weights, stream)
+        v: Tensor = self._gradient(site, ahead, stream + 1)
+        if self.config.variant == "first_order":
+            return v
+        up, down = (self._gradient(site, weights + sign * delta * v, stream + 2) for sign in (1, -1))
+        curvature: Tensor = (up - down) / (2 * delta)
+        return v.sub(curvature, alpha=alpha)
+
+    def _gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
+        gradient: Tensor = next(iter(site.gradients(weights, self.config.training.batch_size, 1, stream)))
+        return gradient
+
+    def learn(self, state: State, updates: Sequence[Update]) -> State:
+        return State(state.round + 1, weighted_sum(updates, uniform))
+
+    def adapt(self, site: Site, trainable: Mask) -> Tensor:
+        return one_step(site, site.weights, [trainable], self.config)
+
+    def model(self, state: State) -> Patch:
+        return Patch.of(state.weights, self.everything)
+
+    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        return ask_to_adapt(self.model(state), sites, self.config)

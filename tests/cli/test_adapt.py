@@ -1,0 +1,133 @@
+"""``flare-sparse adapt``: from a finished run's folder to a new site's own model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import yaml
+from typer.testing import CliRunner, Result
+
+from flare_sparse.cli import app
+from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.config import load_config
+from flare_sparse.errors import ConfigError
+from flare_sparse.params import Entry, Layout
+from flare_sparse.records import load_mask, load_model, save_model
+
+
+def write_images(path: Path, seed: int, count: int = 24) -> None:
+    """Two classes of 8x8 grey images: dark and bright, more so at each site."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(count) % 2
+    images = rng.integers(0, 90, (count, 8, 8)) + 130 * labels[:, None, None]
+    np.savez(path, train_images=images.astype(np.uint8), train_labels=labels)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A MetaGater run with gates over two sites."""
+    folder = tmp_path_factory.mktemp("adapt")
+    for i in (1, 2, 9):
+        write_images(folder / f"site-{i}.npz", i)
+    model = {"name": "image_cnn", "channels": [4, 6], "gates": {"layers": ["1"], "hidden": 4}}
+    training = {"optimizer": "sgd", "lr": 0.5, "batch_size": 32}
+    config = {
+        "name": "gated",
+        "method": {"name": "metagater", "rounds": 6, "lasso": 0.02, "training": training},
+        "task": {"name": "image_classification", "image": [1, 8, 8], "model": model},
+        "simulator": {"sites": 2, "data": {"path": str(folder / "{site}.npz")}},
+    }
+    file = folder / "gated.yaml"
+    file.write_text(yaml.safe_dump(config))
+    rehearse_config(load_config(file), file, folder / "run")
+    return folder
+
+
+@pytest.fixture
+def call() -> Callable[..., Result]:
+    return lambda *arguments: CliRunner().invoke(app, ["adapt", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_the_model_of_a_run_becomes_a_new_sites_own(
+    finished: Path, call: Callable[..., Result], tmp_path: Path
+) -> None:
+    result = call(finished / "run", "--data", finished / "site-9.npz", "--site", "nine", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "adaptation.json").read_text())
+    assert figures["training_examples"] == 19
+    assert figures["before"]["test_examples"] == figures["after"]["test_examples"] == 5
+    assert {"accuracy", "channel_sparsity"} <= figures["before"].keys() & figures["after"].keys()
+    assert 0 <= figures["sparsity"] < 1
+    assert figures["adaptation_seconds"] > 0
+    before, after = (safetensors.torch.load_file(path / "model.safetensors") for path in (finished / "run", tmp_path))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert any(".gate." in name for name in changed)
+    assert any(".gate." not in name for name in changed)
+    assert "accuracy" in result.output
+    assert str(tmp_path / "adaptation.json") in result.output
+
+
+def test_the_same_site_ends_with_the_same_bits(finished: Path, call: Callable[..., Result], tmp_path: Path) -> None:
+    sums = []
+    for name in ("first", "second"):
+        call(finished / "run", "--data", finished / "site-9.npz", "--out", tmp_path / name)
+        sums.append(json.loads((tmp_path / name / "adaptation.json").read_text())["sha256_after"])
+    assert sums[0] == sums[1]
+
+
+def test_it_is_the_adaptation_of_the_run_itself(finished: Path, call: Callable[..., Result], tmp_path: Path) -> None:
+    """What the command reports for a site of the run is what the run reported for it."""
+    call(finished / "run", "--data", finished / "site-1.npz", "--site", "site-1", "--out", tmp_path)
+    figures = json.loads((tmp_path / "adaptation.json").read_text())
+    summary = json.loads((finished / "run" / "summary.json").read_text())["final"]["sites"]["site-1"]
+    assert {name: summary[name] for name in figures["after"]} == figures["after"]
+    assert summary["accuracy_before"] == figures["before"]["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (("run", "--data", "nowhere.npz"), "there is no file or folder", 1),
+        ((".", "--data", "site-9.npz"), "it has no config.yaml", 2),
+        (("run", "--data", "site-9.npz", "--set", "method={name: fedavg}"), "'fedavg' does not adapt", 2),
+        (("run", "--data", "site-9.npz", "--set", "task.model={name: image_mlp}"), "another network", 2),
+        (("run", "--data", "site-9.npz", "--set", "method.adapt_lr=0"), "method.adapt_lr", 2),
+    ],
+)
+def test_what_cannot_be_adapted_is_explained(
+    finished: Path, call: Callable[..., Result], arguments: tuple[str, ...], message: str, code: int
+) -> None:
+    places = [str(finished / a) if a in (".", "run") or a.endswith(".npz") else a for a in arguments]
+    result = call(*places)
+    assert result.exit_code == code
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_damaged_model_is_refused(finished: Path, call: Callable[..., Result], tmp_path: Path) -> None:
+    broken = tmp_path / "run"
+    shutil.copytree(finished / "run", broken)
+    (broken / "model.safetensors").write_bytes(b"no model")
+    result = call(broken, "--data", finished / "site-9.npz")
+    assert result.exit_code == 2
+    assert "cannot be read as a model" in result.output
+
+
+def test_a_model_and_its_mask_are_read_back_and_not_mistaken_for_each_other(finished: Path, tmp_path: Path) -> None:
+    from flare_sparse.assemble import assemble
+
+    assembly = assemble(load_config(finished / "run" / "config.yaml"))
+    vector = load_model(finished / "run" / "model.safetensors", assembly.layout)
+    assert vector.shape == (assembly.layout.size,)
+    assert load_mask(finished / "run" / "mask.safetensors", assembly.layout).size == assembly.layout.size
+    with pytest.raises(ConfigError, match=r"expected tensors of torch\.bool"):
+        load_mask(finished / "run" / "model.safetensors", assembly.layout)
+    save_model(tmp_path / "m", Layout((Entry("a", (2,)),)), vector[:2])
+    with pytest.raises(ConfigError, match="another network"):
+        load_model(tmp_path / "m", Layout((Entry("b", (2,)),)))

@@ -1,0 +1,51 @@
+"""A real FLARE job of MetaGater on a gated network, then its model at a new site."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flare_sparse.cli import app
+from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.run import run_in_simulator
+from flare_sparse.config import load_config
+
+
+def test_gates_in_the_simulator_end_with_the_bits_of_the_rehearsal_and_adapt_at_a_new_site(
+    tmp_path: Path,
+) -> None:
+    """Zero groups leave the messages of a FLARE job, too; the run's model adapts from the folder that the job left."""
+    for i in (1, 2, 3, 9):
+        rng = np.random.default_rng(i)
+        labels = np.arange(30) % 2
+        images = rng.integers(0, 90, (30, 8, 8)) + 120 * labels[:, None, None]
+        np.savez(tmp_path / f"site-{i}.npz", train_images=images.astype(np.uint8), train_labels=labels)
+    model = {"name": "image_cnn", "channels": [4, 6], "gates": {"layers": ["1"], "hidden": 4}}
+    training = {"optimizer": "sgd", "lr": 0.5, "batch_size": 32}
+    content = {
+        "name": "gated",
+        "seed": 5,
+        "method": {"name": "metagater", "rounds": 8, "lasso": 0.08, "targets": ["site-3"], "training": training},
+        "task": {"name": "image_classification", "image": [1, 8, 8], "model": model},
+        "federation": {"task_timeout_s": 60},
+        "simulator": {"sites": 3, "data": {"path": str(tmp_path / "{site}.npz")}},
+    }
+    file = tmp_path / "gated.yaml"
+    file.write_text(yaml.safe_dump(content))
+    simulated = run_in_simulator(load_config(file), file, tmp_path / "sim", Console(quiet=True))
+    rehearsed = rehearse_config(load_config(file), file, tmp_path / "rehearsal")
+    assert simulated["model_sha256"] == rehearsed["model_sha256"]
+    assert simulated["final"] == rehearsed["final"]
+    assert list(simulated["final"]["sites"]) == ["site-3"]
+    lines = [json.loads(line) for line in (tmp_path / "sim" / "ledger.jsonl").read_text().splitlines()]
+    sent = [line["scalars_sent"] for line in lines if line["kind"] == "train"]
+    assert sent[-1] < sent[0]
+    arguments = ["adapt", str(tmp_path / "sim"), "--data", str(tmp_path / "site-9.npz")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "sim" / "adapted" / "new-site" / "model.safetensors").is_file()

@@ -1,0 +1,414 @@
+"""MetaGater: the invariants of its specification, numbered as there, and its vector 11."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.exchange import Patch, Update
+from flare_sparse.federation import Outcome
+from flare_sparse.mask import Mask
+from flare_sparse.methods import METHODS
+from flare_sparse.methods.adaptation import one_step
+from flare_sparse.methods.metagater import State, advance, predict
+from flare_sparse.models import ModelConfig
+from flare_sparse.rehearsal import initial_weights, rehearse
+from flare_sparse.schedules import accelerated
+from flare_sparse.server import digest
+from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.training import Site
+from flare_sparse.wire.ledger import Ledger
+
+FULL_BATCH = {"optimizer": "sgd", "lr": 0.3, "batch_size": 1000}
+
+
+class Base(Task):
+    metric = Metric("mse", "", "min")
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return 0.5 * (model(batch[0]) - batch[1]).square().mean()
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mse": float((predictions - targets).square().mean())}
+
+
+class Scalar(Base):
+    """L_i(w) = (w - c_i)^2 / 2."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1, bias=False)
+
+
+class Images(Base):
+    """The mean of the first channel of 8x8 images, by a net whose second and third convolutions are gated."""
+
+    def __init__(self, gates: dict[str, Any] | None = None, layers: tuple[str, ...] = ("1", "2")):
+        super().__init__()
+        self.gates = {"layers": list(layers), "hidden": 5, **(gates or {})} if layers else None
+
+    def model(self) -> nn.Module:
+        section = {"name": "image_cnn", "channels": [4, 6, 6], "gates": self.gates}
+        return ModelConfig.model_validate(section).build(image=(2, 8, 8), outputs=1)
+
+
+def images(index: int, count: int = 20) -> Examples:
+    draw = torch.Generator().manual_seed(index)
+    x = torch.randn(count + 6, 2, 8, 8, generator=draw)
+    y = x[:, 0].mean((1, 2)).unsqueeze(1) + 0.2 * index
+    return Examples(TensorDataset(x[6:], y[6:]), TensorDataset(x[:6], y[:6]))
+
+
+def constants(value: float) -> Examples:
+    data = TensorDataset(torch.ones(4, 1), torch.full((4, 1), value))
+    return Examples(data, data)
+
+
+class Net:
+    """A task, its start and its sites."""
+
+    def __init__(self, task: Task, examples: dict[str, Examples], start: float | None = None):
+        self.task, self.examples = task, examples
+        self.layout, self.weights = initial_weights(task, 1)
+        if start is not None:
+            self.weights.fill_(start)
+
+    def site(self, name: str) -> Site:
+        return Site(name, self.task, self.examples[name], self.layout, 1)
+
+    def method(self, name: str = "metagater", **settings: Any) -> Any:
+        settings = {"rounds": 3, "lasso": 0, "training": FULL_BATCH, **settings}
+        return METHODS[name](METHODS[name].Config.model_validate(settings), self.layout, 1)
+
+    def run(self, name: str = "metagater", **settings: Any) -> tuple[Outcome, Ledger]:
+        sites = {site: self.site(site) for site in self.examples}
+        return rehearse(self.method(name, **settings), self.weights, sites, self.task.metric)
+
+    def states(self, rounds: int, **settings: Any) -> list[State]:
+        """States before every round, and after the last."""
+        method, sites = self.method(rounds=rounds, **settings), {n: self.site(n) for n in self.examples}
+        states = [method.init(self.weights, sorted(sites))]
+        for _ in range(rounds):
+            states.append(method.learn(states[-1], answers(method, states[-1], sites)))
+        return states
+
+
+def answers(method: Any, state: Any, sites: dict[str, Site]) -> list[Update]:
+    updates = []
+    for name, request in sorted((method.ask(state, sorted(sites)) or {}).items()):
+        sites[name].weights = request.model.vector()
+        updates.append(replace(method.answer(request, sites[name]), site=name))
+    return updates
+
+
+@pytest.fixture
+def two() -> Net:
+    return Net(Scalar(), {"a": constants(1.0), "b": constants(3.0)}, start=0.0)
+
+
+@pytest.fixture
+def gated() -> Net:
+    return Net(Images(), {f"site-{i}": images(i) for i in (1, 2, 3)})
+
+
+@pytest.fixture
+def ungated() -> Net:
+    return Net(Images(layers=()), {f"site-{i}": images(i) for i in (1, 2, 3)})
+
+
+def test_vector_11_two_nodes_with_parabolas(two: Net) -> None:
+    states = two.states(3, training={**FULL_BATCH, "lr": 1.0})
+    values = [(after.sent.item(), after.w.item(), after.ag.item()) for after in states[1:]]
+    assert values == [pytest.approx(row, abs=1e-6) for row in [(0, 0.4, 0.4), (0.4, 0.88, 0.72), (0.8, 1.36, 1.04)]]
+    outcome, _ = two.run(training={**FULL_BATCH, "lr": 1.0})
+    assert outcome.weights.item() == pytest.approx(0.8, abs=1e-6)
+
+
+def test_1_without_h_it_is_nesterov(gated: Net) -> None:
+    for t, (before, after) in enumerate(pairwise(gated.states(6)), start=1):
+        alpha = accelerated(t).alpha
+        assert torch.allclose(after.ag, (1 - alpha) * before.ag + alpha * after.w, atol=1e-5)
+        momentum = (t - 1) / (t + 2)
+        following = predict(after.w, after.ag, accelerated(t + 1).alpha)
+        assert torch.allclose(following, after.ag + momentum * (after.ag - before.ag), atol=1e-5)
+
+
+def test_1_in_float64_over_many_rounds_with_any_gradient() -> None:
+    draw = torch.Generator().manual_seed(3)
+    w = ag = torch.randn(7, generator=draw, dtype=torch.float64)
+    x, y_before = w.clone(), w.clone()
+    for t in range(1, 60):
+        steps = accelerated(t)
+        pr = predict(w, ag, steps.alpha)
+        assert torch.allclose(pr, x, atol=1e-12)
+        g = torch.randn(7, generator=draw, dtype=torch.float64)
+        w, ag = advance(w, pr, g, steps, lambda v, step: v, scale=True)
+        y = x - g  # beta = 1
+        x, y_before = y + (t - 1) / (t + 2) * (y - y_before), y
+        assert torch.allclose(ag, y, atol=1e-12)
+
+
+def test_2_the_first_model_sent_is_the_initial_one_bit_for_bit(gated: Net) -> None:
+    method = gated.method()
+    state = method.init(gated.weights, ["site-1"])
+    assert torch.equal(state.ag, gated.weights)
+    assert torch.equal(method.ask(state, ["site-1"])["site-1"].model.vector(), gated.weights)
+    assert torch.equal(gated.states(1)[1].sent, gated.weights)
+
+
+@pytest.mark.parametrize("local_proximity", [None, 0.0])
+def test_3_without_acceleration_it_is_fedprox_or_fedavg(gated: Net, local_proximity: float | None) -> None:
+    """Step = 1 / lambda: the uniform mean of what the sites reach, with the proximal term (FedProx) or without (FedAvg)."""
+    settings = {"acceleration": False, "step": 5.0, "proximity": 0.2, "local_proximity": local_proximity}
+    method = gated.method(local_steps=3, **settings)
+    state = method.init(gated.weights, sorted(gated.examples))
+    pull = 0.2 if local_proximity is None else 0.0
+    for t in (1, 2):
+        sites = {name: gated.site(name) for name in gated.examples}
+        start = state.w
+        alone = [
+            s.train(start, method.everything, method.config.training, t, steps=3, pull=pull) for s in sites.values()
+        ]
+        state = method.learn(state, answers(method, state, sites))
+        assert torch.allclose(state.w, torch.stack(alone).mean(0), atol=1e-6)
+        assert torch.equal(state.w, state.ag)
+
+
+def test_3_uniform_fedavg_as_the_baseline_has_it(gated: Net) -> None:
+    settings = {"local_steps": 2, "rounds": 3}
+    ours, _ = gated.run(acceleration=False, step=5.0, local_proximity=0.0, output="pr_next", **settings)
+    sites = {name: gated.site(name) for name in gated.examples}
+    method = METHODS["fedavg_one_step"](
+        METHODS["fedavg_one_step"].Config.model_validate({"weights": "uniform", "training": FULL_BATCH, **settings}),
+        gated.layout,
+        1,
+    )
+    theirs, _ = rehearse(method, gated.weights, sites, gated.task.metric)
+    assert torch.allclose(ours.weights, theirs.weights, atol=1e-5)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 0.5])
+def test_3_a_shorter_step_is_reptile(gated: Net, epsilon: float) -> None:
+    before, after = gated.states(1, acceleration=False, step=epsilon / 0.2, local_proximity=0.0, local_steps=4)
+    method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
+    ends = [s.train(before.w, method.everything, method.config.training, 1, steps=4) for s in sites.values()]
+    assert torch.allclose(after.w, before.w + epsilon * (torch.stack(ends).mean(0) - before.w), atol=1e-6)
+
+
+def test_4_one_local_step_is_the_mean_gradient(gated: Net) -> None:
+    method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
+    state = method.init(gated.weights, sorted(sites))
+    change = torch.stack([u.patch.vector() for u in answers(method, state, sites)]).mean(0)
+    gradients = [next(s.gradients(gated.weights, 1000, 1, 1)) for s in sites.values()]
+    assert torch.allclose(-0.2 * change, 0.2 * 0.3 * torch.stack(gradients).mean(0), atol=1e-6)
+
+
+def test_5_sites_that_move_nothing_leave_everything_to_interpolation(gated: Net) -> None:
+    method = gated.method()
+    zero = Update(Patch.of(torch.zeros(gated.layout.size), method.everything), "difference", 1, site="a")
+    first = method.learn(method.init(gated.weights, ["a"]), [zero])
+    assert all(torch.equal(x, gated.weights) for x in (first.w, first.ag, first.sent))
+    apart = State(4, gated.weights, gated.weights + 1, gated.weights)
+    after = method.learn(apart, [zero])
+    assert torch.equal(after.w, apart.w)
+    assert torch.allclose(after.ag, 0.4 * apart.w + 0.6 * apart.ag, atol=1e-6)
+
+
+def test_7_the_backbone_does_not_feel_the_penalty_of_this_round(gated: Net) -> None:
+    with_h, without = (gated.states(1, lasso=mu)[1] for mu in (0.05, 0.0))
+    phi = gated.method()._gates.phi
+    assert torch.equal(with_h.w[~phi.on], without.w[~phi.on])
+    assert torch.equal(with_h.ag[~phi.on], without.ag[~phi.on])
+    assert not torch.equal(with_h.w[phi.on], without.w[phi.on])
+
+
+def test_7_without_gates_the_penalty_changes_nothing(ungated: Net) -> None:
+    assert ungated.method()._gates.phi.count == 0
+    assert digest(ungated.run(lasso=0.5)[0].weights) == digest(ungated.run(lasso=0.0)[0].weights)
+
+
+def zero_group(net: Net, layer: str, channel: int) -> torch.Tensor:
+    """The start with one channel's gate group at zero."""
+    weights = net.weights.clone()
+    named = net.layout.unflatten(weights)
+    named[f"{layer}.gate.open.weight"][channel] = 0
+    named[f"{layer}.gate.open.bias"][channel] = 0
+    return weights
+
+
+def test_9_a_closed_channel_stays_home_with_its_filter(gated: Net) -> None:
+    """Group: 5 + 1 scalars; filter: 6 x 3 x 3 + 1 in layer 2. It is zero at the site, and stays zero on both ends."""
+    gated.weights = zero_group(gated, "2", 4)
+    outcome, ledger = gated.run(lasso=1e-3, rounds=4)
+    saved = (5 + 1) + (6 * 9 + 1)
+    train = [line for line in ledger.lines if line.kind == "train"]
+    assert {line.scalars_sent for line in train} == {gated.layout.size - saved}
+    assert all(line.payload_bytes < line.dense_bytes for line in train)
+    named = gated.layout.unflatten(outcome.weights)
+    assert not named["2.gate.open.weight"][4].any()
+    assert not named["2.body.0.conv.weight"][4].any()
+    assert named["2.body.0.conv.weight"][3].any()
+    assert all(0 < figures["channel_sparsity"] < 1 for figures in outcome.judgement.sites.values())
+
+
+def test_9_as_in_the_paper_a_closed_channel_travels_and_may_reopen(gated: Net) -> None:
+    gated.weights = zero_group(gated, "2", 4)
+    outcome, ledger = gated.run(closed="may_reopen", rounds=4)
+    assert {line.scalars_sent for line in ledger.lines if line.kind == "train"} == {gated.layout.size}
+    assert gated.layout.unflatten(outcome.weights)["2.gate.open.weight"][4].any()
+
+
+def test_9_the_lasso_closes_channels_and_the_messages_shrink(gated: Net) -> None:
+    outcome, ledger = gated.run(lasso=0.06, rounds=12)
+    sent = [line.scalars_sent for line in ledger.lines if line.kind == "train" and line.direction == "up"]
+    assert sent[-1] < sent[0] == gated.layout.size
+    assert sent == sorted(sent, reverse=True)
+    assert outcome.mask.count < gated.layout.size
+
+
+def test_10_stage_one_keeps_the_backbone_and_stage_two_the_gates_bit_for_bit(gated: Net) -> None:
+    method, site = gated.method(adapt_lr=0.5), gated.site("site-1")
+    phi, theta = method._gates.phi, ~method._gates.phi
+    site.weights = gated.weights
+    first = one_step(site, gated.weights, [phi], method.config)
+    assert torch.equal(first[theta.on], gated.weights[theta.on])
+    assert not torch.equal(first[phi.on], gated.weights[phi.on])
+    adapted = method.adapt(site, method.everything)
+    assert torch.equal(adapted[phi.on], first[phi.on])
+    assert not torch.equal(adapted[theta.on], gated.weights[theta.on])
+    gradient = next(site.gradients(first, 1000, 1, 0))
+    assert torch.allclose(adapted[theta.on], (first - 0.5 * gradient)[theta.on], atol=1e-6)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_10_a_filter_that_is_off_for_all_examples_keeps_its_weights_bit_for_bit(detach: bool) -> None:
+    net = Net(Images({"detach_input": detach}), {"site-1": images(1)})
+    weights = net.weights.clone()
+    named = net.layout.unflatten(weights)
+    named["1.gate.open.weight"][2] = 0
+    named["1.gate.open.bias"][2] = -100  # off for all, and one step cannot change that
+    site = net.site("site-1")
+    site.weights = weights
+    adapted = net.layout.unflatten(net.method(adapt_lr=0.5).adapt(site, Mask.full(net.layout.size)))
+    for name in ("1.body.0.conv.weight", "1.body.0.conv.bias"):
+        assert torch.equal(adapted[name][2], named[name][2])
+        assert not torch.equal(adapted[name][3], named[name][3])
+
+
+def test_10_adaptation_is_free_of_noise() -> None:
+    quiet, noisy = (Net(Images({"noise": noise}), {"site-1": images(1)}) for noise in (False, True))
+    assert quiet.layout == noisy.layout
+    ends = []
+    for net in (quiet, noisy):
+        site = net.site("site-1")
+        site.weights = quiet.weights
+        ends.append(net.method().adapt(site, Mask.full(net.layout.size)))
+    assert torch.equal(*ends)
+
+
+def test_12_order_and_copies_of_sites_change_nothing(gated: Net) -> None:
+    method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
+    start = method.init(gated.weights, sorted(sites))
+    updates = answers(method, start, sites)
+    once = method.learn(start, updates)
+    backwards = method.learn(start, updates[::-1])
+    copies = method.learn(start, updates + [replace(u, site=f"{u.site}-twin") for u in updates])
+    assert torch.equal(once.w, backwards.w)
+    assert torch.allclose(once.w, copies.w, atol=1e-6)
+    assert torch.allclose(once.ag, copies.ag, atol=1e-6)
+
+
+def test_weights_are_uniform_whatever_the_number_of_examples() -> None:
+    net = Net(Scalar(), {"a": constants(1.0), "b": constants(3.0)}, start=0.0)
+    many = TensorDataset(torch.ones(400, 1), torch.full((400, 1), 3.0))
+    uneven = Net(Scalar(), {"a": constants(1.0), "b": Examples(many, many)}, start=0.0)
+    assert torch.allclose(net.run()[0].weights, uneven.run()[0].weights, atol=1e-6)
+
+
+@pytest.mark.parametrize("output", ["pr", "pr_next", "ag"])
+def test_the_output_is_one_of_the_sequences(two: Net, output: str) -> None:
+    """After three rounds of vector 11: 0.8 was sent last; 0.4 * 1.36 + 0.6 * 1.04 comes next; 1.04 is w^ag."""
+    outcome, _ = two.run(output=output, training={**FULL_BATCH, "lr": 1.0})
+    wanted = {"pr": 0.8, "pr_next": 1.168, "ag": 1.04}[output]
+    assert outcome.weights.item() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_restart_continues_from_the_aggregated_sequence(two: Net) -> None:
+    states = two.states(4, restart_every=2, training={**FULL_BATCH, "lr": 1.0})
+    assert states[2].w.item() == states[2].ag.item() == pytest.approx(0.72, abs=1e-6)
+    assert states[3].sent.item() == pytest.approx(0.72, abs=1e-6)
+    assert states[3].w.item() == states[3].ag.item()
+
+
+def test_a_cap_bounds_the_momentum(two: Net) -> None:
+    states = two.states(40, momentum_cap=0.0)
+    assert all(torch.equal(s.w, s.ag) for s in states)
+    capped = two.method(momentum_cap=0.5).config
+    assert [capped.steps(t).alpha for t in (1, 2, 3, 4, 100)] == pytest.approx([1, 2 / 3, 0.5, 0.5, 0.5])
+
+
+def test_unscaled_shrinking_uses_beta_for_both_sequences(gated: Net) -> None:
+    shrunk: list[float] = []
+    for scale in (True, False):
+        states = gated.states(8, lasso=0.01, scale_prox=scale)
+        groups = gated.method()._gates.groups
+        shrunk.append(sum(float(states[-1].w[g].norm()) for g in groups))
+    assert shrunk[0] < shrunk[1]
+
+
+def test_running_statistics_are_plain_means(bench: Any) -> None:
+    method = bench.method("metagater", rounds=4)
+    buffers = bench.layout.where(lambda entry: entry.role == "buffer")
+    state = replace(method.init(bench.weights, ["a"]), round=3)
+    change = torch.randn(bench.layout.size)
+    updates = [Update(Patch.of(change * k, method.everything), "difference", 1, site=str(k)) for k in (1, 2)]
+    after = method.learn(state, updates)
+    for vector in (after.w, after.ag):
+        assert torch.allclose(vector[buffers], (bench.weights + 1.5 * change)[buffers], atol=1e-6)
+
+
+def test_targets_take_no_part_in_training_and_only_adapt(gated: Net) -> None:
+    outcome, ledger = gated.run(targets=["site-3"])
+    assert {line.site for line in ledger.lines if line.kind == "train"} == {"site-1", "site-2"}
+    assert {line.site for line in ledger.lines if line.kind == "adapt"} == {"site-3"}
+    assert [(line.scalars_sent, line.direction) for line in ledger.lines if line.site == "site-3"][-1] == (0, "up")
+    figures = outcome.judgement.sites["site-3"]
+    assert figures["mse"] < figures["mse_before"]
+    assert {"channel_sparsity", "channel_sparsity_before", "test_examples"} <= figures.keys()
+    with pytest.raises(ConfigError, match="all sites present"):
+        gated.run(targets=sorted(gated.examples))
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_run_continued_from_a_saved_state_equals_the_uninterrupted_one(gated: Net, stop: int, tmp_path: Any) -> None:
+    """The state is tensors and one number: on disk and back it is the same, and so is what follows."""
+    settings = {"lasso": 0.02, "rounds": 6, "participation": 0.67, "restart_every": 4}
+    states = gated.states(**settings)
+    saved = tmp_path / "state.pt"
+    torch.save(
+        {"round": states[stop].round, "w": states[stop].w, "ag": states[stop].ag, "sent": states[stop].sent}, saved
+    )
+    state = State(**torch.load(saved, weights_only=True))
+    method = gated.method(**settings)
+    sites = {name: gated.site(name) for name in gated.examples}  # new processes: nothing is remembered at a site
+    for _ in range(stop, 6):
+        state = method.learn(state, answers(method, state, sites))
+    assert digest(method.model(state).vector()) == digest(gated.run(**settings)[0].weights)
+    assert all(torch.equal(getattr(state, n), getattr(states[6], n)) for n in ("w", "ag", "sent"))
+
+
+def test_scalars_as_the_paper_would_count_them(gated: Net) -> None:
+    method = gated.method(rounds=10, participation=0.5)
+    assert method.paper_scalars(4) == 2 * 10 * 2 * gated.layout.size

@@ -1,0 +1,164 @@
+"""Per-FedAvg, FedAvg + one step and MetaSNIP: exact values against what is slow and obvious."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.mask import Mask
+from flare_sparse.methods import METHODS
+from flare_sparse.models import build
+from flare_sparse.rehearsal import initial_weights, rehearse
+from flare_sparse.server import digest
+from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.training import Site
+
+SGD = {"optimizer": "sgd", "lr": 0.2, "batch_size": 1000}
+
+
+class Quadratic(Task):
+    """``mean_k (a_k . w - b_k)^2 / 2``, so the Hessian is ``mean_k a_k a_k^T``."""
+
+    metric = Metric("mse", "", "min")
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1, bias=False)
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return 0.5 * (model(batch[0]) - batch[1]).square().mean()
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mse": float((predictions - targets).square().mean())}
+
+
+class Picture(Quadratic):
+    def model(self) -> nn.Module:
+        return build("image_cnn", image=(1, 8, 8), outputs=1, channels=(4, 6))
+
+
+def quadratic() -> tuple[Site, torch.Tensor, torch.Tensor, torch.Tensor]:
+    task = Quadratic()
+    layout, weights = initial_weights(task, 1)
+    a, b = torch.randn(12, 3), torch.randn(12, 1)
+    return Site("site-1", task, Examples(TensorDataset(a, b), TensorDataset(a, b)), layout, 1), weights, a, b
+
+
+def picture() -> tuple[Site, torch.Tensor]:
+    task = Picture()
+    layout, weights = initial_weights(task, 1)
+    x = torch.randn(12, 1, 8, 8)
+    data = TensorDataset(x, x.mean((1, 2, 3)).unsqueeze(1))
+    site = Site("site-1", task, Examples(data, data), layout, 1)
+    site.weights = weights.clone()
+    return site, weights
+
+
+def method(name: str, site: Site, **settings: Any) -> Any:
+    return METHODS[name](METHODS[name].Config.model_validate({"training": SGD, **settings}), site.layout, 1)
+
+
+@pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
+def test_per_fedavgs_meta_gradient_on_a_parabola(variant: str) -> None:
+    """Grad f(w) = H w - c; f is quadratic, so HF's difference is the exact product with H."""
+    site, w, a, b = quadratic()
+    hessian, c = a.T @ a / 12, (a.T @ b / 12).squeeze()
+    ahead = w - 0.1 * (hessian @ w - c)
+    wanted = hessian @ ahead - c
+    if variant == "hessian_free":
+        wanted = wanted - 0.1 * hessian @ wanted
+    found = method("per_fedavg", site, variant=variant, adapt_lr=0.1, delta=0.1).meta_gradient(site, w, 0)
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_per_fedavg_descends_on_the_loss_after_a_step() -> None:
+    site, w, _, _ = quadratic()
+    federated = method("per_fedavg", site, rounds=5, local_steps=2, adapt_lr=0.1, variant="hessian_free")
+    outcome, _ = rehearse(federated, w, {"site-1": site}, site.task.metric)
+    site.weights = w.clone()
+    started = site.judge(federated.adapt(site, Mask.full(3)))["mse"]
+    assert outcome.judgement.sites["site-1"]["mse"] < started
+    assert outcome.judgement.sites["site-1"]["mse"] < outcome.judgement.sites["site-1"]["mse_before"]
+
+
+def test_per_fedavg_draws_its_batches_anew_in_every_step() -> None:
+    site, w, _, _ = quadratic()
+    small = method("per_fedavg", site, training={**SGD, "batch_size": 2})
+    assert len({digest(small.meta_gradient(site, w, stream)) for stream in (0, 3, 6)}) == 3
+    assert digest(small.meta_gradient(site, w, 3)) == digest(small.meta_gradient(site, w, 3))
+
+
+def test_fedavg_plus_one_step_is_fedavg_and_a_step(bench: Any) -> None:
+    plain, _ = bench.run("fedavg")
+    stepped, ledger = bench.run("fedavg_one_step", local_steps=None, adapt_lr=0.05)
+    assert digest(plain.weights) == digest(stepped.weights)
+    assert [line.scalars_sent for line in ledger.lines if line.kind == "adapt" and line.direction == "up"] == [0, 0, 0]
+
+
+def test_one_step_uses_all_examples_and_no_dropout() -> None:
+    site, w, a, b = quadratic()
+    site.weights = w
+    adapted = method("fedavg_one_step", site, adapt_lr=0.3).adapt(site, Mask.full(3))
+    gradient = (a.T @ (a @ w.unsqueeze(1) - b) / 12).squeeze()
+    assert torch.allclose(adapted, w - 0.3 * gradient, atol=1e-6)
+
+
+def test_metasnip_prunes_the_channels_of_least_saliency() -> None:
+    """Score of a filter: sum of |w * grad| over filter and bias; 34 % of 6 channels are 2."""
+    site, weights = picture()
+    snip = method("metasnip", site, sparsity=0.34, layers=["1.0.conv"], adapt_lr=0.1)
+    gradient = next(site.gradients(weights, 1000, 1, 0))
+    named = {k: (weights * gradient).abs()[v] for k, v in indices(site).items()}
+    scores = named["1.0.conv.weight"].reshape(6, -1).sum(1) + named["1.0.conv.bias"]
+    gone = sorted(scores.argsort()[:2].tolist())
+    adapted = site.layout.unflatten(snip.adapt(site, Mask.full(site.layout.size)))
+    zero = [c for c in range(6) if not adapted["1.0.conv.weight"][c].any() and adapted["1.0.conv.bias"][c] == 0]
+    assert zero == gone
+    assert adapted["0.0.conv.weight"].all()
+    assert snip.answer(replace_kind(snip, site), site).metrics["pruned"] == pytest.approx(2 / 6)
+
+
+def test_metasnip_prunes_single_weights_on_demand_and_nothing_at_zero() -> None:
+    site, _ = picture()
+    everything = Mask.full(site.layout.size)
+    single = method("metasnip", site, sparsity=0.5, unit="weight", layers=["1.0.conv"]).adapt(site, everything)
+    assert int((site.layout.unflatten(single)["1.0.conv.weight"] == 0).sum()) == 6 * 4 * 9 // 2
+    plain = method("metagater", site).adapt(site, everything)
+    assert torch.equal(method("metasnip", site, sparsity=0.0).adapt(site, everything), plain)
+
+
+def test_metasnip_trains_as_metagater_without_gates(bench: Any) -> None:
+    assert bench.digest("metasnip") == bench.digest("metagater")
+
+
+def test_a_layer_that_is_not_there_is_refused() -> None:
+    site, _ = picture()
+    with pytest.raises(ConfigError, match=r"no convolution '1\.0\.conf'\. Did you mean '1\.0\.conv'\?"):
+        method("metasnip", site, layers=["1.0.conf"]).adapt(site, Mask.full(site.layout.size))
+
+
+def test_a_method_without_adaptation_says_so(bench: Any) -> None:
+    with pytest.raises(ConfigError, match="method 'fedavg' does not adapt"):
+        bench.method("fedavg").adapt(bench.site(1), Mask.full(bench.layout.size))
+
+
+def indices(site: Site) -> dict[str, torch.Tensor]:
+    places = zip(site.layout.entries, site.layout.offsets, strict=False)
+    return {entry.name: torch.arange(start, start + entry.size) for entry, start in places}
+
+
+def replace_kind(snip: Any, site: Site) -> Any:
+    request = snip.judge(replace(snip.init(site.weights, ["site-1"]), round=99), ["site-1"])["site-1"]
+    assert request.kind == "adapt"
+    return request

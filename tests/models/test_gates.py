@@ -1,0 +1,270 @@
+"""Channel gates: invariants 8 and 9 of MetaGater's specification, skipping of closed channels, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import nn
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.models import ModelConfig, build
+from flare_sparse.models.channels import run_channels
+from flare_sparse.models.compact import compact
+from flare_sparse.models.gates import ChannelGate, GateConfig, Gated, gated, straight_through
+from flare_sparse.params import Layout
+from flare_sparse.training.gating import channel_sparsity, observe_gates
+
+NETWORKS = {
+    "image_cnn": ({"image": (3, 16, 16), "channels": (4, 8, 8)}, ("1", "2"), (3, 16, 16)),
+    "image_cnn6": ({"image": (3, 16, 16), "channels": (4, 6, 8)}, ("4", "5"), (3, 16, 16)),
+    "brain_age_cnn_3mm": (
+        {"volume": (8, 8, 8), "channels": (4, 6, 8), "reduced": 4, "pooled": 2},
+        ("1", "2"),
+        (1, 8, 8, 8),
+    ),
+    "brain_age_cnn": ({"volume": (34, 34, 64)}, ("4",), (1, 34, 34, 64)),
+}
+
+
+def network(name: str, **settings: object) -> tuple[nn.Sequential, nn.Sequential, torch.Tensor]:
+    """The same network without and with gates, and a batch."""
+    own, layers, shape = NETWORKS[name]
+    torch.manual_seed(1)
+    plain = build(name, **own)
+    torch.manual_seed(1)
+    wrapped = gated(build(name, **own), GateConfig(layers=layers, **settings))
+    return plain.eval(), wrapped.eval(), torch.randn(3, *shape)  # type: ignore[return-value]
+
+
+def gates(model: nn.Module) -> list[ChannelGate]:
+    return [part for part in model.modules() if isinstance(part, ChannelGate)]
+
+
+@torch.no_grad()
+def disagree(model: nn.Module, closed: int) -> None:
+    """Gates that differ from example to example; one group is zero."""
+    for gate in gates(model):
+        gate.hidden.weight.normal_(0, 30)
+        gate.open.weight.normal_()
+        gate.open.bias.zero_()
+        gate.open.weight[closed] = 0
+
+
+@torch.no_grad()
+def close(model: nn.Module, closed: list[int]) -> None:
+    """The gate groups of these channels are zero, all others open for every input."""
+    for gate in gates(model):
+        gate.open.weight.zero_()
+        gate.open.bias.fill_(1)
+        gate.open.bias[closed] = 0
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("training", [False, True])
+def test_8_all_gates_open_is_the_backbone_bit_for_bit(name: str, training: bool) -> None:
+    plain, wrapped, x = network(name)
+    close(wrapped, [])
+    assert torch.equal(plain.train(training)(x), wrapped.train(training)(x))
+    with torch.no_grad():
+        assert torch.equal(plain(x), wrapped(x))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_8_all_gates_closed_is_a_layer_of_zeros(grad: bool) -> None:
+    _, wrapped, x = network("image_cnn")
+    close(wrapped, list(range(8)))
+    out: list[torch.Tensor] = []
+    layer = wrapped[2]
+    layer.register_forward_hook(lambda _, __, y: out.append(y))
+    with torch.set_grad_enabled(grad):
+        wrapped(x)
+    assert not out[0].any()
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=20), st.floats(0.2, 5))
+def test_8_gates_are_0_or_1_and_their_gradient_is_the_sigmoids(values: list[float], tau: float) -> None:
+    z = torch.tensor(values, requires_grad=True)
+    upstream = torch.linspace(-1, 2, len(values))
+    q = straight_through(z, tau)
+    q.backward(upstream)
+    assert q.tolist() == [float(value > 0) for value in values]
+    soft = torch.sigmoid(z.detach() / tau)
+    assert torch.allclose(z.grad, upstream * soft * (1 - soft) / tau, atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_9_a_zero_group_closes_its_channel_for_every_input() -> None:
+    _, wrapped, x = network("image_cnn")
+    gate = gates(wrapped)[0]
+    with torch.no_grad():
+        gate.open.weight[2], gate.open.bias[2] = 0, 0
+        for scale in (0.0, 1.0, -50.0, 1e4):
+            assert not gate(x[:, :1].repeat(1, gate.hidden.in_features, 1, 1) * scale)[:, 2].any()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_skipping_closed_channels_gives_the_same_output(name: str, batch: int) -> None:
+    _, wrapped, x = network(name)
+    close(wrapped, [0, 3])
+    x = x[:batch]
+    counted: list[int] = []
+    for part in wrapped.modules():
+        if isinstance(part, Gated):
+            convolution = next(p for p in part.body.modules() if isinstance(p, (nn.Conv2d, nn.Conv3d)))
+            convolution.register_forward_hook(lambda *_: counted.append(1))
+    with_gradient = wrapped(x)
+    assert counted
+    counted.clear()
+    with torch.no_grad():
+        skipped = wrapped(x)
+    assert not counted  # the whole convolution never ran
+    assert torch.allclose(with_gradient, skipped, atol=1e-5)
+
+
+def test_skipping_with_gates_that_differ_within_the_batch() -> None:
+    _, wrapped, x = network("image_cnn")
+    with torch.no_grad():
+        disagree(wrapped, 0)
+        x = torch.randn(16, 3, 16, 16)
+        with observe_gates(wrapped) as seen:
+            skipped = wrapped(x)
+        single = torch.cat([wrapped(x[i : i + 1]) for i in range(16)])
+    observed = [q for layer in seen.values() for q in layer]
+    assert any(len(q.unique(dim=0)) > 1 for q in observed)
+    assert not any(q[:, 0].any() for q in observed)
+    assert torch.allclose(skipped, wrapped(x), atol=1e-5)
+    assert torch.allclose(skipped, single, atol=1e-5)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_some_channels_of_a_normalised_block(kind: type[nn.Module], tracked: bool) -> None:
+    body = nn.Sequential(nn.Conv2d(2, 5, 3), kind(5, affine=True, track_running_stats=tracked), nn.ReLU())
+    x = torch.randn(4, 2, 6, 6)
+    body(x)
+    body.eval()
+    live = torch.tensor([0, 3, 4])
+    assert torch.allclose(run_channels(body, x, live), body(x)[:, live], atol=1e-6)
+
+
+def test_running_statistics_see_every_example_also_where_gates_are_closed() -> None:
+    block = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    wrapped = gated(nn.Sequential(block), GateConfig(layers=("0",))).train()
+    close(wrapped, [1])
+    with torch.no_grad():
+        wrapped(torch.randn(3, 2, 6, 6) + 2)
+    assert block[1].running_mean.count_nonzero() == 4
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_compact_network_is_the_same_function_without_the_closed_channels(name: str) -> None:
+    _, wrapped, x = network(name)
+    close(wrapped, [1, 2])
+    with torch.no_grad(), observe_gates(wrapped) as seen:
+        expected = wrapped(x)
+    small = compact(wrapped, {layer: torch.cat(q) for layer, q in seen.items()})
+    assert not gates(small)  # what is left is always open
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in wrapped.parameters())
+    assert torch.allclose(small(x), expected, atol=1e-5)
+
+
+def test_a_compact_network_keeps_the_gates_that_still_decide() -> None:
+    _, wrapped, x = network("image_cnn6")
+    with torch.no_grad():
+        disagree(wrapped, 0)
+        with observe_gates(wrapped) as seen:
+            expected = wrapped(x)
+        small = compact(wrapped, {layer: torch.cat(q) for layer, q in seen.items()})
+        assert gates(small)
+        assert all(gate.open.out_features < 8 for gate in gates(small))
+        assert torch.allclose(small(x), expected, atol=1e-5)
+
+
+def test_what_cannot_be_made_compact_is_refused() -> None:
+    _, wrapped, _ = network("image_cnn")
+    with pytest.raises(ConfigError, match="'0' is not a gated layer; gated are: 1, 2"):
+        compact(wrapped, {"0": torch.ones(1, 4)})
+    with pytest.raises(ConfigError, match="every channel is closed"):
+        compact(wrapped, {"1": torch.zeros(1, 8)})
+    last = gated(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()), GateConfig(layers=("0",)))
+    with pytest.raises(ConfigError, match="must be the next convolution or linear layer"):
+        compact(last, {"0": torch.eye(4)[:2]})  # type: ignore[arg-type]
+
+
+def test_channel_sparsity_counts_over_layers_and_examples() -> None:
+    seen = {"a": [torch.tensor([[1.0, 0.0], [1.0, 1.0]])], "b": [torch.tensor([[0.0, 0.0]])]}
+    assert channel_sparsity(seen) == pytest.approx(3 / 6)
+    assert channel_sparsity({}) is None
+
+
+def test_noise_is_there_in_training_only() -> None:
+    gate = ChannelGate(3, 4, GateConfig(layers=("0",), noise=True))
+    with torch.no_grad():
+        gate.open.weight.zero_()
+        gate.open.bias.fill_(0.5)
+    x = torch.randn(200, 3, 2, 2)
+    assert gate.train()(x).mean().item() == pytest.approx(torch.sigmoid(torch.tensor(0.5)).item(), abs=0.06)
+    assert gate.eval()(x).all()
+
+
+def test_a_gate_may_leave_the_layers_before_it_alone() -> None:
+    for detach in (False, True):
+        x = torch.randn(2, 3, 4, 4, requires_grad=True)
+        q = ChannelGate(3, 4, GateConfig(layers=("0",), detach_input=detach))(x)
+        assert q.requires_grad
+        assert (torch.autograd.grad(q.sum(), x, allow_unused=True)[0] is None) is detach
+
+
+def test_the_backbone_of_a_gated_network_starts_as_without_gates() -> None:
+    plain, wrapped, _ = network("image_cnn")
+    shared = {name: p for name, p in wrapped.named_parameters() if ".gate." not in name}
+    assert [p.sum().item() for p in plain.parameters()] == [p.sum().item() for p in shared.values()]
+    sizes = [e.size for e in Layout.of(wrapped).entries if ".gate." in e.name]
+    assert sum(sizes) == (4 * 16 + 16 + 16 * 8 + 8) + (8 * 16 + 16 + 16 * 8 + 8)
+
+
+def test_a_gate_from_64_to_128_channels_has_3216_scalars() -> None:
+    section = {"name": "image_cnn", "channels": [32, 64, 128], "gates": {"layers": ["2"]}}
+    layout = Layout.of(ModelConfig.model_validate(section).build(image=(3, 32, 32), outputs=10))
+    assert sum(e.size for e in layout.entries if ".gate." in e.name) == 3216
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (("7",), "no layer '7'"),
+        (("2", "2"), "named twice"),
+        (("3",), "holds 0 convolutions"),
+        (("2.0.conv.weight",), "no layer"),
+    ],
+)
+def test_layers_that_cannot_be_gated_are_refused(layers: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gated(build("image_cnn", image=(1, 16, 16), channels=(4, 4, 4)), GateConfig(layers=layers))
+
+
+@pytest.mark.parametrize(
+    ("block", "layer", "message"),
+    [
+        (nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)), "0", "followed by BatchNorm2d"),
+        (nn.Sequential(nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4))), "0", "holds GroupNorm"),
+        (nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), "0", "grouped convolution"),
+    ],
+)
+def test_a_gate_around_part_of_a_block_is_refused(block: nn.Module, layer: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gated(block, GateConfig(layers=(layer,)))
+
+
+def test_the_section_of_a_network_with_gates() -> None:
+    section = ModelConfig.model_validate({"name": "image_cnn", "gates": {"layers": ["1"]}})
+    dumped = section.model_dump(mode="json")
+    assert dumped["gates"]["layers"] == ["1"]
+    assert ModelConfig.model_validate(dumped) == section
+    assert "gates" not in ModelConfig(name="image_cnn").model_dump()
+    with pytest.raises(ValidationError, match="hiden"):
+        ModelConfig.model_validate({"name": "image_cnn", "gates": {"layers": ["1"], "hiden": 4}})

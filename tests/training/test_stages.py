@@ -1,0 +1,145 @@
+"""Steps in stages: the same bits as one pass for each stage, with what did not change computed once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse.mask import Mask
+from flare_sparse.params import Layout
+from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.training import Site
+from flare_sparse.training.loop import TrainingDiverged
+from flare_sparse.training.stages import Tape
+
+
+class Deep(Task):
+    """Four linear layers, with dropout and, on demand, batch normalisation."""
+
+    metric = Metric("mse", "", "min")
+
+    def __init__(self, norm: bool = False):
+        super().__init__()
+        self.norm = norm
+
+    def model(self) -> nn.Module:
+        norm = nn.BatchNorm1d(5) if self.norm else nn.Identity()
+        return nn.Sequential(
+            nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 5), norm, nn.ReLU(), nn.Linear(5, 5), nn.Linear(5, 1)
+        )
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch[0]) - 1).square().mean()
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mse": float(predictions.square().mean())}
+
+
+def opened(task: Task) -> tuple[Site, torch.Tensor]:
+    module = task.model()
+    layout = Layout.of(module)
+    x = torch.randn(10, 4)
+    data = TensorDataset(x, x[:, :1])
+    start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
+    return Site("site-1", task, Examples(data, data), layout, 1), start
+
+
+def below(site: Site, *prefixes: str) -> Mask:
+    return Mask.of(site.layout, lambda entry: entry.name.startswith(prefixes) and entry.role != "buffer")
+
+
+def slowly(site: Site, start: torch.Tensor, stages: list[Mask], rate: float) -> torch.Tensor:
+    """One full gradient after another."""
+    for stage in stages:
+        gradient = next(site.gradients(start, 100, 1, 0))
+        start = torch.where(stage.on, start - rate * gradient, start)
+    return start
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("stages", [("5.",), ("5.", "0.", "6."), ("0.", "5."), ("2.", "2.")])
+def test_stages_are_steps_one_after_another(norm: bool, stages: tuple[str, ...]) -> None:
+    site, start = opened(Deep(norm))
+    masks = [below(site, prefix) for prefix in stages]
+    found = site.step_in_stages(start, masks, 0.1, 100)
+    assert torch.allclose(found, slowly(site, start, masks, 0.1), atol=1e-6)
+    untouched = ~torch.stack([mask.on for mask in masks]).any(0)
+    assert torch.equal(found[untouched], start[untouched])
+
+
+def test_part_of_a_tensor_may_change() -> None:
+    site, start = opened(Deep())
+    some = Mask(torch.rand(start.numel()) < 0.5)
+    found = site.step_in_stages(start, [some], 0.1, 100)
+    assert torch.allclose(found, slowly(site, start, [some], 0.1), atol=1e-6)
+    assert torch.equal(found[~some.on], start[~some.on])
+
+
+@pytest.mark.parametrize(
+    ("norm", "passes"), [(False, {"0": 1, "2": 1, "5": 2, "6": 2}), (True, dict.fromkeys("0256", 2))]
+)
+def test_what_ran_before_the_first_change_runs_once(norm: bool, passes: dict[str, int]) -> None:
+    """With running statistics every pass counts, so everything runs again."""
+    site, start = opened(Deep(norm))
+    ran: Counter[str] = Counter()
+    original = nn.Linear.forward
+    names = {id(part): name for name, part in site._model.module.named_modules()}
+
+    def counted(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        ran[names[id(self)]] += 1
+        return original(self, x)
+
+    nn.Linear.forward = counted  # type: ignore[method-assign]
+    try:
+        site.step_in_stages(start, [below(site, "5."), below(site, "0.", "2.")], 0.1, 100)
+    finally:
+        nn.Linear.forward = original  # type: ignore[method-assign]
+    assert dict(ran) == passes
+    assert all("forward" not in vars(part) for part in site._model.module.modules())
+
+
+class Shift(nn.Module):
+    """A parameter beside a child: no leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.inner = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x + self.shift)
+
+
+def test_a_change_outside_the_leaves_drops_everything() -> None:
+    network = nn.Sequential(nn.Linear(3, 3), Shift())
+    tape, x = Tape(network), torch.randn(2, 3)
+    with tape.playing():
+        network(x)
+    tape.forget({"1"})
+    with torch.no_grad():
+        network[1].shift.add_(1)
+    with tape.playing():
+        again = network(x)
+    assert torch.equal(again, network(x))
+
+
+def test_a_loss_that_is_no_number_is_an_error() -> None:
+    site, start = opened(Deep())
+    with pytest.raises(TrainingDiverged, match="stage 1"):
+        site.step_in_stages(start * float("inf"), [Mask.full(start.numel())], 0.1, 100)
+
+
+def test_the_same_seed_takes_the_same_examples() -> None:
+    site, start = opened(Deep())
+    first, second = (site.step_in_stages(start, [Mask.full(start.numel())], 0.1, 3) for _ in range(2))
+    assert torch.equal(first, second)
