@@ -84,7 +84,7 @@ COHORTS = {
         (f"task={DIABETES}", "simulator.sites=5"),
     ),
     "diabetes-age": Cohort(
-        "Diabetes 130-US by age band: ten sites, 154 to 17,750 stays",
+        "Diabetes 130-US by age band: ten sites, 154 to 18,210 stays",
         "diabetes130/mortality.npz",
         "kind: natural, column: age_band",
         40,
