@@ -2,8 +2,8 @@
 
     python benchmarks/scbfwp_round.py [--rounds 9] [--prunings 6]
 
-Two jobs in FLARE's simulator: ``fawp`` that removes 10 % of the units left after each of the first rounds, and the same
-without pruning. Every entry that is left travels, so the bytes show the structure. Seconds are of whole rounds:
+Two jobs in FLARE's simulator: ``fawp`` that removes 10 % of the units left after each of the first rounds, from every
+layer its share, and the same without pruning. Every entry that is left travels, so the bytes show the structure. Seconds are of whole rounds:
 download, training, upload, judging.
 """
 
@@ -53,11 +53,11 @@ def main() -> int:
 
 def run(folder: Path, rounds: int, prunings: int) -> list[dict[str, Any]]:
     """The lines of ``rounds.jsonl``."""
-    training = "{epochs: 1, batch_size: 8, optimizer: adam, lr: 1e-3}"
+    training = "{epochs: 2, batch_size: 8, optimizer: adam, lr: 1e-3}"
     config = load_config(
         CONFIG,
         [
-            f"method={{name: fawp, prunings: {prunings}, rounds: {rounds}, training: {training}}}",
+            f"method={{name: fawp, prunings: {prunings}, ranking: layer, rounds: {rounds}, training: {training}}}",
             "task.downsample=1",
             "simulator={sites: 2, data: {phantom: {subjects: 40}}}",
             "federation.min_sites=2",
