@@ -4,7 +4,7 @@
 
 Cohorts: ``eicu`` (eICU demo, first-day medications, five regions), ``diabetes-iid`` (Diabetes 130-US, five equal sites)
 and ``diabetes-age`` (the same by age band). AUC and average precision are of the global model on the test stays of all
-sites together, after every round. Writes ``docs/results/scbf.md`` and ``docs/images/scbf_convergence.png``.
+sites together, after every round. Writes the tables of ``docs/results/scbf.md`` and ``docs/images/scbf_convergence.png``.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ def main() -> int:
     text = "\n".join(table(COHORTS[name], runs) for name, runs in results.items())
     print(text)
     if not arguments.only:
-        head = f"# SCBF at real hospitals\n\n`python benchmarks/scbf_mortality.py ../shared/data --seeds {arguments.seeds}`\n"
-        notes = ROOT / "docs" / "results" / "scbf_findings.md"
-        (ROOT / "docs" / "results" / "scbf.md").write_text(f"{head}\n{notes.read_text()}\n{text}")
+        page = ROOT / "docs" / "results" / "scbf.md"
+        findings = page.read_text().partition("\n## ")[0]  # what was made of the figures is written by hand
+        page.write_text(f"{findings}\n{text}")
         plot(results, ROOT / "docs" / "images" / "scbf_convergence.png")
     return 0
 
