@@ -39,7 +39,8 @@ from flare_sparse.training import Site
 
 EMPTY = TensorDataset(torch.zeros(0))
 EXTRA_TESTS = 200
-LASSO = 1e-4
+LASSO = 2e-5
+OPEN_BIAS = 0.1
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ SETTINGS["brain"] = Setting(
 def build_task(setting: Setting, *, gated: bool) -> Task:
     settings = dict(setting.task_settings)
     if gated:
-        settings["model"] = {**settings["model"], "gates": {"layers": list(setting.layers)}}
+        settings["model"] = {**settings["model"], "gates": {"layers": list(setting.layers), "open_bias": OPEN_BIAS}}
     return TASKS[setting.task](settings)
 
 
