@@ -79,7 +79,7 @@ class PerFedAvg(Method[State]):
         gradient: Tensor = next(iter(site.gradients(weights, training.batch_size, 1, stream)))
         if training.clip_norm is None:
             return gradient
-        return gradient * min(1.0, training.clip_norm / max(float(gradient.norm()), 1e-12))
+        return gradient.mul(min(1.0, training.clip_norm / max(float(gradient.norm()), 1e-12)))
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         return State(state.round + 1, weighted_sum(updates, uniform))
