@@ -101,10 +101,10 @@ SETTINGS = {
         "image_classification",
         {**CIFAR, "model": SMALL_NET},
         ("2",),
-        0.4,
+        0.5,
         {},
         cifar(64),
-        {"sites": 50, "targets": 10, "smallest": 221, "largest": 2792},
+        {"sites": 40, "targets": 10, "smallest": 221, "largest": 2792},
     ),
 }
 

@@ -28,7 +28,7 @@ ORDER = (
 )
 TITLES = {
     "cifar_small": "CIFAR-10, small sites: 20 sites of 30 to 100 images, 10 a round; 10 more sites as targets",
-    "cifar_main": "CIFAR-10, main setting: 50 sites of 221 to 2,792 images, 20 a round; 10 more sites as targets",
+    "cifar_main": "CIFAR-10, main setting: 50 sites of 221 to 2,792 images, 40 train, 20 of them a round, 10 are targets",
     "brain": "Brain age from morphometry: 39 scan sites train, half of them a round; 10 that nobody trained on are targets",
 }
 
