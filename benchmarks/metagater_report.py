@@ -44,7 +44,9 @@ def main() -> int:
             tables[setting] = {label: [r for r in runs if r["label"] == label] for label in ORDER}
     page = ROOT / "docs" / "results" / "metagater.md"
     kept = page.read_text().partition("<!-- tables -->")[0] if page.exists() else "# MetaGater, measured\n\n"
-    page.write_text(kept + "<!-- tables -->\n\n" + "\n".join(table(s, rows) for s, rows in tables.items()))
+    page.write_text(
+        kept + "<!-- tables -->\n\n" + "\n".join(table(s, rows) + swept(s, folder / s) for s, rows in tables.items())
+    )
     plot(tables, ROOT / "docs" / "images" / "metagater.png")
     return 0
 
@@ -79,6 +81,28 @@ def table(setting: str, rows: dict[str, list[dict[str, Any]]]) -> str:
             spread([r["bytes"] / r["dense_bytes"] for r in runs], 3) if "bytes" in runs[0] else "",
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def swept(setting: str, folder: Path) -> str:
+    """The same models adapted with other learning rates; empty where nobody tried."""
+    found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.sweep"))]
+    if not found:
+        return ""
+    rates = list(found[0]["rates"])
+    scale, digits = (1, 2) if setting == "brain" else (100, 1)
+    lines = [
+        "",
+        f"The same models with other steps, `--sweep {' '.join(rates)}`:",
+        "",
+        "| adapt_lr | seeds | " + " | ".join(rates) + " |",
+    ]
+    lines.append("| --- |" + " --- |" * (len(rates) + 1))
+    for label in ORDER:
+        runs = [f for f in found if f["label"] == label]
+        if runs:
+            cells = [spread([scale * r["rates"][rate] for r in runs], digits) for rate in rates]
+            lines.append(f"| {label} | {len(runs)} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
