@@ -129,7 +129,8 @@ def plot(tables: dict[str, Any], path: Path) -> None:
         axes.set_yticks(range(len(shown)), list(reversed(shown)))
         axes.grid(alpha=0.3, axis="x")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].legend(frameon=False, fontsize=8)
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
