@@ -39,7 +39,8 @@ from flare_sparse.training import Site
 
 EMPTY = TensorDataset(torch.zeros(0))
 EXTRA_TESTS = 200
-LASSO = 1e-4
+LASSO = 2e-5
+OPEN_BIAS = 0.1
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,10 @@ SETTINGS = {
         "image_classification",
         {**CIFAR, "model": SMALL_NET},
         ("2",),
-        0.4,
+        0.5,
         {},
         cifar(64),
-        {"sites": 50, "targets": 10, "smallest": 221, "largest": 2792},
+        {"sites": 40, "targets": 10, "smallest": 221, "largest": 2792},
     ),
 }
 
@@ -132,7 +133,7 @@ SETTINGS["brain"] = Setting(
 def build_task(setting: Setting, *, gated: bool) -> Task:
     settings = dict(setting.task_settings)
     if gated:
-        settings["model"] = {**settings["model"], "gates": {"layers": list(setting.layers)}}
+        settings["model"] = {**settings["model"], "gates": {"layers": list(setting.layers), "open_bias": OPEN_BIAS}}
     return TASKS[setting.task](settings)
 
 
@@ -217,6 +218,29 @@ def run(setting: Setting, label: str, arm: Arm, data: Path, rounds: int, seed: i
     return result
 
 
+def sweep(setting: Setting, data: Path, seed: int, rates: list[float], out: Path) -> None:
+    """The trained models in ``out`` with other steps of adaptation: how much the choice of ``adapt_lr`` decides."""
+    for gated in (False, True):
+        labels = [label for label, arm in setting.arms.items() if arm.gated is gated and arm.method != "metasnip"]
+        files = {label: out / f"{label}-{seed}.safetensors" for label in labels}
+        if not any(file.exists() for file in files.values()):
+            continue
+        task = build_task(setting, gated=gated)
+        sites_of = brain_sites if setting.task == "morphometry_age" else cifar_sites
+        examples, targets = sites_of(setting, task, data, seed)
+        layout, _ = initial_weights(task, seed)
+        sites = {name: Site(name, task, examples[name], layout, seed) for name in targets}
+        for label, file in files.items():
+            if file.exists():
+                arm, weights, found = setting.arms[label], load_model(file, layout), {}
+                for rate in rates:
+                    settings = {**setting.common, **arm.settings, "adapt_lr": rate}
+                    method = METHODS[arm.method](METHODS[arm.method].Config.model_validate(settings), layout, seed)
+                    found[str(rate)] = adapted(method, weights, targets, sites)[task.metric.name]
+                print(seed, label, found, flush=True)
+                (out / f"{label}-{seed}.sweep").write_text(json.dumps({"label": label, "seed": seed, "rates": found}))
+
+
 def adapted(method: Any, weights: Any, targets: list[str], sites: dict[str, Site]) -> dict[str, float]:
     """The last question of the method, without the rounds before it."""
     updates = []
@@ -252,8 +276,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setting", choices=SETTINGS)
     parser.add_argument("data", type=Path, help="folder with cifar10/ and brain_morphometry/")
-    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument(
+        "--sweep", type=float, nargs="+", help="train nothing: try these adapt_lr on the models in --out"
+    )
     parser.add_argument("--arms", nargs="+", help="labels; all when left out")
     parser.add_argument("--out", type=Path, default=Path("runs/metagater"))
     arguments = parser.parse_args()
@@ -261,6 +288,9 @@ def main() -> int:
     setting, out = SETTINGS[arguments.setting], arguments.out / arguments.setting
     out.mkdir(parents=True, exist_ok=True)
     for seed in arguments.seeds:
+        if arguments.sweep:
+            sweep(setting, arguments.data, seed, arguments.sweep, out)
+            continue
         for label, arm in setting.arms.items():
             if not arguments.arms or label in arguments.arms:
                 result = run(setting, label, arm, arguments.data, arguments.rounds, seed, out)

@@ -95,7 +95,7 @@ class DrySite(Site):
     def train(self, start: Tensor, trainable: Mask, config: TrainingConfig, t: int, **_: Any) -> Tensor:
         return torch.where(trainable.on, start * self._noise, start)
 
-    def step_in_stages(self, start: Tensor, stages: Sequence[Mask], learning_rate: float, batch_size: int) -> Tensor:
+    def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
         return start * self._noise
 
     def gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:

@@ -92,6 +92,14 @@ def test_per_fedavg_descends_on_the_loss_after_a_step() -> None:
     assert outcome.judgement.sites["site-1"]["mse"] < outcome.judgement.sites["site-1"]["mse_before"]
 
 
+def test_per_fedavg_clips_its_inner_step_as_the_target_does() -> None:
+    site, w, _, _ = quadratic()
+    clipped = method("per_fedavg", site, adapt_lr=0.1, training={**SGD, "clip_norm": 0.01})
+    site.weights = w
+    assert float((clipped.adapt(site, Mask.full(3)) - w).norm()) == pytest.approx(0.1 * 0.01, rel=1e-4)
+    assert float(clipped.meta_gradient(site, w, 0).norm()) == pytest.approx(0.01, rel=1e-4)
+
+
 def test_per_fedavg_draws_its_batches_anew_in_every_step() -> None:
     site, w, _, _ = quadratic()
     small = method("per_fedavg", site, training={**SGD, "batch_size": 2})

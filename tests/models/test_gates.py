@@ -268,3 +268,12 @@ def test_the_section_of_a_network_with_gates() -> None:
     assert "gates" not in ModelConfig(name="image_cnn").model_dump()
     with pytest.raises(ValidationError, match="hiden"):
         ModelConfig.model_validate({"name": "image_cnn", "gates": {"layers": ["1"], "hiden": 4}})
+
+
+def test_a_small_bias_at_the_start_leaves_some_channels_closed() -> None:
+    shares = []
+    for bias in (0.0, 0.1, 1.0):
+        torch.manual_seed(0)
+        gate = ChannelGate(8, 64, GateConfig(layers=("0",), open_bias=bias))
+        shares.append(gate(torch.rand(4, 8, 3, 3)).mean().item())
+    assert shares[0] < shares[1] < shares[2] == 1

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout
 from flare_sparse.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site
+from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training.loop import TrainingDiverged
 from flare_sparse.training.stages import Tape
 
@@ -55,6 +55,10 @@ def opened(task: Task) -> tuple[Site, torch.Tensor]:
     return Site("site-1", task, Examples(data, data), layout, 1), start
 
 
+def step(batch_size: int = 100, clip_norm: float | None = None) -> TrainingConfig:
+    return TrainingConfig(optimizer="sgd", lr=0.1, batch_size=batch_size, clip_norm=clip_norm)
+
+
 def below(site: Site, *prefixes: str) -> Mask:
     return Mask.of(site.layout, lambda entry: entry.name.startswith(prefixes) and entry.role != "buffer")
 
@@ -72,7 +76,7 @@ def slowly(site: Site, start: torch.Tensor, stages: list[Mask], rate: float) -> 
 def test_stages_are_steps_one_after_another(norm: bool, stages: tuple[str, ...]) -> None:
     site, start = opened(Deep(norm))
     masks = [below(site, prefix) for prefix in stages]
-    found = site.step_in_stages(start, masks, 0.1, 100)
+    found = site.step_in_stages(start, masks, step(100))
     assert torch.allclose(found, slowly(site, start, masks, 0.1), atol=1e-6)
     untouched = ~torch.stack([mask.on for mask in masks]).any(0)
     assert torch.equal(found[untouched], start[untouched])
@@ -81,7 +85,7 @@ def test_stages_are_steps_one_after_another(norm: bool, stages: tuple[str, ...])
 def test_part_of_a_tensor_may_change() -> None:
     site, start = opened(Deep())
     some = Mask(torch.rand(start.numel()) < 0.5)
-    found = site.step_in_stages(start, [some], 0.1, 100)
+    found = site.step_in_stages(start, [some], step(100))
     assert torch.allclose(found, slowly(site, start, [some], 0.1), atol=1e-6)
     assert torch.equal(found[~some.on], start[~some.on])
 
@@ -102,7 +106,7 @@ def test_what_ran_before_the_first_change_runs_once(norm: bool, passes: dict[str
 
     nn.Linear.forward = counted  # type: ignore[method-assign]
     try:
-        site.step_in_stages(start, [below(site, "5."), below(site, "0.", "2.")], 0.1, 100)
+        site.step_in_stages(start, [below(site, "5."), below(site, "0.", "2.")], step(100))
     finally:
         nn.Linear.forward = original  # type: ignore[method-assign]
     assert dict(ran) == passes
@@ -136,10 +140,19 @@ def test_a_change_outside_the_leaves_drops_everything() -> None:
 def test_a_loss_that_is_no_number_is_an_error() -> None:
     site, start = opened(Deep())
     with pytest.raises(TrainingDiverged, match="stage 1"):
-        site.step_in_stages(start * float("inf"), [Mask.full(start.numel())], 0.1, 100)
+        site.step_in_stages(start * float("inf"), [Mask.full(start.numel())], step(100))
 
 
 def test_the_same_seed_takes_the_same_examples() -> None:
     site, start = opened(Deep())
-    first, second = (site.step_in_stages(start, [Mask.full(start.numel())], 0.1, 3) for _ in range(2))
+    first, second = (site.step_in_stages(start, [Mask.full(start.numel())], step(3)) for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_a_stage_is_no_longer_than_the_clipped_gradient() -> None:
+    site, start = opened(Deep())
+    mask = below(site, "5.")
+    moved = site.step_in_stages(start, [mask], step(clip_norm=0.01)) - start
+    assert float(moved.norm()) == pytest.approx(0.1 * 0.01, rel=1e-4)
+    free = site.step_in_stages(start, [mask], step(clip_norm=1e6))
+    assert torch.equal(free, site.step_in_stages(start, [mask], step()))

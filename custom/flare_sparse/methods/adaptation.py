@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..exchange import Patch, Request, Update
 from ..mask import Mask
-from ..training import Site
+from ..training import Site, TrainingConfig
 from .method import MethodConfig, broadcast, sample
 
 
@@ -40,9 +40,13 @@ class AdaptationConfig(MethodConfig):
 
 
 def one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: AdaptationConfig) -> Tensor:
-    """``w - adapt_lr * grad L(w)`` ``(P,)``, once within each stage, on the same examples; no dropout, no gate noise."""
-    batch_size = config.adapt_batch or max(site.examples, 1)
-    return site.step_in_stages(weights, [stage for stage in stages if stage.count], config.adapt_lr, batch_size)
+    """``w - adapt_lr * grad L(w)`` ``(P,)``, once within each stage, on the same examples; no dropout, no gate noise.
+
+    ``training.clip_norm`` bounds this gradient, too.
+    """
+    batch_size, clip = config.adapt_batch or max(site.examples, 1), config.training.clip_norm
+    step = TrainingConfig(optimizer="sgd", lr=config.adapt_lr, batch_size=batch_size, clip_norm=clip)
+    return site.step_in_stages(weights, [stage for stage in stages if stage.count], step)
 
 
 def ask_to_adapt(model: Patch, sites: Sequence[str], config: AdaptationConfig) -> dict[str, Request]:

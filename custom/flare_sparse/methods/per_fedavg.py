@@ -18,7 +18,9 @@ from .method import Method, broadcast
 
 
 class Config(AdaptationConfig):
-    """``adapt_lr`` is the paper's alpha, ``training.lr`` its beta; plain SGD whatever ``training.optimizer`` says."""
+    """``adapt_lr`` is the paper's alpha, ``training.lr`` its beta; plain SGD whatever ``training.optimizer`` says;
+    ``training.clip_norm`` bounds every gradient.
+    """
 
     local_steps: int = Field(1, ge=1, description="tau: meta-steps of a site in a round")
     variant: Literal["first_order", "hessian_free"] = Field(
@@ -73,8 +75,11 @@ class PerFedAvg(Method[State]):
         return v.sub(curvature, alpha=alpha)
 
     def _gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
-        gradient: Tensor = next(iter(site.gradients(weights, self.config.training.batch_size, 1, stream)))
-        return gradient
+        training = self.config.training
+        gradient: Tensor = next(iter(site.gradients(weights, training.batch_size, 1, stream)))
+        if training.clip_norm is None:
+            return gradient
+        return gradient.mul(min(1.0, training.clip_norm / max(float(gradient.norm()), 1e-12)))
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         return State(state.round + 1, weighted_sum(updates, uniform))

@@ -27,6 +27,9 @@ class GateConfig(BaseModel):
         description="names of convolutions, or of blocks with one convolution, such as '2'"
     )
     hidden: int = Field(16, ge=1, le=4096, description="units of a gate's hidden layer")
+    open_bias: float = Field(
+        1.0, description="bias of the logits at the start; at 1 all channels are open and stay so long"
+    )
     temperature: float = Field(1.0, gt=0, description="tau of the backward sigmoid")
     noise: bool = Field(False, description="logistic noise on the logits while training (Gumbel softmax)")
     detach_input: bool = Field(False, description="no gradient from a gate into the layers before it")
@@ -35,8 +38,8 @@ class GateConfig(BaseModel):
 class ChannelGate(nn.Module):
     """Global average pooling, Linear to ``hidden``, ReLU, Linear to one logit z a channel; open where z > 0.
 
-    Backward, the derivative of ``sigmoid(z / temperature)`` (straight-through). All channels start open: the bias of
-    the last layer is 1.
+    Backward, the derivative of ``sigmoid(z / temperature)`` (straight-through). The bias of the last layer
+    starts at ``open_bias``: well above 0, all channels are open.
     """
 
     def __init__(self, inputs: int, outputs: int, config: GateConfig):
@@ -45,7 +48,7 @@ class ChannelGate(nn.Module):
         self.hidden = nn.Linear(inputs, config.hidden)
         self.open = nn.Linear(config.hidden, outputs)
         self.noise = LogisticNoise() if config.noise else nn.Identity()
-        nn.init.ones_(self.open.bias)
+        nn.init.constant_(self.open.bias, config.open_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Gates ``(B, outputs)`` in {0, 1} of a feature map ``(B, inputs, ...)``."""

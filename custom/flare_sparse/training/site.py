@@ -94,12 +94,18 @@ class Site:
                 clip_norm=config.clip_norm,
             )
 
-    def step_in_stages(self, start: Tensor, stages: Sequence[Mask], learning_rate: float, batch_size: int) -> Tensor:
-        """One gradient step a stage, ``(P,)``, all on one random batch; see :mod:`flare_sparse.training.stages`."""
+    def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
+        """One plain gradient step a stage, ``(P,)``, all on one random batch; see :mod:`flare_sparse.training.stages`.
+
+        Args:
+            start: weights to begin with.
+            stages: entries of each step.
+            config: ``lr``, ``batch_size`` and ``clip_norm`` are used.
+        """
         order = generator(self.seed, "stages", self.name)
-        batch = next(iter(self._batches(TrainingConfig(batch_size=batch_size), order, 1)))
+        batch = next(iter(self._batches(config, order, 1)))
         with seeded(derive(self.seed, "stages", self.name)):
-            return step_in_stages(self._model, self.task, batch, start, stages, learning_rate)
+            return step_in_stages(self._model, self.task, batch, start, stages, config.lr, config.clip_norm)
 
     def gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
         """Gradients ``(P,)`` of the loss at ``weights`` on random minibatches, zero for buffers.

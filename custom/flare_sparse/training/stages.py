@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,13 @@ from .loop import TrainingDiverged, without_dropout
 
 
 def step_in_stages(
-    model: FlatModel, task: Task, batch: Any, start: Tensor, stages: Sequence[Mask], learning_rate: float
+    model: FlatModel,
+    task: Task,
+    batch: Any,
+    start: Tensor,
+    stages: Sequence[Mask],
+    learning_rate: float,
+    clip_norm: float | None = None,
 ) -> Tensor:
     """``w <- w - learning_rate * grad L(w)`` once for each stage, on that stage's entries only; no dropout.
 
@@ -30,6 +37,7 @@ def step_in_stages(
         start: ``(P,)``; left as it is.
         stages: disjoint selections of parameters.
         learning_rate: of all stages.
+        clip_norm: largest L2 norm of a stage's gradient.
 
     Returns:
         ``(P,)``.
@@ -53,14 +61,24 @@ def step_in_stages(
             raise TrainingDiverged(f"the loss is {loss.item()} in stage {number}; lower the learning rate of the step")
         parameters = [named[name] for name in chosen]
         gradients = torch.autograd.grad(loss, parameters, retain_graph=number < len(stages), allow_unused=True)
+        changes: list[tuple[Tensor, Tensor]] = []
         for name, parameter, gradient in zip(chosen, parameters, gradients, strict=True):
             if gradient is not None:
                 free = stage.on[places[name]].view(parameter.shape).to(model.device)
-                parameter.data.add_(torch.where(free, gradient, 0.0), alpha=-learning_rate)
+                changes.append((parameter, torch.where(free, gradient, 0.0)))
+        scale = 1.0 if clip_norm is None else _clip(changes, clip_norm)
+        for tensor, change in changes:
+            tensor.data.add_(change, alpha=-learning_rate * scale)
         tape.forget({name.rpartition(".")[0] for name in chosen})
     stepped = model.vector()
     stepped[size:] = start[size:]
     return stepped
+
+
+def _clip(changes: Sequence[tuple[Tensor, Tensor]], limit: float) -> float:
+    """What a gradient must be multiplied by to be no longer than ``limit``."""
+    total = math.sqrt(sum(float(change.square().sum(dtype=torch.float64)) for _, change in changes))
+    return min(1.0, limit / max(total, 1e-12))
 
 
 class Tape:
