@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from flare_sparse.methods.scbfwp import Pruning
 from flare_sparse.params import Layout
 from flare_sparse.rehearsal import estimate, rehearse
 from flare_sparse.server import digest
-from flare_sparse.structure import channel_graph, kept_units, removable
+from flare_sparse.structure import channel_graph, kept_units, live_mask, removable
 
 EQUAL = {"training": {"optimizer": "sgd", "lr": 0.05}}
 
@@ -199,6 +200,23 @@ def test_a_validation_site_counts_and_does_not_train(plain: Any) -> None:
     assert outcome.mask.count < plain.layout.size
     with pytest.raises(ConfigError, match=r"method\.counted_at: no site 'nowhere'"):
         plain.run("scbfwp", counted_at="nowhere")
+    with pytest.raises(ConfigError, match="no site would train"):
+        plain.run("scbfwp", {"site-1": plain.site(1)}, counted_at="site-1")
+
+
+@pytest.mark.parametrize(("name", "code"), [("fawp", "less"), ("fawp", "more"), ("scbfwp", "more")])
+def test_an_answer_beyond_the_structure_is_refused(name: str, code: str, plain: Any) -> None:
+    """A removed unit does not come back because a site sends it; where everything must be sent, less is refused."""
+    method = plain.method(name, prunings=1, pruning_rate=0.3)
+    state = method.init(plain.weights, ["site-1", "site-2"])
+    layers = removable(channel_graph(plain.layout))
+    units = [torch.arange(layer.units) > 2 for layer in layers]
+    live = live_mask(plain.layout, layers, units)
+    asked = method.ask(replace(state, live=live, prunings=1, round=2), ["site-1", "site-2"])
+    fits = asked["site-1"].fits
+    wrong = Mask.full(live.size) if code == "more" else Mask.none(live.size)
+    assert fits("site-1", live)
+    assert not fits("site-1", wrong)
 
 
 def test_a_site_that_joins_late_gets_the_current_structure(plain: Any) -> None:

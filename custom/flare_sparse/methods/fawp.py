@@ -27,6 +27,9 @@ class FAwP(SCBFwP):
     def revealed(self, change: Tensor, site: Site, t: int) -> Mask:
         return Mask.full(change.numel())
 
+    def _allowed(self, live: Mask, site: str, on: Mask) -> bool:
+        return on == live
+
     def combined(self, state: State, updates: Sequence[Update]) -> Tensor:
         return weighted_sum(updates, by_examples)
 

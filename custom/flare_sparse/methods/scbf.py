@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -104,11 +104,15 @@ class SCBF(Method[State]):
 
     def _question(self, kind: str, state: State) -> Request:
         """What a round changed, to sites that hold all else; everything where saying which costs more."""
-        model = self.model(state)
+        request = Request(kind, state.round, self.model(state), state.live, fits=partial(self._allowed, state.live))
         if not state.live.is_full or state.changed.count > 31 / 32 * self.layout.size:
-            return Request(kind, state.round, model, state.live)
+            return request
         news = Patch.of(state.weights, state.changed, over="held")
-        return Request(kind, state.round, news, state.live, otherwise=model)
+        return replace(request, model=news, otherwise=request.model)
+
+    def _allowed(self, live: Mask, site: str, on: Mask) -> bool:
+        """Nothing that was removed comes back because a site sends it."""
+        return on <= live
 
     def answer(self, request: Request, site: Site) -> Update:
         here = site.narrowed(request.trainable)

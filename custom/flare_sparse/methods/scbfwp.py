@@ -73,6 +73,8 @@ class SCBFwP(SCBF):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         if self.config.counted_at not in ("sites", *sites):
             raise ConfigError(f"method.counted_at: no site {self.config.counted_at!r}; there are {', '.join(sites)}")
+        if list(sites) == [self.config.counted_at]:
+            raise ConfigError(f"method.counted_at: {self.config.counted_at!r} is the only site, so no site would train")
         return super().init(weights, sites)
 
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
