@@ -45,8 +45,8 @@ def poc(workspace: Path, sites: Mapping[str, SiteData], allowed: Sequence[str] =
         raise ConfigError(f"port {busy[0]} is in use: another FLARE server runs here. Stop it: nvflare poc stop")
     _poc(workspace, "prepare", "--force", "-c", *sites)
     kits = _kits(workspace)
-    for name, kit in kits.items():
-        if (kit / "local").is_dir() and name != _admin(kits):
+    for kit in kits.values():
+        if not (kit / "startup" / "fed_admin.json").is_file():
             allow(kit, (PREFIX, *allowed))
     for name, data in sites.items():
         (kits[name] / "local" / LOCAL_FILE).write_text(site_file(data), encoding="utf-8")
