@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import DataError, closest
 from ..task import Cohort
-from .tables import read_table
+from .tables import identifier, read_table
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def read_admissions(path: Path, wanted: Wanted) -> Admissions:
         raise DataError(f"{path}: none of {len(keep)} stays is left; {wanted.outcome} must be 1 or 0")
     numbers = np.arange(len(keep))
     stays = numbers if wanted.stay is None else _column(columns, wanted.stay, path)
-    ids = tuple(_text(stays[row]) for row in rows)
+    ids = tuple(identifier(stays[row]) for row in rows)
     if len(set(ids)) < len(ids):
         seen: set[str] = set()
         twice = next(name for name in ids if name in seen or seen.add(name))  # type: ignore[func-returns-value]
@@ -86,7 +86,7 @@ def read_admissions(path: Path, wanted: Wanted) -> Admissions:
     patients = stays if wanted.patient is None else _column(columns, wanted.patient, path)
     return Admissions(
         ids,
-        tuple(_text(patients[row]) for row in rows),
+        tuple(identifier(patients[row]) for row in rows),
         outcome[rows] == 1,
         codes[rows],
         {name: _named(values[rows]) for name, values in columns.items()},
@@ -139,8 +139,3 @@ def _numbers(columns: Mapping[str, np.ndarray], name: str, path: Path) -> np.nda
 
 def _named(values: np.ndarray) -> np.ndarray:
     return np.where(values == "", "unknown", values) if values.dtype.kind == "U" else values
-
-
-def _text(value: object) -> str:
-    """An identifier as text; a whole number without its decimal point."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

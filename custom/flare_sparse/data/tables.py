@@ -59,7 +59,7 @@ class Table:
         Raises:
             DataError: there is no such column, or an identifier is there twice.
         """
-        ids = tuple(_text(value) for value in self.column(name))
+        ids = tuple(identifier(value) for value in self.column(name))
         if len(set(ids)) < len(ids):
             twice = next(value for value in ids if ids.count(value) > 1)
             raise DataError(f"{self.source}: {name} {twice!r} is there twice; remove one row")
@@ -146,6 +146,6 @@ def _typed(values: Sequence[object]) -> np.ndarray:
         return np.array(texts)
 
 
-def _text(value: object) -> str:
+def identifier(value: object) -> str:
     """An identifier as text; a whole number without its decimal point."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
