@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..mask import Mask
 from ..training import Site
 from .adaptation import AdaptationConfig, ask_to_adapt, one_step, report
 from .fedavg import State
-from .method import Method, broadcast
+from .method import Method, MethodConfig, broadcast
 
 
 class Config(AdaptationConfig):
@@ -26,7 +26,7 @@ class FedAvgOneStep(Method[State]):
     """Rounds as in FedAvg, of a few steps each; at the end every target takes one step and reports its metrics."""
 
     name = "fedavg_one_step"
-    Config = Config
+    Config: ClassVar[type[MethodConfig]] = Config
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights)

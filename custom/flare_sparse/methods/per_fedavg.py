@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from ..aggregate import uniform, weighted_sum
 from ..exchange import Patch, Request, Update
-from ..mask import Mask
 from ..training import Site
-from .adaptation import AdaptationConfig, ask_to_adapt, one_step, report
+from .adaptation import AdaptationConfig, report
 from .fedavg import State
-from .method import Method, broadcast
+from .fedavg_one_step import FedAvgOneStep
+from .method import MethodConfig
 
 
 class Config(AdaptationConfig):
@@ -29,21 +29,11 @@ class Config(AdaptationConfig):
     delta: float = Field(1e-3, gt=0, description="half the distance of the two gradients of HF, times the direction")
 
 
-class PerFedAvg(Method[State]):
+class PerFedAvg(FedAvgOneStep):
     """A site descends on its loss after one step; the server takes the plain mean. The targets take that step."""
 
     name = "per_fedavg"
-    Config = Config
-
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights)
-
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
-        if state.round > self.config.rounds:
-            return None
-        model = self.model(state)
-        asked = self.config.asked(sites, self.seed, state.round)
-        return broadcast(asked, Request("train", state.round, model, model.on, expected=model.on))
+    Config: ClassVar[type[MethodConfig]] = Config
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind == "adapt":
@@ -83,12 +73,3 @@ class PerFedAvg(Method[State]):
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         return State(state.round + 1, weighted_sum(updates, uniform))
-
-    def adapt(self, site: Site, trainable: Mask) -> Tensor:
-        return one_step(site, site.weights, [trainable], self.config)
-
-    def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, self.everything)
-
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
-        return ask_to_adapt(self.model(state), sites, self.config)
