@@ -42,7 +42,7 @@ def jobs(only: str | None) -> Iterator[tuple[float, int, str]]:
                 yield from ((alpha, rank, name) for name in RIVALS if only in (None, name))
 
 
-def run(alpha: float, rank: int, name: str, options: argparse.Namespace) -> dict[str, Any]:
+def run(alpha: float, rank: int, name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One federated run; LoRA-A2 chooses among 16 ranks, the others have adapters of the rank itself."""
     task = TASKS["text_classification"](
         {
@@ -56,11 +56,11 @@ def run(alpha: float, rank: int, name: str, options: argparse.Namespace) -> dict
     settings: dict[str, Any] = {"rounds": options.rounds, "training": training}
     if name in ("lora_a2", "flexlora"):
         settings["rank"] = rank
-    layout, weights = initial_weights(task, options.seed)
-    method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, options.seed)
-    parts = dirichlet(task.cohort(options.data), options.sites, alpha=alpha, seed=options.seed)
+    layout, weights = initial_weights(task, seed)
+    method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, seed)
+    parts = dirichlet(task.cohort(options.data), options.sites, alpha=alpha, seed=seed)
     sites = {
-        site: Site(site, task, task.load(SiteData(site, options.data, ids), options.seed), layout, options.seed)
+        site: Site(site, task, task.load(SiteData(site, options.data, ids), seed), layout, seed)
         for site, ids in parts.items()
     }
     began = time.monotonic()
@@ -68,6 +68,7 @@ def run(alpha: float, rank: int, name: str, options: argparse.Namespace) -> dict
     up = [line for line in ledger.lines if line.direction == "up"]
     curve = [record.judgement.overall["accuracy"] for record in outcome.rounds]
     return {
+        "seed": seed,
         "alpha": alpha,
         "rank": rank,
         "method": name,
@@ -80,12 +81,12 @@ def run(alpha: float, rank: int, name: str, options: argparse.Namespace) -> dict
         "seconds": time.monotonic() - began,
         "examples": sum(site.examples for site in sites.values()),
         "test_examples": outcome.judgement.overall["test_examples"],
-        "settings": {k: str(v) for k, v in vars(options).items() if k not in ("data", "out", "only", "table")},
+        "settings": {k: str(v) for k, v in vars(options).items() if k not in ("data", "out", "only", "table", "seeds")},
     }
 
 
 def table(out: Path) -> None:
-    """Markdown: accuracy after the last round, uploaded scalars in millions, uploaded megabytes."""
+    """Markdown: accuracy after the last round, mean (lowest to highest seed); uploads, mean over the columns."""
     found = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
     print(
         "| rank | method | "
@@ -95,13 +96,21 @@ def table(out: Path) -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for rank in sorted((rank for pair in RANKS for rank in pair), reverse=True):
         for name, shown in RIVALS.items():
-            rows = {row["alpha"]: row for row in found if (row["rank"], row["method"]) == (rank, name)}
+            rows = [row for row in found if (row["rank"], row["method"]) == (rank, name)]
             if not rows:
                 continue
-            cells = [f"{100 * rows[a]['accuracy']:.1f}" if a in rows else "-" for a in sorted(ALPHAS, reverse=True)]
-            scalars = sum(row["scalars_up"] for row in rows.values()) / len(rows) / 1e6
-            megabytes = sum(row["bytes_up"] for row in rows.values()) / len(rows) / 1e6
+            cells = [spread([row["accuracy"] for row in rows if row["alpha"] == a]) for a in sorted(ALPHAS)[::-1]]
+            scalars = sum(row["scalars_up"] for row in rows) / len(rows) / 1e6
+            megabytes = sum(row["bytes_up"] for row in rows) / len(rows) / 1e6
             print(f"| {rank} | {shown} | " + " | ".join(cells) + f" | {scalars:.2f} | {megabytes:.2f} |")
+
+
+def spread(shares: list[float]) -> str:
+    """``mean (lowest to highest)`` in per cent; the figure alone when there is one, a dash when there is none."""
+    if not shares:
+        return "-"
+    mean = f"{100 * sum(shares) / len(shares):.1f}"
+    return mean if len(shares) == 1 else f"{mean} ({100 * min(shares):.1f} to {100 * max(shares):.1f})"
 
 
 def main() -> None:
@@ -115,21 +124,24 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--max-length", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--only", choices=list(RIVALS))
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    for alpha, rank, name in [] if options.table else jobs(options.only):
-        file = options.out / f"{name}-{rank}-{alpha}.json"
+    work = [] if options.table else [(seed, *job) for seed in options.seeds for job in jobs(options.only)]
+    for seed, alpha, rank, name in work:
+        file = options.out / f"{name}-{rank}-{alpha}-{seed}.json"
         try:
             file.with_suffix(".claimed").open("x").close()
         except FileExistsError:
             continue
-        row = run(alpha, rank, name, options)
+        row = run(alpha, rank, name, seed, options)
         file.write_text(json.dumps(row, indent=2) + "\n")
-        print(f"{name} rank {rank} alpha {alpha}: {row['accuracy']:.3f} in {row['seconds']:.0f} s", flush=True)
+        print(
+            f"{name} rank {rank} alpha {alpha} seed {seed}: {row['accuracy']:.3f} in {row['seconds']:.0f} s", flush=True
+        )
     table(options.out)
 
 

@@ -172,3 +172,16 @@ def test_no_layer_dies_at_high_sparsity(bench: Any) -> None:
     outcome, _ = bench.run("neurosfl", sparsity=0.97, min_per_layer=1)
     live = bench.layout.unflatten(outcome.mask.on)
     assert all(part.any() for part in live.values())
+
+
+def test_the_mask_of_one_random_site_serves_all(bench: Any) -> None:
+    own, _ = bench.run("neurosfl", scores="individual_snip", sparsity=0.8, rounds=1)
+    shared, ledger = bench.run("neurosfl", scores="individual_snip", random_site=True, sparsity=0.8, rounds=1)
+    assert shared.mask in own.state.masks
+    assert shared.state.owners == ()
+    assert {line.scalars_sent for line in ledger.lines if line.kind == "train"} == {shared.mask.count}
+
+
+def test_a_random_site_needs_individual_scores(bench: Any) -> None:
+    with pytest.raises(ValueError, match="random_site"):
+        bench.method("neurosfl", scores="snip", random_site=True)

@@ -8,7 +8,7 @@ from functools import cached_property, reduce
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..aggregate import by_examples, count_average, uniform, weighted_sum
@@ -39,10 +39,24 @@ class Config(MethodConfig):
     signed: bool = Field(False, description="rank |sum of signed saliencies|: the pooled loss's SNIP, a test oracle")
     min_per_layer: int = Field(1, ge=0, description="live entries that every maskable tensor keeps; 0 as in the paper")
     random_layers: Literal["uniform", "erk"] = Field("uniform", description="where a random mask puts its entries")
+    random_site: bool = Field(
+        False, description="individual_snip: the mask of one site, drawn at random, for all (the paper's section 5.1)"
+    )
     count_average: bool = Field(
         False, description="individual_snip: average over a coordinate's holders instead of counting zeros"
     )
     maskable: Maskable = Field("conv_linear_weights", description="which parameters may be masked")
+
+    @model_validator(mode="after")
+    def _one_site(self) -> Config:
+        if self.random_site and self.scores != "individual_snip":
+            raise ValueError(f"random_site: true needs scores: individual_snip, not {self.scores}")
+        return self
+
+    @property
+    def own_masks(self) -> bool:
+        """Every site trains inside a mask of its own."""
+        return self.scores == "individual_snip" and not self.random_site
 
     @property
     def steps(self) -> int:
@@ -131,16 +145,21 @@ class NeuroSFL(Method[State]):
         linear = self.config.step_sizes == "linear"
         live = keep_counts(maskable.count, keep, self.config.steps, exponential=not linear)[step - 1]
         pool = updates[0].patch.on
-        if self.config.scores == "individual_snip":
+        if self.config.own_masks:
             scores = [update.patch.vector() for update in updates]
+        elif self.config.random_site:
+            scores = [updates[self._drawn(len(updates))].patch.vector()]
         else:
             weighted = self.config.scores == "weighted_snip" or self.config.signed
             scores = [weighted_sum(updates, by_examples if weighted else uniform)]
         masks = [top_k_per_tensor(s.abs(), live, self.layout, pool, self.config.min_per_layer) for s in scores]
         if step < self.config.steps:
             return replace(state, step=step, masks=tuple(mask | ~maskable for mask in masks))
-        owners = tuple(update.site for update in updates) if self.config.scores == "individual_snip" else ()
+        owners = tuple(update.site for update in updates) if self.config.own_masks else ()
         return self._start(replace(state, step=step, owners=owners), masks)
+
+    def _drawn(self, sites: int) -> int:
+        return int(torch.randint(sites, (1,), generator=generator(self.seed, "random site")))
 
     def _start(self, state: State, masks: Sequence[Mask]) -> State:
         """Training begins: theta <- theta_0 (.) m; what is not maskable stays on."""

@@ -1,0 +1,213 @@
+"""The table of results: every method and baseline on real brains, by sparsity, over seeds.
+
+    python benchmarks/results.py ../shared/data --seeds 1 2 3 [--only brain_t1] [--out runs/results]
+
+Three experiments: brain age from T1w volumes at five sites (IXI-HH cut into four at random, NSK the fifth); FedSparsify's
+environments at eight sites (equal sizes with ages mixed, skewed sizes with an age range a site); age and sex from
+FreeSurfer tables at 23 real scan sites. Each run is one process without FLARE, through the real wire, and ends with
+FLARE's bits. One JSON file a run: runs that are there are not repeated, and several processes may share the work.
+``python benchmarks/results_report.py`` turns them into docs/results.md and its plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset
+
+from flare_sparse.assemble import Assembly, assemble
+from flare_sparse.cli.simulated import simulated_sites
+from flare_sparse.config import RunConfig, load_config
+from flare_sparse.federation import Rules
+from flare_sparse.mask import Mask
+from flare_sparse.rehearsal import pooled, rehearse
+from flare_sparse.task import Examples
+from flare_sparse.training import Site
+
+CONFIGS = Path(__file__).resolve().parents[1] / "app_configs"
+BRAINS = "{epochs: 2, batch_size: 8, optimizer: adam, lr: 1e-3}"
+TABLES = "{epochs: 2, batch_size: 16, optimizer: adam, lr: 1e-3}"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One line of a table: a method's settings, with ``{s}`` where the sparsity goes; ``live`` is ``1 - s``."""
+
+    label: str
+    method: str
+    sparsities: tuple[float, ...] = (0.0,)
+    wire: str = "float32"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Sites and data, by the configuration file that they are taken from."""
+
+    config: str
+    arms: tuple[Arm, ...]
+    rounds: int
+    training: str
+    overrides: tuple[str, ...]
+
+    def jobs(self) -> Iterator[tuple[Arm, float]]:
+        yield from ((arm, s) for arm in self.arms for s in arm.sparsities)
+
+
+LEVELS = (0.98, 0.9, 0.5, 0.95, 0.8)
+"""The most telling first: a sweep that is cut short says most."""
+
+DENSE = (
+    Arm("FedAvg", "name: fedavg"),
+    Arm("local only", "name: local_only"),
+    Arm("pooled", "name: fedavg"),
+    Arm("FedAvg, bfloat16", "name: fedavg", wire="bfloat16"),
+    Arm("FedAvg-FT", "name: fedavg_ft"),
+)
+NEUROSFL = "name: neurosfl, sparsity: {s}, scores: "
+SPARSE = (
+    Arm("NeuroSFL (SNIP)", NEUROSFL + "snip", LEVELS),
+    Arm("random mask", NEUROSFL + "random", LEVELS),
+    Arm("random mask, ERK", NEUROSFL + "random, random_layers: erk", LEVELS),
+    Arm("iterative SNIP, 10 minibatches", NEUROSFL + "iter_snip", LEVELS),
+    Arm("iterative SNIP, progressive", NEUROSFL + "iter_snip, iter_snip: progressive", LEVELS),
+    Arm("weighted SNIP", NEUROSFL + "weighted_snip", LEVELS),
+    Arm("IndividualSNIP", NEUROSFL + "individual_snip", LEVELS),
+    Arm("IndividualSNIP, one random site's", NEUROSFL + "individual_snip, random_site: true", LEVELS),
+    Arm("DisPFL", "name: dispfl, sparsity: {s}", LEVELS),
+    Arm("top-k with error feedback", "name: topk_ef, fraction: {live}", LEVELS),
+)
+FEDSPARSIFY = (
+    Arm("FedAvg", "name: fedavg"),
+    Arm("FedSparsify", "name: fedsparsify, sparsity: {s}", (0.85, 0.9, 0.95, 0.99)),
+)
+SCANNERS = (
+    *DENSE[:3],
+    Arm("NeuroSFL (SNIP)", NEUROSFL + "snip", (0.9, 0.98)),
+    Arm("random mask", NEUROSFL + "random", (0.9, 0.98)),
+    Arm("FedSparsify", "name: fedsparsify, sparsity: {s}", (0.9, 0.98)),
+    Arm("top-k with error feedback", "name: topk_ef, fraction: {live}", (0.9, 0.98)),
+)
+
+
+def eight(partition: str) -> tuple[str, ...]:
+    return ("simulator.sites=8", f"simulator.data.partition={partition}")
+
+
+EXPERIMENTS = {
+    "brain_t1": Experiment("neurosfl_brain_t1", (*DENSE, *SPARSE), 15, BRAINS, ()),
+    "uniform_iid": Experiment(
+        "neurosfl_brain_t1", FEDSPARSIFY, 15, BRAINS, eight("{kind: iid, sizes: uniform, seed: 1}")
+    ),
+    "skewed_noniid": Experiment("neurosfl_brain_t1", FEDSPARSIFY, 15, BRAINS, eight("{kind: age, sizes: skewed}")),
+    "scanners_age": Experiment("neurosfl_morphometry_age", SCANNERS, 100, TABLES, ("simulator.sites=23",)),
+    "scanners_sex": Experiment(
+        "neurosfl_morphometry_age", SCANNERS, 100, TABLES, ("simulator.sites=23", "task={name: morphometry_sex}")
+    ),
+}
+FILES = {"neurosfl_brain_t1": "brain_t1", "neurosfl_morphometry_age": "brain_morphometry/destrieux_fcon1000.csv.gz"}
+
+
+def configured(experiment: Experiment, arm: Arm, sparsity: float, seed: int, data: Path) -> RunConfig:
+    """The configuration of one run, from the published file."""
+    method = arm.method.format(s=sparsity, live=round(1 - sparsity, 4))
+    return load_config(
+        CONFIGS / f"{experiment.config}.yaml",
+        [
+            f"method={{{method}, rounds: {experiment.rounds}, training: {experiment.training}}}",
+            f"wire.values={arm.wire}",
+            f"seed={seed}",
+            f"simulator.data.path={(data / FILES[experiment.config]).resolve()}",
+            *experiment.overrides,
+        ],
+    )
+
+
+def run(experiment: Experiment, arm: Arm, sparsity: float, seed: int, data: Path) -> dict[str, Any]:
+    """One run: errors of the last model over all sites and per site, what travelled, what of each layer lives."""
+    config = configured(experiment, arm, sparsity, seed, data)
+    assembly = assemble(config)
+    places = simulated_sites(config, assembly.task, Path())
+    examples = {name: assembly.task.load(where, seed) for name, where in places.items()}
+    sites = {name: Site(name, assembly.task, own, assembly.layout, seed) for name, own in examples.items()}
+    began = time.monotonic()
+    found = at_one_place(assembly, sites, examples) if arm.label == "pooled" else federated(config, assembly, sites)
+    metric = assembly.task.metric
+    facts = {"label": arm.label, "sparsity": sparsity, "seed": seed, "rounds": experiment.rounds}
+    names = {"metric": metric.name, "unit": metric.unit, "mode": metric.mode}
+    return {**facts, **names, **found, "seconds": time.monotonic() - began}
+
+
+def federated(config: RunConfig, assembly: Assembly, sites: dict[str, Site]) -> dict[str, Any]:
+    rules = Rules(config.federation.min_sites, config.federation.retries)
+    outcome, ledger = rehearse(
+        assembly.method,
+        assembly.weights,
+        sites,
+        assembly.task.metric,
+        values=config.wire.values,
+        run=assembly.run,
+        rules=rules,
+    )
+    return {
+        "overall": outcome.judgement.overall,
+        "sites": outcome.judgement.sites,
+        "curve": [record.judgement.overall.get(assembly.task.metric.name) for record in outcome.rounds],
+        "bytes": sum(line.payload_bytes for line in ledger.lines),
+        "dense_bytes": sum(line.dense_bytes for line in ledger.lines),
+        "live": live_by_layer(assembly, outcome.mask),
+    }
+
+
+def live_by_layer(assembly: Assembly, mask: Mask) -> dict[str, list[int]]:
+    """Live and all entries of every tensor with two or more dimensions."""
+    parts = assembly.layout.unflatten(mask.on)
+    return {name: [int(part.sum()), part.numel()] for name, part in parts.items() if part.dim() > 1}
+
+
+def at_one_place(assembly: Assembly, sites: dict[str, Site], examples: dict[str, Examples]) -> dict[str, Any]:
+    """The same network trained on all training examples together, judged at each site: the upper bound."""
+    everything = ConcatDataset([own.train for own in examples.values()])
+    method, first = assembly.method, next(iter(examples.values()))
+    place = Site("pooled", assembly.task, Examples(everything, first.test), assembly.layout, method.seed)
+    weights = pooled(place, assembly.weights, method.config.training, method.config.rounds)
+    judged = {name: site.judge(weights) for name, site in sites.items()}
+    total = sum(figures["test_examples"] for figures in judged.values())
+    name = assembly.task.metric.name
+    overall = sum(figures[name] * figures["test_examples"] for figures in judged.values()) / total
+    return {"overall": {name: overall, "test_examples": total}, "sites": judged, "bytes": 0, "dense_bytes": 0}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="folder with brain_t1/ and brain_morphometry/")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--only", choices=EXPERIMENTS, nargs="+", default=list(EXPERIMENTS))
+    parser.add_argument("--out", type=Path, default=Path("runs/results"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for seed in arguments.seeds:
+        for name in arguments.only:
+            (arguments.out / name).mkdir(parents=True, exist_ok=True)
+            for arm, sparsity in EXPERIMENTS[name].jobs():
+                file = arguments.out / name / f"{arm.label} {sparsity:g} {seed}.json".replace(" ", "_")
+                try:
+                    file.with_suffix(".claimed").open("x").close()
+                except FileExistsError:
+                    continue
+                row = run(EXPERIMENTS[name], arm, sparsity, seed, arguments.data)
+                file.write_text(json.dumps(row, indent=1) + "\n")
+                figure = row["overall"][row["metric"]]
+                print(f"{name} seed {seed} {arm.label} {sparsity:g}: {figure:.3f}, {row['seconds']:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
