@@ -40,7 +40,7 @@ class Loop:
         self.tamper: Callable[[int, str, Any], Any] = lambda sequence, site, reply: reply
         self.forget: set[tuple[int, str]] = set()
 
-    def carry(self, question: Any, server: ServerDesk) -> dict[str, Any]:
+    def carry(self, question: Any) -> dict[str, Any]:
         replies: dict[str, Any] = {}
         for name, message in question.messages.items():
             if (question.sequence, name) in self.forget:
@@ -52,7 +52,7 @@ class Loop:
                 sent = [desk.encode(request, update).data.copy(), update.examples, update.metrics]
                 sent = self.tamper(question.sequence, name, sent)
                 if sent is not None:
-                    replies[name] = server.decode(name, *sent)
+                    replies[name] = self.server.decode(name, *sent)
             except (RejectedMessage, NotHeld) as error:
                 replies[name] = error
         return replies

@@ -21,7 +21,7 @@ ORDER = (
     ("errors",),
     ("params",),
     ("mask", "proximal", "schedules"),
-    ("exchange", "task", "structure"),
+    ("exchange", "task", "structure", "checkpoint"),
     ("models",),
     ("data",),
     ("tasks",),

@@ -36,6 +36,12 @@ class RoundFailed(FlareSparseError):
     code = "E_QUORUM"
 
 
+class CheckpointError(FlareSparseError):
+    """A checkpoint cannot be written, or is not of this run; the one before it is intact."""
+
+    code = "E_CHECKPOINT"
+
+
 class WireError(FlareSparseError, ValueError):
     """A message that does not fit what its receiver holds.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checkpoint.store import Store
 from .errors import WireError
 from .federation import Federation, Outcome, Reply, RoundRecord, Rules
 from .mask import Mask
@@ -21,6 +22,9 @@ from .training import Site, TrainingConfig
 from .training.seeds import generator, seeded, threads
 from .wire.ledger import Ledger
 from .wire.plan import ValueType
+
+SERVER = "server"
+"""What the server's end is called among those that keep checkpoints."""
 
 
 def initial_weights(task: Task, seed: int) -> tuple[Layout, Tensor]:
@@ -43,18 +47,24 @@ def rehearse(
     on_round: Callable[[RoundRecord], None] = lambda record: None,
     ledger: Ledger | None = None,
     thread_count: int = 1,
+    stores: Callable[[str], Store | None] = lambda end: None,
+    resume: bool = False,
 ) -> tuple[Outcome, Ledger]:
     """Run ``method`` from ``weights`` over ``sites`` in this process, through the real wire.
+
+    ``stores`` says where the server (``"server"``) and each site keep their checkpoints, ``resume`` goes on from them.
 
     Returns:
         The outcome and the ledger of every message.
     """
     ledger = Ledger() if ledger is None else ledger
     server = ServerDesk(method.layout, run, values, ledger)
-    desks = {name: SiteDesk(site, method, run, values) for name, site in sorted(sites.items())}
-    federation = Federation(method, server, metric, rules, on_round)
+    desks = {name: SiteDesk(site, method, run, values, stores(name)) for name, site in sorted(sites.items())}
+    federation = Federation(method, server, metric, rules, on_round, stores(SERVER))
     with threads(thread_count):
-        outcome = federation.run(weights, lambda: sorted(desks), lambda q, desk: dict(_carry(q, desk, desks)))
+        outcome = federation.run(
+            weights, lambda: sorted(desks), lambda q: dict(_carry(q, server, desks)), resume=resume
+        )
     return outcome, ledger
 
 

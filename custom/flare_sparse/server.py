@@ -39,11 +39,20 @@ class Question:
 
 
 @dataclass(frozen=True)
-class _Held:
+class Held:
     """What a site holds since the last message that it acknowledged."""
 
     known: Mask
     base: int
+
+
+@dataclass(frozen=True)
+class DeskMemory:
+    """What a server must remember to go on after a crash: its last question, who holds what, what was rounded off."""
+
+    sequence: int
+    held: dict[str, Held]
+    residuals: dict[str, Tensor | None]
 
 
 class ServerDesk:
@@ -59,7 +68,7 @@ class ServerDesk:
     def __init__(self, layout: Layout, run: str, values: ValueType, ledger: Ledger):
         self.layout, self.run, self.values, self.ledger = layout, run, values, ledger
         self._sequence = 0
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, Held] = {}
         self._residuals: dict[str, Tensor | None] = {}
         self._asked: dict[str, Request] = {}
         self._sent: dict[str, Patch] = {}
@@ -108,6 +117,14 @@ class ServerDesk:
         )
         return patch, plan
 
+    def memory(self) -> DeskMemory:
+        """A value, for a checkpoint."""
+        return DeskMemory(self._sequence, dict(self._held), dict(self._residuals))
+
+    def recall(self, memory: DeskMemory) -> None:
+        """Go on where :meth:`memory` was taken; a site that has lost what it held says so and is sent everything."""
+        self._sequence, self._held, self._residuals = memory.sequence, dict(memory.held), dict(memory.residuals)
+
     def forget(self, site: str) -> None:
         """The site lost what it held: it is sent everything next time (the one recovery path)."""
         self._held.pop(site, None)
@@ -153,7 +170,7 @@ class ServerDesk:
         """Who answers holds what was sent."""
         patch, held = self._sent[site], self._held.get(site)
         known = held.known if patch.over == "held" and held else patch.on
-        self._held[site] = _Held(known, self._sequence)
+        self._held[site] = Held(known, self._sequence)
         del self._asked[site]
 
 

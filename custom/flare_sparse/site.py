@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from .checkpoint.store import Store
 from .errors import RejectedMessage
 from .exchange import VALIDATE, Patch, Request, Update
 from .mask import Mask
 from .methods import Method
 from .training import Site
-from .wire.codec import Encoded, decode, encode
+from .wire.codec import Encoded, decode, encode, sequence_of
 from .wire.plan import Plan, ValueType
+
+
+@dataclass(frozen=True)
+class SiteMemory:
+    """What a site must remember to go on after a crash as if nothing had happened."""
+
+    weights: Tensor
+    known: Mask | None
+    base: int | None
+    residual: Tensor | None
+    method: dict[str, Tensor]
 
 
 class SiteDesk:
@@ -24,10 +36,12 @@ class SiteDesk:
         method: its site half answers.
         run: 16 hex digits that name the run; computed here, from the site's own copy of the job.
         values: number format on the wire.
+        store: receives a checkpoint before every answer; None: after a crash the site is sent everything, and what a
+            method keeps at the site is lost.
     """
 
-    def __init__(self, site: Site, method: Method[Any], run: str, values: ValueType):
-        self.site, self.method, self.run, self.values = site, method, run, values
+    def __init__(self, site: Site, method: Method[Any], run: str, values: ValueType, store: Store | None = None):
+        self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
         self._known: Mask | None = None
         self._base: int | None = None
         self._sequence = 0
@@ -39,7 +53,10 @@ class SiteDesk:
         Raises:
             NotHeld: the message leans on something this site does not hold; answer "send everything".
             RejectedMessage: the message is malformed, old, or of another run or model.
+            CheckpointError: what this site kept before a crash is of another job.
         """
+        if self._sequence == 0 and self.store is not None:
+            self._remember(self.store, sequence_of(data, "server"))
         plan = Plan(self.site.layout, self.run, known=self._known, base=self._base)
         message = decode(data, plan, "server")
         if message.sequence <= self._sequence:
@@ -49,6 +66,19 @@ class SiteDesk:
         self._take(message.patch)
         self._base = self._sequence = message.sequence
         return Request(message.kind, message.round, message.patch, message.trainable)
+
+    def _remember(self, store: Store, asked: int) -> None:
+        """What this site was after its last answer before the question ``asked``; what came later was given up."""
+        store.drop(asked)
+        if (found := store.load(SiteMemory)) is not None:
+            self._sequence, memory = found
+            self.site.weights = memory.weights
+            self.site.memory = memory.method
+            self._known, self._base, self._residual = memory.known, memory.base, memory.residual
+
+    def _keep(self, store: Store) -> None:
+        site = self.site
+        store.save(self._sequence, SiteMemory(site.weights, self._known, self._base, self._residual, site.memory))
 
     def _take(self, patch: Patch) -> None:
         if patch.over == "zeros":
@@ -68,7 +98,11 @@ class SiteDesk:
         return replace(update, metrics=self.site.judge(self.site.weights))
 
     def encode(self, request: Request, update: Update) -> Encoded:
-        """The message that carries ``update`` back; what the number format rounds off goes with the next one."""
+        """The message that carries ``update`` back; what the number format rounds off goes with the next one.
+
+        Raises:
+            CheckpointError: what this site must remember could not be written; then nothing may be sent either.
+        """
         plan = Plan(
             self.site.layout,
             self.run,
@@ -81,4 +115,6 @@ class SiteDesk:
         encoded = encode(update.patch, plan, content=update.content, values=values, residual=self._residual)
         if update.content in ("weights", "difference"):
             self._residual = encoded.residual
+        if self.store is not None:
+            self._keep(self.store)
         return encoded

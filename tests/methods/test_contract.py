@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from flare_sparse.checkpoint.packing import pack, unpack
 from flare_sparse.exchange import Patch, Request, Update
-from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS, Method
 from flare_sparse.methods.method import broadcast
 from flare_sparse.rehearsal import estimate, rehearse
 from flare_sparse.server import digest
 
-PLAIN_VALUES = (int, float, str, torch.Tensor, Mask)
-
 
 def _saved_and_restored(state: Any) -> Any:
-    """A copy through plain values, as a checkpoint makes it."""
-    fields = {}
-    for field in dataclasses.fields(state):
-        fields[field.name] = _copy(getattr(state, field.name))
-    return type(state)(**fields)
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_copy(part) for part in value)
-    assert isinstance(value, PLAIN_VALUES), f"{type(value)} cannot be checkpointed"
-    if isinstance(value, Mask):
-        return Mask(value.on.clone())
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    """A copy through JSON and tensors, as a checkpoint makes it."""
+    tensors: dict[str, torch.Tensor] = {}
+    said = json.loads(json.dumps(pack(state, tensors)))
+    return unpack(said, type(state), {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 class Restarting:

@@ -22,7 +22,7 @@ from ..errors import ConfigError, FlareSparseError
 from ..federation import Federation, Reply, RoundRecord, Rules
 from ..progress import progress_line
 from ..records import RunFolder, write_json
-from ..server import Question, ServerDesk
+from ..server import Question
 from .payload import REPLY, TASK, message_to_shareable
 from .results import announce_best, announce_round
 from .session import AGGREGATOR_ID, server_session, workspace_of
@@ -98,7 +98,7 @@ class FederatedController(Controller):
             self._lines.append(progress_line(line))
             self.logger.info(self._lines[-1])
 
-        def carry(question: Question, _desk: ServerDesk) -> Mapping[str, Reply]:
+        def carry(question: Question) -> Mapping[str, Reply]:
             return self._carry(question, job.federation.task_timeout_s, fl_ctx, abort_signal)
 
         federation = Federation(

@@ -157,13 +157,29 @@ def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: 
         RejectedMessage: malformed, damaged, or of another run, model, round or question; the code says which.
         NotHeld: it leans on a mask or a vector that this receiver does not hold.
     """
+    try:
+        return _decode(_buffer(data, site), plan)
+    except WireError as error:
+        raise error.at(site) from error
+
+
+def sequence_of(data: bytes | bytearray | memoryview | np.ndarray, site: str = "?") -> int:
+    """The number of the question that a message belongs to, before the receiver knows what it holds.
+
+    Raises:
+        RejectedMessage: malformed or damaged.
+    """
+    try:
+        return unseal(_buffer(data, site)).sequence
+    except WireError as error:
+        raise error.at(site) from error
+
+
+def _buffer(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> np.ndarray:
     buffer = data if isinstance(data, np.ndarray) else _bytes(data, site)
     if buffer.dtype != np.uint8 or buffer.ndim != 1:
         raise RejectedMessage("E_DTYPE", "message", "uint8 (n,)", f"{buffer.dtype} {buffer.shape}", site)
-    try:
-        return _decode(np.ascontiguousarray(buffer), plan)
-    except WireError as error:
-        raise error.at(site) from error
+    return np.ascontiguousarray(buffer)
 
 
 def _bytes(data: bytes | bytearray | memoryview, site: str) -> np.ndarray:

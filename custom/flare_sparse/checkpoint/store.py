@@ -1,0 +1,169 @@
+"""A folder of checkpoints: each is whole or not there, the last ones are kept, and a stranger's is refused.
+
+    <folder>/00000007/manifest.json    what it belongs to, the packed values, sha256 of everything
+    <folder>/00000007/tensors.safetensors
+
+A checkpoint is written under another name, flushed to the disk with its folder, and renamed: the rename is the commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .packing import pack, unpack
+
+FORMAT = 1
+MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
+
+
+class Store:
+    """Checkpoints of one end of one run.
+
+    Args:
+        folder: is made with the first checkpoint.
+        belongs: what a checkpoint is of (run, model, settings); another's is refused.
+        keep: how many of the last ones stay.
+    """
+
+    def __init__(self, folder: Path, belongs: Mapping[str, Any], keep: int = 2):
+        self.folder, self.belongs, self.keep = folder, dict(belongs), keep
+
+    def save(self, number: int, content: Any) -> None:
+        """Write a checkpoint; afterwards it is on the disk, whole, also if the power goes.
+
+        Raises:
+            CheckpointError: it could not be written; the ones before are as they were.
+        """
+        unfinished = self.folder / f".{number:08d}.part"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            for name, data in self._files(content).items():
+                _write(unfinished / name, data)
+            _sync(unfinished)
+            unfinished.replace(self.folder / f"{number:08d}")
+            _sync(self.folder)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise CheckpointError(
+                f"{self.folder}: the checkpoint could not be written: {error.strerror or error}. The ones before are intact"
+            ) from error
+        for old in self.numbers()[: -self.keep]:
+            shutil.rmtree(self.folder / f"{old:08d}", ignore_errors=True)
+
+    def _files(self, content: Any) -> dict[str, bytes]:
+        tensors: dict[str, Tensor] = {}
+        packed = pack(content, tensors)
+        data = safetensors.torch.save({name: part.detach().clone().contiguous() for name, part in tensors.items()})
+        said = {
+            "format": FORMAT,
+            "belongs": self.belongs,
+            "tensors": hashlib.sha256(data).hexdigest(),
+            "content": packed,
+        }
+        return {TENSORS: data, MANIFEST: json.dumps({**said, "sha256": _digest(said)}).encode()}
+
+    def load(self, kind: Any, below: int | None = None) -> tuple[int, Any] | None:
+        """The newest whole checkpoint, with its number; None when there is none.
+
+        Args:
+            kind: declared type of what was saved.
+            below: only those with a smaller number.
+
+        Raises:
+            CheckpointError: it is of another run, model or version; the text names what differs.
+        """
+        for number in reversed(self.numbers()):
+            if below is not None and number >= below:
+                continue
+            said = self._whole(self.folder / f"{number:08d}")
+            if said is not None:
+                self._check(said)
+                tensors = safetensors.torch.load((self.folder / f"{number:08d}" / TENSORS).read_bytes())
+                return number, unpack(said["content"], kind, tensors)
+        return None
+
+    def drop(self, at_least: int = 0) -> None:
+        """Forget the checkpoints with this number and above: of a run that is over, or was given up."""
+        for number in self.numbers():
+            if number >= at_least:
+                shutil.rmtree(self.folder / f"{number:08d}", ignore_errors=True)
+
+    def numbers(self) -> list[int]:
+        """Of the checkpoints that are there, ascending, whole or not."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+
+    def _whole(self, folder: Path) -> dict[str, Any] | None:
+        """The manifest, if every byte is what was written; None for a damaged checkpoint: the one before serves."""
+        try:
+            said = json.loads((folder / MANIFEST).read_bytes())
+            claimed = said.pop("sha256")
+            intact = claimed == _digest(said)
+            return said if intact and said["tensors"] == _sha256(folder / TENSORS) else None
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError):
+            return None
+
+    def _check(self, said: Mapping[str, Any]) -> None:
+        if said["format"] != FORMAT:
+            raise CheckpointError(
+                f"{self.folder}: written in format {said['format']}, this version reads {FORMAT}. Go on with the version "
+                "that wrote it, or start afresh"
+            )
+        if differing := list(differences(said["belongs"], self.belongs)):
+            raise CheckpointError(
+                f"{self.folder}: of another job: {'; '.join(differing[:6])}. Go on with the settings that it was written "
+                "with, or start afresh in another folder"
+            )
+
+
+def differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
+    """``path: found -> wanted`` wherever two JSON values differ."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for name in sorted(found.keys() | wanted.keys()):
+            yield from differences(found.get(name), wanted.get(name), f"{where}.{name}".strip("."))
+    elif found != wanted:
+        yield f"{where}: {found!r} in the checkpoint, {wanted!r} now"
+
+
+def _digest(said: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All of it, on the disk when this returns."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder, on the disk."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

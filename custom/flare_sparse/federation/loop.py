@@ -1,0 +1,229 @@
+"""Ask, collect, check, commit, judge."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint.store import Store
+from ..errors import NotHeld, RoundFailed
+from ..exchange import VALIDATE, Request, Update
+from ..methods import Method
+from ..server import Question, ServerDesk
+from ..task import Metric
+from .record import Best, Judgement, Outcome, RoundRecord, Snapshot
+from .rules import Roster, Rules, capped
+
+Reply = Update | Exception | str
+"""What became of a site's answer: an update, the error it was rejected with, or a short reason code."""
+Transport = Callable[[Question], Mapping[str, Reply]]
+"""Takes a question to its sites and brings back what each one answered; sites that miss are absent."""
+
+
+class Federation:
+    """Runs one method over some sites.
+
+    Args:
+        method: the server half is used.
+        desk: encodes, decodes, counts.
+        metric: decides which model is best.
+        rules: when a round counts.
+        on_round: called with each record as its round is committed.
+        store: receives a checkpoint with every commit; None: a crash loses the run.
+    """
+
+    def __init__(
+        self,
+        method: Method[Any],
+        desk: ServerDesk,
+        metric: Metric,
+        rules: Rules | None = None,
+        on_round: Callable[[RoundRecord], None] = lambda record: None,
+        store: Store | None = None,
+    ):
+        self.method, self.desk, self.metric = method, desk, metric
+        self.rules, self.on_round, self.store = rules or Rules(), on_round, store
+        self._best, self._roster = Best(), Roster()
+        self._records: list[RoundRecord] = []
+
+    def run(
+        self, weights: Tensor, sites: Callable[[], list[str]], transport: Transport, *, resume: bool = False
+    ) -> Outcome:
+        """From the first question, or from the last checkpoint, to the last judgement.
+
+        Args:
+            weights: ``(P,)`` the initial model.
+            sites: names of the sites present now.
+            transport: carries questions and answers.
+            resume: go on from the newest checkpoint where there is one; otherwise those that are there are forgotten.
+
+        Raises:
+            RoundFailed: a round stayed below the quorum in every attempt; the last commit is intact.
+            CheckpointError: a checkpoint could not be written, or is of another run.
+        """
+        state, committed = self.method.init(weights, sites()), 0
+        if self.store is not None:
+            state, committed = self._resumed(self.store, state) if resume else self._afresh(self.store, state)
+        while (requests := self.method.ask(state, self._roster.present(sites(), self.rules))) is not None:
+            record, updates = self._round(requests, transport, committed)
+            self._consider(state, committed, record.judgement)
+            state = self.method.learn(state, updates)
+            committed = record.round
+            self._commit(record, state, committed)
+        last = self.method.judge(state, self._roster.present(sites(), self.rules))
+        record, _ = self._round(last, transport, committed, reporting=True)
+        if record.kind == VALIDATE:  # otherwise it is personal models that were judged
+            self._consider(state, committed, record.judgement)
+        self._announce(self._sealed(record, state))
+        model = self.method.model(state)
+        return Outcome(state, model.vector(), model.on, record.judgement, self._best, self._records)
+
+    def _afresh(self, store: Store, state: Any) -> tuple[Any, int]:
+        store.drop()
+        return state, 0
+
+    def _resumed(self, store: Store, start: Any) -> tuple[Any, int]:
+        """State and round of the newest checkpoint; its rounds are announced again, as they were."""
+        found = store.load(Snapshot[type(start)])  # type: ignore[misc]
+        if found is None:
+            return start, 0
+        number, snapshot = found
+        store.drop(number + 1)
+        self._best, self._roster = snapshot.best, snapshot.roster
+        self.desk.recall(snapshot.desk)
+        self.desk.ledger.lines.extend(snapshot.messages)
+        for record in snapshot.records:
+            self._announce(record)
+        return snapshot.state, snapshot.committed
+
+    def _consider(self, state: Any, committed: int, judgement: Judgement) -> None:
+        figure = judgement.overall.get(self.metric.name)
+        if figure is None:
+            return
+        if self._best.round < 0 or self.metric.better(figure, self._best.metrics[self.metric.name]):
+            model = self.method.model(state)
+            self._best = Best(committed, judgement.overall, model.vector(), model.on)
+
+    def _commit(self, record: RoundRecord, state: Any, committed: int) -> None:
+        """On the disk first, where there is one, then known to others."""
+        record = self._sealed(record, state)
+        if self.store is not None:
+            records, messages = [*self._records, record], self.desk.ledger.lines
+            content = Snapshot(state, committed, self._best, self._roster, self.desk.memory(), records, messages)
+            self.store.save(record.sequence, content)
+        self._announce(record)
+
+    def _sealed(self, record: RoundRecord, state: Any) -> RoundRecord:
+        on = self.method.model(state).on
+        return replace(record, sparsity=1 - on.count / max(on.size, 1), committed_at=time.time())
+
+    def _announce(self, record: RoundRecord) -> None:
+        self._records.append(record)
+        self.on_round(record)
+
+    def _round(
+        self, requests: dict[str, Request], transport: Transport, judged: int, *, reporting: bool = False
+    ) -> tuple[RoundRecord, list[Update]]:
+        """Ask until enough sites contribute; everything is validated before anything is summed."""
+        began, first = time.monotonic(), len(self.desk.ledger.lines)
+        resting = sorted(self._roster.resting)
+        for attempt in range(1, self.rules.retries + 2):
+            tally = self._collect(requests, transport)
+            contributed = [u for u in tally.answered if u.content != "nothing" and u.examples > 0]
+            counted = tally.answered if reporting else contributed
+            if self._enough(counted, requests):
+                self._roster.heard([u.site for u in tally.answered], list(requests), self.rules)
+                weighed, cut = capped(contributed, self.rules.max_share)
+                facts = _Facts(requests, [u.site for u in counted], judged, attempt, resting, cut)
+                return self._record(tally, facts, self.desk.ledger.lines[first:], time.monotonic() - began), weighed
+        raise RoundFailed(
+            f"round {tally.question.round} ({tally.question.kind}): {len(counted)} of {len(requests)} sites contributed "
+            f"in the last of {self.rules.retries + 1} attempts, {self.rules.min_sites} are needed"
+            f"{self._weight_needed()}; rejected: {tally.rejected or 'none'}, silent: {tally.silent or 'none'}. "
+            "The last committed model is intact."
+        )
+
+    def _enough(self, counted: list[Update], requests: Mapping[str, Request]) -> bool:
+        """The quorum, by sites and by weight; nobody is never enough."""
+        if not counted or len(counted) < min(self.rules.min_sites, len(requests)):
+            return False
+        return self._roster.share([u.site for u in counted], requests.keys()) >= self.rules.min_weight
+
+    def _weight_needed(self) -> str:
+        wanted = self.rules.min_weight
+        return f" with {wanted:.0%} of the examples of the sites asked" if wanted else ""
+
+    def _record(self, tally: _Tally, facts: _Facts, lines: list[Any], seconds: float) -> RoundRecord:
+        """The record of a round; ``lines`` are its messages, earlier attempts included."""
+        record = RoundRecord(
+            kind=tally.question.kind,
+            round=tally.question.round,
+            sequence=tally.question.sequence,
+            sites_asked=sorted(facts.requests),
+            sites_in=facts.counted,
+            rejected=tally.rejected,
+            abstained=[u.site for u in tally.answered if u.site not in set(facts.counted)],
+            timed_out=tally.silent,
+            resting=facts.resting,
+            capped=facts.capped,
+            attempts=facts.attempt,
+            judged_round=facts.judged,
+            judgement=Judgement.of(tally.answered),
+            bytes_down=sum(line.payload_bytes for line in lines if line.direction == "down"),
+            bytes_up=sum(line.payload_bytes for line in lines if line.direction == "up"),
+            dense_bytes=sum(line.dense_bytes for line in lines),
+            sparsity=0.0,
+            seconds=seconds,
+            committed_at=0.0,
+        )
+        if not record.balances:
+            raise RoundFailed(f"round {record.round}: the sites asked and what became of them do not balance: {record}")
+        return record
+
+    def _collect(self, requests: dict[str, Request], transport: Transport) -> _Tally:
+        """One question; sites that lost what they held are sent everything, once, in the same round."""
+        question = self.desk.ask(requests)
+        replies = {site: reply for site, reply in transport(question).items() if site in requests}
+        lost = {site: requests[site] for site, reply in replies.items() if isinstance(reply, NotHeld)}
+        for site in lost:
+            self.desk.forget(site)
+        if lost:
+            question = self.desk.ask(lost)
+            replies |= transport(question)
+        for site, reply in replies.items():
+            if isinstance(reply, Update) and not self._roster.agrees(reply, self.rules):
+                replies[site] = "E_WEIGHT"
+        rejected = {site: _reason(reply) for site, reply in replies.items() if not isinstance(reply, Update)}
+        silent = sorted(set(requests) - set(replies))
+        for site in [*rejected, *silent]:
+            self.desk.forget(site)
+        answered = [reply for _, reply in sorted(replies.items()) if isinstance(reply, Update)]
+        return _Tally(question, answered, rejected, silent)
+
+
+@dataclass(frozen=True)
+class _Tally:
+    question: Question
+    answered: list[Update]
+    rejected: dict[str, str]
+    silent: list[str]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the loop knows of a round beside the tally."""
+
+    requests: Mapping[str, Request]
+    counted: list[str]
+    judged: int
+    attempt: int
+    resting: list[str]
+    capped: dict[str, int]
+
+
+def _reason(reply: Reply) -> str:
+    return reply if isinstance(reply, str) else str(getattr(reply, "code", type(reply).__name__))

@@ -1,0 +1,111 @@
+"""What is known of a round, of a run so far, and of its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from ..exchange import Update
+from ..mask import Mask
+from ..server import DeskMemory
+from ..wire.ledger import Line
+from .rules import Roster
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Metrics of one model: over all test examples, and per site."""
+
+    overall: dict[str, float]
+    sites: dict[str, dict[str, float]]
+
+    @classmethod
+    def of(cls, updates: list[Update]) -> Judgement:
+        """Means weighted by test examples (the pooled value for means such as MAE and accuracy)."""
+        sites = {u.site: u.metrics for u in updates if u.metrics}
+        total = sum(m.get("test_examples", 1.0) for m in sites.values())
+        names = sorted({n for m in sites.values() for n in m} - {"test_examples"})
+        overall = {}
+        for name in names:
+            having = [m for m in sites.values() if name in m]
+            weight = sum(m.get("test_examples", 1.0) for m in having)
+            overall[name] = sum(m[name] * m.get("test_examples", 1.0) for m in having) / weight
+        return cls({**overall, "test_examples": total} if sites else {}, sites)
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What is known when a round has been committed; one line of ``rounds.jsonl``.
+
+    It balances: every site asked is in exactly one of ``sites_in``, ``rejected``, ``abstained`` and ``timed_out``.
+    ``judgement`` is of the model that the round started from (``judged_round``); the model it ends with is judged in
+    the next round, the last one after all rounds. ``committed_at`` is in seconds since 1970, ``seconds`` covers the
+    asking, the sites' work and the collecting. ``capped``: examples that a site was counted with where its own number
+    would have weighed too much. ``resting``: sites that this round left out, for they had missed too many.
+    """
+
+    kind: str
+    round: int
+    sequence: int
+    sites_asked: list[str]
+    sites_in: list[str]
+    rejected: dict[str, str]
+    abstained: list[str]
+    timed_out: list[str]
+    resting: list[str]
+    capped: dict[str, int]
+    attempts: int
+    judged_round: int
+    judgement: Judgement
+    bytes_down: int
+    bytes_up: int
+    dense_bytes: int
+    sparsity: float
+    seconds: float
+    committed_at: float
+
+    @property
+    def balances(self) -> bool:
+        """Every site asked is accounted for, once."""
+        return sorted(self.sites_asked) == sorted(
+            [*self.sites_in, *self.rejected, *self.abstained, *self.timed_out],
+        )
+
+
+@dataclass
+class Best:
+    """The best committed model so far by the task's metric."""
+
+    round: int = -1
+    metrics: dict[str, float] = field(default_factory=dict)
+    weights: Tensor | None = None
+    mask: Mask | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot(Generic[S]):
+    """All that a run needs to go on after a commit as if nothing had happened."""
+
+    state: S
+    committed: int
+    best: Best
+    roster: Roster
+    desk: DeskMemory
+    records: list[RoundRecord]
+    messages: list[Line]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run."""
+
+    state: Any
+    weights: Tensor
+    mask: Mask
+    judgement: Judgement
+    best: Best
+    rounds: list[RoundRecord]

@@ -1,0 +1,115 @@
+"""When a round counts, whom it asks, and how much one site may weigh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..exchange import Update
+
+LONGEST_REST = 16
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a round counts.
+
+    Attributes:
+        min_sites: fewest contributions that a round may be committed with.
+        min_weight: smallest share of the registered examples of the sites asked that must have contributed.
+        retries: times a round is asked again before the run stops.
+        max_share: largest share of a round's weight that one site may have.
+        examples_tolerance: how far a site's number of examples may move from the one it registered with, as a share.
+        quarantine_after: rounds in a row without a usable answer after which a site is left out for a while; 0: never.
+    """
+
+    min_sites: int = 1
+    min_weight: float = 0.0
+    retries: int = 2
+    max_share: float = 1.0
+    examples_tolerance: float = 0.1
+    quarantine_after: int = 3
+
+
+@dataclass
+class Roster:
+    """What the server remembers of its sites.
+
+    A site registers the number of its training examples with its first usable answer. A site that gave no usable answer
+    in ``quarantine_after`` rounds in a row rests for 1 round, then for 2, 4, 8 and at most 16, and is asked again in
+    between; one usable answer and it is a site like the others.
+
+    Attributes:
+        registered: training examples (n_k) by site.
+        missed: rounds in a row without a usable answer.
+        resting: rounds that a site is still left out for.
+    """
+
+    registered: dict[str, int] = field(default_factory=dict)
+    missed: dict[str, int] = field(default_factory=dict)
+    resting: dict[str, int] = field(default_factory=dict)
+
+    def present(self, sites: Sequence[str], rules: Rules) -> list[str]:
+        """Who may be asked now: all that do not rest, or everybody when too few are left."""
+        awake = [site for site in sites if not self.resting.get(site)]
+        return awake if len(awake) >= max(1, rules.min_sites) else list(sites)
+
+    def agrees(self, update: Update, rules: Rules) -> bool:
+        """Whether a site speaks of as many examples as it registered; its first answer registers."""
+        known = self.registered.setdefault(update.site, update.examples)
+        return abs(update.examples - known) <= rules.examples_tolerance * known
+
+    def heard(self, answered: Collection[str], asked: Collection[str], rules: Rules) -> None:
+        """A round is over: count misses, send to rest, let others come back."""
+        for site in list(self.resting):
+            self.resting[site] -= 1
+            if self.resting[site] <= 0:
+                del self.resting[site]
+        for site in asked:
+            if site in answered:
+                self.missed.pop(site, None)
+                self.resting.pop(site, None)
+                continue
+            self.missed[site] = self.missed.get(site, 0) + 1
+            beyond = self.missed[site] - rules.quarantine_after
+            if rules.quarantine_after and beyond >= 0:
+                self.resting[site] = min(2**beyond, LONGEST_REST)
+
+    def share(self, contributed: Collection[str], asked: Collection[str]) -> float:
+        """Share of the examples of the sites asked that contributed; one that never registered counts as the mean."""
+        known = [self.registered[site] for site in asked if site in self.registered]
+        usual = sum(known) / len(known) if known else 1.0
+        total = sum(self.registered.get(site, usual) for site in asked)
+        return sum(self.registered.get(site, usual) for site in contributed) / total if total else 0.0
+
+
+def capped(updates: Sequence[Update], max_share: float) -> tuple[list[Update], dict[str, int]]:
+    """No site weighs more than ``max_share`` of the sum; returns the updates and the new number of examples of those cut.
+
+    The largest sites are cut to one common number of examples, the largest whole one that keeps the rule; the others
+    stay as they are. Where there are too few sites for the rule, all weigh the same.
+
+    >>> from flare_sparse.exchange import Patch
+    >>> three = [Update(Patch.empty(1), "weights", n, site=f"site-{n}") for n in (10, 30, 960)]
+    >>> capped(three, 0.5)[1]
+    {'site-960': 40}
+    """
+    if max_share >= 1:
+        return list(updates), {}
+    limit = _limit(sorted(update.examples for update in updates), max_share)
+    cut = {update.site: limit for update in updates if update.examples > limit}
+    return [replace(u, examples=cut.get(u.site, u.examples)) for u in updates], cut
+
+
+def _limit(examples: Sequence[int], max_share: float) -> int:
+    """The common number to cut to; ``examples`` ascending."""
+    rest = sum(examples)
+    for large in range(1, len(examples) + 1):
+        rest -= examples[-large]
+        if large * max_share >= 1:
+            break
+        limit = math.floor(max_share * rest / (1 - large * max_share))
+        if large == len(examples) or examples[-large - 1] <= limit:
+            return max(limit, 1)
+    return max(min(examples), 1)
