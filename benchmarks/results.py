@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset
 
-from flare_sparse.assemble import Assembly, assemble
+from flare_sparse.assemble import Assembly, assemble, rules
 from flare_sparse.cli.simulated import simulated_sites
 from flare_sparse.config import RunConfig, load_config
-from flare_sparse.federation import Rules
 from flare_sparse.mask import Mask
 from flare_sparse.rehearsal import pooled, rehearse
 from flare_sparse.task import Examples
@@ -146,7 +145,6 @@ def run(experiment: Experiment, arm: Arm, sparsity: float, seed: int, data: Path
 
 
 def federated(config: RunConfig, assembly: Assembly, sites: dict[str, Site]) -> dict[str, Any]:
-    rules = Rules(config.federation.min_sites, config.federation.retries)
     outcome, ledger = rehearse(
         assembly.method,
         assembly.weights,
@@ -154,7 +152,7 @@ def federated(config: RunConfig, assembly: Assembly, sites: dict[str, Site]) -> 
         assembly.task.metric,
         values=config.wire.values,
         run=assembly.run,
-        rules=rules,
+        rules=rules(config),
     )
     return {
         "overall": outcome.judgement.overall,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from .checkpoint.store import Store
 from .config import JobConfig, build_method, build_task, dump_config, job_dict
 from .errors import ConfigError
+from .federation import Rules
 from .methods import Method
 from .params import Layout
 from .records import RunFacts
@@ -43,6 +46,28 @@ def assemble(job: JobConfig, own_task: Task | None = None) -> Assembly:
     task = own_task or build_task(job)
     layout, weights = initial_weights(task, job.seed)
     return Assembly(task, build_method(job, layout), layout, weights, run_id(job_dict(job), layout))
+
+
+def rules(job: JobConfig) -> Rules:
+    """When a round of this job counts."""
+    said = job.federation
+    return Rules(
+        min_sites=said.min_sites,
+        min_weight=said.min_weight,
+        retries=said.retries,
+        max_share=said.max_share,
+        examples_tolerance=said.examples_tolerance,
+        quarantine_after=said.quarantine_after,
+    )
+
+
+def checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -> Store:
+    """Where one end of a job keeps its checkpoints, below ``root``: ``"server"`` or the name of a site.
+
+    The folder's name holds the run's, so that another job finds nothing there and starts afresh.
+    """
+    belongs = {"run": assembly.run, "layout": assembly.layout.fingerprint, "end": end, "job": job_dict(job)}
+    return Store(root / f"{job.name}-{assembly.run}" / end, belongs)
 
 
 def run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:

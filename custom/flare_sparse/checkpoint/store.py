@@ -95,6 +95,15 @@ class Store:
                 return number, unpack(said["content"], kind, tensors)
         return None
 
+    def check(self) -> None:
+        """Raises:
+        CheckpointError: the newest whole checkpoint is of another run, model or version.
+        """
+        for number in reversed(self.numbers()):
+            if (said := self._whole(self.folder / f"{number:08d}")) is not None:
+                return self._check(said)
+        return None
+
     def drop(self, at_least: int = 0) -> None:
         """Forget the checkpoints with this number and above: of a run that is over, or was given up."""
         for number in self.numbers():

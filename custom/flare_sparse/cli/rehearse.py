@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..assemble import assemble, open_site, run_facts
+from ..assemble import assemble, checkpoints, open_site, rules, run_facts
 from ..config import RunConfig, build_task, user_task
-from ..federation import RoundRecord, Rules
+from ..federation import RoundRecord
 from ..progress import progress_line
 from ..records import RunFolder
 from ..rehearsal import rehearse as rehearse_method
@@ -17,6 +18,7 @@ from ..training.seeds import threads
 from ..wire.ledger import Ledger
 from .console import out as console
 from .result import show_result
+from .resuming import Resume, checkpoint_root
 from .run import with_options
 from .simulated import simulated_sites
 
@@ -27,6 +29,7 @@ def rehearse(
     rounds: Annotated[int | None, typer.Option(help="rounds of training")] = None,
     seed: Annotated[int | None, typer.Option(help="all randomness of the run derives from it")] = None,
     out: Annotated[Path | None, typer.Option(help="result folder; default: runs/<name>-rehearsal")] = None,
+    resume: Resume = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, such as method.sparsity=0.95")
     ] = None,
@@ -37,13 +40,14 @@ def rehearse(
     """
     resolved = with_options(config, sites, rounds, seed, set_)
     folder = (out or Path("runs") / f"{resolved.name}-rehearsal").resolve()
-    show_result(console, rehearse_config(resolved, config, folder), folder)
+    show_result(console, rehearse_config(resolved, config, folder, resume=resume), folder)
 
 
-def rehearse_config(config: RunConfig, file: Path, out: Path) -> dict[str, Any]:
+def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = False) -> dict[str, Any]:
     """Run a configuration in this process; the summary comes back and the record is in ``out``."""
     own = build_task(config, user_task(config.task.name, file.parent)) if config.task.key == "class" else None
     assembly = assemble(config, own)
+    root = checkpoint_root(config, assembly, out, resume=resume)
     data = simulated_sites(config, assembly.task, out)
     with threads(config.federation.threads):
         sites = {name: open_site(assembly, where) for name, where in data.items()}
@@ -61,9 +65,13 @@ def rehearse_config(config: RunConfig, file: Path, out: Path) -> dict[str, Any]:
         assembly.task.metric,
         values=config.wire.values,
         run=assembly.run,
-        rules=Rules(config.federation.min_sites, config.federation.retries),
+        rules=rules(config),
         on_round=committed,
         ledger=ledger,
         thread_count=config.federation.threads,
+        stores=lambda end: checkpoints(config.job, assembly, root, end),
+        resume=resume,
     )[0]
-    return folder.finish(outcome)
+    summary = folder.finish(outcome)
+    shutil.rmtree(root, ignore_errors=True)  # a run that is over is not gone on from
+    return summary

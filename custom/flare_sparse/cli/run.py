@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from ..assemble import assemble
 from ..config import RunConfig, build_task, dump_config, load_config, user_task
 from ..data.source import write_site_files
 from ..errors import ConfigError
 from ..progress import progress_line
 from ..task import SiteData, Task
 from .result import show_result
+from .resuming import Resume, checkpoint_root
 from .simulated import simulated_sites
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def run(
     rounds: Annotated[int | None, typer.Option(help="rounds of training")] = None,
     seed: Annotated[int | None, typer.Option(help="all randomness of the run derives from it")] = None,
     out: Annotated[Path | None, typer.Option(help="result folder; default: runs/<name>")] = None,
+    resume: Resume = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, such as method.sparsity=0.95")
     ] = None,
@@ -52,6 +55,8 @@ def run(
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --rounds 20 --set method.sparsity=0.98 --out runs/p98
 
+        flare-sparse run app_configs/neurosfl_brain_age.yaml --resume
+
         flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
     resolved = with_options(config, sites, rounds, seed, set_)
@@ -59,9 +64,9 @@ def run(
     with os.fdopen(os.dup(1), "w") as screen:  # the simulator sends this process's own output to a file
         console = Console(file=screen, highlight=False)
         if env == "sim":
-            summary = run_in_simulator(resolved, config, folder, console)
+            summary = run_in_simulator(resolved, config, folder, console, resume=resume)
         elif env == "poc":
-            summary = run_in_poc(resolved, config, folder, console)
+            summary = run_in_poc(resolved, config, folder, console, resume=resume)
         else:
             summary = run_in_federation(resolved, config, folder, console, kit, byoc=byoc)
         show_result(console, summary, folder)
@@ -76,10 +81,13 @@ def with_options(
     return load_config(config, [*(overrides or []), *given])
 
 
-def run_in_simulator(config: RunConfig, file: Path, out: Path, console: Console) -> dict[str, Any]:
+def run_in_simulator(
+    config: RunConfig, file: Path, out: Path, console: Console, *, resume: bool = False
+) -> dict[str, Any]:
     """Prepare the sites' data, run the job, follow its rounds."""
     from ..flare.simulator import simulate  # FLARE takes seconds to import; --help must not wait for it
 
+    checkpoints = _checkpoints(config, file, out, resume=resume)
     sites = _sites(config, file, out, console)
     site_files = write_site_files(out / "sites", sites.values())
     _say(console, config, f"{len(sites)} sites in FLARE's simulator")
@@ -88,19 +96,21 @@ def run_in_simulator(config: RunConfig, file: Path, out: Path, console: Console)
         sorted(sites),
         site_files,
         out,
+        checkpoints=checkpoints,
         on_round=lambda line: console.print(progress_line(line)),
     )
     return _recorded(config, out, summary)
 
 
-def run_in_poc(config: RunConfig, file: Path, out: Path, console: Console) -> dict[str, Any]:
+def run_in_poc(config: RunConfig, file: Path, out: Path, console: Console, *, resume: bool = False) -> dict[str, Any]:
     """As in the simulator, with a server and sites that FLARE provisions and starts as processes of their own."""
     from ..flare.deployed import run_deployed
     from ..flare.poc import poc
 
+    checkpoints = _checkpoints(config, file, out, resume=resume)
     sites = _sites(config, file, out, console)
     _say(console, config, f"{len(sites)} sites as processes of their own (nvflare poc, mTLS)")
-    with poc(out / "poc", sites) as kit:
+    with poc(out / "poc", sites, checkpoints) as kit:
         summary = run_deployed(_recipe(config, file), kit, out, on_line=console.print)
     return _recorded(config, out, summary)
 
@@ -128,6 +138,11 @@ def _sites(config: RunConfig, file: Path, out: Path, console: Console) -> dict[s
     out.mkdir(parents=True, exist_ok=True)
     with console.status("preparing the sites' data ..."):
         return simulated_sites(config, build_task(config, _own(config, file)), out)
+
+
+def _checkpoints(config: RunConfig, file: Path, out: Path, *, resume: bool) -> Path:
+    own = _own(config, file)
+    return checkpoint_root(config, assemble(config, build_task(config, own)), out, resume=resume)
 
 
 def _own(config: RunConfig, file: Path) -> type[Task] | None:

@@ -27,6 +27,18 @@ class WireConfig(Section):
 
 class FederationConfig(Section):
     min_sites: int = Field(1, ge=1, description="fewest usable contributions that commit a round")
+    min_weight: float = Field(
+        0.0, ge=0, le=1, description="smallest share of the asked sites' examples that commits a round"
+    )
+    max_share: float = Field(
+        1.0, gt=0, le=1, description="largest share of a round's weight that one site may have; a cut is in the record"
+    )
+    examples_tolerance: float = Field(
+        0.1, ge=0, description="how far a site's number of examples may move from what it first said, as a share"
+    )
+    quarantine_after: int = Field(
+        3, ge=0, description="rounds in a row without a usable answer after which a site rests for a while; 0: never"
+    )
     task_timeout_s: float = Field(3600, gt=0, description="seconds a site has for one answer, training included")
     retries: int = Field(2, ge=0, description="times a failed round is asked again before the run stops")
     threads: int = Field(1, ge=1, description="torch threads of every process; another number ends in other bits")

@@ -6,6 +6,7 @@ A site says it with a *site file* (YAML or JSON), or with a path in an environme
     subset: [sub-01]      # optional: only these identifiers
     methods:              # optional: what this site chooses for itself, where a method lets it
       scbf: {rate: 0.1}
+    checkpoints: /scratch # optional: where the site keeps what it needs after a crash; off: nowhere
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -36,6 +37,9 @@ class SiteFile(BaseModel):
     subset: tuple[str, ...] | None = Field(None, description="identifiers that belong to the site; all when left out")
     methods: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="by method, settings that the site chooses for itself"
+    )
+    checkpoints: Path | Literal[False] | None = Field(
+        None, description="folder for what the site needs to go on after a crash; off: nowhere"
     )
 
 

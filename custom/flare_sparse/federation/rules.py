@@ -95,7 +95,7 @@ def capped(updates: Sequence[Update], max_share: float) -> tuple[list[Update], d
     >>> capped(three, 0.5)[1]
     {'site-960': 40}
     """
-    if max_share >= 1:
+    if max_share >= 1 or not updates:
         return list(updates), {}
     limit = _limit(sorted(update.examples for update in updates), max_share)
     cut = {update.site: limit for update in updates if update.examples > limit}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,9 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.aggregator import Aggregator
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
-from ..assemble import run_facts
+from ..assemble import rules, run_facts
 from ..errors import ConfigError, FlareSparseError
-from ..federation import Federation, Reply, RoundRecord, Rules
+from ..federation import Federation, Reply, RoundRecord
 from ..progress import progress_line
 from ..records import RunFolder, write_json
 from ..server import Question
@@ -105,16 +106,20 @@ class FederatedController(Controller):
             assembly.method,
             session.desk,
             assembly.task.metric,
-            Rules(job.federation.min_sites, job.federation.retries),
+            rules(job),
             committed,
+            session.store,
         )
-        outcome = federation.run(assembly.weights, lambda: self._sites(fl_ctx, job.federation.min_sites), carry)
+        sites = partial(self._sites, fl_ctx, job.federation.min_sites)
+        outcome = federation.run(assembly.weights, sites, carry, resume=True)
         folder.finish(outcome)
         announce_best(self, outcome.best, assembly.task.metric, fl_ctx)
         write_json(
             app_dir / "artifact_manifest.json",
             {"schema_version": "1", "artifacts": {"global_model": f"{RESULTS}/model.safetensors"}},
         )
+        if session.store is not None:
+            session.store.drop()  # a job that is over is not gone on from
 
     def _sites(self, fl_ctx: FLContext, wanted: int) -> list[str]:
         names = sorted(client.name for client in fl_ctx.get_engine().get_clients())

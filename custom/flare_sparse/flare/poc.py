@@ -14,6 +14,7 @@ from pathlib import Path
 from ..data.source import LOCAL_FILE, site_file
 from ..errors import ConfigError
 from ..task import SiteData
+from .keeping import CHECKPOINTS_VARIABLE, OFF
 from .simulator import JobFailed
 from .site.allow import PREFIX, allow
 
@@ -22,7 +23,9 @@ START_TIMEOUT_S = 90
 
 
 @contextmanager
-def poc(workspace: Path, sites: Mapping[str, SiteData], allowed: Sequence[str] = ()) -> Iterator[Path]:
+def poc(
+    workspace: Path, sites: Mapping[str, SiteData], checkpoints: Path, allowed: Sequence[str] = ()
+) -> Iterator[Path]:
     """Prepare, start and in the end stop a POC federation.
 
     Each site gets what its IT would do by hand: the allow-list and a site file that says where its data lies.
@@ -30,6 +33,7 @@ def poc(workspace: Path, sites: Mapping[str, SiteData], allowed: Sequence[str] =
     Args:
         workspace: is replaced.
         sites: by name.
+        checkpoints: folder for them, beside the workspace, which does not outlive the run.
         allowed: class paths that the sites allow beside ours.
 
     Yields:
@@ -51,15 +55,16 @@ def poc(workspace: Path, sites: Mapping[str, SiteData], allowed: Sequence[str] =
     for name, data in sites.items():
         (kits[name] / "local" / LOCAL_FILE).write_text(site_file(data), encoding="utf-8")
     try:
-        _poc(workspace, "start", "--timeout", str(START_TIMEOUT_S))
+        _poc(workspace, "start", "--timeout", str(START_TIMEOUT_S), checkpoints=checkpoints)
         yield kits[_admin(kits)]
     finally:
         _poc(workspace, "stop", check=False)
 
 
-def _poc(workspace: Path, command: str, *options: str, check: bool = True) -> None:
+def _poc(workspace: Path, command: str, *options: str, check: bool = True, checkpoints: Path | None = None) -> None:
     environment = {
         **os.environ,
+        CHECKPOINTS_VARIABLE: str(checkpoints or OFF),
         "NVFLARE_POC_WORKSPACE": str(workspace),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }

@@ -10,15 +10,17 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
-from ..assemble import Assembly, assemble, open_site
+from ..assemble import Assembly, assemble, checkpoints, open_site
 from ..config import JobConfig, parse_job
 from ..config.reading import read
 from ..data.source import site_data
 from ..errors import ConfigError, FlareSparseError
+from ..rehearsal import SERVER
 from ..server import ServerDesk
 from ..site import SiteDesk
 from ..task import Task
 from ..wire.ledger import Ledger
+from .keeping import checkpoint_folder
 
 JOB_FILE = "flare_sparse.yaml"
 SITE_ID, SERVER_ID, AGGREGATOR_ID, TASK_ID = "site", "server_session", "aggregator", "task"
@@ -60,6 +62,8 @@ class ServerSession(FLComponent):
         """
         self.job, self.assembly = _assemble(fl_ctx)
         self.ledger = Ledger()
+        root = checkpoint_folder(workspace_of(fl_ctx), SERVER)
+        self.store = checkpoints(self.job, self.assembly, root, SERVER) if root else None
         self.desk = ServerDesk(self.assembly.layout, self.assembly.run, self.job.wire.values, self.ledger)
 
 
@@ -81,7 +85,9 @@ class SiteSession(FLComponent):
             job, assembly = _assemble(fl_ctx)
             local = Path(workspace_of(fl_ctx).get_site_config_dir())
             site = open_site(assembly, site_data(name, local))
-            self._desk = SiteDesk(site, assembly.method, assembly.run, job.wire.values)
+            root = checkpoint_folder(workspace_of(fl_ctx), name)
+            store = checkpoints(job, assembly, root, name) if root else None
+            self._desk = SiteDesk(site, assembly.method, assembly.run, job.wire.values, store)
         return self._desk
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from nvflare.recipe import SimEnv
 
+from ..data.source import SITE_FILE_VARIABLE
 from ..errors import ConfigError, FlareSparseError
 from .controller import RESULTS
+from .keeping import CHECKPOINTS_VARIABLE, OFF
 from .recipe import SparseRecipe
 from .site.allow import PREFIX, allow
-
-_SITE_FILE_VARIABLE = "FLARE_SPARSE_SITE_FILE"
 
 
 class JobFailed(FlareSparseError):
@@ -35,6 +35,7 @@ def simulate(
     out: Path,
     *,
     allowed: Sequence[str] = (),
+    checkpoints: Path | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run a recipe in the simulator and collect its record in ``out``.
@@ -45,6 +46,7 @@ def simulate(
         site_files: where each site's site file lies, with ``{site}`` in it.
         out: result folder; FLARE's workspace and log are kept in it.
         allowed: class path prefixes beside ours that the simulated sites allow (the user's own task).
+        checkpoints: where server and sites keep them, and find those of a run that was cut short; None: nowhere.
         on_round: called with each line of ``rounds.jsonl`` as it is written.
 
     Returns:
@@ -63,7 +65,8 @@ def simulate(
     allow(workspace, (PREFIX, *allowed))
     record = workspace / "server" / "simulate_job" / "app_server" / RESULTS
     log = out / "flare.log"
-    with _environment({_SITE_FILE_VARIABLE: site_files}), _following(record / "rounds.jsonl", on_round):
+    variables = {SITE_FILE_VARIABLE: site_files, CHECKPOINTS_VARIABLE: str(checkpoints or OFF)}
+    with _environment(variables), _following(record / "rounds.jsonl", on_round):
         with _output_to(log):
             try:
                 recipe.execute(SimEnv(clients=list(sites), workspace_root=str(out / "workspace")))

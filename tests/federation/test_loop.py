@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from flare_sparse.aggregate import by_examples, count_average, uniform, weighted_sum
-from flare_sparse.errors import NotHeld, RejectedMessage, RoundFailed
+from flare_sparse.checkpoint.store import Store
+from flare_sparse.errors import CheckpointError, NotHeld, RejectedMessage, RoundFailed
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.federation import Federation, Rules
 from flare_sparse.mask import Mask
@@ -20,7 +21,7 @@ from flare_sparse.server import ServerDesk, digest
 from flare_sparse.site import SiteDesk
 from flare_sparse.wire.ledger import Ledger
 
-_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "methods" / "conftest.py")
+_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parents[1] / "methods" / "conftest.py")
 assert _spec is not None
 assert _spec.loader is not None
 toy = importlib.util.module_from_spec(_spec)
@@ -199,3 +200,93 @@ def test_short_formats_halve_the_bytes_and_end_near_float32(values: str) -> None
     assert {line.values for line in half.lines if line.scalars_sent} == {values}
     assert 2 * max(line.payload_bytes for line in half.lines) <= max(line.payload_bytes for line in dense.lines) + 144
     assert torch.allclose(short.weights, exact.weights, atol=0.05)
+
+
+def test_a_quorum_by_weight_is_asked_again_and_then_stops_the_run() -> None:
+    """site-1 and site-2 have 56 of 96 examples."""
+    loop = Loop(bench(), rules=Rules(min_weight=0.6, retries=1))
+    loop.tamper = lambda q, site, sent: None if site == "site-3" and q == 2 else sent
+    assert loop.run().rounds[1].attempts == 2
+    loop = Loop(bench(), rules=Rules(min_weight=0.6, retries=1))
+    loop.tamper = lambda q, site, sent: None if site == "site-3" and q > 1 else sent
+    with pytest.raises(RoundFailed, match="with 60% of the examples"):
+        loop.run()
+    assert [record.sites_in for record in loop.federation._records] == [["site-1", "site-2", "site-3"]]
+
+
+def test_another_number_of_examples_than_registered_is_refused_as_if_the_site_had_not_answered() -> None:
+    loop = Loop(bench())
+    loop.tamper = lambda q, site, sent: [sent[0], 10**9, sent[2]] if (q, site) == (2, "site-2") else sent
+    outcome = loop.run()
+    assert outcome.rounds[1].rejected == {"site-2": "E_WEIGHT"}
+    assert digest(outcome.weights) == without("site-2", 2)
+
+
+def test_a_site_that_claims_too_much_from_the_start_is_cut_and_the_cut_is_in_the_record() -> None:
+    loop = Loop(bench(), rules=Rules(max_share=0.5))
+    loop.tamper = lambda q, site, sent: [sent[0], 2**52, sent[2]] if site == "site-2" else sent
+    outcome = loop.run()
+    assert all(record.capped == {"site-2": 64} for record in outcome.rounds[:-1])
+
+
+def test_an_absent_site_rests_and_every_round_balances() -> None:
+    loop = Loop(bench(), rules=Rules(quarantine_after=2), rounds=8)
+    loop.tamper = lambda q, site, sent: None if site == "site-3" and q < 6 else sent
+    rounds = loop.run().rounds
+    assert all(record.balances for record in rounds)
+    assert [record.timed_out for record in rounds[:4]] == [["site-3"], ["site-3"], [], ["site-3"]]
+    assert [record.resting for record in rounds] == [[], [], ["site-3"], [], ["site-3"], ["site-3"], [], [], []]
+    assert rounds[6].sites_in == ["site-1", "site-2", "site-3"]
+
+
+def test_a_round_in_which_everybody_fails_leaves_the_model_as_it_was_and_is_asked_again() -> None:
+    loop = Loop(bench())
+    loop.tamper = lambda q, site, sent: [sent[0][:-8], *sent[1:]] if q == 2 else sent
+    outcome = loop.run()
+    assert outcome.rounds[1].attempts == 2
+    assert digest(outcome.weights) == digest(Loop(bench()).run().weights)
+
+
+def test_fifty_orders_of_arrival_end_in_one_model() -> None:
+    """Eight sites; a sum in the order of arrival would end in many."""
+    import random
+
+    digests = set()
+    for order in range(50):
+        loop = Loop(bench(), "fedavg", rounds=1)
+        sites = loop.bench.sites(8)
+        loop.desks = {n: SiteDesk(site, loop.method, RUN, "float32") for n, site in sites.items()}
+        names = list(loop.desks)
+        random.Random(order).shuffle(names)
+        loop.desks = {name: loop.desks[name] for name in names}
+        carry = loop.carry
+        shuffled = lambda question, names=names, carry=carry: carry(  # noqa: E731
+            type(question)(question.sequence, question.kind, question.round, {n: question.messages[n] for n in names})
+        )
+        outcome = loop.federation.run(loop.bench.weights, lambda names=names: names, shuffled)
+        digests.add(digest(outcome.weights))
+    assert len(digests) == 1
+
+
+def test_a_commit_that_cannot_be_written_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full in round 2: the run stops, round 2 is announced to nobody, and round 1 can be gone on from."""
+    announced: list[int] = []
+    loop = Loop(bench())
+    store = Store(tmp_path / "server", {})
+    save = store.save
+
+    def full(number: int, content: Any) -> None:
+        if number == 2:
+            raise CheckpointError("no space left on device")
+        save(number, content)
+
+    monkeypatch.setattr(store, "save", full)
+    loop.federation.store, loop.federation.on_round = store, lambda record: announced.append(record.round)
+    with pytest.raises(CheckpointError):
+        loop.run()
+    assert announced == [1]
+    monkeypatch.undo()
+    again = Loop(bench())
+    again.federation.store = store
+    outcome = again.federation.run(again.bench.weights, lambda: sorted(again.desks), again.carry, resume=True)
+    assert digest(outcome.weights) == digest(Loop(bench()).run().weights)

@@ -1,0 +1,84 @@
+"""Packing: every value of a state comes back as it was, equal objects are written once, nothing else is built."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flare_sparse.checkpoint.packing import pack, unpack
+from flare_sparse.errors import CheckpointError
+from flare_sparse.mask import Mask
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Inner:
+    masks: tuple[Mask, ...]
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outer(Generic[S]):
+    state: S
+    names: list[str]
+    last: torch.Tensor | None
+
+
+def there_and_back(value: Any, kind: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    return unpack(json.loads(json.dumps(pack(value, tensors))), kind, tensors)
+
+
+@given(
+    on=st.lists(st.booleans(), min_size=1, max_size=40),
+    figures=st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, width=64)),
+    names=st.lists(st.text(max_size=5)),
+    last=st.none() | st.lists(st.floats(allow_nan=False, width=32), max_size=5),
+)
+def test_what_goes_in_comes_out(on: list[bool], figures: dict[str, float], names: list[str], last: Any) -> None:
+    mask = Mask(torch.tensor(on))
+    vector = None if last is None else torch.tensor(last, dtype=torch.float32)
+    outer = there_and_back(Outer(Inner((mask, mask), figures), names, vector), Outer[Inner])
+    assert outer.state == Inner((mask, mask), figures)
+    assert outer.names == names
+    assert outer.last is vector if vector is None else torch.equal(outer.last, vector)
+
+
+def test_one_object_is_written_once() -> None:
+    mask, tensors = Mask(torch.ones(4, dtype=torch.bool)), {}
+    pack(Inner((mask, mask, mask)), tensors)
+    assert len(tensors) == 1
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), lambda: 0, b"bytes"])
+def test_other_types_are_refused(value: Any) -> None:
+    if isinstance(value, bytes):
+        assert there_and_back(value, list[int]) == list(value)
+        return
+    with pytest.raises(CheckpointError, match="cannot be kept"):
+        pack(value, {})
+
+
+@pytest.mark.parametrize(
+    ("packed", "kind"),
+    [
+        ("7", int),
+        (True, int),
+        (1, bool),
+        ([1, "2"], list[int]),
+        ({"masks": [], "figures": {}, "more": 1}, Inner),
+        ({"masks": ["0"], "figures": {}}, Inner),
+        ("missing", torch.Tensor),
+        (None, int),
+    ],
+)
+def test_what_is_not_declared_is_refused(packed: Any, kind: Any) -> None:
+    with pytest.raises(CheckpointError):
+        unpack(packed, kind, {})

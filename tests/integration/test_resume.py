@@ -1,0 +1,107 @@
+"""A simulated job whose processes are all killed in the middle goes on from its last commit to the same bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+HERE = Path(__file__).parent
+METHODS = {"neurosfl": {"name": "neurosfl", "sparsity": 0.8}, "topk_ef": {"name": "topk_ef", "fraction": 0.2}}
+
+
+def configuration(folder: Path, method: dict[str, Any], rounds: int = 8) -> Path:
+    """Three sites of SumTask."""
+    folder.mkdir()
+    (folder / "own_task.py").write_text((HERE / "own_task.py").read_text())
+    for site in ("site-1", "site-2", "site-3"):
+        (folder / site).mkdir()
+    content = {
+        "name": "sum",
+        "seed": 3,
+        "method": {"rounds": rounds, "training": {"epochs": 1, "lr": 0.01}, **method},
+        "task": {"class": "own_task.SumTask", "width": 32},
+        "simulator": {"sites": 3, "data": {"path": str(folder / "{site}")}},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def command(*arguments: Any) -> list[str]:
+    program = "from flare_sparse.cli import app; app()"
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
+def kill_after(commits: int, run: subprocess.Popen[bytes], out: Path) -> None:
+    """Kill every process of a run as soon as so many rounds are committed."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and run.poll() is None:
+        committed = [int(p.name) for p in out.glob("checkpoints/*/server/*") if p.name.isdigit()]
+        if committed and max(committed) >= commits:
+            everyone = [*psutil.Process(run.pid).children(recursive=True), run]  # FLARE's own lead their groups
+            for process in everyone:
+                process.kill()
+            run.wait()
+            return
+        time.sleep(0.02)
+    pytest.fail("the run ended, or took too long, before it could be killed")
+
+
+def summary(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return found
+
+
+def rounds(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "committed_at")} for line in lines]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_killed_job_is_resumed_to_the_same_model_and_the_same_ledger(name: str, tmp_path: Path) -> None:
+    """One method that keeps nothing at the sites, and one whose residuals live there."""
+    file = configuration(tmp_path / "config", METHODS[name])
+    subprocess.run(command("rehearse", file, "--out", tmp_path / "whole"), check=True, capture_output=True)
+    out = tmp_path / "out"
+    run = subprocess.Popen(command("run", file, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    kill_after(3, run, out)
+    assert not (out / "summary.json").exists()
+    resumed = subprocess.run(
+        command("run", file, "--out", out, "--resume"), check=False, capture_output=True, text=True
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert summary(out)["model_sha256"] == summary(tmp_path / "whole")["model_sha256"]
+    assert summary(out)["traffic"] == summary(tmp_path / "whole")["traffic"]
+    assert rounds(out) == rounds(tmp_path / "whole")
+
+
+def test_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "config", METHODS["topk_ef"], rounds=100)
+    out = tmp_path / "out"
+    run = subprocess.Popen(
+        command("rehearse", file, "--out", out),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    kill_after(2, run, out)
+    other = command("rehearse", file, "--out", out, "--resume", "--set", "method.fraction=0.3")
+    refused = subprocess.run(other, check=False, capture_output=True, text=True)
+    assert refused.returncode != 0
+    said = " ".join((refused.stdout + refused.stderr).split())
+    assert "E_CHECKPOINT" in said
+    assert "job.method.fraction: 0.2 in the checkpoint, 0.3 now" in said
+    resumed = subprocess.run(command("rehearse", file, "--out", out, "--resume"), check=False, capture_output=True)
+    assert resumed.returncode == 0
+    again = subprocess.run(
+        command("rehearse", file, "--out", out, "--resume"), check=False, capture_output=True, text=True
+    )
+    assert "holds no checkpoint" in " ".join((again.stdout + again.stderr).split())
