@@ -42,6 +42,12 @@ class CheckpointError(FlareSparseError):
     code = "E_CHECKPOINT"
 
 
+class PolicyRefusal(FlareSparseError):
+    """A site's policy does not let this out. Only the code leaves the site."""
+
+    code = "E_POLICY"
+
+
 class WireError(FlareSparseError, ValueError):
     """A message that does not fit what its receiver holds.
 

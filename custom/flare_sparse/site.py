@@ -42,6 +42,7 @@ class SiteDesk:
 
     def __init__(self, site: Site, method: Method[Any], run: str, values: ValueType, store: Store | None = None):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
+        self.asked: Request | None = None
         self._known: Mask | None = None
         self._base: int | None = None
         self._sequence = 0
@@ -65,7 +66,8 @@ class SiteDesk:
             raise RejectedMessage("E_KIND", "trainable", "a question", "an answer", "server")
         self._take(message.patch)
         self._base = self._sequence = message.sequence
-        return Request(message.kind, message.round, message.patch, message.trainable)
+        self.asked = Request(message.kind, message.round, message.patch, message.trainable)
+        return self.asked
 
     def _remember(self, store: Store, asked: int) -> None:
         """What this site was after its last answer before the question ``asked``; what came later was given up."""

@@ -14,10 +14,12 @@ import torch
 import typer
 
 from ..config import RunConfig, build_method, build_task, load_config, user_task
-from ..errors import FlareSparseError
+from ..errors import ConfigError, FlareSparseError, PolicyRefusal
 from ..mask import Mask
 from ..methods import Method
 from ..params import Layout
+from ..rehearsal import estimate as dry_run
+from ..rehearsal import initial_weights
 from ..task import Examples, Task
 from ..training import Site
 from ..training.loop import TrainingDiverged
@@ -31,10 +33,15 @@ T = TypeVar("T")
 def check(
     config: Annotated[Path, typer.Argument(help="Configuration file.")],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, as often as needed.")] = None,
+    site_policy: Annotated[
+        Path | None, typer.Option(help="a site's policy, such as poc/policies/careful.yaml: would this job pass there?")
+    ] = None,
 ) -> None:
     """Check a configuration, its data, the model and one training step; nothing is sent anywhere.
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.95[/]
+
+    [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --site-policy poc/policies/careful.yaml[/]
     """
     report = Report()
     settings = report.passes("configuration", lambda: load_config(config, overrides or ()), _named)
@@ -49,6 +56,8 @@ def check(
                 report.passes("method", lambda: _method(settings, layout), _noted)
             if layout is not None and examples:
                 report.passes("one training step", lambda: _step(settings, task, layout, examples), _moved)
+            if layout is not None and site_policy is not None:
+                report.passes("site policy", lambda: _policy(settings, task, layout, examples, site_policy), str)
     raise typer.Exit(report.code)
 
 
@@ -128,6 +137,25 @@ def _step(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, E
     if not math.isfinite(distance):
         raise TrainingDiverged(f"one step at {name} ends in numbers that are not finite; lower method.training.lr")
     return distance
+
+
+def _policy(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, Examples], file: Path) -> str:
+    """The messages of a dry run and the sites' numbers of examples, held against a policy.
+
+    Raises:
+        ConfigError: there is no such file, or it is malformed.
+        PolicyRefusal: the job would be refused; every reason is listed.
+    """
+    from ..flare.site.policy import foreseen, read_policy  # FLARE takes seconds to import
+
+    if not file.is_file():
+        raise ConfigError(f"--site-policy {file}: there is no such file")
+    method, (_, weights) = _method(settings, layout), initial_weights(task, settings.seed)
+    _, ledger = dry_run(method, weights, max(len(examples), 1), settings.wire.values)
+    counts = {name: own.n_train for name, own in examples.items()}
+    if reasons := list(foreseen(read_policy(file), method.name, ledger.lines, counts)):
+        raise PolicyRefusal("\n".join([f"{file} would refuse this job:", *(f"  {reason}" for reason in reasons)]))
+    return f"{file} lets this job through"
 
 
 def _moved(distance: float) -> str:

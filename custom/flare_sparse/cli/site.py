@@ -14,6 +14,8 @@ HELP = """Prepare a site: for a hospital's IT.
 
 [dim]flare-sparse site allow /opt/flare/site-1[/]
 
+[dim]flare-sparse site policy /opt/flare/site-1 --file poc/policies/careful.yaml[/]
+
 [dim]flare-sparse site preflight /opt/flare/site-1[/]
 """
 
@@ -41,6 +43,28 @@ def allow(
 
     new = add(kit, (PREFIX, *(also or ())))
     console.print(f"allowed now: {', '.join(new)}. Restart the site." if new else "nothing to do: allowed already")
+
+
+@site.command()
+def policy(
+    kit: Kit,
+    file: Annotated[
+        Path | None, typer.Option(help="the policy, such as poc/policies/careful.yaml; default: the one that is there")
+    ] = None,
+) -> None:
+    """Say what may leave this site, and put guards there that no job can leave out or undo.
+
+    Writes the policy to local/flare_sparse_policy.yaml, a filter into every privacy scope and a last gate behind all
+    filters of a job (local/privacy.json), refuses jobs with filters of their own, and stops FLARE from streaming logs
+    to the server (local/resources.json). What stands there stays. Restart the site afterwards.
+
+    [dim]flare-sparse site policy /opt/flare/site-1 --file poc/policies/careful.yaml[/]
+    """
+    from ..flare.site.install import guard
+
+    said = guard(kit, file).model_dump(exclude_defaults=True)
+    console.print("in force: " + ("; ".join(f"{k}: {v}" for k, v in said.items()) or "all may leave"), markup=False)
+    console.print("Restart the site.")
 
 
 @site.command()

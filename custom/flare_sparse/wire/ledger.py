@@ -16,6 +16,7 @@ from .values import WIDTH
 class Line:
     """One message.
 
+    ``content`` is what it carries, of a question what it asks for.
     ``dense_bytes`` is what dense FedAvg would have sent in its place: the model as plain float32, or nothing for what
     FedAvg does not say (scores and what asks for them, answers without values). ``floor_bytes`` is what theory asks
     for: the values at their format, and the entropy of the selection given what the receiver knows.
@@ -27,6 +28,7 @@ class Line:
     site: str
     direction: Literal["down", "up"]
     kind: str
+    content: str
     encoding: str
     values: str
     scalars_total: int
@@ -90,6 +92,7 @@ def _line(plan: Plan, site: str, direction: Literal["down", "up"], content: Cont
         site=site,
         direction=direction,
         kind=plan.kind or "",
+        content=content,
         scalars_total=total,
         dense_bytes=0 if content in ("scores", "nothing") else 4 * total,
         **paid,

@@ -10,6 +10,7 @@ import pytest
 
 from flare_sparse.config import load_config
 from flare_sparse.flare.site.allow import allow
+from flare_sparse.flare.site.install import guard
 from flare_sparse.flare.site.preflight import Finding, preflight
 
 
@@ -40,6 +41,7 @@ def test_an_unprepared_site_is_told_what_to_do(kit: Path) -> None:
         "flare-sparse": "PASS",
         "torch": "PASS",
         "allow-list": "FAIL",
+        "policy": "WARN",
         "data": "FAIL",
         "disk": "PASS",
         "server": "FAIL",
@@ -75,4 +77,14 @@ def test_a_folder_that_is_no_kit_is_said_and_the_rest_is_looked_at(tmp_path: Pat
     found = look(tmp_path)
     assert found["startup kit"].verdict == "FAIL"
     assert "no startup kit" in found["startup kit"].detail
-    assert len(found) == 8
+    assert len(found) == 9
+
+
+def test_the_policy_in_force_is_said(kit: Path, tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text("min_examples: 20\n")
+    assert "nothing here checks what leaves" in look(kit)["policy"].detail
+    guard(kit, tmp_path / "policy.yaml")
+    assert look(kit)["policy"] == Finding("PASS", "policy", "min_examples: 20")
+    resources = kit / "local" / "resources.json"
+    resources.write_text(resources.read_text().replace('"allow_log_streaming": false', '"allow_log_streaming": true'))
+    assert "this site's logs go to the server" in look(kit)["policy"].detail

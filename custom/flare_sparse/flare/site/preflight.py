@@ -19,6 +19,9 @@ from ...data.source import site_data
 from ...errors import ConfigError, FlareSparseError
 from ...task import Task
 from .allow import LIST, MODE, PREFIX, allowed, local_folder, read_resources
+from .guards import unguarded
+from .install import LOG_STREAMING
+from .policy import POLICY_FILE, read_policy
 
 Verdict = Literal["PASS", "WARN", "FAIL"]
 FLARE_SERIES = "2.9"
@@ -51,6 +54,7 @@ def preflight(
         _version(name, series) for name, series in (("nvflare", FLARE_SERIES), ("flare-sparse", ""), ("torch", ""))
     )
     yield _attempt("allow-list", lambda: _allow_list(kit))
+    yield _attempt("policy", lambda: _policy(kit))
     yield _attempt("data", lambda: _data(kit, job, own_task, environment))
     yield _attempt("disk", lambda: _disk(kit))
     yield _attempt("server", lambda: _server(kit))
@@ -97,6 +101,19 @@ def _allow_list(kit: Path) -> tuple[Verdict, str]:
     if resources.get(MODE) == "warn":
         return "WARN", f"{PREFIX} is not in {LIST}, but {MODE} is 'warn': jobs run and are logged"
     return "FAIL", f"{PREFIX} is not in {LIST}: jobs are refused. Run: flare-sparse site allow {kit}"
+
+
+def _policy(kit: Path) -> tuple[Verdict, str]:
+    local = local_folder(kit)
+    policy = read_policy(local / POLICY_FILE)
+    if missing := unguarded(local):
+        return "WARN", f"{missing}: nothing here checks what leaves. Run: flare-sparse site policy {kit}"
+    if read_resources(local).get(LOG_STREAMING, True):
+        return "WARN", f"{LOG_STREAMING} is on: this site's logs go to the server. Run: flare-sparse site policy {kit}"
+    said = policy.model_dump(exclude_defaults=True)
+    return "PASS", "; ".join(
+        f"{name}: {value}" for name, value in said.items()
+    ) or "all that the package sends may leave"
 
 
 def _data(

@@ -1,0 +1,230 @@
+"""A site's guards: they stand in the site's own configuration, so that no job can leave them out or undo them.
+
+``SiteResultPolicy`` is a filter of the site: it sees an answer as ordinary named arrays, makes it fit the policy or
+refuses it, and remembers what it approved. FLARE runs a job's filters after a site's, so ``SiteLastGate`` looks at the
+message that is about to leave, decodes it by itself and lets out nothing but what was approved.
+``SitePlanAuthorizer`` refuses jobs that bring filters or executors of their own, and a site without the other two.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from nvflare.apis.dxo import from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.filter import Filter
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_exception import UnsafeComponentError
+from nvflare.apis.shareable import Shareable, make_reply
+
+from ...errors import FlareSparseError, PolicyRefusal
+from ...exchange import Patch, Request, Update
+from ...site import SiteDesk
+from ...wire.codec import Decoded, decode
+from ...wire.plan import Plan
+from ..payload import CODE_HEADER, NOT_HELD_HEADER, UPDATE, dxo_to_update, shareable_to_message, update_to_dxo
+from ..session import keep_at_site, site_session, workspace_of
+from .policy import POLICY_FILE, Policy, read_policy, refuse
+
+APPROVED = "flare_sparse.approved"
+OURS = "flare_sparse.flare."
+GATE, RESULT_POLICY = f"{OURS}site.guards.SiteLastGate", f"{OURS}site.guards.SiteResultPolicy"
+_GUARDED = ("executors", "task_result_filters", "task_data_filters")
+_ROUNDING = 2.0**-6
+
+
+def policy_of(fl_ctx: FLContext) -> Policy:
+    """The policy of the site that this process runs at.
+
+    Raises:
+        ConfigError: the policy's file is malformed; nothing may leave then.
+    """
+    return read_policy(Path(workspace_of(fl_ctx).get_site_config_dir()) / POLICY_FILE)
+
+
+class SiteResultPolicy(Filter):
+    """Makes an answer fit the site's policy, or refuses it; stands in every privacy scope."""
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Never raises: a refusal is a reply with the code ``E_POLICY``; its text stays at the site."""
+        fl_ctx.set_prop(APPROVED, None, private=True, sticky=False)
+        if shareable.get_return_code() != ReturnCode.OK or UPDATE not in shareable:
+            return shareable
+        try:
+            return self._fitted(shareable, fl_ctx)
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong here, nothing leaves
+            return refusal(error, fl_ctx)
+
+    def _fitted(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        session = site_session(fl_ctx)
+        desk, policy = session.desk(fl_ctx), policy_of(fl_ctx)
+        if policy.methods is not None and desk.method.name not in policy.methods:
+            raise PolicyRefusal(f"this site's policy: methods: {desk.method.name} may not run here")
+        request, update, vector = shareable[UPDATE]
+        layout = desk.site.layout
+        update = dxo_to_update(from_shareable(shareable), update, vector, layout)
+        start = _start(update, desk)
+        change = Patch(update.patch.values.clone() - start, update.patch.on)
+        soft = policy.softened(update.content, change, layout)
+        update = _with(update, update.patch.values.clone() if soft is change.values else soft + start)
+        refuse(policy.refusals(update.content, update.examples, update.patch.on, soft, layout))
+        fl_ctx.set_prop(APPROVED, update, private=True, sticky=False)
+        reply = update_to_dxo(update, layout, vector).to_shareable()
+        reply[UPDATE] = (request, update, vector)
+        return reply
+
+
+class SiteLastGate(FLComponent):
+    """Looks at what is about to leave, after every filter; blanks it unless it is what the site approved."""
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        if event_type == EventType.AFTER_TASK_RESULT_FILTER:
+            result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+            if isinstance(result, Shareable):
+                self._look(result, fl_ctx)
+
+    def _look(self, result: Shareable, fl_ctx: FLContext) -> None:
+        """FLARE swallows what an event handler raises, so a result is blanked in place."""
+        try:
+            if result.get_return_code() != ReturnCode.OK:
+                _blank(result, _code(result), not_held=result.get_header(NOT_HELD_HEADER) is True)
+            elif not policy_of(fl_ctx).foreign_jobs or _is_ours(result):
+                self._check(result, fl_ctx)
+        except Exception as error:  # noqa: BLE001 - what it does not understand does not leave
+            _blank(result, _code_of(error))  # first: what comes after may fail, too
+            keep_at_site(error, _code_of(error), fl_ctx)
+            self.log_error(
+                fl_ctx, f"{_code_of(error)}: an answer was held back; see site_error.txt in the job's folder"
+            )
+
+    def _check(self, result: Shareable, fl_ctx: FLContext) -> None:
+        desk, policy = site_session(fl_ctx).desk(fl_ctx), policy_of(fl_ctx)
+        approved = fl_ctx.get_prop(APPROVED)
+        if not isinstance(approved, Update) or desk.asked is None:
+            raise PolicyRefusal(
+                "this site's policy: an answer that SiteResultPolicy has not seen (is it in this scope?)"
+            )
+        message, meta = shareable_to_message(result, desk.site.name)
+        if set(meta) - {"examples", "metrics"} or set(from_shareable(result).data) != {"message"}:
+            raise PolicyRefusal("this site's policy: more beside the message than examples and metrics")
+        found = _decoded(message, desk, desk.asked)
+        _same(found, meta, approved, exact=desk.values == "float32" or approved.content == "scores")
+        change = found.patch.values - (_start(approved, desk) if approved.content == "weights" else 0)
+        refuse(
+            list(
+                policy.refusals(
+                    found.content, approved.examples, found.patch.on, change, desk.site.layout, len(message)
+                )
+            )
+        )
+
+
+class SitePlanAuthorizer(FLComponent):
+    """Before FLARE builds a part of a job, with or without code in it: is it one that may be here?"""
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Raises:
+        UnsafeComponentError: an executor or filter that is not ours, or a site whose guards are not in place.
+        """
+        if event_type != EventType.BEFORE_BUILD_COMPONENT:
+            return
+        config, node = fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG), fl_ctx.get_prop(FLContextKey.COMPONENT_NODE)
+        where = str(node.path()) if node is not None else ""
+        path = str((config or {}).get("path") or (config or {}).get("class_path") or (config or {}).get("name") or "")
+        if where.startswith(_GUARDED) and not path.startswith(OURS):
+            raise UnsafeComponentError(f"E_POLICY: {where}: {path!r} is not of flare_sparse; this site runs no other")
+        workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
+        if missing := unguarded(Path(workspace.get_site_config_dir())):
+            raise UnsafeComponentError(f"E_POLICY: {missing}. Run: flare-sparse site policy")
+
+
+def unguarded(local: Path) -> str:
+    """What is missing of the guards in a site's ``local`` folder; empty when they stand."""
+    file = local / "privacy.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "privacy.json is missing or malformed"
+    components = [part.get("path") for part in content.get("components", []) if isinstance(part, dict)]
+    if GATE not in components:
+        return "privacy.json: components lack SiteLastGate"
+    for scope in content.get("scopes", []):
+        filters = [part.get("path") for part in scope.get("task_result_filters", [])]
+        if RESULT_POLICY not in filters:
+            return f"privacy.json: scope {scope.get('name')!r} lacks SiteResultPolicy"
+    return "" if content.get("scopes") else "privacy.json has no scope"
+
+
+def refusal(error: Exception, fl_ctx: FLContext) -> Shareable:
+    """An answer that says only a code; the text is kept at the site."""
+    keep_at_site(error, _code_of(error), fl_ctx)
+    reply = make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
+    reply.set_header(CODE_HEADER, _code_of(error))
+    return reply
+
+
+def _code_of(error: Exception) -> str:
+    return error.code if isinstance(error, FlareSparseError) else "E_POLICY"
+
+
+def _code(result: Shareable) -> str:
+    found = result.get_header(CODE_HEADER)
+    known = isinstance(found, str) and found.startswith(("E_", "W_")) and len(found) <= 24 and found.isascii()
+    return str(found) if known else "E_SITE"
+
+
+def _blank(result: Shareable, code: str, *, not_held: bool = False) -> None:
+    """Nothing is left in the result but a return code of FLARE's and one of ours."""
+    failed = result.get_return_code()
+    known = [value for name, value in vars(ReturnCode).items() if name.isupper() and value != ReturnCode.OK]
+    result.clear()
+    result.set_return_code(failed if failed in known else ReturnCode.TASK_RESULT_FILTER_ERROR)
+    result.set_header(CODE_HEADER, code)
+    result.set_header(NOT_HELD_HEADER, not_held)
+
+
+def _is_ours(result: Shareable) -> bool:
+    try:
+        shareable_to_message(result, "")
+    except FlareSparseError:
+        return False
+    return True
+
+
+def _start(update: Update, desk: SiteDesk) -> Any:
+    """What an answer's values are measured against: for weights, those that the site was sent."""
+    return update.patch.on.take(desk.site.weights) if update.content == "weights" else 0.0
+
+
+def _with(update: Update, values: torch.Tensor) -> Update:
+    return Update(Patch(values, update.patch.on), update.content, update.examples, update.metrics, update.site)
+
+
+def _decoded(message: Any, desk: SiteDesk, asked: Request) -> Decoded:
+    plan = Plan(desk.site.layout, desk.run, known=asked.trainable, round=asked.round, kind=asked.kind)
+    return decode(message, plan, desk.site.name)
+
+
+def _same(found: Decoded, meta: dict[str, Any], approved: Update, *, exact: bool) -> None:
+    """Raises:
+    PolicyRefusal: a job's filter changed the answer after the site had approved it.
+    """
+    mine, theirs = approved.patch.values, found.patch.values
+    room = 0.0 if exact else _ROUNDING * float(mine.abs().max()) if mine.numel() else 0.0
+    same = (
+        found.content == approved.content
+        and found.patch.on == approved.patch.on
+        and (torch.equal(mine, theirs) if exact else torch.allclose(mine, theirs, rtol=_ROUNDING, atol=room))
+        and meta.get("examples") == approved.examples
+        and set(meta.get("metrics", {})) <= set(approved.metrics)
+        and all(approved.metrics[name] == value for name, value in meta.get("metrics", {}).items())
+    )
+    if not same:
+        raise PolicyRefusal(
+            "this site's policy: the message is not what the site approved: a filter of the job changed it"
+        )

@@ -1,0 +1,84 @@
+"""Put a site's guards and its policy into its startup kit; what the site's IT wrote there stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from .allow import RESOURCES, local_folder, read_resources
+from .guards import GATE, OURS, RESULT_POLICY
+from .policy import POLICY_FILE, Policy, read_policy
+
+PRIVACY = "privacy.json"
+AUTHORIZER = f"{OURS}site.guards.SitePlanAuthorizer"
+SCOPE = "flare_sparse"
+LOG_STREAMING = "allow_log_streaming"
+
+
+def guard(kit: Path, policy_file: Path | None = None) -> Policy:
+    """Write the guards into a kit's ``privacy.json`` and ``resources.json``, and the policy beside them.
+
+    Every privacy scope gets ``SiteResultPolicy``, the site ``SiteLastGate`` and ``SitePlanAuthorizer``; logs are no
+    longer streamed to the server. Run twice, it changes nothing.
+
+    Args:
+        kit: the startup kit, or its ``local`` folder.
+        policy_file: the policy; None: the one that is there, or none: all that the package sends may leave.
+
+    Returns:
+        The policy in force.
+
+    Raises:
+        ConfigError: no kit, a malformed file in it, or a malformed policy; nothing is changed then.
+    """
+    local = local_folder(kit)
+    if policy_file is not None and not policy_file.is_file():
+        raise ConfigError(f"--file {policy_file}: there is no such file; ready ones are in poc/policies/")
+    policy = read_policy(policy_file or local / POLICY_FILE)
+    privacy, resources = _guarded(_read(local / PRIVACY)), _authorized(read_resources(local))
+    if policy_file is not None:
+        _write(local / POLICY_FILE, policy_file.read_text(encoding="utf-8"))
+    _write(local / PRIVACY, json.dumps(privacy, indent=2) + "\n")
+    _write(local / RESOURCES, json.dumps(resources, indent=2) + "\n")
+    return policy
+
+
+def _guarded(privacy: dict[str, Any]) -> dict[str, Any]:
+    scopes = privacy.get("scopes") or [{"name": SCOPE, "properties": {}, "task_data_filters": []}]
+    mine = {"path": RESULT_POLICY, "args": {}}
+    for scope in scopes:
+        filters = scope.setdefault("task_result_filters", [])
+        if mine["path"] not in [part.get("path") for part in filters]:
+            filters.append(mine)  # after the site's own: what it approves is what they left
+    components = privacy.get("components") or []
+    if GATE not in [part.get("path") for part in components]:
+        components.append({"id": "flare_sparse_gate", "path": GATE, "args": {}})
+    default = privacy.get("default_scope") or scopes[0]["name"]
+    return {**privacy, "scopes": scopes, "default_scope": default, "components": components}
+
+
+def _authorized(resources: dict[str, Any]) -> dict[str, Any]:
+    components = list(resources.get("components", []))
+    if AUTHORIZER not in [part.get("path") for part in components]:
+        components.append({"id": "flare_sparse_authorizer", "path": AUTHORIZER, "args": {}})
+    return {**resources, LOG_STREAMING: False, "components": components}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("scopes", []), list):
+        raise ConfigError(f"{file}: expected a JSON object with a list of scopes")
+    return content
+
+
+def _write(file: Path, text: str) -> None:
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)

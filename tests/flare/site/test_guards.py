@@ -1,0 +1,305 @@
+"""The guards in FLARE's own order: a site's filters, a job's filters, the gate. Nothing gets past but what was approved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.filter import Filter
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext, FLContextManager
+from nvflare.apis.fl_exception import UnsafeComponentError
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.utils.task_utils import apply_filters
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse.flare.filters import EncodeUpdate
+from flare_sparse.flare.payload import CODE_HEADER, UPDATE, message_to_shareable, update_to_dxo
+from flare_sparse.flare.session import SiteSession
+from flare_sparse.flare.site.guards import SiteLastGate, SitePlanAuthorizer, SiteResultPolicy
+from flare_sparse.flare.site.install import guard
+from flare_sparse.methods import METHODS
+from flare_sparse.rehearsal import initial_weights
+from flare_sparse.server import ServerDesk
+from flare_sparse.site import SiteDesk
+from flare_sparse.task import Examples, Metric, Task
+from flare_sparse.training import Site
+from flare_sparse.wire.ledger import Ledger
+
+RUN = "0" * 16
+
+
+class Sum(Task):
+    metric = Metric("mse", "", "min")
+
+    def model(self) -> nn.Module:
+        return nn.Linear(6, 1)
+
+    def load(self, data: Any, seed: int) -> Examples:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mse": float((predictions - targets).square().mean())}
+
+
+class Hospital:
+    """One site of a federation of one, with the server beside it, from a question to what leaves."""
+
+    def __init__(self, folder: Path, method: str = "fedavg", policy: dict[str, Any] | None = None):
+        (folder / "local").mkdir(parents=True)
+        (folder / "run").mkdir()
+        if policy:
+            (folder / "local" / "flare_sparse_policy.yaml").write_text(yaml.safe_dump(policy))
+        task = Sum()
+        layout, weights = initial_weights(task, 1)
+        x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+        data = Examples(TensorDataset(x[8:], x[8:, :1]), TensorDataset(x[:8], x[:8, :1]))
+        self.method = METHODS[method](METHODS[method].Config(rounds=2), layout, 1)
+        self.server = ServerDesk(layout, RUN, "float32", Ledger())
+        session = SiteSession()
+        session._desk = SiteDesk(Site("site-1", task, data, layout, 1), self.method, RUN, "float32")
+        self.desk, self.folder, self.layout = session._desk, folder, layout
+        state = self.method.init(weights, ["site-1"])
+        self.question = self.server.ask(self.method.ask(state, ["site-1"]) or {})
+        workspace = SimpleNamespace(
+            get_site_config_dir=lambda: str(folder / "local"), get_run_dir=lambda job: str(folder / "run")
+        )
+        engine = SimpleNamespace(
+            get_component=lambda name: session, get_workspace=lambda: workspace, fire_event=lambda *event: None
+        )
+        self.fl_ctx = FLContextManager(engine=engine, identity_name="site-1", job_id="job").new_context()
+        self.fl_ctx.set_prop(FLContextKey.WORKSPACE_OBJECT, workspace, private=True, sticky=False)
+
+    def leaves(self, *job_filters: Filter, site_filters: tuple[Filter, ...] | None = None) -> Shareable:
+        """What FLARE would send after the site's filters, the job's, and the gate."""
+        request = self.desk.receive(self.question.messages["site-1"])
+        update = self.desk.answer(request)
+        vector = torch.zeros(self.layout.size)
+        reply = update_to_dxo(update, self.layout, vector).to_shareable()
+        reply[UPDATE] = (request, update, vector)
+        site_filters = (SiteResultPolicy(),) if site_filters is None else site_filters
+        scope = SimpleNamespace(task_result_filters={"out": list(site_filters)})
+        self.fl_ctx.set_prop(FLContextKey.SCOPE_OBJECT, scope, private=True, sticky=False)
+        mine = {"exchange/out": [EncodeUpdate(), *job_filters]}
+        reply = apply_filters("task_result_filters", reply, self.fl_ctx, mine, "exchange", "out")
+        self.fl_ctx.set_prop(FLContextKey.TASK_RESULT, reply, private=True, sticky=False)
+        SiteLastGate().handle_event(EventType.AFTER_TASK_RESULT_FILTER, self.fl_ctx)
+        return reply
+
+    def said(self) -> str:
+        file = self.folder / "run" / "site_error.txt"
+        return file.read_text() if file.is_file() else ""
+
+
+class Job(Filter):
+    """A filter of a job, which may do anything."""
+
+    def __init__(self, act: Callable[[Shareable], Shareable]):
+        super().__init__()
+        self._act = act
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        return self._act(shareable)
+
+
+def blank(reply: Shareable) -> bool:
+    """Nothing is left but codes."""
+    return set(reply) <= {"__headers__"} and reply.get_return_code() != ReturnCode.OK
+
+
+def test_an_honest_answer_leaves_as_it_is(tmp_path: Path) -> None:
+    guarded, plain = Hospital(tmp_path / "a"), Hospital(tmp_path / "b")
+    left, sent = guarded.leaves(), plain.leaves(site_filters=())
+    assert left.get_return_code() == ReturnCode.OK
+    assert blank(sent)  # the gate without the policy in the scope lets nothing out
+    message, meta = from_shareable(left).data["message"], from_shareable(left).meta
+    update = guarded.server.decode("site-1", message, meta["examples"], meta["metrics"])
+    trained = Hospital(tmp_path / "c")
+    request = trained.desk.receive(trained.question.messages["site-1"])
+    assert torch.equal(update.patch.values, trained.desk.answer(request).patch.values)
+
+
+def seven(reply: Shareable) -> Shareable:
+    """All values 777, in a message that is otherwise perfect."""
+    dxo = from_shareable(reply)
+    hospital = seven.hospital  # type: ignore[attr-defined]
+    desk = hospital.desk
+    update = desk.answer(desk.asked)
+    values = torch.full_like(update.patch.values, 777.0)
+    forged = type(update)(type(update.patch)(values, update.patch.on), update.content, update.examples, update.metrics)
+    return message_to_shareable(desk.encode(desk.asked, forged).data, dict(dxo.meta))
+
+
+def more_beside(reply: Shareable) -> Shareable:
+    dxo = from_shareable(reply)
+    dxo.data["also"] = np.zeros(3)
+    return dxo.update_shareable(Shareable())
+
+
+def more_in_meta(reply: Shareable) -> Shareable:
+    dxo = from_shareable(reply)
+    dxo.set_meta_prop("subjects", "sub-01")
+    return dxo.update_shareable(reply)
+
+
+def other_metric(reply: Shareable) -> Shareable:
+    dxo = from_shareable(reply)
+    dxo.meta["metrics"] = {"mse": 3.1415}
+    return dxo.update_shareable(reply)
+
+
+def more_examples(reply: Shareable) -> Shareable:
+    dxo = from_shareable(reply)
+    dxo.meta["examples"] = 10**9
+    return dxo.update_shareable(reply)
+
+
+def damaged(reply: Shareable) -> Shareable:
+    dxo = from_shareable(reply)
+    dxo.data["message"] = dxo.data["message"][:-8].copy()
+    return dxo.update_shareable(reply)
+
+
+HOSTILE: dict[str, Callable[[Shareable], Shareable]] = {
+    "777": seven,
+    "a foreign payload": lambda reply: DXO(DataKind.WEIGHTS, data={"w": np.ones(3)}).to_shareable(),
+    "no DXO": lambda reply: Shareable({"stolen": "sub-01"}),
+    "more beside the message": more_beside,
+    "more in the meta": more_in_meta,
+    "another metric": other_metric,
+    "more examples": more_examples,
+    "a damaged message": damaged,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_jobs_filter_makes_of_an_answer_never_leaves(name: str, tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site")
+    seven.hospital = hospital  # type: ignore[attr-defined]
+    reply = hospital.leaves(Job(HOSTILE[name]))
+    assert blank(reply)
+    assert str(reply.get_header(CODE_HEADER)).startswith("E_")
+    assert "sub-01" not in str(reply)
+    assert hospital.said()
+
+
+def test_an_error_reply_carries_codes_and_nothing_else(tmp_path: Path) -> None:
+    def smuggle(reply: Shareable) -> Shareable:
+        reply = Shareable({"stolen": "sub-01"})
+        reply.set_return_code("sub-02 is ill")
+        reply.set_header(CODE_HEADER, "sub-03")
+        reply.set_header("note", "sub-04")
+        return reply
+
+    reply = Hospital(tmp_path / "site").leaves(Job(smuggle))
+    assert blank(reply)
+    assert reply.get_return_code() == ReturnCode.TASK_RESULT_FILTER_ERROR
+    assert "sub-0" not in str(reply)
+
+
+@pytest.mark.parametrize(
+    ("method", "policy", "said"),
+    [
+        ("neurosfl", {"contents": ["weights", "nothing"]}, "contents: scores may not leave"),
+        ("neurosfl", {"min_score_examples": 64}, "min_examples: fewer than 64"),
+        ("fedavg", {"max_upload_bytes": 130}, "max_upload_bytes"),
+        ("fedavg", {"max_upload_share": 0.3}, "max_upload_share"),
+        ("fedavg", {"max_norm": 1e-6}, "max_norm"),
+        ("fedavg", {"tensors": ["*.bias"]}, "tensors"),
+        ("fedavg", {"methods": ["neurosfl"]}, "methods: fedavg may not run here"),
+        ("fedavg", {"no_such_term": 1}, "no_such_term"),
+    ],
+)
+def test_what_the_policy_forbids_goes_out_as_a_code_and_is_explained_at_the_site(
+    method: str, policy: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    hospital = Hospital(tmp_path / "site", method, policy)
+    reply = hospital.leaves()
+    assert blank(reply)
+    assert reply.get_header(CODE_HEADER) in ("E_POLICY", "E_CONFIG")
+    assert said in hospital.said()
+
+
+def test_a_change_is_clipped_before_it_leaves(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site", policy={"clip_norm": 0.001, "max_norm": 0.0011})
+    dxo = from_shareable(hospital.leaves())
+    update = hospital.server.decode("site-1", dxo.data["message"], dxo.meta["examples"], dxo.meta["metrics"])
+    moved = update.patch.values - update.patch.on.take(hospital.desk.site.weights)
+    assert float(moved.norm()) == pytest.approx(0.001, rel=1e-3)
+
+
+def test_the_result_of_another_package_leaves_only_where_the_site_says_so(tmp_path: Path) -> None:
+    foreign = Job(HOSTILE["a foreign payload"])
+    assert blank(Hospital(tmp_path / "closed").leaves(foreign))
+    open_ = Hospital(tmp_path / "open", policy={"foreign_jobs": True}).leaves(foreign)
+    assert from_shareable(open_).data_kind == DataKind.WEIGHTS
+
+
+def built(hospital: Hospital, where: str, path: str) -> None:
+    hospital.fl_ctx.set_prop(FLContextKey.COMPONENT_CONFIG, {"path": path}, private=True, sticky=False)
+    node = SimpleNamespace(path=lambda: where)
+    hospital.fl_ctx.set_prop(FLContextKey.COMPONENT_NODE, node, private=True, sticky=False)
+    SitePlanAuthorizer().handle_event(EventType.BEFORE_BUILD_COMPONENT, hospital.fl_ctx)
+
+
+def test_a_job_with_filters_or_executors_of_its_own_is_refused(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site")
+    guard(tmp_path / "site")
+    built(hospital, "executors.#1.executor", "flare_sparse.flare.executor.SparseExecutor")
+    built(hospital, "components.#1", "nvflare.app_common.widgets.intime_model_selector.IntimeModelSelector")
+    for where in ("executors.#1.executor", "task_result_filters.#1.filters.#1", "task_data_filters.#1.filters.#1"):
+        with pytest.raises(UnsafeComponentError, match="E_POLICY"):
+            built(hospital, where, "custom.Overwrite")
+
+
+def test_a_site_whose_guards_were_taken_away_runs_no_job(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site")
+    ours = ("executors.#1.executor", "flare_sparse.flare.executor.SparseExecutor")
+    with pytest.raises(UnsafeComponentError, match=r"privacy\.json is missing"):
+        built(hospital, *ours)
+    guard(tmp_path / "site")
+    file = tmp_path / "site" / "local" / "privacy.json"
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps({**whole, "components": []}))
+    with pytest.raises(UnsafeComponentError, match="lack SiteLastGate"):
+        built(hospital, *ours)
+    file.write_text(json.dumps({**whole, "scopes": [*whole["scopes"], {"name": "other", "task_result_filters": []}]}))
+    with pytest.raises(UnsafeComponentError, match="'other' lacks SiteResultPolicy"):
+        built(hospital, *ours)
+
+
+def test_what_stands_in_a_kit_stays_and_twice_is_as_once(tmp_path: Path) -> None:
+    local = tmp_path / "kit" / "local"
+    local.mkdir(parents=True)
+    theirs = {"path": "nvflare.app_common.filters.percentile_privacy.PercentilePrivacy", "args": {"percentile": 10}}
+    scopes = [{"name": "private", "task_result_filters": [theirs]}, {"name": "public"}]
+    (local / "privacy.json").write_text(json.dumps({"scopes": scopes, "default_scope": "private"}))
+    (local / "resources.json").write_text(json.dumps({"format_version": 2, "client": {"retry_timeout": 30}}))
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("min_examples: 5\n")
+    assert guard(tmp_path / "kit", policy).min_examples == 5
+    once = {file.name: file.read_text() for file in local.iterdir()}
+    assert guard(tmp_path / "kit").min_examples == 5
+    assert {file.name: file.read_text() for file in local.iterdir()} == once
+    privacy, resources = (json.loads(once[name]) for name in ("privacy.json", "resources.json"))
+    assert privacy["scopes"][0]["task_result_filters"][0] == theirs
+    assert privacy["default_scope"] == "private"
+    assert [len(scope["task_result_filters"]) for scope in privacy["scopes"]] == [2, 1]
+    assert resources["client"] == {"retry_timeout": 30}
+    assert resources["allow_log_streaming"] is False
