@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import nibabel as nib
 import numpy as np
 import torch
 from monai.transforms import Compose, EnsureChannelFirst, EnsureType, NormalizeIntensity
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..errors import DataError
+from .nifti import read_nifti, text
 
 
 def preparation(downsample: int) -> Compose:
@@ -33,27 +32,25 @@ def preparation(downsample: int) -> Compose:
     )
 
 
-def read_voxels(file: Path, shape: Sequence[int]) -> np.ndarray:
+def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | None = None) -> np.ndarray:
     """Voxels of a NIfTI file, float32 ``shape``, in RAS+ orientation.
 
+    Args:
+        file: ``.nii`` or ``.nii.gz``.
+        shape: of the voxels.
+        spacing: of the voxels in mm; None: not checked beyond what an image of a body may have.
+
     Raises:
-        DataError: the file is missing, corrupt or of another shape, or has voxels that are not finite or all equal.
+        DataError: the file is missing, damaged or of another shape or spacing, its affine is unusable, or its voxels
+            are not finite or all equal.
     """
+    image = read_nifti(file, shape, spacing)
     try:
-        image: Any = nib.load(file)
-        found = tuple(image.shape[:3]) if set(image.shape[3:]) <= {1} else tuple(image.shape)
-        if sorted(found) != sorted(shape):
-            raise DataError(f"wrong shape {_text(found)} in {file.name}; expected {_text(shape)}")
-        image = nib.as_closest_canonical(image)
         voxels = np.asarray(image.dataobj, dtype=np.float32).reshape(image.shape[:3])
-    except FileNotFoundError as error:
-        raise DataError(f"missing file {file.name}") from error
-    except DataError:
-        raise
-    except Exception as error:  # a damaged header can make nibabel raise anything
+    except Exception as error:
         raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
     if voxels.shape != tuple(shape):
-        raise DataError(f"wrong shape {_text(voxels.shape)} of {file.name} in RAS orientation; expected {_text(shape)}")
+        raise DataError(f"wrong shape {text(voxels.shape)} of {file.name} in RAS orientation; expected {text(shape)}")
     if bad := int(np.count_nonzero(~np.isfinite(voxels))):
         raise DataError(f"{bad} voxels of {file.name} are NaN or infinite")
     if voxels.min() == voxels.max():
@@ -83,10 +80,14 @@ class Volumes(Dataset[tuple[Tensor, Tensor]]):
         items: the examples.
         shape: of the voxels on disk.
         downsample: see :func:`preparation`.
+        spacing: of the voxels on disk, in mm; None: any.
     """
 
-    def __init__(self, items: Sequence[Item], shape: Sequence[int], downsample: int):
-        self._items, self._shape, self._prepare = items, shape, preparation(downsample)
+    def __init__(
+        self, items: Sequence[Item], shape: Sequence[int], downsample: int, spacing: Sequence[float] | None = None
+    ):
+        self._items, self._shape, self._spacing = items, shape, spacing
+        self._prepare = preparation(downsample)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -101,8 +102,4 @@ class Volumes(Dataset[tuple[Tensor, Tensor]]):
         target = torch.tensor([item.target])
         if item.prepared is not None:
             return item.prepared, target
-        return self._prepare(read_voxels(item.file, self._shape)), target
-
-
-def _text(shape: Sequence[int]) -> str:
-    return "x".join(str(side) for side in shape)
+        return self._prepare(read_voxels(item.file, self._shape, self._spacing)), target

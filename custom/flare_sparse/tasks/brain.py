@@ -29,6 +29,9 @@ class BrainConfig(AdaptationConfig):
         ModelConfig(name="brain_age_cnn_3mm"), description="network, with its settings"
     )
     shape: Volume = Field((52, 64, 52), description="voxels of every volume on disk, in RAS orientation")
+    spacing: tuple[float, float, float] | None = Field(
+        None, description="mm a voxel side of every volume on disk, within 2 %; none: any"
+    )
     downsample: int = Field(2, ge=1, le=16, description="voxels a side of the cubes whose mean is an input voxel")
     cache: bool = Field(True, description="keep all inputs in memory; otherwise a volume is read for every use")
     skip_bad_subjects: bool = Field(
@@ -67,13 +70,13 @@ class BrainTask(AdaptableTask, ABC):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         """Every subject is read and checked once; 20 % are for testing."""
-        subjects, shape = bids.read_subjects(data.path), self.config.shape
+        subjects, shape, spacing = bids.read_subjects(data.path), self.config.shape, self.config.spacing
         prepare = preparation(self.config.downsample)
 
         def read(name: str) -> Item:
             subject = subjects.get(name, bids.Subject())
             target, file = self.target(subject), subject.file()
-            voxels = read_voxels(file, shape)
+            voxels = read_voxels(file, shape, spacing)
             return Item(file, target, prepare(voxels) if self.config.cache else None)
 
         wanted = subjects if data.subset is None else data.subset
@@ -81,7 +84,8 @@ class BrainTask(AdaptableTask, ABC):
         found, skipped = screen(wanted, read, skip_bad_subjects=skip, source=data.path)
 
         train, test = (
-            Volumes([found[name] for name in names], shape, self.config.downsample) for names in train_test(found, seed)
+            Volumes([found[name] for name in names], shape, self.config.downsample, spacing)
+            for names in train_test(found, seed)
         )
         return Examples(train, test, skipped)
 

@@ -1,0 +1,146 @@
+"""NIfTI files that are damaged or lie: found before a voxel is used, and before memory is taken."""
+
+from __future__ import annotations
+
+import gzip
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from flare_sparse.data.volumes import read_voxels
+from flare_sparse.errors import DataError
+
+SHAPE = (24, 26, 22)
+AFFINE = np.diag([3.0, 3.0, 3.0, 1.0])
+
+
+def smooth(shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    """An image that compresses to some kilobytes, as brains do."""
+    grid = np.meshgrid(*(np.linspace(-1, 1, side) for side in shape), indexing="ij")
+    noise = np.random.default_rng(3).integers(0, 8, shape)
+    return (200 * np.exp(-3 * sum(axis**2 for axis in grid)) + noise).astype(np.uint8)
+
+
+def nifti(
+    file: Path, voxels: np.ndarray | None = None, affine: np.ndarray = AFFINE, kind: Any = nib.Nifti1Image
+) -> Path:
+    nib.save(kind(smooth() if voxels is None else voxels, affine), file)
+    return file
+
+
+def header_says(file: Path, field: str, value: Any) -> Path:
+    """The file again, with another number in its header and a good checksum."""
+    data = bytearray(gzip.decompress(file.read_bytes()))
+    header = nib.Nifti1Header(bytes(data[:348]))
+    header[field] = value
+    file.write_bytes(gzip.compress(header.binaryblock + bytes(data[348:])))
+    return file
+
+
+def test_400_flipped_bits_of_400_are_found(tmp_path: Path) -> None:
+    """Or change no voxel: the time in a gzip header and the bits that fill its last byte are of no image."""
+    file = nifti(tmp_path / "sub-01_T1w.nii.gz")
+    whole, voxels = file.read_bytes(), read_voxels(file, SHAPE)
+    assert 4_000 < len(whole) < 16_000
+    rng, found, harmless = np.random.default_rng(1), 0, 0
+    for position in rng.choice(8 * len(whole), 400, replace=False).tolist():
+        damaged = bytearray(whole)
+        damaged[position // 8] ^= 1 << position % 8
+        file.write_bytes(damaged)
+        try:
+            assert np.array_equal(read_voxels(file, SHAPE), voxels), "a damaged file was read without a word"
+            harmless += 1
+        except DataError:
+            found += 1
+    assert found + harmless == 400
+    assert harmless <= 4
+
+
+def test_a_real_brain_is_read_whole_and_one_flipped_bit_is_found(shared_data: Path, tmp_path: Path) -> None:
+    real = next(iter(sorted(shared_data.glob("brain_t1/NSK/sub-*/anat/*_T1w.nii.gz"))))
+    assert read_voxels(real, (52, 64, 52), (3, 3, 3)).max() == 255
+    data = bytearray(real.read_bytes())
+    data[len(data) // 2] ^= 16
+    copy = tmp_path / "copy.nii.gz"
+    copy.write_bytes(data)
+    with pytest.raises(DataError, match="corrupt"):
+        read_voxels(copy, (52, 64, 52))
+
+
+def test_a_header_that_asks_for_terabytes_takes_no_memory(tmp_path: Path) -> None:
+    file = header_says(nifti(tmp_path / "a.nii.gz"), "dim", [3, 32767, 32767, 32767, 1, 1, 1, 1])
+    tracemalloc.start()
+    with pytest.raises(DataError, match="wrong shape 32767x32767x32767"):
+        read_voxels(file, SHAPE)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_a_bomb_is_stopped_where_its_header_ends(tmp_path: Path) -> None:
+    """300 MB of zeros in 300 KB."""
+    file = nifti(tmp_path / "a.nii.gz")
+    data = gzip.decompress(file.read_bytes())
+    with gzip.open(file, "wb") as stream:
+        stream.write(data)
+        for _ in range(300):
+            stream.write(bytes(2**20))
+    assert file.stat().st_size < 2**20
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"inflates to more than the \d+ bytes"):
+        read_voxels(file, SHAPE)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("affine", "said"),
+    [
+        (np.zeros((4, 4)), "does not map voxels to space"),
+        (np.diag([3.0, 3.0, np.nan, 1.0]), "does not map voxels to space"),
+        (np.diag([3.0, 3.0, 300.0, 1.0]), "voxels of 3x3x300 mm"),
+        (np.diag([3.0, 3.0, 0.01, 1.0]), "voxels of 3x3x0.01 mm"),
+        (np.diag([3.0, 3.0, 2.0, 1.0]), "expected 3x3x3 mm: resample"),
+    ],
+)
+def test_an_affine_that_cannot_be(affine: np.ndarray, said: str, tmp_path: Path) -> None:
+    image = nib.Nifti1Image(smooth(), None)
+    image.header.set_sform(affine, code=2)
+    nib.save(image, tmp_path / "a.nii.gz")
+    with pytest.raises(DataError, match=said):
+        read_voxels(tmp_path / "a.nii.gz", SHAPE, (3, 3, 3))
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, [("R", "u1"), ("G", "u1"), ("B", "u1")]])
+def test_voxels_that_are_not_one_number(dtype: Any, tmp_path: Path) -> None:
+    voxels = np.zeros(SHAPE, dtype)
+    with pytest.raises(DataError, match="expected one number a voxel"):
+        read_voxels(nifti(tmp_path / "a.nii.gz", voxels), SHAPE)
+
+
+def test_a_series_is_no_volume(tmp_path: Path) -> None:
+    series = np.stack([smooth()] * 3, axis=-1)
+    with pytest.raises(DataError, match="wrong shape 24x26x22x3"):
+        read_voxels(nifti(tmp_path / "a.nii.gz", series), SHAPE)
+
+
+def test_voxels_that_begin_beyond_any_header(tmp_path: Path) -> None:
+    file = header_says(nifti(tmp_path / "a.nii.gz"), "vox_offset", 2.0**30)
+    with pytest.raises(DataError, match=r"corrupt|the voxels begin at byte"):
+        read_voxels(file, SHAPE)
+
+
+def test_both_versions_of_the_format_and_plain_files_are_read(tmp_path: Path) -> None:
+    for name, kind in (("a.nii.gz", nib.Nifti2Image), ("b.nii", nib.Nifti1Image)):
+        assert np.array_equal(read_voxels(nifti(tmp_path / name, kind=kind), SHAPE), smooth())
+
+
+def test_another_format_is_not_taken(tmp_path: Path) -> None:
+    file = nifti(tmp_path / "a.img", kind=nib.Nifti1Pair)
+    with pytest.raises(DataError, match="is no NIfTI file but Nifti1Pair"):
+        read_voxels(file, SHAPE)
