@@ -26,7 +26,7 @@ ORDER = (
     ("data",),
     ("tasks",),
     ("aggregate", "training", "wire"),
-    ("scores",),
+    ("scores", "robust"),
     ("methods",),
     ("server", "site"),
     ("federation",),

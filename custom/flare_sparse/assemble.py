@@ -56,6 +56,7 @@ def rules(job: JobConfig) -> Rules:
         min_weight=said.min_weight,
         retries=said.retries,
         max_share=said.max_share,
+        clip_norm=said.clip_norm,
         examples_tolerance=said.examples_tolerance,
         quarantine_after=said.quarantine_after,
     )

@@ -33,6 +33,9 @@ class FederationConfig(Section):
     max_share: float = Field(
         1.0, gt=0, le=1, description="largest share of a round's weight that one site may have; a cut is in the record"
     )
+    clip_norm: float | None = Field(
+        None, gt=0, description="a site's change that is longer (L2) is shortened to this; a cut is in the record"
+    )
     examples_tolerance: float = Field(
         0.1, ge=0, description="how far a site's number of examples may move from what it first said, as a share"
     )
@@ -175,6 +178,15 @@ class JobConfig(Section):
     task: Annotated[Choice[TaskConfig], choose_from(tasks), FLAT] = Field(description="model, data, loss and metric")
     wire: WireConfig = Field(default_factory=WireConfig, description="the messages")
     federation: FederationConfig = Field(default_factory=FederationConfig, description="when a round counts")
+
+    @model_validator(mode="after")
+    def _enough_for_the_method(self) -> JobConfig:
+        fewest = getattr(self.method.config, "fewest_sites", 1)
+        if self.federation.min_sites < fewest:
+            raise ValueError(
+                f"federation.min_sites is {self.federation.min_sites}; method {self.method.name} as it is set needs {fewest}"
+            )
+        return self
 
 
 class RunConfig(JobConfig):

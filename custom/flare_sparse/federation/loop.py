@@ -13,6 +13,7 @@ from ..checkpoint.store import Store
 from ..errors import NotHeld, RoundFailed
 from ..exchange import VALIDATE, Request, Update
 from ..methods import Method
+from ..robust import clipped
 from ..server import Question, ServerDesk
 from ..task import Metric
 from .record import Best, Judgement, Outcome, RoundRecord, Snapshot
@@ -70,6 +71,8 @@ class Federation:
             state, committed = self._resumed(self.store, state) if resume else self._afresh(self.store, state)
         while (requests := self.method.ask(state, self._roster.present(sites(), self.rules))) is not None:
             record, updates = self._round(requests, transport, committed)
+            updates, cut = clipped(updates, self._before(state), self.rules.clip_norm)
+            record = replace(record, clipped=cut)
             self._consider(state, committed, record.judgement)
             state = self.method.learn(state, updates)
             committed = record.round
@@ -81,6 +84,10 @@ class Federation:
         self._announce(self._sealed(record, state))
         model = self.method.model(state)
         return Outcome(state, model.vector(), model.on, record.judgement, self._best, self._records)
+
+    def _before(self, state: Any) -> Tensor:
+        """``(P,)`` the model that changes are measured against, where any are."""
+        return Tensor() if self.rules.clip_norm is None else self.method.model(state).vector()
 
     def _afresh(self, store: Store, state: Any) -> tuple[Any, int]:
         store.drop()
@@ -170,6 +177,7 @@ class Federation:
             timed_out=tally.silent,
             resting=facts.resting,
             capped=facts.capped,
+            clipped={},
             attempts=facts.attempt,
             judged_round=facts.judged,
             judgement=Judgement.of(tally.answered),

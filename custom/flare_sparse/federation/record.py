@@ -45,7 +45,7 @@ class RoundRecord:
     ``judgement`` is of the model that the round started from (``judged_round``); the model it ends with is judged in
     the next round, the last one after all rounds. ``committed_at`` is in seconds since 1970, ``seconds`` covers the
     asking, the sites' work and the collecting. ``capped``: examples that a site was counted with where its own number
-    would have weighed too much. ``resting``: sites that this round left out, for they had missed too many.
+    would have weighed too much. ``clipped``: length of a site's change that was shortened. ``resting``: sites that this round left out, for they had missed too many.
     """
 
     kind: str
@@ -58,6 +58,7 @@ class RoundRecord:
     timed_out: list[str]
     resting: list[str]
     capped: dict[str, int]
+    clipped: dict[str, float]
     attempts: int
     judged_round: int
     judgement: Judgement

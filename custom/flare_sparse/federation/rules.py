@@ -20,6 +20,7 @@ class Rules:
         min_weight: smallest share of the registered examples of the sites asked that must have contributed.
         retries: times a round is asked again before the run stops.
         max_share: largest share of a round's weight that one site may have.
+        clip_norm: a site's change that is longer (L2) is shortened to this; None: none is.
         examples_tolerance: how far a site's number of examples may move from the one it registered with, as a share.
         quarantine_after: rounds in a row without a usable answer after which a site is left out for a while; 0: never.
     """
@@ -28,6 +29,7 @@ class Rules:
     min_weight: float = 0.0
     retries: int = 2
     max_share: float = 1.0
+    clip_norm: float | None = None
     examples_tolerance: float = 0.1
     quarantine_after: int = 3
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregate import by_examples, stepped, weighted_sum
+from ..aggregate import by_examples, stepped
 from ..exchange import Patch, Request, Update
+from ..robust import combined
 from ..training import Site
-from .method import Method, MethodConfig, broadcast, sample
+from .method import AveragingConfig, Method, broadcast, sample
 
 
-class Config(MethodConfig):
+class Config(AveragingConfig):
     server_lr: float = Field(1.0, gt=0, description="step that the server takes towards the average; K adds up changes")
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> Config:
+        if self.server_lr != 1 and self.combine.rule != "mean":
+            raise ValueError(
+                f"server_lr {self.server_lr} is a step towards the mean; leave it at 1 with {self.combine.rule}"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class FedAvg(Method[State]):
         return Update(Patch.of(weights, request.trainable), "weights", site.examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        weights, step = weighted_sum(updates, by_examples), self.config.server_lr
+        weights, step = combined(updates, state.weights, self.config.combine), self.config.server_lr
         if step != 1:  # running statistics are averaged whatever the step
             size = self.layout.trainable_size
             weights[:size] = stepped(updates, lambda us: [step * w for w in by_examples(us)], state.weights)[:size]

@@ -10,15 +10,15 @@ from itertools import pairwise
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregate import by_examples, weighted_sum
 from ..exchange import Patch, Request, Update
 from ..mask import Mask, share, shrink
+from ..robust import combined
 from ..schedules import polynomial
 from ..training import Site
-from .method import Maskable, Method, MethodConfig, broadcast, sample
+from .method import AveragingConfig, Maskable, Method, broadcast, sample
 
 
-class Config(MethodConfig):
+class Config(AveragingConfig):
     sparsity: float = Field(0.9, ge=0, lt=1, description="S_T: share of pruned entries after the last round")
     initial_sparsity: float = Field(0.0, ge=0, lt=1, description="S_0: share of pruned entries in round first_round")
     first_round: int = Field(1, ge=1, description="t_0: the schedule starts in this round")
@@ -75,7 +75,7 @@ class FedSparsify(Method[State]):
         return Update(Patch.of(weights, request.trainable), "weights", site.examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:  # average, then purge to s_t
-        weights = weighted_sum(updates, by_examples)
+        weights = combined(updates, state.weights, self.config.combine)
         mask = shrink(state.mask, weights.abs(), self.config.sparsity_after(state.round), self._prunable)
         return State(state.round + 1, weights * mask.on, mask)
 

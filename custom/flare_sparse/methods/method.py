@@ -40,6 +40,7 @@ from ..errors import ConfigError
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
+from ..robust import Combine
 from ..training import Site, TrainingConfig
 from ..training.seeds import generator
 
@@ -55,6 +56,21 @@ class MethodConfig(BaseModel):
     rounds: int = Field(10, ge=1, description="T: rounds of training")
     participation: float = Field(1.0, gt=0, le=1, description="share of the sites that is asked in a round, at random")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how a site trains in a round")
+
+    @property
+    def fewest_sites(self) -> int:
+        """Contributions without which a round makes no sense for the method as it is set."""
+        return 1
+
+
+class AveragingConfig(MethodConfig):
+    """Settings of methods whose new model is an average of the sites'."""
+
+    combine: Combine = Field(default_factory=Combine, description="how the sites' answers become one model")
+
+    @property
+    def fewest_sites(self) -> int:
+        return self.combine.fewest_sites
 
 
 class Method(ABC, Generic[S]):

@@ -14,14 +14,15 @@ from torch import Tensor
 from ..aggregate import by_examples, count_average, uniform, weighted_sum
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask, share, top_k, top_k_per_tensor
+from ..robust import combined
 from ..scores.erk import erk_densities, random_mask
 from ..scores.snip import keep_counts, saliency
 from ..training import Site
 from ..training.seeds import generator
-from .method import Maskable, Method, MethodConfig, broadcast, sample
+from .method import AveragingConfig, Maskable, Method, broadcast, sample
 
 
-class Config(MethodConfig):
+class Config(AveragingConfig):
     sparsity: float = Field(
         0.9, ge=0, lt=1, description="p: share of the maskable entries that is off for the whole run"
     )
@@ -134,7 +135,7 @@ class NeuroSFL(Method[State]):
         if state.owners and self.config.count_average:
             weights = count_average(updates, by_examples, otherwise=state.weights)
         else:
-            weights = weighted_sum(updates, by_examples)
+            weights = combined(updates, state.weights, self.config.combine)
         return replace(state, round=state.round + 1, weights=weights)
 
     def _choose(self, state: State, updates: Sequence[Update]) -> State:
