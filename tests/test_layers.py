@@ -34,6 +34,7 @@ ORDER = (
     ("audit",),
     ("config",),
     ("assemble",),
+    ("trained", "report", "export_onnx"),
     ("flare",),
     ("cli",),
 )

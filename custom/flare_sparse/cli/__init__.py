@@ -17,6 +17,7 @@ from .fetch_model import fetch_model
 from .methods import methods
 from .phantom import phantom
 from .rehearse import rehearse
+from .report import report
 from .run import run
 from .save import save
 from .site import site
@@ -24,7 +25,7 @@ from .site import site
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
-for command in (run, rehearse, adapt, check, estimate, export, save, fetch_model, methods, phantom):
+for command in (run, rehearse, report, adapt, check, estimate, export, save, fetch_model, methods, phantom):
     app.command()(command)
 app.add_typer(site, name="site")
 

@@ -14,6 +14,8 @@ from ..federation import RoundRecord
 from ..progress import progress_line
 from ..records import RunFolder
 from ..rehearsal import rehearse as rehearse_method
+from ..report.card import write_card
+from ..report.reading import Run
 from ..training.seeds import threads
 from ..wire.ledger import Ledger
 from .console import out as console
@@ -73,5 +75,6 @@ def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = 
         resume=resume,
     )[0]
     summary = folder.finish(outcome)
+    write_card(Run.read(out))
     shutil.rmtree(root, ignore_errors=True)  # a run that is over is not gone on from
     return summary

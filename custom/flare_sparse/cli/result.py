@@ -26,7 +26,8 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
     console.print(f"seconds: {summary['seconds']:.0f}   model sha256: {summary['model_sha256'][:16]}...")
     console.print(f"model:  {out / 'model.safetensors'}  (best: best_model.safetensors)")
     log = "; FLARE's log: flare.log" if (out / "flare.log").is_file() else ""
-    console.print(f"record: {out / 'summary.json'}, rounds.jsonl, ledger.jsonl, config.yaml{log}")
+    console.print(f"record: {out / 'summary.json'}, rounds.jsonl, ledger.jsonl, config.yaml, model_card.md{log}")
+    console.print(f"look:   flare-sparse report {out}")
     console.print(_next_step(summary))
 
 

@@ -16,6 +16,8 @@ from ..config import RunConfig, build_task, dump_config, load_config, user_task
 from ..data.source import write_site_files
 from ..errors import ConfigError
 from ..progress import progress_line
+from ..report.card import write_card
+from ..report.reading import Run
 from ..task import SiteData, Task
 from .result import show_result
 from .resuming import Resume, checkpoint_root
@@ -168,6 +170,7 @@ def _say(console: Console, config: RunConfig, where: str) -> None:
 
 def _recorded(config: RunConfig, out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     (out / "config.yaml").write_text(dump_config(config))  # with the simulator's part, so that it can be run again
+    write_card(Run.read(out))
     return summary
 
 

@@ -6,34 +6,57 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from ..assemble import assemble
-from ..config import build_task, load_config, user_task
+from ..assemble import Assembly
+from ..config import RunConfig
 from ..errors import ConfigError
-from ..records import load_model
+from ..trained import trained
 from .console import out as console
+from .simulated import simulated_sites
 
 
 def save(
     run: Annotated[Path, typer.Argument(help="result folder of a run")],
     to: Annotated[Path | None, typer.Option(help="folder to write; default: saved/ in the result folder")] = None,
     best: Annotated[bool, typer.Option("--best", help="the best model by the task's metric, not the last")] = False,
+    onnx: Annotated[
+        bool, typer.Option("--onnx", help="also as ONNX, after a check that it computes the same on the run's own data")
+    ] = False,
 ) -> None:
     """Write a run's model as its own library reads it: adapters as peft does, a network as model.safetensors.
 
     A folder written into $FLARE_SPARSE_MODELS is a base for other tasks, by its name.
 
     [dim]flare-sparse save runs/lora_a2_brain_age --to adapters/nsk[/]
+
+    [dim]flare-sparse save runs/neurosfl_brain_age --onnx[/]
     """
-    file = run / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"{run}: no config.yaml; expected the result folder of flare-sparse run or rehearse")
-    config = load_config(file)
-    own = build_task(config, user_task(config.task.name, file.parent)) if config.task.key == "class" else None
-    assembly = assemble(config, own)
-    weights = load_model(run / ("best_model.safetensors" if best else "model.safetensors"), assembly.layout)
-    model = assembly.task.model()
-    model.load_state_dict(assembly.layout.unflatten(weights), strict=False)
+    model, assembly, config = trained(run, best=best)
     folder = to or run / "saved"
     assembly.task.save(model, folder)
+    if onnx:
+        try:
+            from ..export_onnx import export_onnx
+        except ImportError as error:
+            raise ConfigError(
+                f"--onnx needs onnx and onnxruntime: pip install 'flare-sparse[onnx]' ({error.name})"
+            ) from error
+        furthest = export_onnx(model.eval(), _inputs(config, assembly, run), folder / "model.onnx")
+        console.print(f"model.onnx computes the same: the largest difference is {furthest:.2g}")
     console.print(f"{folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())), markup=False)
+
+
+def _inputs(config: RunConfig, assembly: Assembly, run: Path) -> Tensor:
+    """Some test examples of the first simulated site, as the network sees them.
+
+    Raises:
+        ConfigError: the network takes more than one tensor.
+    """
+    site = next(iter(simulated_sites(config, assembly.task, run).values()))
+    batch = next(iter(DataLoader(assembly.task.load(site, config.seed).test, batch_size=4)))
+    inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
+    if not isinstance(inputs, Tensor):
+        raise ConfigError(f"--onnx: a network of one tensor is wanted, this one takes {type(inputs).__name__}")
+    return inputs

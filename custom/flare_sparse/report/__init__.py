@@ -1,0 +1,1 @@
+"""What a person looks at after a run: figures, one page that opens offline, a model card."""

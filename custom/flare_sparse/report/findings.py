@@ -1,0 +1,64 @@
+"""What the figures of some runs say, in sentences: computed, with the unit, and no larger than the evidence."""
+
+from __future__ import annotations
+
+from ..progress import human_bytes
+from .reading import Run
+
+
+def findings(runs: list[Run]) -> list[str]:
+    """One sentence a finding."""
+    said = [_sent(run) for run in runs if run.total("dense_bytes") and abs(run.less - 1) > 0.05]
+    dense = next((run for run in runs if run.summary["method"] == "fedavg"), None)
+    said += [_against(run, dense) for run in runs if dense and run is not dense and run.final is not None]
+    said += [_worst(run) for run in runs if run.worst and len(run.by_site) > 1][:1]
+    local = next((run for run in runs if run.summary["method"] == "local_only"), None)
+    said += [_gain(run, local) for run in runs if local and run is not local]
+    return [sentence for sentence in said if sentence]
+
+
+def caveat(runs: list[Run]) -> str:
+    """What the reader must not conclude."""
+    tests = runs[0].summary["final"]["metrics"].get("test_examples")
+    of = f" on {tests:.0f} test examples" if tests else ""
+    seeds = {run.summary["seed"] for run in runs}
+    if len(runs) > 1 and len(seeds) == 1:
+        return f"One seed each{of}: differences between runs may be chance. Repeat with other seeds before you choose."
+    return f"A figure of one run{of}."
+
+
+def _sent(run: Run) -> str:
+    sent, dense = (human_bytes(run.total(what)) for what in ("payload_bytes", "dense_bytes"))
+    if run.less < 1:
+        return f"{run.label} sent {sent}, more than the {dense} of dense FedAvg in its place."
+    return f"{run.label} sent {sent}, {run.less:.1f} times less than the {dense} of dense FedAvg in its place."
+
+
+def _against(run: Run, dense: Run) -> str:
+    if dense.final is None or run.final is None:
+        return ""
+    better = (run.final < dense.final) == run.lower_is_better
+    unit = f" {run.summary['metric']['unit']}".rstrip()
+    gap = f"{abs(run.final - dense.final):.3g}{unit}"
+    if run.final == dense.final:
+        return f"{run.label} ended with the {run.metric} of dense FedAvg."
+    return f"{run.label} ended {gap} {'better' if better else 'worse'} than dense FedAvg ({run.final:.3g} and {dense.final:.3g})."
+
+
+def _worst(run: Run) -> str:
+    assert run.worst is not None
+    site, figure = run.worst
+    unit = run.summary["metric"]["unit"]
+    return f"The site that {run.label} serves worst is {site}: {run.metric} {figure:.3g} {unit}".rstrip() + "."
+
+
+def _gain(run: Run, local: Run) -> str:
+    both = [site for site in run.by_site if site in local.by_site]
+    if not both:
+        return ""
+    won = [
+        s
+        for s in both
+        if (run.by_site[s] < local.by_site[s]) == run.lower_is_better and run.by_site[s] != local.by_site[s]
+    ]
+    return f"{run.label} is better than training alone at {len(won)} of {len(both)} sites."

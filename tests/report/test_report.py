@@ -1,0 +1,124 @@
+"""The report in a real browser, offline: what should be there is there, and what it says is what was recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flare_sparse.cli import app
+from flare_sparse.errors import ConfigError
+from flare_sparse.progress import human_bytes
+from flare_sparse.report.reading import Run, read_runs
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium without a network."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        reason = "chromium and chromedriver are needed: apt-get install chromium chromium-driver"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--no-first-run",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    window = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield window
+    window.quit()
+
+
+@pytest.fixture(scope="module")
+def page(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("report")
+    result = CliRunner().invoke(app, ["report", *map(str, finished.values()), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert {"report.html", "learning.png", "traffic.png", "sites.png", "layers.png"} == {p.name for p in out.iterdir()}
+    return out / "report.html"
+
+
+def test_the_page_opens_offline_and_shows_what_was_recorded(
+    browser: Any, page: Path, finished: dict[str, Path]
+) -> None:
+    browser.get(page.as_uri())
+    text = browser.find_element("tag name", "body").text
+    runs = {name: Run.read(folder) for name, folder in finished.items()}
+    for name, run in runs.items():
+        rows = [row.text for row in browser.find_elements("css selector", "tbody tr") if row.text.startswith(name)]
+        assert f"{run.final:.3f}" in rows[0]
+        assert human_bytes(run.total("payload_bytes")) in rows[0]
+        for site, figure in run.by_site.items():
+            line = next(
+                row.text for row in browser.find_elements("css selector", "tbody tr") if row.text.startswith(site)
+            )
+            assert f"{figure:.3f}" in line
+    assert f"{runs['neurosfl'].less:.1f} times less than" in text
+    assert "One seed each" in text
+    images = browser.find_elements("tag name", "img")
+    assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 4
+    assert all(image.get_attribute("alt") for image in images)
+    assert [h.text for h in browser.find_elements("tag name", "h2")][:5] == [
+        "The runs",
+        "Quality",
+        "Bytes",
+        "Sites",
+        "Sparsity",
+    ]
+
+
+def test_it_asks_nobody_for_anything_and_complains_of_nothing(browser: Any, page: Path) -> None:
+    browser.get_log("performance")
+    browser.get(page.as_uri())
+    said = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [m["params"]["request"]["url"] for m in said if m["method"] == "Network.requestWillBeSent"]
+    assert [url[:40] for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert browser.get_log("browser") == []
+    assert not re.search(r'(src|href)="(?!data:)', page.read_text())
+
+
+@pytest.mark.parametrize("width", [375, 1200])
+def test_nothing_is_cut_off_on_a_phone(width: int, browser: Any, page: Path) -> None:
+    metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(page.as_uri())
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_what_is_no_record_is_said(finished: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no record of a finished run"):
+        Run.read(tmp_path)
+    (tmp_path / "a").mkdir()
+    for name in ("summary.json", "rounds.jsonl", "ledger.jsonl"):
+        shutil.copy(finished["fedavg"] / name, tmp_path / "a" / name)
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    summary["metric"]["name"] = "auc"
+    (tmp_path / "a" / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ConfigError, match="judged by different metrics"):
+        read_runs([finished["fedavg"], tmp_path / "a"])
+
+
+def test_a_run_leaves_a_model_card(finished: dict[str, Path]) -> None:
+    run, card = Run.read(finished["neurosfl"]), (finished["neurosfl"] / "model_card.md").read_text()
+    assert card.startswith("---\nlibrary_name: pytorch\n")
+    assert f"**{run.final:.3f}**" in card
+    assert run.summary["model_sha256"] in card
+    assert all(f"| {site} |" in card for site in run.by_site)
+    assert "load_model" in card
