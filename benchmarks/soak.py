@@ -22,7 +22,7 @@ from soaking import rehearsed, simulated
 
 KINDS = ("rehearsal", "simulator", "many")
 MOST_MB_A_ROUND = 1.0
-LATE_S, TIMEOUT_S = 6.0, 4
+LATE_S, TIMEOUT_S = 14.0, 10  # the sites of a simulator start one after the other: the first round is asked again
 
 
 def settings(rounds: int, share: float, timeout_s: int) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def settings(rounds: int, share: float, timeout_s: int) -> dict[str, Any]:
         "seed": 7,
         "method": {"name": "fedsparsify", "sparsity": 0.8, "rounds": rounds, "training": {"epochs": 1, "lr": 0.01}},
         "task": {"class": "soaking.faulty.FaultyTask", "share": share, "late_s": LATE_S},
-        "federation": {"min_sites": 1, "task_timeout_s": timeout_s},
+        "federation": {"min_sites": 4, "retries": 9, "task_timeout_s": timeout_s},
     }
 
 

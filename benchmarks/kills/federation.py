@@ -18,6 +18,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 ROOT = Path(__file__).resolve().parents[2]
 SITES = ("site-1", "site-2", "site-3")
 SERVER, ADMIN = "localhost", "lead@coordination.org"
+SHARED_STORE = "/tmp/nvflare"
 PARENTS = {SERVER: "server_train", **dict.fromkeys(SITES, "client_train")}
 JOBS = {SERVER: "runner_process", **dict.fromkeys(SITES, "worker_process")}
 
@@ -78,11 +79,20 @@ class Federation:
         self._do("nvflare", "provision", "-p", str(self.folder / "project.yml"), "-w", str(self.folder / "workspace"))
         for kit in PARENTS:
             self._do("flare-sparse", "site", "allow", str(self.kits / kit))
+        self._own_job_store()
         for number, site in enumerate(SITES, start=1):
             rows = [f"{i},{(i * number) % 7 % 2},{i % 2},{i % 3 % 2},{i % 5 % 2}" for i in range(60)]
             data = self.folder / f"{site}.csv"
             data.write_text("stay,died,med_a,med_b,med_c\n" + "\n".join(rows) + "\n")
             (self.kits / site / "local" / "flare_sparse.yaml").write_text(f"data: {data}\n")
+
+    def _own_job_store(self) -> None:
+        """FLARE's default is one folder for all servers of a machine, and a server runs whatever waits in its store."""
+        resources = self.kits / SERVER / "local" / "resources.json"
+        text = resources.read_text()
+        if SHARED_STORE not in text:
+            raise Unexpected(f"{resources}: names no {SHARED_STORE}; where does this server keep its jobs?")
+        resources.write_text(text.replace(SHARED_STORE, str(self.folder / "store")))
 
     def start(self) -> None:
         """Start every participant that does not run, by its own ``start.sh``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from flare_sparse.task import SiteData
 from .faulty import FaultyTask
 from .figures import figures, resident_mb
 
-MODULE = Path(__file__).with_name("faulty.py")
+BENCHMARKS = Path(__file__).resolve().parents[1]
 
 
 def soak(settings: dict[str, Any], sites: int, folder: Path) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def soak(settings: dict[str, Any], sites: int, folder: Path) -> dict[str, Any]:
     names = sorted(f"site-{i}" for i in range(1, sites + 1))
     site_files = write_site_files(folder / "sites", [SiteData(name, folder / "data") for name in names])
     job = parse_job(settings, FaultyTask)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])  # of each site
     began = time.monotonic()
     simulate(SparseRecipe(job), names, site_files, folder, allowed=(FaultyTask.__module__,), on_round=committed)
     return figures(lines, samples, time.monotonic() - began)
