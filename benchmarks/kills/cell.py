@@ -109,7 +109,7 @@ def recover(federation: Federation, job: str, target: str) -> list[str]:
             federation.start()
             steps.append(f"start.sh of {parent}: its supervisor had given up")
     until(federation.connected, 120, "all sites connected", every=1)
-    steps.append(ended(federation, job, wait=5 if parent else 90))
+    steps.append(ended(federation, job, wait=20 if parent else 90))
     until(lambda: not federation.job_processes(), 90, "the processes of the killed job are gone", every=0.5)
     return steps
 
@@ -134,7 +134,7 @@ def ended(federation: Federation, job: str, wait: float) -> str:
                 said.append(f"{name}: {type(error).__name__}: {error}")
             else:
                 break
-        return f"{status_or_gone(session, job)} for ever; " + "; ".join(said)
+        return f"still {status_or_gone(session, job)} after {wait:.0f} s; " + "; ".join(said)
 
 
 def status_or_gone(session: Any, job: str) -> str:

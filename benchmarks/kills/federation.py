@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,11 @@ class Federation:
     Args:
         folder: is filled with kits, data and faults.
         ports: of the server, for sites and for admins.
+        detours: by site, the port of localhost that it reaches the server at, instead of the server's own.
     """
 
-    def __init__(self, folder: Path, ports: tuple[int, int]):
-        self.folder, self.ports = folder, ports
+    def __init__(self, folder: Path, ports: tuple[int, int], detours: Mapping[str, int] | None = None):
+        self.folder, self.ports, self.detours = folder, ports, dict(detours or {})
         self.faults = folder / "faults"
         self.kits = folder / "workspace" / "sparse" / "prod_00"
         hooks = Path(__file__).parent / "hooks"
@@ -75,6 +76,9 @@ class Federation:
         project = (ROOT / "poc" / "project.yml").read_text()
         for old, new in zip((8102, 8103), self.ports, strict=True):
             project = project.replace(str(old), str(new))
+        for site, port in self.detours.items():
+            plain = f"name: {site}, type: client"
+            project = project.replace(plain, f"{plain}, connect_to: {{host: localhost, port: {port}}}")
         (self.folder / "project.yml").write_text(project)
         self._do("nvflare", "provision", "-p", str(self.folder / "project.yml"), "-w", str(self.folder / "workspace"))
         for kit in PARENTS:
