@@ -7,8 +7,8 @@ Each input picks one of four plans (a server's, a site's, one that holds nothing
 message; half of them get checksums that hold, as a forger's would, and half of these the right run, model, question and
 mask too. A finding is any exception but ``WireError``, a patch
 that is not within the plan, more than a second of processor time, or memory above twice the plan plus 16 MB. It ends the
-run, and its input stays in ``FOLDER/findings``: put it into ``tests/wire/golden/refused/``, where it is a test for ever.
-Exits with 1 on a finding.
+run, and its input stays in ``FOLDER/findings``: make it a case of ``tests/wire/test_hostile.py``, where it is a test for
+ever. Exits with 1 on a finding.
 """
 
 from __future__ import annotations

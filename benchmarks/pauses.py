@@ -28,7 +28,7 @@ from kills.proxy import Proxy
 
 
 def stopped(seconds: float) -> Callable[[Federation, Proxy], str]:
-    def act(federation: Federation, proxy: Proxy) -> str:
+    def act(federation: Federation, _proxy: Proxy) -> str:
         (process,) = federation.processes(VICTIM, JOBS[VICTIM])
         process.send_signal(signal.SIGSTOP)
         (federation.faults / "armed.json").unlink()

@@ -5,7 +5,8 @@
 
 *rehearsal*: 200 rounds, 8 sites, every message through the real wire in one process. *simulator*: the same as a FLARE
 job, a process for each site. 5 % of the answers meet a fault: training raises, gives NaN, meets a wrong shape, or comes
-after the round's end. *many*: a FLARE job of 64 sites and 5 rounds without faults. A run holds when every round's sites
+after the round's end. *many*: a FLARE job of 64 sites
+and 5 rounds without faults, two sites at a time. A run holds when every round's sites
 are all accounted for, every round was committed, faults struck where they should, and no process grows by 1 MB a round
 after round 20 (*many* is too short for a slope). Writes FOLDER/soak.json; exits with 1 when one does not hold.
 """
@@ -52,7 +53,8 @@ def run(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     if kind == "rehearsal":
         found = rehearsed.soak(told, sites, share)
     else:
-        found = simulated.soak(told, sites, options.folder.resolve() / kind)
+        at_a_time = options.processes if kind == "many" else None
+        found = simulated.soak(told, sites, options.folder.resolve() / kind, at_a_time)
     return {"sites": sites, **found, "holds": holds(found, rounds, share)}
 
 
@@ -63,6 +65,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--sites", type=int, default=8)
     parser.add_argument("--many", type=int, default=64, help="sites of the third kind")
+    parser.add_argument("--processes", type=int, default=2, help="of these, how many run at a time")
     parser.add_argument("--share", type=float, default=0.05)
     parser.add_argument("--folder", type=Path, default=Path("soak"))
     options = parser.parse_args()

@@ -20,8 +20,8 @@ from .figures import figures, resident_mb
 BENCHMARKS = Path(__file__).resolve().parents[1]
 
 
-def soak(settings: dict[str, Any], sites: int, folder: Path) -> dict[str, Any]:
-    """Figures of a whole run; the record and FLARE's log stay in ``folder``."""
+def soak(settings: dict[str, Any], sites: int, folder: Path, processes: int | None = None) -> dict[str, Any]:
+    """Figures of a whole run, ``processes`` sites at a time; the record and FLARE's log stay in ``folder``."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "data").mkdir(parents=True)
     lines: list[dict[str, Any]] = []
@@ -36,5 +36,13 @@ def soak(settings: dict[str, Any], sites: int, folder: Path) -> dict[str, Any]:
     job = parse_job(settings, FaultyTask)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])  # of each site
     began = time.monotonic()
-    simulate(SparseRecipe(job), names, site_files, folder, allowed=(FaultyTask.__module__,), on_round=committed)
+    simulate(
+        SparseRecipe(job),
+        names,
+        site_files,
+        folder,
+        allowed=(FaultyTask.__module__,),
+        processes=processes,
+        on_round=committed,
+    )
     return figures(lines, samples, time.monotonic() - began)
