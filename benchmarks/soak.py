@@ -30,7 +30,12 @@ def settings(rounds: int, share: float, timeout_s: int) -> dict[str, Any]:
     return {
         "name": "soak",
         "seed": 7,
-        "method": {"name": "fedsparsify", "sparsity": 0.8, "rounds": rounds, "training": {"epochs": 1, "lr": 0.01}},
+        "method": {
+            "name": "fedsparsify",
+            "sparsity": 0.8,
+            "rounds": rounds,
+            "training": {"epochs": 1, "lr": 0.01, "batch_size": 32},
+        },
         "task": {"class": "soaking.faulty.FaultyTask", "share": share, "late_s": LATE_S},
         "federation": {"min_sites": 4, "retries": 9, "task_timeout_s": timeout_s},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,26 +13,32 @@ import psutil
 WARM_UP = 20
 
 
-def resident_mb(process: psutil.Process | None = None) -> dict[int, float]:
-    """Resident memory by process id, in MB, of a process and of all that it started."""
-    process = process or psutil.Process()
-    found = {}
-    for each in [process, *process.children(recursive=True)]:
+def resident_mb() -> dict[str, float]:
+    """Resident memory in MB of this process and of all that it started, by process id and what it runs."""
+    this, found = psutil.Process(), {}
+    for each in [this, *this.children(recursive=True)]:
         try:
-            found[each.pid] = each.memory_info().rss / 2**20
+            line = each.cmdline()
+            found[f"{each.pid} {named(line)}"] = each.memory_info().rss / 2**20
         except psutil.Error:
             continue
     return found
 
 
-def slopes(samples: Sequence[Mapping[int, float]]) -> dict[int, float]:
+def named(line: Sequence[str]) -> str:
+    """The site that a command line speaks of, or else its module or script."""
+    sites = [found.group() for word in line if (found := re.search(r"site-\d+", word))]
+    return sites[0] if sites else next((word for word in line if "nvflare." in word or word.endswith(".py")), "")
+
+
+def slopes(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """MB a round by process, least squares over the rounds after the warm-up; processes that lived through them all."""
     late = samples[WARM_UP:]
     if len(late) < 2:
         return {}
     lasting = set(late[0]).intersection(*late[1:])
     rounds = np.arange(len(late))
-    return {pid: float(np.polyfit(rounds, [sample[pid] for sample in late], 1)[0]) for pid in sorted(lasting)}
+    return {name: float(np.polyfit(rounds, [sample[name] for sample in late], 1)[0]) for name in sorted(lasting)}
 
 
 def balanced(line: Mapping[str, Any]) -> bool:
@@ -40,7 +47,7 @@ def balanced(line: Mapping[str, Any]) -> bool:
 
 
 def figures(
-    lines: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[int, float]], seconds: float
+    lines: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, float]], seconds: float
 ) -> dict[str, Any]:
     """What a soak is judged by; ``lines`` as in ``rounds.jsonl``, ``samples`` one for each."""
     codes = Counter(code for line in lines for code in line["rejected"].values())
@@ -57,6 +64,7 @@ def figures(
         "rounds balanced": sum(balanced(line) for line in lines),
         "rounds recorded": len(lines),
         "processes watched": len(grown),
+        "steepest": max(grown, key=lambda name: grown[name]) if grown else None,
         "steepest MB a round": round(max(grown.values()), 4) if grown else None,
         "peak MB of one process": round(max((max(sample.values()) for sample in samples), default=0.0)),
         "peak MB of all": round(max((sum(sample.values()) for sample in samples), default=0.0)),

@@ -25,7 +25,7 @@ def soak(settings: dict[str, Any], sites: int, folder: Path, processes: int | No
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "data").mkdir(parents=True)
     lines: list[dict[str, Any]] = []
-    samples: list[dict[int, float]] = []
+    samples: list[dict[str, float]] = []
 
     def committed(line: dict[str, Any]) -> None:
         lines.append(line)
