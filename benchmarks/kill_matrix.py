@@ -51,7 +51,8 @@ def verdict(cell: dict[str, Any] | None) -> str:
     if "error" in cell:
         return "broken off"
     failed = [name for name, holds in cell["checks"].items() if not holds]
-    return ("not: " + ", ".join(failed)) if failed else f"holds, {cell['seconds to recover']:.0f} s"
+    what = "not " + ", not ".join(failed) if failed else "holds"
+    return f"{what}, {cell['seconds to recover']:.0f} s"
 
 
 def undisturbed(federation: Federation, config: Path, folder: Path, known: dict[str, Any]) -> str:

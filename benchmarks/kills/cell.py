@@ -56,10 +56,10 @@ def run_cell(federation: Federation, config: Path, target: str, phase: str, out:
     asked = [json.loads(line) for line in (faults / "asked.jsonl").read_text().splitlines()]
     lost = sorted({line["round"] for line in asked if line["kind"] != "validate"} & set(committed))
     checks = {
-        "hit": True,
+        "hit": reached == wanted,
         "same model": summary["model_sha256"] == digest,
         "balanced": balanced(out / "rounds.jsonl"),
-        "nothing committed is lost": not lost,
+        "committed rounds kept": not lost,
     }
     return {
         "target": target,
