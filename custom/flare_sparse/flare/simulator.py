@@ -36,17 +36,20 @@ def simulate(
     *,
     allowed: Sequence[str] = (),
     checkpoints: Path | None = None,
+    processes: int | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run a recipe in the simulator and collect its record in ``out``.
 
     Args:
         recipe: the job.
-        sites: names of the sites; each runs in a process of its own.
+        sites: names of the sites.
         site_files: where each site's site file lies, with ``{site}`` in it.
         out: result folder; FLARE's workspace and log are kept in it.
         allowed: class path prefixes beside ours that the simulated sites allow (the user's own task).
         checkpoints: where server and sites keep them, and find those of a run that was cut short; None: nowhere.
+        processes: how many sites run at a time; the others wait their turn, and a site that comes back to a process has
+            lost what it held and is sent everything. None: a process for each site.
         on_round: called with each line of ``rounds.jsonl`` as it is written.
 
     Returns:
@@ -69,7 +72,9 @@ def simulate(
     with _environment(variables), _following(record / "rounds.jsonl", on_round):
         with _output_to(log):
             try:
-                recipe.execute(SimEnv(clients=list(sites), workspace_root=str(out / "workspace")))
+                recipe.execute(
+                    SimEnv(clients=list(sites), num_threads=processes, workspace_root=str(out / "workspace"))
+                )
             except RuntimeError as error:
                 raise JobFailed(_why(log, workspace)) from error
     if not (record / "summary.json").is_file():

@@ -1,0 +1,88 @@
+"""The soak over the wire in one process: faults strike at the site, in its message and on the way."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flare_sparse.assemble import assemble, open_site
+from flare_sparse.config import parse_job
+from flare_sparse.errors import WireError
+from flare_sparse.federation import Federation, Reply, RoundRecord, Rules
+from flare_sparse.server import Question, ServerDesk
+from flare_sparse.site import SiteDesk
+from flare_sparse.task import SiteData
+from flare_sparse.training.seeds import threads
+from flare_sparse.wire import envelope
+from flare_sparse.wire.envelope import HEADER_BYTES, unseal
+from flare_sparse.wire.ledger import Ledger
+
+from .faulty import FAULTS, FaultyTask
+from .figures import figures, resident_mb
+
+
+class Lossy:
+    """Carries questions to desks in this process; of every hundred answers ``100 * share`` meet a fault."""
+
+    def __init__(self, desks: Mapping[str, SiteDesk], share: float, seed: int):
+        self._desks, self._share = desks, share
+        self._lots = random.Random(seed)
+
+    def __call__(self, question: Question, server: ServerDesk) -> dict[str, Reply]:
+        replies = {site: self._reply(site, message, server) for site, message in question.messages.items()}
+        return {site: reply for site, reply in replies.items() if reply is not None}
+
+    def _reply(self, site: str, message: np.ndarray, server: ServerDesk) -> Reply | None:
+        fault = self._lots.choice(FAULTS) if self._lots.random() < self._share else "none"
+        desk = self._desks[site]
+        if fault == "raise":
+            return "E_SITE"
+        try:
+            request = desk.receive(message)
+            update = desk.answer(request)
+            data = broken(desk.encode(request, update).data, fault)
+            return None if fault == "late" else server.decode(site, data, update.examples, update.metrics)
+        except WireError as error:
+            return error
+
+
+def broken(data: np.ndarray, fault: str) -> np.ndarray:
+    """A message whose first value is NaN, or that is two values short; its checksums hold."""
+    start = unseal(data).values_start
+    if fault not in ("nan", "shape") or start == data.size:
+        return data
+    data = data[:-8].copy() if fault == "shape" else data.copy()
+    if fault == "nan":
+        data[start : start + 4] = np.array([np.nan], "<f4").view(np.uint8)
+    data[112:HEADER_BYTES] = np.frombuffer(envelope._CHECKS.pack(*envelope._checksums(data, start)), np.uint8)
+    return data
+
+
+def soak(settings: dict[str, Any], sites: int, share: float) -> dict[str, Any]:
+    """Figures of a whole run."""
+    began, lines, samples = time.monotonic(), [], []
+    job = parse_job(settings, FaultyTask)
+    assembly = assemble(job, FaultyTask({"faults": "none"}))
+    ledger = Ledger()
+    server = ServerDesk(assembly.layout, assembly.run, job.wire.values, ledger)
+    names = [f"site-{i}" for i in range(1, sites + 1)]
+    desks = {
+        name: SiteDesk(open_site(assembly, SiteData(name, Path())), assembly.method, assembly.run, job.wire.values)
+        for name in names
+    }
+
+    def committed(record: RoundRecord) -> None:
+        lines.append(asdict(record))
+        samples.append(resident_mb())
+
+    rules = Rules(job.federation.min_sites, job.federation.retries)
+    with threads(1):
+        federation = Federation(assembly.method, server, assembly.task.metric, rules, committed)
+        federation.run(assembly.weights, lambda: sorted(desks), Lossy(desks, share, job.seed))
+    return figures(lines, samples, time.monotonic() - began)

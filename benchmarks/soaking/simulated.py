@@ -1,0 +1,48 @@
+"""The soak in FLARE's simulator: a process for each site, memory of all of them after every round."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from flare_sparse.config import parse_job
+from flare_sparse.data.source import write_site_files
+from flare_sparse.flare.recipe import SparseRecipe
+from flare_sparse.flare.simulator import simulate
+from flare_sparse.task import SiteData
+
+from .faulty import FaultyTask
+from .figures import figures, resident_mb
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+
+
+def soak(settings: dict[str, Any], sites: int, folder: Path, processes: int | None = None) -> dict[str, Any]:
+    """Figures of a whole run, ``processes`` sites at a time; the record and FLARE's log stay in ``folder``."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "data").mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    samples: list[dict[str, float]] = []
+
+    def committed(line: dict[str, Any]) -> None:
+        lines.append(line)
+        samples.append(resident_mb())
+
+    names = sorted(f"site-{i}" for i in range(1, sites + 1))
+    site_files = write_site_files(folder / "sites", [SiteData(name, folder / "data") for name in names])
+    job = parse_job(settings, FaultyTask)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])  # of each site
+    began = time.monotonic()
+    simulate(
+        SparseRecipe(job),
+        names,
+        site_files,
+        folder,
+        allowed=(FaultyTask.__module__,),
+        processes=processes,
+        on_round=committed,
+    )
+    return figures(lines, samples, time.monotonic() - began)

@@ -1,0 +1,59 @@
+"""Three of the 25 kills of benchmarks/kill_matrix.py, on a provisioned federation of its own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CELLS = ("SJ:aggregating", "SP+SJ:saving", "CJ:training")
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("localhost", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What became of each kill."""
+    folder = tmp_path_factory.mktemp("kills")
+    line = [sys.executable, str(ROOT / "benchmarks" / "kill_matrix.py"), "--cells", ",".join(CELLS)]
+    line += ["--folder", str(folder), "--ports", *map(str, free_ports(2))]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900, check=False)
+    assert (folder / "kills.json").is_file(), done.stdout + done.stderr
+    found: dict[str, Any] = json.loads((folder / "kills.json").read_text())["cells"]
+    assert not [cell for cell in found.values() if "error" in cell], f"{found}\n{done.stderr}"
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
+def test_the_job_submitted_again_ends_with_the_model_of_an_undisturbed_run(name: str, cells: dict[str, Any]) -> None:
+    cell = cells[name]
+    assert cell["checks"]["hit"], "the kill came in another phase"
+    assert cell["committed"] == [1], "one round was committed before the kill"
+    assert cell["checks"]["same model"]
+    assert cell["checks"]["balanced"]
+
+
+@pytest.mark.slow
+def test_who_comes_back_by_itself_and_what_an_admin_sees(cells: dict[str, Any]) -> None:
+    """The facts that docs/provisioned.md gives under "When something dies"."""
+    assert cells["SJ:aggregating"]["steps"] == ["FINISHED:EXECUTION_EXCEPTION"]
+    assert cells["CJ:training"]["steps"] == ["FINISHED:EXECUTION_EXCEPTION"]
+    restarted, zombie = cells["SP+SJ:saving"]["steps"]
+    assert restarted == "the supervisor restarted localhost"
+    assert zombie.startswith("still RUNNING after 20 s; abort_job: InternalError")
+    assert "delete_job: JobNotDone" in zombie
