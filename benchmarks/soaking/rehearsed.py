@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from flare_sparse.assemble import assemble, open_site
+from flare_sparse.assemble import assemble, open_site, rules
 from flare_sparse.config import parse_job
 from flare_sparse.errors import WireError
-from flare_sparse.federation import Federation, Reply, RoundRecord, Rules
+from flare_sparse.federation import Federation, Reply, RoundRecord
 from flare_sparse.server import Question, ServerDesk
 from flare_sparse.site import SiteDesk
 from flare_sparse.task import SiteData
@@ -30,15 +30,15 @@ from .figures import figures, resident_mb
 class Lossy:
     """Carries questions to desks in this process; of every hundred answers ``100 * share`` meet a fault."""
 
-    def __init__(self, desks: Mapping[str, SiteDesk], share: float, seed: int):
-        self._desks, self._share = desks, share
+    def __init__(self, desks: Mapping[str, SiteDesk], server: ServerDesk, share: float, seed: int):
+        self._desks, self._server, self._share = desks, server, share
         self._lots = random.Random(seed)
 
-    def __call__(self, question: Question, server: ServerDesk) -> dict[str, Reply]:
-        replies = {site: self._reply(site, message, server) for site, message in question.messages.items()}
+    def __call__(self, question: Question) -> dict[str, Reply]:
+        replies = {site: self._reply(site, message) for site, message in question.messages.items()}
         return {site: reply for site, reply in replies.items() if reply is not None}
 
-    def _reply(self, site: str, message: np.ndarray, server: ServerDesk) -> Reply | None:
+    def _reply(self, site: str, message: np.ndarray) -> Reply | None:
         fault = self._lots.choice(FAULTS) if self._lots.random() < self._share else "none"
         desk = self._desks[site]
         if fault == "raise":
@@ -47,7 +47,7 @@ class Lossy:
             request = desk.receive(message)
             update = desk.answer(request)
             data = broken(desk.encode(request, update).data, fault)
-            return None if fault == "late" else server.decode(site, data, update.examples, update.metrics)
+            return None if fault == "late" else self._server.decode(site, data, update.examples, update.metrics)
         except WireError as error:
             return error
 
@@ -81,8 +81,7 @@ def soak(settings: dict[str, Any], sites: int, share: float) -> dict[str, Any]:
         lines.append(asdict(record))
         samples.append(resident_mb())
 
-    rules = Rules(job.federation.min_sites, job.federation.retries)
     with threads(1):
-        federation = Federation(assembly.method, server, assembly.task.metric, rules, committed)
-        federation.run(assembly.weights, lambda: sorted(desks), Lossy(desks, share, job.seed))
+        federation = Federation(assembly.method, server, assembly.task.metric, rules(job), committed)
+        federation.run(assembly.weights, lambda: sorted(desks), Lossy(desks, server, share, job.seed))
     return figures(lines, samples, time.monotonic() - began)

@@ -93,12 +93,12 @@ def _receiving(function: Any) -> Any:
 
 
 PLACES: dict[str, list[tuple[str, str, Callable[[Any], Any]]]] = {
-    "flare_sparse.federation": [("Federation", "run", _before("before"))],
+    "flare_sparse.federation.loop": [("Federation", "run", _before("before"))],
     "flare_sparse.server": [("ServerDesk", "ask", _asking)],
     "flare_sparse.site": [("SiteDesk", "answer", _answering)],
     "flare_sparse.flare.filters": [("DecodeUpdate", "process", _receiving)],
     "flare_sparse.flare.aggregator": [("StagingAggregator", "aggregate", _before("aggregating"))],
-    "flare_sparse.records": [("RunFolder", "commit", _before("saving"))],
+    "flare_sparse.checkpoint.store": [("Store", "save", _before("saving"))],
     "nvflare.private.fed.client.client_runner": [("ClientRunner", "_try_send_result_once", _before("sending"))],
 }
 

@@ -11,7 +11,7 @@ from ..exchange import Update
 LONGEST_REST = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rules:
     """When a round counts.
 

@@ -1,0 +1,298 @@
+"""A provisioned federation with a host for everyone: what really crosses each site's interface, on capped links.
+
+    sudo python benchmarks/hosts.py --rates 1000 100 10 [--rounds 6] [--out runs/hosts] [--write docs/results/hosts.md]
+
+Server, three sites and the lead live in network namespaces of their own, joined by a bridge in a sixth; every link is
+capped in both directions (token bucket). FLARE's own kits and mTLS; NeuroSFL and FedAvg on the same data. The kernel's
+byte counters of each site's interface, sampled while the rounds go, stand beside the ledger's sums. Everything is
+removed in the end, also after Ctrl-C. Needs root, iproute2 and the scheduler ``tbf``; a delay (``--delay-ms``) needs
+``netem``, which not every kernel has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SITES = ("site-1", "site-2", "site-3")
+HOSTS = ("server", *SITES, "lead")
+HUB = "fs-hub"
+PORTS = (8802, 8803)
+MEDICATIONS, ROWS, HIDDEN = 2000, 120, 256
+METHODS = {"NeuroSFL 90 %": "{name: neurosfl, sparsity: 0.9", "FedAvg": "{name: fedavg"}
+PROJECT = """api_version: 3
+name: hosts
+description: a host for everyone
+participants:
+  - {{name: server, type: server, org: coordination, fed_learn_port: {0}, admin_port: {1}}}
+  - {{name: site-1, type: client, org: hospital_1}}
+  - {{name: site-2, type: client, org: hospital_2}}
+  - {{name: site-3, type: client, org: hospital_3}}
+  - {{name: lead@coordination.org, type: admin, org: coordination, role: lead}}
+builders:
+  - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
+  - path: nvflare.lighter.impl.static_file.StaticFileBuilder
+    args: {{config_folder: config, scheme: grpc}}
+  - path: nvflare.lighter.impl.cert.CertBuilder
+  - path: nvflare.lighter.impl.signature.SignatureBuilder
+"""
+
+
+def space(host: str) -> str:
+    return f"fs-{host}"
+
+
+def command(*words: str, inside: str | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command, in a host's namespace when one is given; its output is shown only when it fails."""
+    line = [*(["ip", "netns", "exec", space(inside)] if inside else []), *words]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, **more)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(line)}: {(done.stderr or done.stdout).strip()[-800:]}")
+    return done
+
+
+@contextmanager
+def network(rate_mbit: float, delay_ms: float) -> Iterator[None]:
+    """Namespaces, a bridge, capped links; gone in the end."""
+    try:
+        command("ip", "netns", "add", HUB)
+        command("ip", "netns", "exec", HUB, "ip", "link", "add", "br0", "type", "bridge")
+        command("ip", "netns", "exec", HUB, "ip", "link", "set", "br0", "up")
+        hosts = "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i} {h}\n" for i, h in enumerate(HOSTS, start=1))
+        for number, host in enumerate(HOSTS, start=1):
+            folder = Path("/etc/netns") / space(host)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text(hosts)
+            command("ip", "netns", "add", space(host))
+            command(
+                "ip",
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                space(host),
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"p{number}",
+                "netns",
+                HUB,
+            )
+            command("ip", "netns", "exec", HUB, "ip", "link", "set", f"p{number}", "master", "br0", "up")
+            for setting in (
+                ("addr", "add", f"10.77.0.{number}/24", "dev", "eth0"),
+                ("link", "set", "eth0", "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                command("ip", *setting, inside=host)
+            for device, prefix in ((f"p{number}", HUB), ("eth0", space(host))):
+                cap(device, prefix, rate_mbit, delay_ms)
+        yield
+    finally:
+        for host in HOSTS:
+            with suppress(RuntimeError):
+                for pid in command("ip", "netns", "pids", space(host)).stdout.split():
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+            with suppress(RuntimeError):
+                command("ip", "netns", "del", space(host))
+            shutil.rmtree(Path("/etc/netns") / space(host), ignore_errors=True)
+        with suppress(RuntimeError):
+            command("ip", "netns", "del", HUB)
+
+
+def cap(device: str, namespace: str, rate_mbit: float, delay_ms: float) -> None:
+    """A link's rate in one direction, and its delay where one is asked for."""
+    tc = ("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device)
+    bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", "256kbit", "latency", "800ms")
+    command(*tc, "root", "handle", "1:", *bucket)
+    if delay_ms:
+        command(*tc, "parent", "1:", "netem", "delay", f"{delay_ms / 2}ms")
+
+
+def prepare(folder: Path) -> Path:
+    """Kits for everybody, and a table of admissions at each site."""
+    (folder / "project.yml").write_text(PROJECT.format(*PORTS))
+    command("nvflare", "provision", "-p", str(folder / "project.yml"), "-w", str(folder / "workspace"))
+    kits = folder / "workspace" / "hosts" / "prod_00"
+    resources = kits / "server" / "local" / "resources.json.default"
+    resources.write_text(resources.read_text().replace("/tmp/nvflare", str(folder / "store")))
+    header = ",".join(["stay", "died", *(f"med_{i}" for i in range(MEDICATIONS))])
+    for number, site in enumerate(SITES):
+        rng = np.random.default_rng(number)
+        taken = (rng.random((ROWS, MEDICATIONS)) < 0.02).astype(int)
+        died = (taken[:, :20].sum(1) > 0).astype(int)
+        lines = [f"{i},{died[i]}," + ",".join(map(str, taken[i])) for i in range(ROWS)]
+        (folder / f"{site}.csv").write_text("\n".join([header, *lines]) + "\n")
+        (kits / site / "local" / "flare_sparse.yaml").write_text(f"data: {folder / f'{site}.csv'}\n")
+    for kit in ("server", *SITES):
+        command("flare-sparse", "site", "allow", str(kits / kit))
+    return kits
+
+
+def start(kits: Path) -> None:
+    for host in ("server", *SITES):
+        command("bash", "-c", "startup/start.sh > process.log 2>&1", inside=host, cwd=kits / host)
+        if host == "server":
+            wait_for_server(kits)
+
+
+def wait_for_server(kits: Path) -> None:
+    probe = f"import socket; socket.create_connection(('server', {PORTS[0]}), 1)"
+    for _ in range(90):
+        with suppress(RuntimeError):
+            command(sys.executable, "-c", probe, inside="site-1")
+            return
+        time.sleep(1)
+    raise RuntimeError(f"the server does not listen; see {kits / 'server' / 'process.log'}")
+
+
+class Counters(threading.Thread):
+    """Samples the kernel's byte counters of every site's interface."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.samples: list[tuple[float, dict[str, tuple[int, int]]]] = []
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(0.1):
+            self.samples.append((time.time(), {site: self._read(site) for site in SITES}))
+
+    @staticmethod
+    def _read(site: str) -> tuple[int, int]:
+        text = command("cat", "/proc/net/dev", inside=site).stdout
+        fields = next(line for line in text.splitlines() if "eth0:" in line).split(":")[1].split()
+        return int(fields[0]), int(fields[8])
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join()
+
+    def between(self, begin: float, end: float, site: str) -> int:
+        """Bytes both ways; the sample before and the one after."""
+        before = [s for t, s in self.samples if t <= begin][-1][site]
+        after = next(s for t, s in self.samples if t >= end)[site]
+        return after[0] - before[0] + after[1] - before[1]
+
+
+def job(folder: Path, label: str, rounds: int) -> Path:
+    file = folder / "job.yaml"
+    file.write_text(
+        f"name: hosts\nseed: 1\nmethod: {METHODS[label]}, rounds: {rounds}, training: {{lr: 0.01}}}}\n"
+        f"task: {{name: mortality, medications: {MEDICATIONS}, model: {{name: mlp, hidden: [{HIDDEN}]}}}}\n"
+        "federation: {min_sites: 3, task_timeout_s: 300}\n"
+    )
+    return file
+
+
+def measure(folder: Path, kits: Path, label: str, rounds: int) -> dict[str, Any]:
+    """One job: bytes by the kernel and by the ledger over its rounds, and the seconds of a round."""
+    counters = Counters()
+    counters.start()
+    time.sleep(0.5)
+    out = folder / label.split(maxsplit=1)[0]
+    kit = kits / "lead@coordination.org"
+    command(
+        "flare-sparse",
+        "run",
+        str(job(folder, label, rounds)),
+        "--env",
+        "prod",
+        "--kit",
+        str(kit),
+        "--out",
+        str(out),
+        inside="lead",
+    )
+    time.sleep(0.5)
+    counters.stop()
+    lines = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    messages = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+    begin, end = lines[0]["committed_at"] - lines[0]["seconds"], lines[-1]["committed_at"]
+    sites = {}
+    for site in SITES:
+        mine = [m for m in messages if m["site"] == site]
+        sites[site] = {
+            "kernel": counters.between(begin, end, site),
+            "ledger": sum(m["payload_bytes"] for m in mine),
+            "messages": len(mine),
+        }
+    trained = sorted(line["seconds"] for line in lines if line["kind"] == "train")[: rounds - 1]  # without the first
+    return {"label": label, "sites": sites, "round_s": trained[len(trained) // 2], "window_s": end - begin}
+
+
+def table(found: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+    lines = [
+        "# A host for everyone: what crossed the interfaces",
+        "",
+        f"`sudo python benchmarks/hosts.py --rates {' '.join(f'{r:g}' for r in arguments.rates)} --rounds {arguments.rounds}`",
+        "",
+        f"Server, three sites and the lead in network namespaces, every link capped both ways{delay(arguments)}; provisioned,",
+        f"mTLS. A network of {MEDICATIONS * HIDDEN + 2 * HIDDEN + 1:,} parameters. Bytes of all three sites' interfaces, both ways, by the",
+        "kernel's counters from the first question to the last commit, beside the ledger's sum of the same messages.",
+        "",
+        "| link | method | kernel, MB | ledger, MB | more | a message | messages | median round |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found:
+        kernel, ledger, messages = (
+            sum(s[what] for s in row["sites"].values()) for what in ("kernel", "ledger", "messages")
+        )
+        beyond = (kernel - 1.05 * ledger) / messages
+        lines.append(
+            f"| {row['rate']:g} Mbit/s | {row['label']} | {kernel / 1e6:.3f} | {ledger / 1e6:.3f} | {kernel / ledger - 1:.1%} | "
+            f"{beyond / 1e3:.1f} kB beyond 5 % | {messages} | {row['round_s']:.2f} s |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def delay(arguments: argparse.Namespace) -> str:
+    return f" and delayed by {arguments.delay_ms:g} ms" if arguments.delay_ms else ", not delayed"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=[100, 10], help="Mbit/s of every link")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="there and back; needs the scheduler netem")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=Path("runs/hosts"))
+    parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
+    arguments = parser.parse_args()
+    if os.geteuid() != 0:
+        parser.error("network namespaces need root: run it with sudo, or as root in a container of your own")
+    found: list[dict[str, Any]] = []
+    for rate in arguments.rates:
+        folder = (arguments.out / f"{rate:g}").resolve()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        with network(rate, arguments.delay_ms):
+            kits = prepare(folder)
+            start(kits)
+            for label in METHODS:
+                found.append({"rate": rate, **measure(folder, kits, label, arguments.rounds)})
+                print(json.dumps(found[-1]), flush=True)
+    text = table(found, arguments)
+    (arguments.out / "hosts.json").write_text(json.dumps(found, indent=1))
+    print(text)
+    if arguments.write:
+        arguments.write.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
