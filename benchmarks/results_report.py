@@ -112,6 +112,8 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.4), layout="constrained", width_ratios=(1.2, 1))
     for label, colour in DRAWN.items():
         levels = sorted({row["sparsity"] for row in rows if row["label"] == label})
+        if not levels:
+            continue
         series = [[figure_of(row) for row in rows if (row["label"], row["sparsity"]) == (label, s)] for s in levels]
         left.plot([off(s) for s in levels], [mean(values) for values in series], color=colour, label=label)
         for s, values in zip(levels, series, strict=True):

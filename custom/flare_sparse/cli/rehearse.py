@@ -21,7 +21,7 @@ from ..wire.ledger import Ledger
 from .console import out as console
 from .result import show_result
 from .resuming import Resume, checkpoint_root
-from .run import with_options
+from .run import keep_own_task, with_options
 from .simulated import simulated_sites
 
 
@@ -47,8 +47,8 @@ def rehearse(
 
 def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = False) -> dict[str, Any]:
     """Run a configuration in this process; the summary comes back and the record is in ``out``."""
-    own = build_task(config, user_task(config.task.name, file.parent)) if config.task.key == "class" else None
-    assembly = assemble(config, own)
+    kind = user_task(config.task.name, file.parent) if config.task.key == "class" else None
+    assembly = assemble(config, build_task(config, kind))
     root = checkpoint_root(config, assembly, out, resume=resume)
     data = simulated_sites(config, assembly.task, out)
     with threads(config.federation.threads):
@@ -75,6 +75,7 @@ def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = 
         resume=resume,
     )[0]
     summary = folder.finish(outcome)
+    keep_own_task(kind, out)
     write_card(Run.read(out))
     shutil.rmtree(root, ignore_errors=True)  # a run that is over is not gone on from
     return summary

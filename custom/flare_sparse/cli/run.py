@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -101,7 +102,7 @@ def run_in_simulator(
         checkpoints=checkpoints,
         on_round=lambda line: console.print(progress_line(line)),
     )
-    return _recorded(config, out, summary)
+    return _recorded(config, file, out, summary)
 
 
 def run_in_poc(config: RunConfig, file: Path, out: Path, console: Console, *, resume: bool = False) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def run_in_poc(config: RunConfig, file: Path, out: Path, console: Console, *, re
     _say(console, config, f"{len(sites)} sites as processes of their own (nvflare poc, mTLS)")
     with poc(out / "poc", sites, checkpoints) as kit:
         summary = run_deployed(_recipe(config, file), kit, out, on_line=console.print)
-    return _recorded(config, out, summary)
+    return _recorded(config, file, out, summary)
 
 
 def run_in_federation(
@@ -132,7 +133,7 @@ def run_in_federation(
     out.mkdir(parents=True, exist_ok=True)
     _say(console, config, f"submitted with {kit}")
     summary = run_deployed(_recipe(config, file, byoc=byoc), kit.resolve(), out, on_line=console.print)
-    return _recorded(config, out, summary)
+    return _recorded(config, file, out, summary)
 
 
 def _sites(config: RunConfig, file: Path, out: Path, console: Console) -> dict[str, SiteData]:
@@ -168,10 +169,17 @@ def _say(console: Console, config: RunConfig, where: str) -> None:
     console.print(f"{config.name}: {config.method.name}, {config.method.config.rounds} rounds, {where}")
 
 
-def _recorded(config: RunConfig, out: Path, summary: dict[str, Any]) -> dict[str, Any]:
+def _recorded(config: RunConfig, file: Path, out: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    keep_own_task(_own(config, file), out)
     (out / "config.yaml").write_text(dump_config(config))  # with the simulator's part, so that it can be run again
     write_card(Run.read(out))
     return summary
+
+
+def keep_own_task(own: type[Task] | None, out: Path) -> None:
+    """The module of the user's own task beside the record, so that the model can be opened later."""
+    if own is not None and (source := Path(inspect.getfile(own))).parent != out:
+        shutil.copy2(source, out / source.name)
 
 
 def _has_tensorboard() -> bool:
