@@ -38,17 +38,18 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", CELLS)
 def test_the_job_submitted_again_ends_with_the_model_of_an_undisturbed_run(name: str, cells: dict[str, Any]) -> None:
     cell = cells[name]
     assert cell["checks"]["hit"], "the kill came in another phase"
     assert cell["committed"] == [1], "one round was committed before the kill"
+    assert cell["checks"]["committed rounds kept"], f"asked again: {cell['asked again']}"
     assert cell["checks"]["same model"]
     assert cell["checks"]["balanced"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_who_comes_back_by_itself_and_what_an_admin_sees(cells: dict[str, Any]) -> None:
     """The facts that docs/provisioned.md gives under "When something dies"."""
     assert cells["SJ:aggregating"]["steps"] == ["FINISHED:EXECUTION_EXCEPTION"]
