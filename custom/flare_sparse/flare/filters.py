@@ -10,11 +10,11 @@ from nvflare.apis.shareable import Shareable
 
 from ..errors import NotHeld, RejectedMessage, WireError
 from .payload import (
-    CODE_HEADER,
     NOT_HELD_HEADER,
     REPLY,
     REQUEST,
     UPDATE,
+    code_in,
     dxo_to_update,
     message_to_shareable,
     shareable_to_message,
@@ -76,8 +76,6 @@ class DecodeUpdate(Filter):
 
 def _refusal(shareable: Shareable, site: str) -> Exception | str:
     """Why a site did not answer, from codes only: its text is not ours to repeat."""
-    code = shareable.get_header(CODE_HEADER)
-    known = isinstance(code, str) and code.startswith(("E_", "W_")) and len(code) <= 24 and code.isascii()
     if shareable.get_header(NOT_HELD_HEADER) is True:
         return NotHeld("E_NOT_HELD", "known", "what the message leans on", "nothing", site)
-    return code if known else str(shareable.get_return_code())
+    return code_in(shareable) or str(shareable.get_return_code())

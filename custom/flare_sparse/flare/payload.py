@@ -58,6 +58,13 @@ def shareable_to_message(shareable: Shareable, site: str) -> tuple[np.ndarray, d
     return message, dict(dxo.meta or {})
 
 
+def code_in(reply: Shareable) -> str | None:
+    """The code of ours that an error reply carries; None when what stands there is none."""
+    code = reply.get_header(CODE_HEADER)
+    known = isinstance(code, str) and code.startswith(("E_", "W_")) and len(code) <= 24 and code.isascii()
+    return str(code) if known else None
+
+
 def named_arrays(vector: torch.Tensor, layout: Layout) -> dict[str, np.ndarray]:
     """Views of a vector ``(P,)`` by tensor name."""
     return {name: tensor.numpy() for name, tensor in layout.unflatten(vector).items()}

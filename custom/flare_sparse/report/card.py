@@ -54,7 +54,7 @@ A model trained by federated learning with `{s["method"]}` over {len(s["sites"])
 ```python
 from flare_sparse import load_model
 
-model = load_model("{run.path.name}")   # this folder: a torch module in evaluation mode
+model = load_model("{run.path.name}")  # this folder: a torch module in evaluation mode
 ```
 
 `model.safetensors` (sha256 of its values {s["model_sha256"]}) with `config.yaml` beside it;

@@ -27,7 +27,7 @@ from ...exchange import Patch, Request, Update
 from ...site import SiteDesk
 from ...wire.codec import Decoded, decode
 from ...wire.plan import Plan
-from ..payload import CODE_HEADER, NOT_HELD_HEADER, UPDATE, dxo_to_update, shareable_to_message, update_to_dxo
+from ..payload import CODE_HEADER, NOT_HELD_HEADER, UPDATE, code_in, dxo_to_update, shareable_to_message, update_to_dxo
 from ..session import keep_at_site, site_session, workspace_of
 from .policy import POLICY_FILE, Policy, read_policy, refuse
 
@@ -92,7 +92,7 @@ class SiteLastGate(FLComponent):
         """FLARE swallows what an event handler raises, so a result is blanked in place."""
         try:
             if result.get_return_code() != ReturnCode.OK:
-                _blank(result, _code(result), not_held=result.get_header(NOT_HELD_HEADER) is True)
+                _blank(result, code_in(result) or "E_SITE", not_held=result.get_header(NOT_HELD_HEADER) is True)
             elif not policy_of(fl_ctx).foreign_jobs or _is_ours(result):
                 self._check(result, fl_ctx)
         except Exception as error:  # noqa: BLE001 - what it does not understand does not leave
@@ -170,12 +170,6 @@ def refusal(error: Exception, fl_ctx: FLContext) -> Shareable:
 
 def _code_of(error: Exception) -> str:
     return error.code if isinstance(error, FlareSparseError) else "E_POLICY"
-
-
-def _code(result: Shareable) -> str:
-    found = result.get_header(CODE_HEADER)
-    known = isinstance(found, str) and found.startswith(("E_", "W_")) and len(found) <= 24 and found.isascii()
-    return str(found) if known else "E_SITE"
 
 
 def _blank(result: Shareable, code: str, *, not_held: bool = False) -> None:
