@@ -138,6 +138,19 @@ def test_another_format_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch
         store.load(Content)
 
 
+def test_one_process_at_a_time(store: Store) -> None:
+    """A job that is submitted while the same one runs does not write into its checkpoints."""
+    store.claim()
+    second = Store(store.folder, store.belongs)
+    with pytest.raises(CheckpointError, match="The same job runs already"):
+        second.claim()
+    store.save(1, content(1))
+    assert number_in(store) == 1
+    os.close(store._lock)
+    second.claim()
+    os.close(second._lock)
+
+
 @dataclass(frozen=True)
 class Other:
     number: int

@@ -8,6 +8,7 @@ A checkpoint is written under another name, flushed to the disk with its folder,
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -38,6 +39,22 @@ class Store:
 
     def __init__(self, folder: Path, belongs: Mapping[str, Any], keep: int = 2):
         self.folder, self.belongs, self.keep = folder, dict(belongs), keep
+
+    def claim(self) -> None:
+        """Hold the folder until this process ends, however it ends.
+
+        Raises:
+            CheckpointError: another process holds it: the same job runs twice.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: held by another process, or not writable ({error.strerror}). The same job runs already: wait "
+                "for it or abort it; or submit with another seed"
+            ) from error
 
     def save(self, number: int, content: Any) -> None:
         """Write a checkpoint; afterwards it is on the disk, whole, also if the power goes.

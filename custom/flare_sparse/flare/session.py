@@ -59,11 +59,14 @@ class ServerSession(FLComponent):
 
         Raises:
             ConfigError: the job's file is not usable here.
+            CheckpointError: the same job runs already.
         """
         self.job, self.assembly = _assemble(fl_ctx)
         self.ledger = Ledger()
         root = checkpoint_folder(workspace_of(fl_ctx), SERVER)
         self.store = checkpoints(self.job, self.assembly, root, SERVER) if root else None
+        if self.store is not None:
+            self.store.claim()
         self.desk = ServerDesk(self.assembly.layout, self.assembly.run, self.job.wire.values, self.ledger)
 
 
@@ -79,6 +82,7 @@ class SiteSession(FLComponent):
 
         Raises:
             ConfigError, DataError: the job or the site's data is not usable.
+            CheckpointError: the same job runs here already.
         """
         if self._desk is None:
             name = fl_ctx.get_identity_name()
@@ -87,6 +91,8 @@ class SiteSession(FLComponent):
             site = open_site(assembly, site_data(name, local))
             root = checkpoint_folder(workspace_of(fl_ctx), name)
             store = checkpoints(job, assembly, root, name) if root else None
+            if store is not None:
+                store.claim()
             self._desk = SiteDesk(site, assembly.method, assembly.run, job.wire.values, store)
         return self._desk
 
