@@ -40,7 +40,7 @@ ORDER = (
 )
 RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 DOMAIN = {"models", "data", "tasks"}
-DOMAIN_MAY_USE = {"errors", "params", "task"}
+DOMAIN_MAY_USE = {"errors", "params", "structure", "task"}
 USES_DOMAIN = {"config", "flare", "cli"}
 USES_FLARE = {"flare", "cli"}
 

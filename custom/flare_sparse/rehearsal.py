@@ -120,6 +120,9 @@ class DrySite(Site):
         smaller.weights = live.take(self.weights)
         return smaller
 
+    def without_channels(self, closed: Mapping[str, Tensor]) -> tuple[Site, Mask]:
+        return self, Mask.full(self.layout.size)
+
     def watch(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
         """Without data there is nothing to see."""
 

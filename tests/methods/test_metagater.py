@@ -307,6 +307,26 @@ def test_10_a_filter_that_is_off_for_all_examples_keeps_its_weights_bit_for_bit(
         assert not torch.equal(adapted[name][3], named[name][3])
 
 
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("closed", [(2,), (0, 5), tuple(range(6))])
+def test_10_adaptation_without_the_channels_closed_for_good_is_the_same(closed: tuple[int, ...], detach: bool) -> None:
+    """The smaller network gives the steps of the whole one; a wholly closed layer is stepped on the whole network."""
+    net = Net(Images({"detach_input": detach}), {"site-1": images(1)})
+    method, weights = net.method(adapt_lr=0.5), net.weights.clone()
+    gates = method._gates
+    weights[gates.groups[0][list(closed)]] = 0
+    weights[gates.filters[0][list(closed)]] = 0
+    live = ~gates.closed(weights)
+    site = net.site("site-1")
+    site.weights = weights
+    adapted = method.adapt(site, live)
+    whole = one_step(site, weights, [gates.phi & live, live - gates.phi], method.config)
+    assert site.without_channels(gates.channels_off(live))[1].is_full == (len(closed) == 6)
+    assert torch.allclose(adapted, whole, atol=1e-6)
+    assert not torch.equal(adapted, weights)
+    assert not adapted[~live.on].any()
+
+
 def test_10_adaptation_is_free_of_noise() -> None:
     quiet, noisy = (Net(Images({"noise": noise}), {"site-1": images(1)}) for noise in (False, True))
     assert quiet.layout == noisy.layout

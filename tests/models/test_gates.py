@@ -11,10 +11,9 @@ from torch import nn
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.models import ModelConfig, build
-from flare_sparse.models.channels import run_channels
-from flare_sparse.models.compact import compact
 from flare_sparse.models.gates import ChannelGate, GateConfig, Gated, gated, straight_through
 from flare_sparse.params import Layout
+from flare_sparse.structure.channels import run_channels
 from flare_sparse.training.gating import channel_sparsity, observe_gates
 
 NETWORKS = {
@@ -158,41 +157,6 @@ def test_running_statistics_see_every_example_also_where_gates_are_closed() -> N
     with torch.no_grad():
         wrapped(torch.randn(3, 2, 6, 6) + 2)
     assert block[1].running_mean.count_nonzero() == 4
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_compact_network_is_the_same_function_without_the_closed_channels(name: str) -> None:
-    _, wrapped, x = network(name)
-    close(wrapped, [1, 2])
-    with torch.no_grad(), observe_gates(wrapped) as seen:
-        expected = wrapped(x)
-    small = compact(wrapped, {layer: torch.cat(q) for layer, q in seen.items()})
-    assert not gates(small)  # what is left is always open
-    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in wrapped.parameters())
-    assert torch.allclose(small(x), expected, atol=1e-5)
-
-
-def test_a_compact_network_keeps_the_gates_that_still_decide() -> None:
-    _, wrapped, x = network("image_cnn6")
-    with torch.no_grad():
-        disagree(wrapped, 0)
-        with observe_gates(wrapped) as seen:
-            expected = wrapped(x)
-        small = compact(wrapped, {layer: torch.cat(q) for layer, q in seen.items()})
-        assert gates(small)
-        assert all(gate.open.out_features < 8 for gate in gates(small))
-        assert torch.allclose(small(x), expected, atol=1e-5)
-
-
-def test_what_cannot_be_made_compact_is_refused() -> None:
-    _, wrapped, _ = network("image_cnn")
-    with pytest.raises(ConfigError, match="'0' is not a gated layer; gated are: 1, 2"):
-        compact(wrapped, {"0": torch.ones(1, 4)})
-    with pytest.raises(ConfigError, match="every channel is closed"):
-        compact(wrapped, {"1": torch.zeros(1, 8)})
-    last = gated(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()), GateConfig(layers=("0",)))
-    with pytest.raises(ConfigError, match="must be the next convolution or linear layer"):
-        compact(last, {"0": torch.eye(4)[:2]})  # type: ignore[arg-type]
 
 
 def test_channel_sparsity_counts_over_layers_and_examples() -> None:

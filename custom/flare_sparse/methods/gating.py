@@ -16,12 +16,14 @@ class Gates:
     """The gated layers of a layout. A gated layer ``L`` has its gate in ``L.gate`` and its filters in ``L.body``.
 
     Attributes:
+        layers: names of the gated layers.
         phi: all parameters of the gates; everything else is the backbone theta.
         groups: per gated layer, indices ``(channels, hidden + 1)``: a row of the gate's last weight and its bias. A
             channel whose group is zero is closed for every input.
         filters: per gated layer, indices ``(channels, n)`` of what makes this channel: filter, bias, norm affine.
     """
 
+    layers: tuple[str, ...]
     phi: Mask
     groups: tuple[Tensor, ...]
     filters: tuple[Tensor, ...]
@@ -34,7 +36,12 @@ class Gates:
         phi = Mask.of(layout, lambda entry: bool(inside) and entry.name.startswith(inside))
         groups = tuple(_rows(layout, f"{layer}.gate.open.") for layer in layers)
         filters = tuple(_rows(layout, f"{layer}.body.", buffers=False) for layer in layers)
-        return cls(phi, groups, filters)
+        return cls(tuple(layers), phi, groups, filters)
+
+    def channels_off(self, live: Mask) -> dict[str, Tensor]:
+        """By gated layer, bool ``(channels,)``: those that a mask has nothing of, neither group nor filter."""
+        entries = zip(self.layers, self.groups, self.filters, strict=True)
+        return {layer: ~torch.cat([live.on[g], live.on[f]], dim=1).any(1) for layer, g, f in entries}
 
     def closed(self, vector: Tensor) -> Mask:
         """Groups that are zero, and the filters behind them: nothing of these has an effect."""

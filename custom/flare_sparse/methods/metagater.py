@@ -135,9 +135,14 @@ class MetaGater(Method[State]):
         return group_lasso(v, self._gates.groups, step * self.config.lasso)
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
-        """Section 3.3: stage I, one step of the gates; stage II, one step of the backbone behind the new gates."""
+        """Section 3.3: stage I, one step of the gates; stage II, one step of the backbone behind the new gates.
+
+        Channels that are closed for good have no part in either; both run on the network without them.
+        """
         gates = self._gates.phi & trainable
-        return one_step(site, site.weights, [gates, trainable - self._gates.phi], self.config)
+        here, live = site.without_channels(self._gates.channels_off(trainable))
+        stages = [Mask(live.take(stage.on)) for stage in (gates, trainable - self._gates.phi)]
+        return live.put(one_step(here, here.weights, stages, self.config), site.weights.clone())
 
     def model(self, state: State) -> Patch:
         """w_t^pr, which round t sends out; after the last round what ``output`` says."""

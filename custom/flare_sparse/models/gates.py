@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, closest
-from .channels import CHANNELWISE, CONVOLUTIONS, NORMS, leaves, run_channels
+from ..structure.channels import CHANNELWISE, CONVOLUTIONS, NORMS, leaves, run_channels
 
 
 class GateConfig(BaseModel):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ..errors import ConfigError
 from ..mask import Mask
 from ..params import Layout
+from ..structure.compact import without
 from ..structure.removal import narrowed
 from ..structure.watching import Watched
 from ..task import Examples, Task, minibatches
@@ -50,6 +52,7 @@ class Site:
         self.memory: dict[str, Tensor] = {}
         self._examples = examples
         self._smaller: tuple[Mask, Site] | None = None
+        self._unclosed: tuple[Any, Site, Mask] | None = None
         with seeded(0):
             self._model = FlatModel(network or task.model(), layout, device)
 
@@ -143,14 +146,39 @@ class Site:
         if live.is_full:
             return self
         if self._smaller is None or self._smaller[0] != live:
-            network = narrowed(self._model.module, live)
-            device = str(self._model.device)
-            layout = Layout.of(network)
-            site = Site(self.name, self.task, self._examples, layout, self.seed, device, network)
-            site.choices = self.choices
-            self._smaller = live, site
+            self._smaller = live, self._with(narrowed(self._model.module, live))
         self._smaller[1].weights = live.take(self.weights)
         return self._smaller[1]
+
+    def without_channels(self, closed: Mapping[str, Tensor]) -> tuple[Site, Mask]:
+        """This site with a network without channels that no input opens, and the entries which that network has.
+
+        The smaller site's ``weights`` are those of these entries. The site itself, and all entries, where nothing is
+        closed or the network cannot be cut. The network is made once for each set of closed channels.
+
+        Args:
+            closed: bool ``(channels,)`` by name of the gated layer.
+        """
+        network, everything = self._model.module, Mask.full(self.layout.size)
+        if not isinstance(network, nn.Sequential) or not any(bool(channels.any()) for channels in closed.values()):
+            return self, everything
+        key = tuple((layer, *channels.tolist()) for layer, channels in sorted(closed.items()))
+        if self._unclosed is None or self._unclosed[0] != key:
+            try:
+                smaller, live = without(network, closed)
+            except ConfigError:  # a whole layer is closed, or its reader is unknown: slower, and the same
+                return self, everything
+            self._unclosed = key, self._with(smaller), live
+        _, site, live = self._unclosed
+        site.weights = live.take(self.weights)
+        return site, live
+
+    def _with(self, network: nn.Module) -> Site:
+        """This site with another network."""
+        device = str(self._model.device)
+        site = Site(self.name, self.task, self._examples, Layout.of(network), self.seed, device, network)
+        site.choices = self.choices
+        return site
 
     def watch(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
         """Run all training examples through the network in evaluation mode and look at some of its units.

@@ -1,0 +1,112 @@
+"""Gated networks made smaller: the same function without the closed channels, the same gradients, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.models import build
+from flare_sparse.models.gates import ChannelGate, GateConfig, gated
+from flare_sparse.params import Layout
+from flare_sparse.structure.compact import compact, without
+from flare_sparse.training.gating import observe_gates
+
+NETWORKS = {
+    "image_cnn": ({"image": (3, 16, 16), "channels": (4, 8, 8)}, ("1", "2"), (3, 16, 16)),
+    "image_cnn6": ({"image": (3, 16, 16), "channels": (4, 6, 8)}, ("4", "5"), (3, 16, 16)),
+    "brain_age_cnn_3mm": (
+        {"volume": (8, 8, 8), "channels": (4, 6, 8), "reduced": 4, "pooled": 2},
+        ("1", "2"),
+        (1, 8, 8, 8),
+    ),
+}
+
+
+def network(name: str) -> tuple[nn.Sequential, Tensor]:
+    own, layers, shape = NETWORKS[name]
+    torch.manual_seed(1)
+    wrapped = gated(build(name, **own), GateConfig(layers=layers))  # type: ignore[arg-type]
+    return wrapped.eval(), torch.randn(16, *shape)  # type: ignore[return-value]
+
+
+def gates(model: nn.Module) -> list[ChannelGate]:
+    return [part for part in model.modules() if isinstance(part, ChannelGate)]
+
+
+@torch.no_grad()
+def close(model: nn.Module, closed: list[int], weight: float = 0.0) -> dict[str, Tensor]:
+    """These channels' groups are zero; all others are open for every input, or decide by it."""
+    found = {}
+    for name, part in model.named_modules():
+        if isinstance(part, ChannelGate):
+            part.open.weight.normal_(0, weight) if weight else part.open.weight.zero_()
+            part.open.bias.fill_(0 if weight else 1)
+            part.hidden.weight.normal_(0, 30)  # gates that differ from example to example
+            part.open.weight[closed] = 0
+            part.open.bias[closed] = 0
+            found[name.removesuffix(".gate")] = torch.zeros(part.open.out_features, dtype=torch.bool)
+            found[name.removesuffix(".gate")][closed] = True
+    return found
+
+
+def seen_by(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    with torch.no_grad(), observe_gates(model) as seen:
+        out = model(x)
+    return {layer: torch.cat(q) for layer, q in seen.items()}, out
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_compact_network_is_the_same_function_without_the_closed_channels(name: str) -> None:
+    wrapped, x = network(name)
+    close(wrapped, [1, 2])
+    seen, expected = seen_by(wrapped, x)
+    small = compact(wrapped, seen)
+    assert not gates(small)  # what is left is always open
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in wrapped.parameters())
+    assert torch.allclose(small(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["image_cnn", "image_cnn6"])
+def test_a_compact_network_keeps_the_gates_that_still_decide(name: str) -> None:
+    wrapped, x = network(name)
+    x = x * torch.linspace(-3, 3, len(x)).reshape(-1, 1, 1, 1) + torch.randn(len(x), 3, 1, 1)
+    close(wrapped, [0], weight=3.0)
+    seen, expected = seen_by(wrapped, x)
+    assert any(len(q.unique(dim=0)) > 1 for q in seen.values())
+    small = compact(wrapped, seen)
+    assert gates(small)
+    assert all(gate.open.out_features < 8 for gate in gates(small))
+    assert torch.allclose(small(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_without_closed_channels_output_and_gradients_stay_and_entries_keep_their_order(name: str) -> None:
+    wrapped, x = network(name)
+    small, live = without(wrapped, close(wrapped, [1, 3], weight=3.0))
+    assert len(gates(small)) == len(gates(wrapped))
+    whole = Layout.of(wrapped).flatten(dict([*wrapped.named_parameters(), *wrapped.named_buffers()]))
+    left = Layout.of(small).flatten(dict([*small.named_parameters(), *small.named_buffers()]))
+    assert torch.equal(live.take(whole), left)
+    assert live.count < live.size
+    assert torch.allclose(small(x), wrapped(x), atol=1e-5)
+    gradients = []
+    for model in (wrapped, small):
+        model(x).square().mean().backward()
+        parts = {n: p.new_zeros(p.shape) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        gradients.append(Layout.of(model).flatten({**parts, **dict(model.named_buffers())}))
+    assert torch.allclose(live.take(gradients[0]), gradients[1], atol=1e-4)
+
+
+def test_what_cannot_be_made_smaller_is_refused() -> None:
+    wrapped, _ = network("image_cnn")
+    with pytest.raises(ConfigError, match="'0' is not a gated layer; gated are: 1, 2"):
+        compact(wrapped, {"0": torch.ones(1, 4)})
+    with pytest.raises(ConfigError, match="every channel is closed"):
+        compact(wrapped, {"1": torch.zeros(1, 8)})
+    with pytest.raises(ConfigError, match="every channel is closed"):
+        without(wrapped, {"1": torch.ones(8, dtype=torch.bool)})
+    last = gated(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()), GateConfig(layers=("0",)))
+    with pytest.raises(ConfigError, match="must be the next convolution or linear layer"):
+        compact(last, {"0": torch.eye(4)[:2]})  # type: ignore[arg-type]
