@@ -18,7 +18,7 @@ from flare_sparse.methods import METHODS, Method
 
 PACKAGE = Path(next(iter(flare_sparse.__path__)))
 ORDER = (
-    ("errors",),
+    ("errors", "version"),
     ("params",),
     ("mask", "proximal", "schedules"),
     ("exchange", "task", "structure", "checkpoint"),
@@ -26,7 +26,7 @@ ORDER = (
     ("data",),
     ("tasks",),
     ("aggregate", "training", "wire"),
-    ("scores", "robust"),
+    ("scores", "robust", "capabilities"),
     ("methods",),
     ("server", "site"),
     ("federation",),

@@ -30,6 +30,23 @@ class SelectionError(FlareSparseError, ValueError):
     code = "E_SELECTION"
 
 
+class LeftOut(FlareSparseError):
+    """A site is not asked, since it cannot take part; the others go on without it.
+
+    Args:
+        code: stable reason, ``E_...``.
+        site: who is left out.
+        why: what does not fit, and the way out.
+    """
+
+    def __init__(self, code: str, site: str, why: str):
+        self.code, self.site, self.why = code, site, why
+        super().__init__(code, site, why)
+
+    def __str__(self) -> str:
+        return f"{self.code}: site {self.site!r} is left out: {self.why}"
+
+
 class RoundFailed(FlareSparseError):
     """A round found too few usable contributions; the model is what it was before the round."""
 

@@ -70,6 +70,8 @@ class Request:
         expected: the very entries that an answer must carry; None: any. Known to the server only.
         fits: says whether the selection of a site's answer may be one, where ``expected`` cannot. Known to the server
             only.
+        least: says how many entries an answer of a site carries at least, where ``expected`` does not; None: the site
+            decides. Known to the server only.
         otherwise: sent instead of ``model`` to a site that does not hold what ``model`` lies over.
     """
 
@@ -81,6 +83,7 @@ class Request:
     expected: Mask | None = None
     otherwise: Patch | None = None
     fits: Callable[[str, Mask], bool] | None = None
+    least: Callable[[str], int] | None = None
 
 
 @dataclass(frozen=True)

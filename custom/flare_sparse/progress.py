@@ -32,6 +32,12 @@ def progress_line(line: Mapping[str, Any]) -> str:
         + (f" ({line['dense_bytes'] / max(sent, 1):.1f}x less than dense)" if line["dense_bytes"] else ""),
         f"{line['seconds']:.1f} s",
         f"left out: {line['rejected']}" if line["rejected"] else "",
+        f"not asked: {_codes(line['left_out'])}" if line.get("left_out") else "",
         f"no answer: {', '.join(line['timed_out'])}" if line["timed_out"] else "",
     ]
     return "  ".join(part for part in parts if part)
+
+
+def _codes(reasons: Mapping[str, str]) -> dict[str, str]:
+    """By site, the code that a reason begins with."""
+    return {site: why.split(":")[0] for site, why in reasons.items()}

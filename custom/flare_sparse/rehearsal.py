@@ -63,7 +63,11 @@ def rehearse(
     federation = Federation(method, server, metric, rules, on_round, stores(SERVER))
     with threads(thread_count):
         outcome = federation.run(
-            weights, lambda: sorted(desks), lambda q: dict(_carry(q, server, desks)), resume=resume
+            weights,
+            lambda: sorted(desks),
+            lambda q: dict(_carry(q, server, desks)),
+            greet=lambda names: {name: desks[name].hello() for name in names},
+            resume=resume,
         )
     return outcome, ledger
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .errors import RejectedMessage
-from .exchange import Patch, Request, Update
+from .exchange import VALIDATE, Patch, Request, Update
 from .mask import Mask
 from .params import Layout
-from .wire.codec import Encoded, decode, encode
+from .wire.codec import Encoded, decode, encode, smallest
 from .wire.ledger import Ledger
 from .wire.plan import Plan, ValueType
 
@@ -116,6 +116,15 @@ class ServerDesk:
             kind=request.kind,
         )
         return patch, plan
+
+    def least_upload(self, site: str, request: Request) -> tuple[int, int]:
+        """Entries and bytes that the answer of ``site`` to ``request`` has at least; the bytes of a selection that
+        must be said are not among them.
+        """
+        entries = request.expected.count if request.expected else request.least(site) if request.least else 0
+        if request.kind == VALIDATE:
+            entries = 0
+        return entries, smallest(entries, "float32" if request.content == "scores" else self.values)
 
     def memory(self) -> DeskMemory:
         """A value, for a checkpoint."""

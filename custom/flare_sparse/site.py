@@ -99,6 +99,14 @@ class SiteDesk:
             return update
         return replace(update, metrics=self.site.judge(self.site.weights))
 
+    def hello(self, **limits: Any) -> dict[str, str | int | float]:
+        """What this site says of itself before it is asked.
+
+        Args:
+            limits: of the site's policy, fields of :class:`~flare_sparse.capabilities.Capabilities`.
+        """
+        return self.method.able(self.site).model_copy(update=limits).said()
+
     def encode(self, request: Request, update: Update) -> Encoded:
         """The message that carries ``update`` back; what the number format rounds off goes with the next one.
 

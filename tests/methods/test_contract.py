@@ -37,6 +37,9 @@ class Restarting:
     def ask(self, state: Any, sites: Sequence[str]) -> Any:
         return self._method.ask(_saved_and_restored(state), sites)
 
+    def planned(self, able: Any) -> Restarting:
+        return Restarting(self._method.planned(able))
+
     def learn(self, state: Any, updates: Sequence[Update]) -> Any:
         return _saved_and_restored(self._method.learn(_saved_and_restored(state), updates))
 

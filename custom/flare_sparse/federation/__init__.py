@@ -1,7 +1,19 @@
 """The rounds of a run: ask, collect, check, commit, judge. The rehearsal and FLARE's controller both run this loop."""
 
+from .census import Greet
 from .loop import Federation, Reply, Transport
 from .record import Best, Judgement, Outcome, RoundRecord, Snapshot
 from .rules import Rules
 
-__all__ = ["Best", "Federation", "Judgement", "Outcome", "Reply", "RoundRecord", "Rules", "Snapshot", "Transport"]
+__all__ = [
+    "Best",
+    "Federation",
+    "Greet",
+    "Judgement",
+    "Outcome",
+    "Reply",
+    "RoundRecord",
+    "Rules",
+    "Snapshot",
+    "Transport",
+]

@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
+from ..capabilities import Capabilities
 from ..checkpoint.store import Store
-from ..errors import NotHeld, RoundFailed
+from ..errors import LeftOut, NotHeld, RoundFailed
 from ..exchange import VALIDATE, Request, Update
 from ..methods import Method
 from ..robust import clipped
 from ..server import Question, ServerDesk
 from ..task import Metric
+from .census import Census, Greet
 from .record import Best, Judgement, Outcome, RoundRecord, Snapshot
 from .rules import Roster, Rules, capped
 
@@ -35,6 +37,7 @@ class Federation:
         rules: when a round counts.
         on_round: called with each record as its round is committed.
         store: receives a checkpoint with every commit; None: a crash loses the run.
+        on_left_out: called with the reason for which a site cannot take part, once for each reason.
     """
 
     def __init__(
@@ -45,14 +48,25 @@ class Federation:
         rules: Rules | None = None,
         on_round: Callable[[RoundRecord], None] = lambda record: None,
         store: Store | None = None,
+        on_left_out: Callable[[LeftOut], None] = lambda why: None,
     ):
         self.method, self.desk, self.metric = method, desk, metric
         self.rules, self.on_round, self.store = rules or Rules(), on_round, store
         self._best, self._roster = Best(), Roster()
+        self._census = Census(None, on_left_out)
+        self._on_left_out = on_left_out
+        self._planned: dict[str, Capabilities] = {}
+        self._silent: list[str] = []
         self._records: list[RoundRecord] = []
 
     def run(
-        self, weights: Tensor, sites: Callable[[], list[str]], transport: Transport, *, resume: bool = False
+        self,
+        weights: Tensor,
+        sites: Callable[[], list[str]],
+        transport: Transport,
+        *,
+        greet: Greet | None = None,
+        resume: bool = False,
     ) -> Outcome:
         """From the first question, or from the last checkpoint, to the last judgement.
 
@@ -60,16 +74,20 @@ class Federation:
             weights: ``(P,)`` the initial model.
             sites: names of the sites present now.
             transport: carries questions and answers.
+            greet: asks sites what they can, before they are first asked anything; None: they can all that is asked.
             resume: go on from the newest checkpoint where there is one; otherwise those that are there are forgotten.
 
         Raises:
             RoundFailed: a round stayed below the quorum in every attempt; the last commit is intact.
             CheckpointError: a checkpoint could not be written, or is of another run.
         """
-        state, committed = self.method.init(weights, sites()), 0
+        self._census = Census(greet, self._on_left_out)
+        here = self._present(sites)
+        state, committed = self.method.init(weights, here), 0
         if self.store is not None:
             state, committed = self._resumed(self.store, state) if resume else self._afresh(self.store, state)
-        while (requests := self.method.ask(state, self._roster.present(sites(), self.rules))) is not None:
+            here = self._roster.present(here, self.rules)  # who rests is known only now
+        while (requests := self.method.ask(state, here)) is not None:
             record, updates = self._round(requests, transport, committed)
             updates, cut = clipped(updates, self._before(state), self.rules.clip_norm)
             record = replace(record, clipped=cut)
@@ -77,13 +95,39 @@ class Federation:
             state = self.method.learn(state, updates)
             committed = record.round
             self._commit(record, state, committed)
-        last = self.method.judge(state, self._roster.present(sites(), self.rules))
+            here = self._present(sites)
+        last = self.method.judge(state, here)
         record, _ = self._round(last, transport, committed, reporting=True)
         if record.kind == VALIDATE:  # otherwise it is personal models that were judged
             self._consider(state, committed, record.judgement)
         self._announce(self._sealed(record, state))
         model = self.method.model(state)
         return Outcome(state, model.vector(), model.on, record.judgement, self._best, self._records)
+
+    def _present(self, sites: Callable[[], list[str]]) -> list[str]:
+        """Who may be asked now; the method plans with what they can.
+
+        Raises:
+            RoundFailed: too few can take part.
+        """
+        for _ in range(self.rules.retries + 1):
+            here = sites()
+            awake = self._roster.present([s for s in here if s not in self._census.misfits()], self.rules)
+            admitted = self._census.admitted(awake)
+            if len(admitted) >= min(self.rules.min_sites, len(here)):
+                self._silent = sorted(set(awake) - set(admitted))
+                self._plan()
+                return admitted
+        raise RoundFailed(
+            f"{len(admitted)} of {len(here)} sites can take part, {self.rules.min_sites} are needed: "
+            + "; ".join(str(why) for _, why in sorted(self._census.out.items()))
+        )
+
+    def _plan(self) -> None:
+        """The method as it can be carried out by the sites heard so far."""
+        if self._census.able != self._planned:
+            self._planned = dict(self._census.able)
+            self.method = self.method.planned(self._planned)
 
     def _before(self, state: Any) -> Tensor:
         """``(P,)`` the model that changes are measured against, where any are."""
@@ -137,15 +181,18 @@ class Federation:
     ) -> tuple[RoundRecord, list[Update]]:
         """Ask until enough sites contribute; everything is validated before anything is summed."""
         began, first = time.monotonic(), len(self.desk.ledger.lines)
+        requests, too_much = self._within_caps(requests)
+        left_out = {site: str(why) for site, why in sorted({**self._census.out, **too_much}.items())}
         resting = sorted(self._roster.resting)
         for attempt in range(1, self.rules.retries + 2):
             tally = self._collect(requests, transport)
             contributed = [u for u in tally.answered if u.content != "nothing" and u.examples > 0]
             counted = tally.answered if reporting else contributed
             if self._enough(counted, requests):
-                self._roster.heard([u.site for u in tally.answered], list(requests), self.rules)
+                missed = [site for site in self._silent if site not in resting]
+                self._roster.heard([u.site for u in tally.answered], [*requests, *missed], self.rules)
                 weighed, cut = capped(contributed, self.rules.max_share)
-                facts = _Facts(requests, [u.site for u in counted], judged, attempt, resting, cut)
+                facts = _Facts(requests, [u.site for u in counted], judged, attempt, resting, left_out, cut)
                 return self._record(tally, facts, self.desk.ledger.lines[first:], time.monotonic() - began), weighed
         raise RoundFailed(
             f"round {tally.question.round} ({tally.question.kind}): {len(counted)} of {len(requests)} sites contributed "
@@ -153,6 +200,30 @@ class Federation:
             f"{self._weight_needed()}; rejected: {tally.rejected or 'none'}, silent: {tally.silent or 'none'}. "
             "The last committed model is intact."
         )
+
+    def _within_caps(self, requests: dict[str, Request]) -> tuple[dict[str, Request], dict[str, LeftOut]]:
+        """The requests that sites can answer within their upload caps, and why the others are not asked.
+
+        Raises:
+            RoundFailed: too few are left.
+        """
+        too_much: dict[str, LeftOut] = {}
+        for site, request in requests.items():
+            entries, size = self.desk.least_upload(site, request)
+            able = self._census.able.get(site)
+            if able and (reason := able.refusal(entries, size, self.desk.layout.size)):
+                what = f"it {reason} ({request.kind}, round {request.round})"
+                too_much[site] = LeftOut(
+                    "E_CAP", site, f"{what}. Choose settings that send less, or raise the cap there"
+                )
+                self._census.warn(too_much[site])
+        asked = {site: request for site, request in requests.items() if site not in too_much}
+        if too_much and len(asked) < max(1, min(self.rules.min_sites, len(requests))):
+            raise RoundFailed(
+                f"{len(asked)} of {len(requests)} sites can answer, {self.rules.min_sites} are needed: "
+                + "; ".join(str(why) for _, why in sorted(too_much.items()))
+            )
+        return asked, too_much
 
     def _enough(self, counted: list[Update], requests: Mapping[str, Request]) -> bool:
         """The quorum, by sites and by weight; nobody is never enough."""
@@ -176,6 +247,7 @@ class Federation:
             abstained=[u.site for u in tally.answered if u.site not in set(facts.counted)],
             timed_out=tally.silent,
             resting=facts.resting,
+            left_out=facts.left_out,
             capped=facts.capped,
             clipped={},
             attempts=facts.attempt,
@@ -230,6 +302,7 @@ class _Facts:
     judged: int
     attempt: int
     resting: list[str]
+    left_out: dict[str, str]
     capped: dict[str, int]
 
 

@@ -46,6 +46,7 @@ class RoundRecord:
     the next round, the last one after all rounds. ``committed_at`` is in seconds since 1970, ``seconds`` covers the
     asking, the sites' work and the collecting. ``capped``: examples that a site was counted with where its own number
     would have weighed too much. ``clipped``: length of a site's change that was shortened. ``resting``: sites that this round left out, for they had missed too many.
+    ``left_out``: sites that could not take part in this round, and why; they were not asked.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class RoundRecord:
     abstained: list[str]
     timed_out: list[str]
     resting: list[str]
+    left_out: dict[str, str]
     capped: dict[str, int]
     clipped: dict[str, float]
     attempts: int

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from nvflare.apis.client import Client
@@ -24,7 +25,7 @@ from ..federation import Federation, Reply, RoundRecord
 from ..progress import progress_line
 from ..records import RunFolder, write_json
 from ..server import Question
-from .payload import REPLY, TASK, message_to_shareable
+from .payload import HELLO, REPLY, TASK, hello_in, message_to_shareable
 from .results import announce_best, announce_round
 from .session import AGGREGATOR_ID, server_session, workspace_of
 
@@ -102,6 +103,9 @@ class FederatedController(Controller):
         def carry(question: Question) -> Mapping[str, Reply]:
             return self._carry(question, job.federation.task_timeout_s, fl_ctx, abort_signal)
 
+        def greet(sites: list[str]) -> Mapping[str, Any]:
+            return self._greet(sites, job.federation.task_timeout_s, fl_ctx, abort_signal)
+
         federation = Federation(
             assembly.method,
             session.desk,
@@ -109,9 +113,10 @@ class FederatedController(Controller):
             rules(job),
             committed,
             session.store,
+            lambda why: self.logger.warning(str(why)),
         )
         sites = partial(self._sites, fl_ctx, job.federation.min_sites)
-        outcome = federation.run(assembly.weights, sites, carry, resume=True)
+        outcome = federation.run(assembly.weights, sites, carry, greet=greet, resume=True)
         folder.finish(outcome)
         announce_best(self, outcome.best, assembly.task.metric, fl_ctx)
         write_json(
@@ -127,6 +132,30 @@ class FederatedController(Controller):
             raise ConfigError(f"no site is connected; federation.min_sites asks for {wanted}")
         return names
 
+    def _greet(self, sites: list[str], timeout_s: float, fl_ctx: FLContext, abort_signal: Signal) -> Mapping[str, Any]:
+        """What each site says of itself, unchecked, until all answered or the time is up."""
+        said: dict[str, Any] = {}
+
+        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
+            said[fl_ctx.get_peer_context().get_identity_name()] = hello_in(client_task.result)
+            client_task.result = None
+
+        task = Task(name=HELLO, data=Shareable(), timeout=math.ceil(timeout_s), result_received_cb=received)
+        self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
+        self._wait([task], abort_signal)
+        return dict(said)
+
+    def _wait(self, tasks: list[Task], abort_signal: Signal) -> None:
+        """Until all tasks are done.
+
+        Raises:
+            Aborted: the job was aborted meanwhile.
+        """
+        while any(task.completion_status is None for task in tasks):
+            if abort_signal.triggered:
+                raise Aborted("the job was aborted")
+            time.sleep(POLL_S)
+
     def _carry(
         self, question: Question, timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
     ) -> Mapping[str, Reply]:
@@ -141,10 +170,7 @@ class FederatedController(Controller):
             task = Task(name=TASK, data=data, timeout=math.ceil(timeout_s), result_received_cb=self._received)
             self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
             tasks.append(task)
-        while any(task.completion_status is None for task in tasks):
-            if abort_signal.triggered:
-                raise Aborted("the job was aborted")
-            time.sleep(POLL_S)
+        self._wait(tasks, abort_signal)
         replies: dict[str, Reply] = self._aggregator.aggregate(fl_ctx)[REPLY]
         return replies
 

@@ -11,7 +11,7 @@ from nvflare.apis.signal import Signal
 
 from ..errors import FlareSparseError, NotHeld
 from ..exchange import Request
-from .payload import CODE_HEADER, NOT_HELD_HEADER, REQUEST, UPDATE, update_to_dxo
+from .payload import CODE_HEADER, HELLO, NOT_HELD_HEADER, REQUEST, UPDATE, hello_to_shareable, update_to_dxo
 from .session import keep_at_site, site_session
 
 
@@ -24,6 +24,8 @@ class SparseExecutor(Executor):
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Never raises: a failure is a reply with our code and no text, since texts may name paths or subjects."""
+        if task_name == HELLO:
+            return hello_to_shareable(site_session(fl_ctx).hello(fl_ctx))
         request = shareable.get(REQUEST)
         try:
             if not isinstance(request, Request):

@@ -6,6 +6,7 @@ filters act on real values; on the wire it is one uint8 array in an ``APP_DEFINE
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,10 @@ from ..mask import Mask
 from ..params import Layout
 
 TASK = "exchange"
-"""The one FLARE task of a job; what is asked is inside the message."""
+"""The FLARE task of every round; what is asked is inside the message."""
+
+HELLO = "hello"
+"""The FLARE task in which a site says what it can take part in; also the one name in its answer."""
 
 CODE_HEADER = "flare_sparse_code"
 NOT_HELD_HEADER = "flare_sparse_not_held"
@@ -56,6 +60,21 @@ def shareable_to_message(shareable: Shareable, site: str) -> tuple[np.ndarray, d
     if message.dtype != np.uint8 or message.ndim != 1:
         raise RejectedMessage("E_DTYPE", "message", "uint8 (n,)", f"{message.dtype} {message.shape}", site)
     return message, dict(dxo.meta or {})
+
+
+def hello_to_shareable(said: Mapping[str, Any]) -> Shareable:
+    """What a site says of itself, and nothing beside it."""
+    return DXO(DataKind.APP_DEFINED, data={HELLO: dict(said)}).to_shareable()
+
+
+def hello_in(shareable: Shareable) -> Any:
+    """What a site says of itself, as it came; None when this is no hello."""
+    try:
+        dxo = from_shareable(shareable)
+    except ValueError:
+        return None
+    alone = isinstance(dxo.data, dict) and list(dxo.data) == [HELLO] and not dxo.meta
+    return dxo.data[HELLO] if alone and dxo.data_kind == DataKind.APP_DEFINED else None
 
 
 def code_in(reply: Shareable) -> str | None:

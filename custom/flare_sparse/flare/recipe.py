@@ -21,7 +21,7 @@ from .aggregator import StagingAggregator
 from .controller import FederatedController
 from .executor import SparseExecutor
 from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
-from .payload import TASK
+from .payload import HELLO, TASK
 from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, OwnTask, ServerSession, SiteSession
 
 Packaging = Literal["installed", "byoc"]
@@ -84,7 +84,7 @@ class SparseRecipe(Recipe):
             job.to_server(TBAnalyticsReceiver(events=["analytix_log_stats"]), id="tensorboard")
 
     def _clients(self, job: FedJob) -> None:
-        job.to_clients(SparseExecutor(), tasks=[TASK])
+        job.to_clients(SparseExecutor(), tasks=[HELLO, TASK])
         job.to_clients(SiteSession(), id=SITE_ID)
         self.add_client_input_filter(DecodeRequest(), tasks=[TASK])
         self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])

@@ -11,6 +11,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
 from ..assemble import Assembly, assemble, checkpoints, open_site
+from ..capabilities import own
 from ..config import JobConfig, parse_job
 from ..config.reading import read
 from ..data.source import site_data
@@ -21,6 +22,7 @@ from ..site import SiteDesk
 from ..task import Task
 from ..wire.ledger import Ledger
 from .keeping import checkpoint_folder
+from .site.policy import POLICY_FILE, Policy, read_policy
 
 JOB_FILE = "flare_sparse.yaml"
 SITE_ID, SERVER_ID, AGGREGATOR_ID, TASK_ID = "site", "server_session", "aggregator", "task"
@@ -76,6 +78,7 @@ class SiteSession(FLComponent):
     def __init__(self) -> None:
         super().__init__()
         self._desk: SiteDesk | None = None
+        self._said: dict[str, str | int | float] | None = None
 
     def desk(self, fl_ctx: FLContext) -> SiteDesk:
         """This site's desk.
@@ -95,6 +98,27 @@ class SiteSession(FLComponent):
                 store.claim()
             self._desk = SiteDesk(site, assembly.method, assembly.run, job.wire.values, store)
         return self._desk
+
+    def hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
+        """What this site says of itself before it is asked: its versions, and the limits that it could read.
+
+        Never raises: a site that cannot be opened says its versions only, and why with the first question.
+        """
+        if self._said is None:
+            try:
+                self._said = self.desk(fl_ctx).hello(**policy_of(fl_ctx).limits())
+            except Exception:  # noqa: BLE001 - the job may need another version to be read at all
+                self._said = own().said()
+        return self._said
+
+
+def policy_of(fl_ctx: FLContext) -> Policy:
+    """The policy of the site that this process runs at.
+
+    Raises:
+        ConfigError: the policy's file is malformed; nothing may leave then.
+    """
+    return read_policy(Path(workspace_of(fl_ctx).get_site_config_dir()) / POLICY_FILE)
 
 
 def keep_at_site(error: Exception, code: str, fl_ctx: FLContext) -> None:

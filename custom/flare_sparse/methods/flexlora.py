@@ -18,7 +18,7 @@ from ..aggregate import by_examples, weighted_sum
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
-from .lora import LoRAMethod, RankedConfig
+from .lora import RankedConfig, RankedMethod
 from .method import sample
 
 
@@ -36,7 +36,7 @@ class State:
     weights: Tensor
 
 
-class FlexLoRA(LoRAMethod[State]):
+class FlexLoRA(RankedMethod[State]):
     """A site of rank r_k holds, trains and sends the first r_k slots of every module."""
 
     name = "flexlora"

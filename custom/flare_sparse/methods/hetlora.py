@@ -21,7 +21,7 @@ from ..aggregate import by_examples, weighted_sum
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
-from .lora import LoRAMethod, RankedConfig
+from .lora import RankedConfig, RankedMethod
 from .method import sample
 
 
@@ -40,7 +40,7 @@ class State:
     ranks: tuple[int, ...]
 
 
-class HetLoRA(LoRAMethod[State]):
+class HetLoRA(RankedMethod[State]):
     """A site of rank r_k holds, trains and sends the first r_k slots of every module, perhaps fewer the next time."""
 
     name = "hetlora"
@@ -61,12 +61,12 @@ class HetLoRA(LoRAMethod[State]):
     def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Request]:
         """Truncation: the first r_k slots; one question for each rank that is asked."""
         left = dict(zip(state.owners, state.ranks, strict=True))
-        ranks = {name: left.get(name, self._initial(name)) for name in sites}
+        ranks = {name: min(self._initial(name), left.get(name, self.slots.rank)) for name in sites}
         asked = {}
         for rank in set(ranks.values()):
-            on = self._held(rank)
-            fits = partial(_among, (on, self._held(self.pruned(rank))))
-            asked[rank] = Request(kind, state.round, Patch.of(state.weights, on), on, fits=fits)
+            on, fewer = self._held(rank), self._held(self.pruned(rank))
+            fits, least = partial(_among, (on, fewer)), partial(_entries, fewer)
+            asked[rank] = Request(kind, state.round, Patch.of(state.weights, on), on, fits=fits, least=least)
         return {name: asked[rank] for name, rank in ranks.items()}
 
     def _initial(self, site: str) -> int:
@@ -119,6 +119,10 @@ class HetLoRA(LoRAMethod[State]):
 
     def model(self, state: State) -> Patch:
         return Patch.of(state.weights, self.everything)
+
+
+def _entries(fewer: Mask, _site: str) -> int:
+    return fewer.count
 
 
 def _among(allowed: Sequence[Mask], _site: str, on: Mask) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from ..capabilities import Capabilities, own
 from ..params import Layout
 from ..scores.ranks import Slots
-from ..training import TrainingConfig
+from ..training import Site, TrainingConfig
 from .method import Method, MethodConfig
 
 S = TypeVar("S")
@@ -45,3 +47,31 @@ class LoRAMethod(Method[S]):
     def __init__(self, config: Any, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
         self.slots = Slots(layout)
+
+
+class RankChoice(BaseModel):
+    """What a site may set for itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: Rank | None = Field(None, description="rank budget of this site, where the job asks for more")
+
+
+class RankedMethod(LoRAMethod[S]):
+    """A method whose sites may afford different ranks: the job's, or their own where it is smaller."""
+
+    Choices = RankChoice
+
+    def able(self, site: Site) -> Capabilities:
+        return own(rank=None if site.choices is None else site.choices.rank)
+
+    def planned(self, able: Mapping[str, Capabilities]) -> RankedMethod[S]:
+        ranks = {site: min(self.config.rank_of(site), said.rank) for site, said in able.items() if said.rank}
+        config = self.config.model_copy(update={"ranks": {**self.config.ranks, **ranks}})
+        return type(self)(config, self.layout, self.seed)
+
+    def rank_at(self, site: Site) -> int:
+        """r_k as the site itself knows it; the same that the server plans with."""
+        rank: int = self.config.rank_of(site.name)
+        chosen = None if site.choices is None else site.choices.rank
+        return min(rank, chosen or rank)

@@ -20,7 +20,7 @@ from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..scores.ranks import Factor, choose, contribution
 from ..training import Site, TrainingConfig
-from .lora import LoRAMethod, RankedConfig
+from .lora import RankedConfig, RankedMethod
 from .method import broadcast, sample
 
 
@@ -53,7 +53,7 @@ class State:
     changed: Mask
 
 
-class LoRAA2(LoRAMethod[State]):
+class LoRAA2(RankedMethod[State]):
     """Alternating freeze and adaptive rank selection; what is neither factor (a head that trains) travels dense."""
 
     name = "lora_a2"
@@ -87,6 +87,7 @@ class LoRAA2(LoRAMethod[State]):
             content="difference",
             otherwise=self.model(state),
             fits=partial(self._allowed, active),
+            least=partial(self._fewest, active),
         )
 
     def _travelling(self, active: Factor) -> Mask:
@@ -103,6 +104,14 @@ class LoRAA2(LoRAMethod[State]):
         widths = self.slots.widths(active)
         return int(widths[chosen].sum()) <= rank * int(widths.sum()) // self.slots.rank
 
+    def _fewest(self, active: Factor, site: str) -> int:
+        """Entries of the narrowest slots that a budget of ranks may go to, and of the rest."""
+        slots, widths = self.slots, self.slots.widths(active)
+        if self.config.budget == "scalars":
+            return slots.rest.count
+        narrowest = widths.sort().values[: min(self.config.rank_of(site), slots.rank) * slots.modules]
+        return int(narrowest.sum()) + slots.rest.count
+
     def answer(self, request: Request, site: Site) -> Update:
         active, start = self.active(request.round), site.weights
         training = self._training(active)
@@ -117,7 +126,7 @@ class LoRAA2(LoRAMethod[State]):
 
     def _chosen(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Mask:
         """R_k; a budget of all ranks needs no trial."""
-        rank = self.config.rank_of(site.name)
+        rank = self.rank_at(site)
         if rank >= self.slots.rank:
             return self.slots.factors[active]
         scores = self._scores(active, training, request, site)

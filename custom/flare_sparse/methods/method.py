@@ -28,7 +28,7 @@ A toy method, whole (the sites vote, the server counts):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -36,6 +36,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from ..capabilities import Capabilities, own
 from ..errors import ConfigError
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
@@ -115,6 +116,14 @@ class Method(ABC, Generic[S]):
     @abstractmethod
     def model(self, state: S) -> Patch:
         """The global model: what is saved, and judged unless ``judge`` says otherwise."""
+
+    def able(self, site: Site) -> Capabilities:
+        """At a site, before it is first asked: what its own choices (``site.choices``) let it take part in."""
+        return own()
+
+    def planned(self, able: Mapping[str, Capabilities]) -> Method[S]:
+        """At the server: this method, for sites that can what they said; the job's settings are not gone beyond."""
+        return self
 
     def judge(self, state: S, sites: Sequence[str]) -> dict[str, Request]:
         """The last question: how good is the result at each site?"""

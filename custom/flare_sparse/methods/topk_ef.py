@@ -42,15 +42,28 @@ class TopKEF(Method[State]):
             return None
         changed = Patch.of(state.weights, state.changed, over="held" if state.round > 1 else "zeros")
         everything = self.model(state)
-        request = Request("train", state.round, changed, everything.on, content="difference", otherwise=everything)
+        request = Request(
+            "train",
+            state.round,
+            changed,
+            everything.on,
+            content="difference",
+            otherwise=everything,
+            least=lambda _: self._uploaded,
+        )
         return broadcast(sample(sites, self.config.participation, self.seed, state.round), request)
+
+    @property
+    def _uploaded(self) -> int:
+        """Entries of an answer."""
+        return share(self.config.fraction, self.layout.size)
 
     def answer(self, request: Request, site: Site) -> Update:
         trained = site.train(site.weights, request.trainable, self.config.training, request.round)
         change = trained - site.weights
         if "residual" in site.memory:
             change += site.memory["residual"]
-        chosen = top_k(change.abs(), share(self.config.fraction, self.layout.size))
+        chosen = top_k(change.abs(), self._uploaded)
         site.memory["residual"] = change * ~chosen.on
         return Update(Patch.of(change, chosen), "difference", site.examples)
 

@@ -155,6 +155,7 @@ def _left_out(run: Run) -> list[SimpleNamespace]:
     for line in run.rounds:
         why = {**line["rejected"], **dict.fromkeys(line["timed_out"], "no answer in time")}
         why |= dict.fromkeys(line.get("resting", []), "resting after several misses")
+        why |= line.get("left_out", {})
         found += [SimpleNamespace(run=run.label, round=line["round"], site=s, why=w) for s, w in sorted(why.items())]
     return found
 

@@ -125,6 +125,11 @@ def encode(
     return Encoded(data, encoding.name, values, patch.on.count, len(selection) + len(trained), floor, left)
 
 
+def smallest(scalars: int, values: ValueType) -> int:
+    """Bytes of a message that carries so many values and need not say where they belong."""
+    return HEADER_BYTES + -(-numbers.WIDTH[values] * scalars // 8) * 8
+
+
 def _question(plan: Plan) -> tuple[int, int, str]:
     """Sequence, round and kind of a sender's plan."""
     if plan.sequence is None or plan.round is None or plan.kind is None or not is_kind(plan.kind):

@@ -19,12 +19,23 @@ from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
 from nvflare.apis.utils.task_utils import apply_filters
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from flare_sparse.capabilities import own
+from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import EncodeUpdate
-from flare_sparse.flare.payload import CODE_HEADER, UPDATE, message_to_shareable, update_to_dxo
+from flare_sparse.flare.payload import (
+    CODE_HEADER,
+    HELLO,
+    UPDATE,
+    hello_in,
+    hello_to_shareable,
+    message_to_shareable,
+    update_to_dxo,
+)
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SitePlanAuthorizer, SiteResultPolicy
 from flare_sparse.flare.site.install import guard
@@ -74,7 +85,7 @@ class Hospital:
         self.server = ServerDesk(layout, RUN, "float32", Ledger())
         session = SiteSession()
         session._desk = SiteDesk(Site("site-1", task, data, layout, 1), self.method, RUN, "float32")
-        self.desk, self.folder, self.layout = session._desk, folder, layout
+        self.desk, self.folder, self.layout, self.session = session._desk, folder, layout, session
         state = self.method.init(weights, ["site-1"])
         self.question = self.server.ask(self.method.ask(state, ["site-1"]) or {})
         workspace = SimpleNamespace(
@@ -249,6 +260,44 @@ def test_the_result_of_another_package_leaves_only_where_the_site_says_so(tmp_pa
     assert blank(Hospital(tmp_path / "closed").leaves(foreign))
     open_ = Hospital(tmp_path / "open", policy={"foreign_jobs": True}).leaves(foreign)
     assert from_shareable(open_).data_kind == DataKind.WEIGHTS
+
+
+def hello(hospital: Hospital, spoil: Callable[[Shareable], Shareable] = lambda reply: reply) -> Shareable:
+    """What leaves when the server asks a site what it can take part in."""
+    reply = spoil(SparseExecutor().execute(HELLO, Shareable(), hospital.fl_ctx, Signal()))
+    hospital.fl_ctx.set_prop(FLContextKey.TASK_RESULT, reply, private=True, sticky=False)
+    SiteLastGate().handle_event(EventType.AFTER_TASK_RESULT_FILTER, hospital.fl_ctx)
+    return reply
+
+
+def test_the_hello_tells_the_caps_of_the_policy_and_nothing_else_of_it(tmp_path: Path) -> None:
+    policy = {"max_upload_bytes": 5000, "max_upload_share": 0.5, "min_examples": 20, "tensors": ["*.weight"]}
+    said = hello_in(hello(Hospital(tmp_path / "site", policy=policy)))
+    assert said == own(max_upload_bytes=5000, max_upload_share=0.5).said()
+    assert hello_in(hello(Hospital(tmp_path / "open"))) == own().said()
+
+
+def test_a_site_that_cannot_be_opened_or_has_a_malformed_policy_says_its_versions(tmp_path: Path) -> None:
+    assert hello_in(hello(Hospital(tmp_path / "odd", policy={"no_such_term": 1}))) == own().said()
+    closed = Hospital(tmp_path / "closed")
+    closed.session._desk = None
+    assert hello_in(hello(closed)) == own().said()
+
+
+def forged(reply: Shareable) -> Shareable:
+    reply = hello_to_shareable({**own().said(), "rank": 9, "note": "sub-01"})
+    reply["stolen"] = "sub-02"
+    reply.set_header("note", "sub-03")
+    return reply
+
+
+@pytest.mark.parametrize("spoil", [forged, HOSTILE["a foreign payload"], HOSTILE["no DXO"]])
+def test_what_a_jobs_filter_makes_of_a_hello_never_leaves(
+    spoil: Callable[[Shareable], Shareable], tmp_path: Path
+) -> None:
+    reply = hello(Hospital(tmp_path / "site"), spoil)
+    assert "sub-0" not in str(reply)
+    assert blank(reply) or hello_in(reply) == own().said()
 
 
 def built(hospital: Hospital, where: str, path: str) -> None:

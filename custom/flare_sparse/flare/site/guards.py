@@ -27,24 +27,25 @@ from ...exchange import Patch, Request, Update
 from ...site import SiteDesk
 from ...wire.codec import Decoded, decode
 from ...wire.plan import Plan
-from ..payload import CODE_HEADER, NOT_HELD_HEADER, UPDATE, code_in, dxo_to_update, shareable_to_message, update_to_dxo
-from ..session import keep_at_site, site_session, workspace_of
-from .policy import POLICY_FILE, Policy, read_policy, refuse
+from ..payload import (
+    CODE_HEADER,
+    NOT_HELD_HEADER,
+    UPDATE,
+    code_in,
+    dxo_to_update,
+    hello_in,
+    hello_to_shareable,
+    shareable_to_message,
+    update_to_dxo,
+)
+from ..session import keep_at_site, policy_of, site_session
+from .policy import refuse
 
 APPROVED = "flare_sparse.approved"
 OURS = "flare_sparse.flare."
 GATE, RESULT_POLICY = f"{OURS}site.guards.SiteLastGate", f"{OURS}site.guards.SiteResultPolicy"
 _GUARDED = ("executors", "task_result_filters", "task_data_filters")
 _ROUNDING = 2.0**-6
-
-
-def policy_of(fl_ctx: FLContext) -> Policy:
-    """The policy of the site that this process runs at.
-
-    Raises:
-        ConfigError: the policy's file is malformed; nothing may leave then.
-    """
-    return read_policy(Path(workspace_of(fl_ctx).get_site_config_dir()) / POLICY_FILE)
 
 
 class SiteResultPolicy(Filter):
@@ -93,6 +94,9 @@ class SiteLastGate(FLComponent):
         try:
             if result.get_return_code() != ReturnCode.OK:
                 _blank(result, code_in(result) or "E_SITE", not_held=result.get_header(NOT_HELD_HEADER) is True)
+            elif hello_in(result) is not None:
+                result.clear()  # whatever a filter of the job made of it
+                result.update(hello_to_shareable(site_session(fl_ctx).hello(fl_ctx)))
             elif not policy_of(fl_ctx).foreign_jobs or _is_ours(result):
                 self._check(result, fl_ctx)
         except Exception as error:  # noqa: BLE001 - what it does not understand does not leave

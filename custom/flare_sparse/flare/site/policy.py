@@ -54,6 +54,11 @@ class Policy(BaseModel):
             raise ValueError("noise is a share of clip_norm; give clip_norm")
         return self
 
+    def limits(self) -> dict[str, int | float]:
+        """What a site tells the server of its policy, so that nothing is asked of it that may not leave."""
+        caps = {"max_upload_bytes": self.max_upload_bytes, "max_upload_share": self.max_upload_share}
+        return {name: cap for name, cap in caps.items() if cap not in (None, 1.0)}
+
     def refusals(
         self, content: Content, examples: int, on: Mask, change: Tensor, layout: Layout, size: int | None = None
     ) -> Iterator[str]:

@@ -1,0 +1,42 @@
+"""A small network with adapters, at sites of which two cannot take part: another version, an upload cap too small."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse import Examples, Metric, SiteData, Task, capabilities
+from flare_sparse.flare import session
+from flare_sparse.flare.site.policy import Policy
+from flare_sparse.models.adapters import AdapterConfig, adapt
+from flare_sparse.models.base import drawn
+
+
+class CapableTask(Task):
+    """Each site runs in a process of its own, so what ``load`` sets holds at that site only."""
+
+    metric = Metric("mse", "", "min")
+
+    def model(self) -> nn.Module:
+        with drawn(0):
+            network = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+        return adapt(network, AdapterConfig(rank=4))
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        if data.site == "site-3":
+            capabilities.VERSION = "0.0.9"
+        if data.site == "site-4":
+            session.read_policy = lambda file: Policy(max_upload_bytes=200)
+        x = torch.randn(40, 12, generator=torch.Generator().manual_seed(int(data.site[-1])))
+        y = x[:, :3].sum(1, keepdim=True)
+        return Examples(TensorDataset(x[8:], y[8:]), TensorDataset(x[:8], y[:8]))
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def predict(self, model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mse": float((predictions - targets).square().mean())}

@@ -1,0 +1,61 @@
+"""A real FLARE job whose sites differ in what they can: version, upload cap, rank budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.run import run_in_simulator
+from flare_sparse.config import load_config
+
+HERE = Path(__file__).parent
+
+
+def configuration(folder: Path) -> Path:
+    (folder / "capable_task.py").write_text((HERE / "capable_task.py").read_text())
+    for number in range(1, 5):
+        (folder / f"site-{number}").mkdir()
+    content = {
+        "name": "capable",
+        "seed": 3,
+        "method": {"name": "lora_a2", "rank": 3, "rounds": 3, "training": {"epochs": 1, "lr": 0.01}},
+        "task": {"class": "capable_task.CapableTask"},
+        "federation": {"task_timeout_s": 60, "min_sites": 2},
+        "simulator": {
+            "sites": 4,
+            "data": {"path": str(folder / "{site}")},
+            "choices": {"site-1": {"lora_a2": {"rank": 1}}},
+        },
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_server_plans_with_what_the_sites_say_and_the_job_goes_on_with_those_that_fit(tmp_path: Path) -> None:
+    """The bits of a rehearsal of the two sites that can take part, one of them with a rank budget of its own."""
+    (tmp_path / "job").mkdir()
+    file = configuration(tmp_path / "job")
+    flare = run_in_simulator(load_config(file), file, tmp_path / "flare", Console(quiet=True))
+    rehearsal = rehearse_config(load_config(file, ["simulator.sites=2"]), file, tmp_path / "rehearsal")
+    assert flare["model_sha256"] == rehearsal["model_sha256"]
+    *rounds, last = jsonl(tmp_path / "flare" / "rounds.jsonl")
+    assert all(line["sites_in"] == ["site-1", "site-2"] and line["rejected"] == {} for line in rounds)
+    assert last["sites_in"] == ["site-1", "site-2", "site-4"]
+    for line in rounds:
+        assert line["left_out"]["site-3"].startswith("E_VERSION")
+        assert "flare-sparse 0.0.9 (wire format 1), the server flare-sparse 0.1.0" in line["left_out"]["site-3"]
+        assert line["left_out"]["site-4"].startswith("E_CAP")
+        assert "at most 200 bytes" in line["left_out"]["site-4"]
+    log = (tmp_path / "flare" / "flare.log").read_text()
+    assert log.count("E_VERSION: site 'site-3' is left out") == 1
+    assert log.count("E_CAP: site 'site-4' is left out") == 1
