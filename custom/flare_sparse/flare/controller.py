@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.fl_constant import ServerCommandKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -149,5 +150,7 @@ class FederatedController(Controller):
         return replies
 
     def _received(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        self._aggregator.accept(client_task.result, fl_ctx)
+        result = client_task.result  # where a filter failed, an empty one in its stead
+        result.set_header(ServerCommandKey.FL_CLIENT, client_task.client)
+        self._aggregator.accept(result, fl_ctx)
         client_task.result = None

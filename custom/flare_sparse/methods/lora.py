@@ -6,9 +6,12 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from ..errors import RejectedMessage
+from ..exchange import Request
+from ..mask import Mask
 from ..params import Layout
 from ..scores.ranks import Slots
-from ..training import TrainingConfig
+from ..training import Site, TrainingConfig
 from .method import Method, MethodConfig
 
 S = TypeVar("S")
@@ -45,3 +48,18 @@ class LoRAMethod(Method[S]):
     def __init__(self, config: Any, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
         self.slots = Slots(layout)
+
+    def held(self, rank: int) -> Mask:
+        """What a site of a rank holds: the first slots of every module, and the rest."""
+        return self.slots.first(rank) | self.slots.rest
+
+    def affordable(self, request: Request, site: Site) -> Mask:
+        """The entries that a question lets train, within the rank that the site's own copy of the job gives it.
+
+        Raises:
+            RejectedMessage: the question asks for more; the site does not train.
+        """
+        budget = self.held(self.config.rank_of(site.name))
+        if not request.trainable <= budget:
+            raise RejectedMessage("E_MASK", "trainable", budget, request.trainable, "server")
+        return request.trainable
