@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +29,7 @@ from flare_sparse.wire import codec
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, Header, seal, unseal
 from flare_sparse.wire.ledger import Ledger
-from flare_sparse.wire.plan import Plan, ValueType
+from flare_sparse.wire.plan import ValueType
 
 _spec = importlib.util.spec_from_file_location("toy", Path(__file__).parents[1] / "methods" / "conftest.py")
 assert _spec is not None
@@ -46,6 +48,14 @@ class Parts:
     header: Header
     selection: bytes
     values: bytes
+
+    @classmethod
+    def of(cls, message: np.ndarray) -> Parts:
+        header = unseal(message)
+        cut = HEADER_BYTES + header.selection_bytes
+        width = 4 if header.values == 1 else 2
+        values = message[header.values_start : header.values_start + width * header.scalars]
+        return cls(header, message[HEADER_BYTES:cut].tobytes(), values.tobytes())
 
     def sealed(self, **fields: Any) -> np.ndarray:
         """The message, with other header fields than its parts have."""
@@ -71,11 +81,7 @@ class Sent:
 
     @property
     def parts(self) -> Parts:
-        header = unseal(self.message)
-        cut = HEADER_BYTES + header.selection_bytes
-        width = 4 if header.values == 1 else 2
-        values = self.message[header.values_start : header.values_start + width * header.scalars]
-        return Parts(header, self.message[HEADER_BYTES:cut].tobytes(), values.tobytes())
+        return Parts.of(self.message)
 
     def sealed(self, **fields: Any) -> Sent:
         """With other fields in the message's header."""
@@ -96,11 +102,13 @@ class Sent:
 
 
 Attack = Callable[[Sent], Any]
-"""What leaves the hostile site instead of its answer; None: nothing."""
+"""What leaves the hostile site instead of its answer; None: nothing. An update has been decoded already."""
 
 
-def forced(name: str) -> Any:
-    """Within this, every selection is said by one encoding, whether or not another takes fewer bytes."""
+def forced(name: str | None) -> Any:
+    """Within this, every selection is said by one encoding, whether or not another takes fewer bytes; None: as ever."""
+    if name is None:
+        return nullcontext()
     encoding = ENCODINGS[name]
     return patch.object(codec, "pick", lambda on, known, layout: (encoding, encoding.write(on, known, layout)))
 
@@ -203,7 +211,9 @@ class Wire:
                 data = desk.encode(request, update).data.copy()
             sent = Sent(data, update.examples, update.metrics, request, update, desk, server)
             sent = attack(request.round, sent) if name in hostile else sent
-            return None if sent is None else server.decode(name, sent.message, sent.examples, sent.metrics)
+            if not isinstance(sent, Sent):
+                return sent
+            return server.decode(name, sent.message, sent.examples, sent.metrics)
 
         def carry(question: Any) -> dict[str, Any]:
             replies: dict[str, Any] = {}
@@ -245,22 +255,19 @@ def _without(encoding: str, values: ValueType, free: bool, rounds: int) -> str: 
     return digest(Wire(encoding, values, free=free).play(rounds=rounds, sites=OTHERS)[0].weights)
 
 
-class Ranks(Wire):
-    """The same with a method that exchanges adapters; site-2 has rank 2 of 4."""
+class Ready(Wire):
+    """The same with a method of the package, whose messages are said in the fewest bytes."""
 
-    def __init__(self, method: str):
-        super().__init__("dense")
-        self.bench, self.name = toy.Bench(toy.Adapted()), method
+    encoding = None  # type: ignore[assignment]
+
+    def __init__(self, name: str, values: ValueType = "float32", task: str = "Plain", **settings: Any):
+        self.name, self.values, self.settings = name, values, settings
+        self.bench = toy.Bench(getattr(toy, task)())
         self.layout = self.bench.layout
 
     def method(self, rounds: int) -> Method[Any]:
-        ranks = {} if self.name == "ffa_lora" else {"rank": 3, "ranks": {HOSTILE: 2}}
-        made: Method[Any] = self.bench.method(self.name, rounds=rounds, **ranks)
+        made: Method[Any] = self.bench.method(self.name, rounds=rounds, **self.settings)
         return made
-
-    def play(self, *arguments: Any, **named: Any) -> tuple[Outcome, Ledger]:
-        with patch(f"{__name__}.forced", lambda name: patch.object(codec, "pick", codec.pick)):
-            return super().play(*arguments, **named)
 
     def without(self, rounds: int = 2) -> str:
         return digest(self.play(rounds=rounds, sites=OTHERS)[0].weights)
@@ -272,6 +279,6 @@ def wire(encoding: str) -> Wire:
 
 
 @pytest.fixture
-def catalogue() -> Mapping[str, Any]:
+def catalogue() -> SimpleNamespace:
     """What rows that need another federation than ``wire`` make theirs of."""
-    return {"Wire": Wire, "Ranks": Ranks, "Plan": Plan, "RUN": RUN, "toy": toy}
+    return SimpleNamespace(Wire=Wire, Ready=Ready, Parts=Parts, RUN=RUN, toy=toy)

@@ -157,7 +157,7 @@ def test_row_06_an_index_outside_the_broadcast_mask(catalogue: Any, encoding: st
 
     What is pruned does not come back because a site sends it.
     """
-    wire = catalogue["Wire"]("shrink")
+    wire = catalogue.Wire("shrink")
     asked, trainable = wire.on, wire.trainable
     beyond = Mask(torch.arange(asked.size) == int((~trainable).indices[0]))
     rows = Mask(wire.layout.where(lambda entry: entry.name == "0.bias"))
@@ -196,7 +196,7 @@ def test_row_08_nan_and_infinity_in_every_format(catalogue: Any, encoding: str, 
     """The short formats' infinities are found after widening; the smallest numbers that a format has are numbers."""
     infinite = {"float32": "<u4 7f800000 ff800000 7fc00000", "float16": "<u2 7c00 fc00 7e00", "bfloat16": "<u2 7f80 ff80 7fc0"}
     kind, *patterns = infinite[values].split()
-    wire = catalogue["Wire"](encoding, values)
+    wire = catalogue.Wire(encoding, values)
     wire.refuses(
         *(("E_FINITE", lambda sent, p=p: valued(sent, np.array([int(p, 16)], kind))) for p in patterns),
     )
@@ -324,7 +324,7 @@ def test_row_15_shapes_that_would_broadcast(wire: Any, encoding: str) -> None:
 @every_encoding
 def test_row_16_an_empty_selection_abstains(catalogue: Any, encoding: str) -> None:
     """Where a site may choose, no entry is an answer without weight; dense and shared cannot say it but by kind."""
-    wire = catalogue["Wire"](encoding, free=True)
+    wire = catalogue.Wire(encoding, free=True)
 
     def empty(t: int, sent: Any) -> Any:
         if t == 1 or encoding in ("dense", "shared"):
@@ -360,7 +360,8 @@ def test_row_17_a_round_in_which_all_are_empty(wire: Any, encoding: str) -> None
 @pytest.mark.parametrize("method", ["lora_a2", "flexlora", "hetlora", "ffa_lora"])
 def test_row_18_other_ranks_than_a_sites_own(catalogue: Any, method: str) -> None:
     """A rank is a selection, so its code is E_MASK: rank 0, too much, too little, A and B of two ranks, part of a slot."""
-    wire = catalogue["Ranks"](method)
+    ranks = {} if method == "ffa_lora" else {"rank": 3, "ranks": {"site-2": 2}}
+    wire = catalogue.Ready(method, task="Adapted", **ranks)
     slots = wire.method(1).slots
     uneven = (slots.first(2) & slots.factors["A"]) | (slots.first(1) & slots.factors["B"])
     wrong = [slots.rest, slots.first(slots.rank) | slots.rest, uneven | slots.rest]
