@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,12 @@ from .params import Layout
 from .wire.codec import Encoded, decode, encode, smallest
 from .wire.ledger import Ledger
 from .wire.plan import Plan, ValueType
+
+TEST_EXAMPLES = "test_examples"
+"""The metric that the others are weighted by."""
+
+_MOST_EXAMPLES = 2**53
+_LARGEST_METRIC = torch.finfo(torch.float32).max  # times 2**53, over any number of sites, is still a float
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,16 @@ class Held:
 
 @dataclass(frozen=True)
 class DeskMemory:
-    """What a server must remember to go on after a crash: its last question, who holds what, what was rounded off."""
+    """What a server must remember to go on after a crash: its last question, who holds what, what was rounded off.
+
+    Attributes:
+        sequence: of the last message's question.
+        opened: that of the same question when it was first asked.
+        held, residuals: by site, and by stream of messages.
+    """
 
     sequence: int
+    opened: int
     held: dict[str, Held]
     residuals: dict[str, Tensor | None]
 
@@ -67,16 +79,22 @@ class ServerDesk:
 
     def __init__(self, layout: Layout, run: str, values: ValueType, ledger: Ledger):
         self.layout, self.run, self.values, self.ledger = layout, run, values, ledger
-        self._sequence = 0
+        self._sequence = self._opened = self._before = 0
         self._held: dict[str, Held] = {}
         self._residuals: dict[str, Tensor | None] = {}
+        self._remainders: dict[str, Tensor | None] = {}
+        self._question: list[Request] = []
         self._asked: dict[str, Request] = {}
         self._sent: dict[str, Patch] = {}
 
     def ask(self, requests: Mapping[str, Request]) -> Question:
-        """Encode one request per site; equal requests to sites that hold the same are encoded once."""
-        self._sequence += 1
+        """Encode one request per site; equal requests to sites that hold the same are encoded once.
+
+        A request that is asked again, by whichever sites, says the same bits: a site that misses changes nobody else's.
+        """
+        again = self._opens(list(requests.values()))
         self._asked, self._sent = dict(requests), {}
+        settled: set[str] = set()
         done: dict[tuple[int, str | None, bool], Encoded] = {}
         messages: dict[str, np.ndarray] = {}
         for site in sorted(requests):
@@ -84,26 +102,38 @@ class ServerDesk:
             patch, plan = self._fitting(site, request)
             key = (id(request), plan.known.fingerprint if plan.known else None, patch is request.model)
             if key not in done:
-                stream = "all" if len({id(r) for r in requests.values()}) == 1 else site
+                stream = "all" if len(self._question) == 1 else site
                 done[key] = encode(
                     patch,
                     plan,
                     trainable=request.trainable,
                     values=self.values,
-                    residual=self._residuals.get(stream),
+                    residual=self._remainders.get(stream),
                 )
-                self._residuals[stream] = done[key].residual
+                if not again and (patch is request.model or stream not in settled):
+                    self._residuals[stream] = done[key].residual
+                    settled.add(stream)
             messages[site] = done[key].data
             self._sent[site] = patch
             self.ledger.sent(done[key], plan, site, request.content)
         first = next(iter(requests.values()))
         return Question(self._sequence, first.kind, first.round, messages)
 
+    def _opens(self, requests: list[Request]) -> bool:
+        """Count a question; returns whether it only repeats the last one."""
+        self._sequence += 1
+        again = all(any(request is asked for asked in self._question) for request in requests)
+        if not again:
+            self._before, self._opened = self._opened, self._sequence
+            self._question = list({id(request): request for request in requests}.values())
+            self._remainders = dict(self._residuals)
+        return again
+
     def _fitting(self, site: str, request: Request) -> tuple[Patch, Plan]:
         """The patch that this site can read, and what both ends hold."""
         held = self._held.get(site)
         patch = request.model
-        if patch.over == "held" and (held is None or held.base != self._sequence - 1):
+        if patch.over == "held" and (held is None or held.base < self._before):
             assert request.otherwise is not None, "a patch over what is held needs Request.otherwise"
             patch = request.otherwise
         plan = Plan(
@@ -128,11 +158,12 @@ class ServerDesk:
 
     def memory(self) -> DeskMemory:
         """A value, for a checkpoint."""
-        return DeskMemory(self._sequence, dict(self._held), dict(self._residuals))
+        return DeskMemory(self._sequence, self._opened, dict(self._held), dict(self._residuals))
 
     def recall(self, memory: DeskMemory) -> None:
         """Go on where :meth:`memory` was taken; a site that has lost what it held says so and is sent everything."""
-        self._sequence, self._held, self._residuals = memory.sequence, dict(memory.held), dict(memory.residuals)
+        self._sequence, self._opened = memory.sequence, memory.opened
+        self._held, self._residuals = dict(memory.held), dict(memory.residuals)
 
     def forget(self, site: str) -> None:
         """The site lost what it held: it is sent everything next time (the one recovery path)."""
@@ -166,6 +197,8 @@ class ServerDesk:
             raise RejectedMessage("E_KIND", "over", "an answer over zeros", "a question's form", site)
         if message.content not in (request.content, "nothing"):
             raise RejectedMessage("E_KIND", "content", request.content, message.content, site)
+        if message.values != ("float32" if message.content == "scores" else self.values):
+            raise RejectedMessage("E_DTYPE", "values", self.values, message.values, site)
         if request.expected is not None and message.content != "nothing" and message.patch.on != request.expected:
             raise RejectedMessage("E_MASK", "selection", request.expected, message.patch.on, site)
         if request.fits is not None and message.content != "nothing" and not request.fits(site, message.patch.on):
@@ -184,8 +217,8 @@ class ServerDesk:
 
 
 def _examples(value: Any, site: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise RejectedMessage("E_WEIGHT", "examples", "an integer from 0", repr(value)[:40], site)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST_EXAMPLES:
+        raise RejectedMessage("E_WEIGHT", "examples", "an integer from 0", _brief(value), site)
     return value
 
 
@@ -194,10 +227,20 @@ def _metrics(value: Any, site: str) -> dict[str, float]:
         raise RejectedMessage("E_METRICS", "metrics", "at most 64 names with numbers", type(value).__name__, site)
     for name, number in value.items():
         if not isinstance(name, str) or len(name) > 64 or isinstance(number, bool):
-            raise RejectedMessage("E_METRICS", "metrics", "names of up to 64 characters", repr(name)[:40], site)
-        if not isinstance(number, (int, float)) or not math.isfinite(number):
-            raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite number", repr(number)[:40], site)
+            raise RejectedMessage("E_METRICS", "metrics", "names of up to 64 characters", _brief(name), site)
+        if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST_METRIC:
+            raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite float32", _brief(number), site)
+    if not 1 <= value.get(TEST_EXAMPLES, 1) < _MOST_EXAMPLES:  # the means over all sites are weighted by it
+        raise RejectedMessage("E_METRICS", TEST_EXAMPLES, "at least 1", _brief(value[TEST_EXAMPLES]), site)
     return {name: float(number) for name, number in value.items()}
+
+
+def _brief(value: Any) -> str:
+    """A few characters of anything; a huge number's digits or an object's own text are never asked for."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    small = value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**64)
+    return repr(value) if small else type(value).__name__
 
 
 def run_id(config: Mapping[str, Any], layout: Layout) -> str:

@@ -122,5 +122,5 @@ def test_hetlora_gives_up_ranks_that_shrink_and_is_asked_for_the_rest(adapted: A
     assert after.ranks == (2, 2, 2)
     again = made.ask(after, ["site-1"])["site-1"]
     assert again.model.on == made.slots.first(2) | made.slots.rest
-    assert again.fits("site-1", made._held(1))
-    assert not again.fits("site-1", made._held(4))
+    assert again.fits("site-1", made.held(1))
+    assert not again.fits("site-1", made.held(4))

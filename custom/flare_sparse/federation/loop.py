@@ -186,7 +186,7 @@ class Federation:
         resting = sorted(self._roster.resting)
         for attempt in range(1, self.rules.retries + 2):
             tally = self._collect(requests, transport)
-            contributed = [u for u in tally.answered if u.content != "nothing" and u.examples > 0]
+            contributed = [u for u in tally.answered if u.content != "nothing" and u.examples and u.patch.on.count]
             counted = tally.answered if reporting else contributed
             if self._enough(counted, requests):
                 missed = [site for site in self._silent if site not in resting]

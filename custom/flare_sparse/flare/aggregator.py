@@ -8,7 +8,7 @@ from nvflare.app_common.abstract.aggregator import Aggregator
 
 from ..exchange import Update
 from ..federation import Reply
-from .payload import REPLY
+from .payload import REPLY, sender_of
 
 
 class StagingAggregator(Aggregator):
@@ -24,9 +24,9 @@ class StagingAggregator(Aggregator):
 
     def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
         """Stage a site's reply; True if it is an update that passed every check."""
-        site = fl_ctx.get_peer_context().get_identity_name()
-        reply = shareable.get(REPLY, "E_KIND")
-        self._staged.setdefault(site, reply)
+        site, reply = sender_of(shareable), shareable.get(REPLY, "E_KIND")
+        if site is not None:
+            self._staged.setdefault(site, reply)
         return isinstance(reply, Update)
 
     def aggregate(self, fl_ctx: FLContext) -> Shareable:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.fl_constant import ServerCommandKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -137,7 +138,7 @@ class FederatedController(Controller):
         said: dict[str, Any] = {}
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
-            said[fl_ctx.get_peer_context().get_identity_name()] = hello_in(client_task.result)
+            said[client_task.client.name] = hello_in(client_task.result)  # who it is, the server knows
             client_task.result = None
 
         task = Task(name=HELLO, data=Shareable(), timeout=math.ceil(timeout_s), result_received_cb=received)
@@ -175,5 +176,7 @@ class FederatedController(Controller):
         return replies
 
     def _received(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        self._aggregator.accept(client_task.result, fl_ctx)
+        result = client_task.result  # where a filter failed, an empty one in its stead
+        result.set_header(ServerCommandKey.FL_CLIENT, client_task.client)
+        self._aggregator.accept(result, fl_ctx)
         client_task.result = None

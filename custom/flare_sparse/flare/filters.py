@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
@@ -9,14 +11,16 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
 from ..errors import NotHeld, RejectedMessage, WireError
+from ..federation import Reply
 from .payload import (
     NOT_HELD_HEADER,
     REPLY,
     REQUEST,
     UPDATE,
-    code_in,
     dxo_to_update,
     message_to_shareable,
+    refusal_code,
+    sender_of,
     shareable_to_message,
 )
 from .session import server_session, site_session
@@ -41,9 +45,9 @@ class EncodeUpdate(Filter):
         """Raises:
         RejectedMessage: the reply is not an update, or a filter broke it; FLARE then sends an error, no values.
         """
+        waiting = shareable.pop(UPDATE, None)  # first: its types are none that the server's FLARE could read
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable
-        waiting = shareable.pop(UPDATE, None)
         if waiting is None:
             raise RejectedMessage("E_KIND", "reply", "an update of SparseExecutor", "something else")
         desk = site_session(fl_ctx).desk(fl_ctx)
@@ -51,7 +55,11 @@ class EncodeUpdate(Filter):
         update = dxo_to_update(from_shareable(shareable), update, vector, desk.site.layout)
         encoded = desk.encode(request, update)
         return message_to_shareable(
-            encoded.data, {"examples": update.examples, "metrics": {n: float(v) for n, v in update.metrics.items()}}
+            encoded.data,
+            {
+                "examples": operator.index(update.examples),
+                "metrics": {str(name): float(value) for name, value in update.metrics.items()},
+            },
         )
 
 
@@ -59,23 +67,25 @@ class DecodeUpdate(Filter):
     """Server, task result: checks a site's message against the question it answers; touches nobody else's."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        site = fl_ctx.get_peer_context().get_identity_name()
-        if shareable.get_return_code() != ReturnCode.OK:
+        site = sender_of(shareable)
+        if site is None:
+            shareable[REPLY] = "E_KIND"
+        elif shareable.get_return_code() != ReturnCode.OK:
             shareable[REPLY] = _refusal(shareable, site)
-            return shareable
-        try:
-            message, meta = shareable_to_message(shareable, site)
-            shareable[REPLY] = server_session(fl_ctx).desk.decode(
-                site, message, meta.get("examples"), meta.get("metrics")
-            )
-        except WireError as error:
-            self.log_warning(fl_ctx, f"left out of this round: {error}")
-            shareable[REPLY] = error
+        else:
+            shareable[REPLY] = self._decoded(shareable, site, fl_ctx)
         return shareable
 
+    def _decoded(self, shareable: Shareable, site: str, fl_ctx: FLContext) -> Reply:
+        try:
+            message, meta = shareable_to_message(shareable, site)
+            return server_session(fl_ctx).desk.decode(site, message, meta.get("examples"), meta.get("metrics"))
+        except WireError as error:
+            self.log_warning(fl_ctx, f"left out of this round: {error}")
+            return error
 
-def _refusal(shareable: Shareable, site: str) -> Exception | str:
-    """Why a site did not answer, from codes only: its text is not ours to repeat."""
+
+def _refusal(shareable: Shareable, site: str) -> Reply:
     if shareable.get_header(NOT_HELD_HEADER) is True:
         return NotHeld("E_NOT_HELD", "known", "what the message leans on", "nothing", site)
-    return code_in(shareable) or str(shareable.get_return_code())
+    return refusal_code(shareable)

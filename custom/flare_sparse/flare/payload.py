@@ -6,13 +6,16 @@ filters act on real values; on the wire it is one uint8 array in an ``APP_DEFINE
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from nvflare.apis.client import Client
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.fl_constant import ReturnCode, ServerCommandKey
 from nvflare.apis.shareable import Shareable
 
 from ..errors import RejectedMessage
@@ -31,6 +34,7 @@ NOT_HELD_HEADER = "flare_sparse_not_held"
 REQUEST, UPDATE, REPLY = "flare_sparse.request", "flare_sparse.update", "flare_sparse.reply"
 """Keys under which decoded objects wait in a Shareable; they never travel."""
 
+_RETURN_CODES = {str(value) for name, value in vars(ReturnCode).items() if name.isupper()}
 _KINDS: dict[Content, DataKind] = {
     "weights": DataKind.WEIGHTS,
     "difference": DataKind.WEIGHT_DIFF,
@@ -55,11 +59,20 @@ def shareable_to_message(shareable: Shareable, site: str) -> tuple[np.ndarray, d
     except ValueError as error:
         raise RejectedMessage("E_KIND", "content", "an encoded message", "no DXO", site) from error
     message = dxo.data.get("message") if isinstance(dxo.data, dict) else None
-    if dxo.data_kind != DataKind.APP_DEFINED or not isinstance(message, np.ndarray):
+    if dxo.data_kind != DataKind.APP_DEFINED or not isinstance(message, np.ndarray) or not isinstance(dxo.meta, dict):
         raise RejectedMessage("E_KIND", "content", "an encoded message", str(dxo.data_kind), site)
     if message.dtype != np.uint8 or message.ndim != 1:
         raise RejectedMessage("E_DTYPE", "message", "uint8 (n,)", f"{message.dtype} {message.shape}", site)
-    return message, dict(dxo.meta or {})
+    return message, dict(dxo.meta)
+
+
+def sender_of(shareable: Shareable) -> str | None:
+    """Who sent a result, as the server knows it by the connection's token; None when it came another way.
+
+    The peer context names the sender, too, but it is the sender who wrote that.
+    """
+    client = shareable.get_header(ServerCommandKey.FL_CLIENT)
+    return str(client.name) if isinstance(client, Client) else None
 
 
 def hello_to_shareable(said: Mapping[str, Any]) -> Shareable:
@@ -80,8 +93,13 @@ def hello_in(shareable: Shareable) -> Any:
 def code_in(reply: Shareable) -> str | None:
     """The code of ours that an error reply carries; None when what stands there is none."""
     code = reply.get_header(CODE_HEADER)
-    known = isinstance(code, str) and code.startswith(("E_", "W_")) and len(code) <= 24 and code.isascii()
-    return str(code) if known else None
+    return code if isinstance(code, str) and re.fullmatch("[EW]_[A-Z_]{1,22}", code) else None
+
+
+def refusal_code(reply: Shareable) -> str:
+    """Why a site did not answer: our code, else FLARE's; any other text of a site's is not ours to repeat."""
+    said = reply.get_return_code()
+    return code_in(reply) or (said if isinstance(said, str) and said in _RETURN_CODES else "E_SITE")
 
 
 def named_arrays(vector: torch.Tensor, layout: Layout) -> dict[str, np.ndarray]:

@@ -57,15 +57,16 @@ class FlexLoRA(RankedMethod[State]):
     def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Request]:
         """One question for each rank that is asked."""
         ranks = {site: self.config.rank_of(site) for site in sites}
-        masks = {rank: self.slots.first(rank) | self.slots.rest for rank in set(ranks.values())}
+        masks = {rank: self.held(rank) for rank in set(ranks.values())}
         asked = {
             rank: Request(kind, state.round, Patch.of(state.weights, on), on, expected=on) for rank, on in masks.items()
         }
         return {site: asked[rank] for site, rank in ranks.items()}
 
     def answer(self, request: Request, site: Site) -> Update:
-        trained = site.train(site.weights, request.trainable, self.config.training, request.round)
-        return Update(Patch.of(trained, request.trainable), "weights", site.examples)
+        on = self.affordable(request, site)
+        trained = site.train(site.weights, on, self.config.training, request.round)
+        return Update(Patch.of(trained, on), "weights", site.examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         weights = weighted_sum(updates, by_examples)  # of the rest; the factors are written below

@@ -64,7 +64,7 @@ class HetLoRA(RankedMethod[State]):
         ranks = {name: min(self._initial(name), left.get(name, self.slots.rank)) for name in sites}
         asked = {}
         for rank in set(ranks.values()):
-            on, fewer = self._held(rank), self._held(self.pruned(rank))
+            on, fewer = self.held(rank), self.held(self.pruned(rank))
             fits, least = partial(_among, (on, fewer)), partial(_entries, fewer)
             asked[rank] = Request(kind, state.round, Patch.of(state.weights, on), on, fits=fits, least=least)
         return {name: asked[rank] for name, rank in ranks.items()}
@@ -73,20 +73,17 @@ class HetLoRA(RankedMethod[State]):
         rank: int = self.config.rank_of(site)
         return min(rank, self.slots.rank)
 
-    def _held(self, rank: int) -> Mask:
-        return self.slots.first(rank) | self.slots.rest
-
     def pruned(self, rank: int) -> int:
         """The rank that is left when a site gives up its last ones."""
         return max(int(self.config.decay * rank), 1)
 
     def answer(self, request: Request, site: Site) -> Update:
-        start = site.weights
-        trained = site.train(start, request.trainable, self.config.training, request.round)
-        fewer = self._held(self.pruned(self._rank(request.trainable)))
-        tail = request.trainable - fewer
+        start, on = site.weights, self.affordable(request, site)
+        trained = site.train(start, on, self.config.training, request.round)
+        fewer = self.held(self.pruned(self._rank(on)))
+        tail = on - fewer
         shrunk = self._size(trained, tail) < self._size(start, tail)
-        return Update(Patch.of(trained, fewer if shrunk else request.trainable), "weights", site.examples)
+        return Update(Patch.of(trained, fewer if shrunk else on), "weights", site.examples)
 
     def _rank(self, on: Mask) -> int:
         """r_k of a truncated model: the slots that a module has of it."""

@@ -8,6 +8,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..capabilities import Capabilities, own
+from ..errors import RejectedMessage
+from ..exchange import Request
+from ..mask import Mask
 from ..params import Layout
 from ..scores.ranks import Slots
 from ..training import Site, TrainingConfig
@@ -48,6 +51,10 @@ class LoRAMethod(Method[S]):
         super().__init__(config, layout, seed)
         self.slots = Slots(layout)
 
+    def held(self, rank: int) -> Mask:
+        """What a site of a rank holds: the first slots of every module, and the rest."""
+        return self.slots.first(rank) | self.slots.rest
+
 
 class RankChoice(BaseModel):
     """What a site may set for itself."""
@@ -75,3 +82,14 @@ class RankedMethod(LoRAMethod[S]):
         rank: int = self.config.rank_of(site.name)
         chosen = None if site.choices is None else site.choices.rank
         return min(rank, chosen or rank)
+
+    def affordable(self, request: Request, site: Site) -> Mask:
+        """The entries that a question lets train, within the rank that the site itself knows it has.
+
+        Raises:
+            RejectedMessage: the question asks for more; the site does not train.
+        """
+        budget = self.held(self.rank_at(site))
+        if not request.trainable <= budget:
+            raise RejectedMessage("E_MASK", "trainable", budget, request.trainable, "server")
+        return request.trainable
