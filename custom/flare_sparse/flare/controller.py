@@ -137,7 +137,7 @@ class FederatedController(Controller):
         """What each site says of itself, unchecked, until all answered or the time is up."""
         said: dict[str, Any] = {}
 
-        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
+        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001 - FLARE calls it by name
             said[client_task.client.name] = hello_in(client_task.result)  # who it is, the server knows
             client_task.result = None
 
