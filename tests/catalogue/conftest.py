@@ -251,7 +251,7 @@ class Wire:
 
 
 @lru_cache
-def _without(encoding: str, values: ValueType, free: bool, rounds: int) -> str:  # noqa: FBT001
+def _without(encoding: str, values: ValueType, free: bool, rounds: int) -> str:
     return digest(Wire(encoding, values, free=free).play(rounds=rounds, sites=OTHERS)[0].weights)
 
 

@@ -55,7 +55,9 @@ def test_row_22_an_answer_under_another_mask(wire: Any, encoding: str) -> None:
     The others say their entries themselves and must name no mask; other entries than asked for are row 6.
     """
     leans = encoding in ("shared", "shrink")
-    wire.refuses(*[("E_NOT_HELD" if leans else "E_CANON", lambda sent: sent.sealed(known=b"another mask....")) for _ in "12"])
+    wire.refuses(
+        *[("E_NOT_HELD" if leans else "E_CANON", lambda sent: sent.sealed(known=b"another mask....")) for _ in "12"]
+    )
     if leans:
         asked: list[int] = []
 
@@ -190,7 +192,9 @@ def question(sent: Any) -> np.ndarray:
     from flare_sparse.wire.plan import Plan
 
     request, desk = sent.request, sent.server
-    plan = Plan(desk.layout, desk.run, known=request.trainable, sequence=desk._sequence, round=request.round, kind="train")
+    plan = Plan(
+        desk.layout, desk.run, known=request.trainable, sequence=desk._sequence, round=request.round, kind="train"
+    )
     return encode(sent.update.patch, plan, content="difference", trainable=sent.update.patch.on).data
 
 

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from flare_sparse.assemble import assemble
-from flare_sparse.cli.rehearse import rehearse_config
 from flare_sparse.config import build_task, load_config, user_task
 from flare_sparse.data.source import write_site_files
 from flare_sparse.flare.payload import TASK
