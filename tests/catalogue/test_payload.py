@@ -372,6 +372,9 @@ def test_row_18_other_ranks_than_a_sites_own(catalogue: Any, method: str) -> Non
     wrong = [slots.rest, slots.first(slots.rank) | slots.rest, uneven | slots.rest]
     if method != "hetlora":  # whose sites may give up their last rank
         wrong.append(slots.first(1) | slots.rest)
+    if method != "ffa_lora":  # whose sites send all of B
+        wrong.append(slots.factors["B"] | slots.rest)
+    wrong.append(slots.factors["A"] | slots.rest)
 
     def part_of_a_slot(sent: Any) -> Any:
         on = sent.update.patch.on

@@ -231,20 +231,6 @@ SAMPLES["slices"] = message(Mask(LAYOUT.where(lambda entry: entry.name == "b")),
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_truncation_and_every_flipped_bit_is_found(name: str) -> None:
-    data = SAMPLES[name]
-    assert decode(data, PLAN).encoding == name
-    for end in range(data.size):
-        with pytest.raises(WireError):
-            decode(data[:end], PLAN)
-    for bit in range(8 * data.size):
-        damaged = data.copy()
-        damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(WireError):
-            decode(damaged, PLAN)
-
-
-@pytest.mark.parametrize("name", SAMPLES)
 def test_mutations_with_checksums_that_hold_are_refused_or_harmless(name: str) -> None:
     """A forger can make checksums right; what then passes is a patch within the layout, finite, and nothing else."""
     draw = random.Random(name)
