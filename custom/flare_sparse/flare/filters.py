@@ -6,10 +6,11 @@ from nvflare.apis.dxo import from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.shareable import Shareable, make_reply
 
-from ..errors import NotHeld, RejectedMessage, WireError
+from ..errors import FlareSparseError, NotHeld, RejectedMessage, WireError
 from .payload import (
+    CODE_HEADER,
     NOT_HELD_HEADER,
     REPLY,
     REQUEST,
@@ -19,7 +20,7 @@ from .payload import (
     message_to_shareable,
     shareable_to_message,
 )
-from .session import server_session, site_session
+from .session import keep_at_site, server_session, site_session
 
 
 class DecodeRequest(Filter):
@@ -38,8 +39,10 @@ class EncodeUpdate(Filter):
     """Site, task result: what the site's own filters left over becomes one message. Withholds what it cannot encode."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Raises:
-        RejectedMessage: the reply is not an update, or a filter broke it; FLARE then sends an error, no values.
+        """What cannot be sent (a value that is not finite, or cannot be encrypted) becomes a reply with its code only.
+
+        Raises:
+            RejectedMessage: the reply is not an update, or a filter broke it; FLARE then sends an error, no values.
         """
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable
@@ -49,7 +52,11 @@ class EncodeUpdate(Filter):
         desk = site_session(fl_ctx).desk(fl_ctx)
         request, update, vector = waiting
         update = dxo_to_update(from_shareable(shareable), update, vector, desk.site.layout)
-        encoded = desk.encode(request, update)
+        try:
+            encoded = desk.encode(request, update)
+        except FlareSparseError as error:
+            keep_at_site(error, error.code, fl_ctx)
+            return _error_reply(error.code)
         return message_to_shareable(
             encoded.data, {"examples": update.examples, "metrics": {n: float(v) for n, v in update.metrics.items()}}
         )
@@ -72,6 +79,12 @@ class DecodeUpdate(Filter):
             self.log_warning(fl_ctx, f"left out of this round: {error}")
             shareable[REPLY] = error
         return shareable
+
+
+def _error_reply(code: str) -> Shareable:
+    reply = make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
+    reply.set_header(CODE_HEADER, code)
+    return reply
 
 
 def _refusal(shareable: Shareable, site: str) -> Exception | str:
