@@ -211,6 +211,34 @@ def test_each_mistake_is_explained(file: Path, assignment: str, expected: str) -
     assert expected in "\n".join(complaints(file, assignment))
 
 
+ENCRYPTED = ("wire.encryption=ckks", "federation.min_sites=2", "method={name: neurosfl}")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason", "fix"),
+    [
+        ("method={name: fedsparsify}", "method fedsparsify: its server half reads", "neurosfl or fedavg"),
+        ("method={name: fedavg, server_lr: 0.5}", "server_lr 0.5 is a step", "wire.encryption to none"),
+        (
+            "method={name: neurosfl, combine: {rule: median, min_owners: 2}}",
+            "combine.rule median compares",
+            "with their defaults",
+        ),
+        ("method={name: neurosfl, scores: individual_snip}", "scores: individual_snip gives each site", "defaults"),
+        ("wire.values=bfloat16", "wire.values is bfloat16", "leave it at float32"),
+        ("federation.clip_norm=1.0", "federation.clip_norm looks at single answers", "the site's own policy"),
+        ("federation.min_sites=1", "a sum of one is that site's model", "set it to 2 or more"),
+    ],
+)
+def test_what_the_server_must_read_is_refused_with_encryption(file: Path, override: str, reason: str, fix: str) -> None:
+    assert load_config(file, ENCRYPTED).encrypted
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [*ENCRYPTED, override])
+    assert reason in str(caught.value)
+    assert fix in str(caught.value)
+    assert "wire.encryption" in str(caught.value)
+
+
 def test_a_missing_section_is_named(file: Path) -> None:
     file.write_text("name: x\n")
     assert [line.split(";")[0] for line in complaints(file)] == ["method: missing", "task: missing"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,17 @@ VALIDATE = "validate"
 
 
 @dataclass(frozen=True)
+class Sealed:
+    """Values that only who holds the key can read, as they travel (docs/wire-format.md).
+
+    Attributes:
+        data: uint8 ``(n,)``.
+    """
+
+    data: Tensor
+
+
+@dataclass(frozen=True)
 class Patch:
     """The entries ``on`` take these values; all others are as in ``over``.
 
@@ -28,16 +40,24 @@ class Patch:
             entries of, which must not change while the patch is in use: a message gathers from it directly.
         on: the entries that travel, out of P.
         over: ``"zeros"``, or ``"held"``: the vector that the receiver holds since the last message.
+        sealed: the values, encrypted. For a receiver that cannot read them ``source`` is NaN: whatever is computed with
+            it is NaN, too, and is never sent.
     """
 
     source: Tensor
     on: Mask
     over: Over = "zeros"
+    sealed: Sealed | None = None
 
     @classmethod
     def of(cls, vector: Tensor, on: Mask, over: Over = "zeros") -> Patch:
         """The entries ``on`` of a vector ``(P,)``."""
         return cls(vector, on, over)
+
+    @classmethod
+    def unreadable(cls, sealed: Sealed, on: Mask, over: Over = "zeros") -> Patch:
+        """A patch whose values the holder cannot read."""
+        return cls(torch.full((on.count,), math.nan), on, over, sealed)
 
     @cached_property
     def values(self) -> Tensor:

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
+from .exchange import Sealed
 from .federation import Judgement, Outcome, RoundRecord
 from .mask import Mask
 from .params import Layout
 from .server import digest
 from .task import Metric
 from .wire.ledger import Ledger
+
+ENCRYPTED = "encrypted_"
+"""What the name of a model's file begins with when nobody without the key can read it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class RunFolder:
     """Writes the record of one run into a folder.
 
     Files: ``rounds.jsonl`` and ``ledger.jsonl`` (grow with every commit), ``summary.json``, ``model.safetensors``,
-    ``mask.safetensors``, ``best_model.safetensors``, ``best_mask.safetensors``, ``config.yaml``.
+    ``mask.safetensors``, ``best_model.safetensors``, ``best_mask.safetensors``, ``config.yaml``. A model that the server
+    cannot read is in ``encrypted_model.safetensors`` (and ``encrypted_best_model.safetensors``) instead.
     """
 
     def __init__(self, path: Path, facts: RunFacts, layout: Layout, ledger: Ledger):
@@ -73,14 +78,21 @@ class RunFolder:
 
     def finish(self, outcome: Outcome) -> dict[str, Any]:
         """Write models and summary; returns the summary."""
-        save_model(self.path / "model.safetensors", self.layout, outcome.weights)
-        save_mask(self.path / "mask.safetensors", self.layout, outcome.mask)
-        if outcome.best.weights is not None and outcome.best.mask is not None:
-            save_model(self.path / "best_model.safetensors", self.layout, outcome.best.weights)
-            save_mask(self.path / "best_mask.safetensors", self.layout, outcome.best.mask)
+        clear_models(self.path)
+        self._save("", outcome.weights, outcome.mask, outcome.sealed)
+        best = outcome.best
+        if best.weights is not None and best.mask is not None:
+            self._save("best_", best.weights, best.mask, best.sealed)
         summary = self._summary(outcome)
         write_json(self.path / "summary.json", summary)
         return summary
+
+    def _save(self, which: str, weights: Tensor, mask: Mask, sealed: Sealed | None) -> None:
+        save_mask(self.path / f"{which}mask.safetensors", self.layout, mask)
+        if sealed is None:
+            save_model(self.path / f"{which}model.safetensors", self.layout, weights)
+        else:
+            save_sealed(self.path / f"{ENCRYPTED}{which}model.safetensors", self.layout, sealed)
 
     def _summary(self, outcome: Outcome) -> dict[str, Any]:
         facts, metric = self.facts, self.facts.metric
@@ -99,7 +111,7 @@ class RunFolder:
             "traffic": traffic(self.ledger),
             "seconds": time.monotonic() - self._began,
             "threads": torch.get_num_threads(),
-            "model_sha256": digest(outcome.weights),
+            "model_sha256": None if outcome.sealed else digest(outcome.weights),
         }
 
 
@@ -149,6 +161,34 @@ def load_model(path: Path, layout: Layout) -> Tensor:
     return layout.flatten(_load(path, layout, torch.float32))
 
 
+def save_sealed(path: Path, layout: Layout, sealed: Sealed) -> None:
+    """The encrypted values of a model; :func:`load_sealed` reads them back."""
+    safetensors.torch.save_file({"values": sealed.data}, path, metadata={"layout": layout.fingerprint})
+
+
+def clear_models(folder: Path) -> None:
+    """Forget an earlier run's models, readable or not, before those of a new one come: the two must not be mixed up."""
+    for name in ("model.safetensors", "best_model.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / f"{ENCRYPTED}{name}").unlink(missing_ok=True)
+
+
+def load_sealed(path: Path, layout: Layout) -> Sealed:
+    """The encrypted values in a file of :func:`save_sealed`.
+
+    Raises:
+        ConfigError: there is no such file, it is none of ours, or it is of another network.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            of, data = (file.metadata() or {}).get("layout"), file.get_tensor("values")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"{path}: cannot be read as an encrypted model of a run: {error}") from error
+    if of != layout.fingerprint or data.dtype != torch.uint8 or data.dim() != 1:
+        raise ConfigError(f"{path}: holds another network: its layout is {of}, expected {layout.fingerprint}")
+    return Sealed(data)
+
+
 def load_mask(path: Path, layout: Layout) -> Mask:
     """The mask in a file of :func:`save_mask`.
 
@@ -164,6 +204,10 @@ def _load(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
             of = (file.metadata() or {}).get("layout")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
     except (OSError, safetensors.SafetensorError) as error:
+        if (path.parent / f"{ENCRYPTED}{path.name}").is_file():
+            raise ConfigError(
+                f"{path}: the run's model is encrypted; at a site: flare-sparse decrypt {path.parent} --context FILE"
+            ) from error
         raise ConfigError(f"{path}: cannot be read as a model or mask of a run: {error}") from error
     shapes = {entry.name: entry.shape for entry in layout.entries}
     if of != layout.fingerprint or {n: tuple(t.shape) for n, t in tensors.items()} != shapes:

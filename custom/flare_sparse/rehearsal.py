@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint.store import Store
+from .encryption import Contexts, ServerCipher, SiteCipher
 from .errors import WireError
 from .federation import Federation, Outcome, Reply, RoundRecord, Rules
 from .mask import Mask
@@ -49,17 +50,20 @@ def rehearse(
     thread_count: int = 1,
     stores: Callable[[str], Store | None] = lambda end: None,
     resume: bool = False,
+    contexts: Contexts | None = None,
 ) -> tuple[Outcome, Ledger]:
     """Run ``method`` from ``weights`` over ``sites`` in this process, through the real wire.
 
     ``stores`` says where the server (``"server"``) and each site keep their checkpoints, ``resume`` goes on from them.
+    With ``contexts`` weights are encrypted: each end gets its own.
 
     Returns:
         The outcome and the ledger of every message.
     """
     ledger = Ledger() if ledger is None else ledger
-    server = ServerDesk(method.layout, run, values, ledger)
-    desks = {name: SiteDesk(site, method, run, values, stores(name)) for name, site in sorted(sites.items())}
+    server = ServerDesk(method.layout, run, values, ledger, ServerCipher(contexts.server) if contexts else None)
+    cipher = SiteCipher(contexts.client) if contexts else None
+    desks = {name: SiteDesk(site, method, run, values, stores(name), cipher) for name, site in sorted(sites.items())}
     federation = Federation(method, server, metric, rules, on_round, stores(SERVER))
     with threads(thread_count):
         outcome = federation.run(
@@ -134,8 +138,13 @@ class DrySite(Site):
         return {}
 
 
-def estimate(method: Method[Any], weights: Tensor, sites: int, values: ValueType) -> tuple[Outcome, Ledger]:
-    """The messages of a whole run, really encoded and counted, without data and without training."""
+def estimate(
+    method: Method[Any], weights: Tensor, sites: int, values: ValueType, *, encrypted: bool = False
+) -> tuple[Outcome, Ledger]:
+    """The messages of a whole run, really encoded (encrypted with keys made up here) and counted, without data and
+    without training.
+    """
     names = [f"site-{i}" for i in range(1, sites + 1)]
     dry: dict[str, Site] = {name: DrySite(name, method.layout) for name in names}
-    return rehearse(method, weights, dry, Metric("none", "", "min"), values=values)
+    contexts = Contexts.new() if encrypted else None
+    return rehearse(method, weights, dry, Metric("none", "", "min"), values=values, contexts=contexts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .aggregate import by_examples
+from .encryption import ServerCipher
 from .errors import RejectedMessage
-from .exchange import VALIDATE, Patch, Request, Update
+from .exchange import VALIDATE, Patch, Request, Sealed, Update
 from .mask import Mask
 from .params import Layout
-from .wire.codec import Encoded, decode, encode, smallest
+from .wire.codec import Decoded, Encoded, decode, encode, smallest
 from .wire.ledger import Ledger
 from .wire.plan import Plan, ValueType
+from .wire.sealed import key_of
 
 TEST_EXAMPLES = "test_examples"
 """The metric that the others are weighted by."""
@@ -52,19 +56,30 @@ class Held:
 
 
 @dataclass(frozen=True)
+class SealedModel:
+    """A model that the server has and cannot read: where its values go, and the values."""
+
+    on: Mask
+    values: Sealed
+
+
+@dataclass(frozen=True)
 class DeskMemory:
-    """What a server must remember to go on after a crash: its last question, who holds what, what was rounded off.
+    """What a server must remember to go on after a crash: its last question, who holds what, what was rounded off,
+    and the model where the method's state cannot hold it because it is encrypted.
 
     Attributes:
         sequence: of the last message's question.
         opened: that of the same question when it was first asked.
         held, residuals: by site, and by stream of messages.
+        sealed: the encrypted model.
     """
 
     sequence: int
     opened: int
     held: dict[str, Held]
     residuals: dict[str, Tensor | None]
+    sealed: SealedModel | None = None
 
 
 class ServerDesk:
@@ -75,10 +90,15 @@ class ServerDesk:
         run: 16 hex digits that name the run.
         values: number format on the wire.
         ledger: receives one line per message.
+        cipher: weights come encrypted and are summed unread; None: in the clear.
+
+    Attributes:
+        sealed: the model since the first encrypted sum.
     """
 
-    def __init__(self, layout: Layout, run: str, values: ValueType, ledger: Ledger):
-        self.layout, self.run, self.values, self.ledger = layout, run, values, ledger
+    def __init__(self, layout: Layout, run: str, values: ValueType, ledger: Ledger, cipher: ServerCipher | None = None):
+        self.layout, self.run, self.values, self.ledger, self.cipher = layout, run, values, ledger, cipher
+        self.sealed: SealedModel | None = None
         self._sequence = self._opened = self._before = 0
         self._held: dict[str, Held] = {}
         self._residuals: dict[str, Tensor | None] = {}
@@ -95,12 +115,12 @@ class ServerDesk:
         again = self._opens(list(requests.values()))
         self._asked, self._sent = dict(requests), {}
         settled: set[str] = set()
-        done: dict[tuple[int, str | None, bool], Encoded] = {}
+        done: dict[tuple[int, str | None, str], Encoded] = {}
         messages: dict[str, np.ndarray] = {}
         for site in sorted(requests):
             request = requests[site]
             patch, plan = self._fitting(site, request)
-            key = (id(request), plan.known.fingerprint if plan.known else None, patch is request.model)
+            key = (id(request), plan.known.fingerprint if plan.known else None, patch.over)
             if key not in done:
                 stream = "all" if len(self._question) == 1 else site
                 done[key] = encode(
@@ -145,7 +165,39 @@ class ServerDesk:
             round=request.round,
             kind=request.kind,
         )
-        return patch, plan
+        return self._as_it_is(patch), plan
+
+    def _as_it_is(self, patch: Patch) -> Patch:
+        """The model with its encrypted values, for a method's state only knows that it cannot be read. A patch of other
+        entries stays as it is: it has no values, and the codec refuses to send what is not a number.
+        """
+        if self.sealed is None or patch.on != self.sealed.on:
+            return patch
+        return Patch.unreadable(self.sealed.values, patch.on, patch.over)
+
+    def add_up(self, updates: Sequence[Update]) -> None:
+        """The mean by examples of a round's encrypted answers is the model from now on; without any, nothing happens.
+
+        Raises:
+            ValueError: answers on different entries, or encrypted and plain ones.
+        """
+        ordered = sorted(updates, key=lambda update: update.site)
+        answers = [update.patch.sealed for update in ordered if update.patch.sealed is not None]
+        if self.cipher is None or not answers:
+            return
+        on = ordered[0].patch.on
+        if len(answers) != len(ordered) or any(update.patch.on != on for update in ordered):
+            raise ValueError("encrypted answers can be summed on one selection only")
+        self.sealed = SealedModel(on, self.cipher.weighted_sum(answers, by_examples(ordered), on.count))
+
+    def strangers(self, updates: Sequence[Update]) -> list[str]:
+        """Sites whose answer is under another key than the model's or, before there is one, than most answers'."""
+        keys = {update.site: key_of(update.patch.sealed) for update in updates if update.patch.sealed is not None}
+        if not keys:
+            return []
+        counts = Counter(keys.values())
+        agreed = key_of(self.sealed.values) if self.sealed else max(sorted(counts), key=counts.__getitem__)
+        return sorted(site for site, key in keys.items() if key != agreed)
 
     def least_upload(self, site: str, request: Request) -> tuple[int, int]:
         """Entries and bytes that the answer of ``site`` to ``request`` has at least; the bytes of a selection that
@@ -158,11 +210,11 @@ class ServerDesk:
 
     def memory(self) -> DeskMemory:
         """A value, for a checkpoint."""
-        return DeskMemory(self._sequence, self._opened, dict(self._held), dict(self._residuals))
+        return DeskMemory(self._sequence, self._opened, dict(self._held), dict(self._residuals), self.sealed)
 
     def recall(self, memory: DeskMemory) -> None:
         """Go on where :meth:`memory` was taken; a site that has lost what it held says so and is sent everything."""
-        self._sequence, self._opened = memory.sequence, memory.opened
+        self._sequence, self._opened, self.sealed = memory.sequence, memory.opened, memory.sealed
         self._held, self._residuals = dict(memory.held), dict(memory.residuals)
 
     def forget(self, site: str) -> None:
@@ -191,14 +243,14 @@ class ServerDesk:
             sequence=self._sequence,
             round=request.round,
             kind=request.kind,
+            sealing=self.cipher.sealing if self.cipher else None,
         )
         message = decode(data, plan, site)
         if message.patch.over != "zeros" or message.trainable is not None:
             raise RejectedMessage("E_KIND", "over", "an answer over zeros", "a question's form", site)
         if message.content not in (request.content, "nothing"):
             raise RejectedMessage("E_KIND", "content", request.content, message.content, site)
-        if message.values != ("float32" if message.content == "scores" else self.values):
-            raise RejectedMessage("E_DTYPE", "values", self.values, message.values, site)
+        self._written_as_agreed(message, site)
         if request.expected is not None and message.content != "nothing" and message.patch.on != request.expected:
             raise RejectedMessage("E_MASK", "selection", request.expected, message.patch.on, site)
         if request.fits is not None and message.content != "nothing" and not request.fits(site, message.patch.on):
@@ -207,6 +259,22 @@ class ServerDesk:
         self.ledger.received(message, plan, site, len(data))
         self._acknowledge(site)
         return update
+
+    def _written_as_agreed(self, message: Decoded, site: str) -> None:
+        """Raises:
+        RejectedMessage: weights in the clear where they are to be encrypted, the reverse, or no ciphertext; another
+            number format than the job's.
+        """
+        sealed = message.patch.sealed
+        wanted = self.cipher is not None and message.content in ("weights", "difference")
+        if wanted != (sealed is not None):
+            raise RejectedMessage(
+                "E_SEALED", f"values of {message.content}", "ckks" if wanted else "numbers", message.values, site
+            )
+        if self.cipher is not None and sealed is not None:
+            self.cipher.check(sealed, message.patch.on.count, site)
+        elif message.values != ("float32" if message.content == "scores" else self.values):
+            raise RejectedMessage("E_DTYPE", "values", self.values, message.values, site)
 
     def _acknowledge(self, site: str) -> None:
         """Who answers holds what was sent."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .checkpoint.store import Store
+from .encryption import SiteCipher
 from .errors import RejectedMessage
 from .exchange import VALIDATE, Patch, Request, Update
 from .mask import Mask
@@ -38,10 +39,20 @@ class SiteDesk:
         values: number format on the wire.
         store: receives a checkpoint before every answer; None: after a crash the site is sent everything, and what a
             method keeps at the site is lost.
+        cipher: weights leave encrypted, and the model may come so; None: all is in the clear.
     """
 
-    def __init__(self, site: Site, method: Method[Any], run: str, values: ValueType, store: Store | None = None):
+    def __init__(
+        self,
+        site: Site,
+        method: Method[Any],
+        run: str,
+        values: ValueType,
+        store: Store | None = None,
+        cipher: SiteCipher | None = None,
+    ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
+        self.cipher = cipher
         self.asked: Request | None = None
         self._known: Mask | None = None
         self._base: int | None = None
@@ -58,16 +69,28 @@ class SiteDesk:
         """
         if self._sequence == 0 and self.store is not None:
             self._remember(self.store, sequence_of(data, "server"))
-        plan = Plan(self.site.layout, self.run, known=self._known, base=self._base)
+        sealing = self.cipher.sealing if self.cipher else None
+        plan = Plan(self.site.layout, self.run, known=self._known, base=self._base, sealing=sealing)
         message = decode(data, plan, "server")
         if message.sequence <= self._sequence:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._sequence}", message.sequence, "server")
         if message.trainable is None:
             raise RejectedMessage("E_KIND", "trainable", "a question", "an answer", "server")
-        self._take(message.patch)
+        patch = self.opened(message.patch)
+        self._take(patch)
         self._base = self._sequence = message.sequence
-        self.asked = Request(message.kind, message.round, message.patch, message.trainable)
+        self.asked = Request(message.kind, message.round, patch, message.trainable)
         return self.asked
+
+    def opened(self, patch: Patch) -> Patch:
+        """A patch with values to read, decrypted if need be.
+
+        Raises:
+            RejectedMessage: it was not encrypted with this site's key.
+        """
+        if patch.sealed is None or self.cipher is None:
+            return patch
+        return Patch(self.cipher.open(patch.sealed, patch.on.count), patch.on, patch.over)
 
     def _remember(self, store: Store, asked: int) -> None:
         """What this site was after its last answer before the question ``asked``; what came later was given up."""
@@ -111,6 +134,7 @@ class SiteDesk:
         """The message that carries ``update`` back; what the number format rounds off goes with the next one.
 
         Raises:
+            RejectedMessage: a value is not finite, or not one that can be encrypted; nothing is sent.
             CheckpointError: what this site must remember could not be written; then nothing may be sent either.
         """
         plan = Plan(
@@ -122,9 +146,16 @@ class SiteDesk:
             kind=request.kind,
         )
         values: ValueType = "float32" if update.content == "scores" else self.values
-        encoded = encode(update.patch, plan, content=update.content, values=values, residual=self._residual)
+        patch = self._closed(update)
+        encoded = encode(patch, plan, content=update.content, values=values, residual=self._residual)
         if update.content in ("weights", "difference"):
             self._residual = encoded.residual
         if self.store is not None:
             self._keep(self.store)
         return encoded
+
+    def _closed(self, update: Update) -> Patch:
+        """The patch as it may leave: weights encrypted where the job says so, scores and metrics never."""
+        if self.cipher is None or update.content not in ("weights", "difference"):
+            return update.patch
+        return replace(update.patch, sealed=self.cipher.seal(update.patch.values))

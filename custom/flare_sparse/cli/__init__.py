@@ -11,6 +11,7 @@ from .adapt import adapt
 from .check import check
 from .console import Commands
 from .console import out as console
+from .decrypt import decrypt
 from .estimate import estimate
 from .export import export
 from .fetch_model import fetch_model
@@ -25,7 +26,7 @@ from .site import site
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
-for command in (run, rehearse, report, adapt, check, estimate, export, save, fetch_model, methods, phantom):
+for command in (run, rehearse, report, adapt, check, estimate, export, save, decrypt, fetch_model, methods, phantom):
     app.command()(command)
 app.add_typer(site, name="site")
 

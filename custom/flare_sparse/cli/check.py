@@ -151,7 +151,7 @@ def _policy(settings: RunConfig, task: Task, layout: Layout, examples: dict[str,
     if not file.is_file():
         raise ConfigError(f"--site-policy {file}: there is no such file")
     method, (_, weights) = _method(settings, layout), initial_weights(task, settings.seed)
-    _, ledger = dry_run(method, weights, max(len(examples), 1), settings.wire.values)
+    _, ledger = dry_run(method, weights, max(len(examples), 1), settings.wire.values, encrypted=settings.encrypted)
     counts = {name: own.n_train for name, own in examples.items()}
     if reasons := list(foreseen(read_policy(file), method.name, ledger.lines, counts)):
         raise PolicyRefusal("\n".join([f"{file} would refuse this job:", *(f"  {reason}" for reason in reasons)]))

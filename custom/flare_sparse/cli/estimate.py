@@ -55,7 +55,7 @@ def estimated(config: RunConfig, file: Path) -> dict[str, Any]:
         raise ConfigError("estimate needs the number of sites: give --sites N")
     own = build_task(config, user_task(config.task.name, file.parent)) if config.task.key == "class" else None
     assembly = assemble(config, own)
-    outcome, ledger = dry_run(assembly.method, assembly.weights, sites, config.wire.values)
+    outcome, ledger = dry_run(assembly.method, assembly.weights, sites, config.wire.values, encrypted=config.encrypted)
     rounds = [
         {
             "round": r.round,

@@ -19,6 +19,7 @@ from ..report.reading import Run
 from ..training.seeds import threads
 from ..wire.ledger import Ledger
 from .console import out as console
+from .keys import opened, run_contexts
 from .result import show_result
 from .resuming import Resume, checkpoint_root
 from .run import keep_own_task, with_options
@@ -50,6 +51,7 @@ def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = 
     kind = user_task(config.task.name, file.parent) if config.task.key == "class" else None
     assembly = assemble(config, build_task(config, kind))
     root = checkpoint_root(config, assembly, out, resume=resume)
+    contexts = run_contexts(config, out, resume=resume)
     data = simulated_sites(config, assembly.task, out)
     with threads(config.federation.threads):
         sites = {name: open_site(assembly, where) for name, where in data.items()}
@@ -73,8 +75,11 @@ def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = 
         thread_count=config.federation.threads,
         stores=lambda end: checkpoints(config.job, assembly, root, end),
         resume=resume,
+        contexts=contexts,
     )[0]
     summary = folder.finish(outcome)
+    if contexts:
+        summary = opened(config, assembly.task, out, contexts.client)
     keep_own_task(kind, out)
     write_card(Run.read(out))
     shutil.rmtree(root, ignore_errors=True)  # a run that is over is not gone on from

@@ -23,8 +23,12 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
     if best["round"] >= 0:
         figure = best["metrics"][name]
         console.print(f"best model: after round {best['round']}, {name} {figure:.3f} {unit}")
-    console.print(f"seconds: {summary['seconds']:.0f}   model sha256: {summary['model_sha256'][:16]}...")
-    console.print(f"model:  {out / 'model.safetensors'}  (best: best_model.safetensors)")
+    digest = summary["model_sha256"]
+    console.print(f"seconds: {summary['seconds']:.0f}" + (f"   model sha256: {digest[:16]}..." if digest else ""))
+    if digest:
+        console.print(f"model:  {out / 'model.safetensors'}  (best: best_model.safetensors)")
+    else:
+        console.print(f"model:  encrypted; a site can open it: flare-sparse decrypt {out} --context FILE", markup=False)
     log = "; FLARE's log: flare.log" if (out / "flare.log").is_file() else ""
     console.print(f"record: {out / 'summary.json'}, rounds.jsonl, ledger.jsonl, config.yaml, model_card.md{log}")
     console.print(f"look:   flare-sparse report {out}")

@@ -20,6 +20,8 @@ from ..progress import progress_line
 from ..report.card import write_card
 from ..report.reading import Run
 from ..task import SiteData, Task
+from .keys import FOLDER as KEYS
+from .keys import opened, run_contexts
 from .result import show_result
 from .resuming import Resume, checkpoint_root
 from .simulated import simulated_sites
@@ -91,6 +93,7 @@ def run_in_simulator(
     from ..flare.simulator import simulate  # FLARE takes seconds to import; --help must not wait for it
 
     checkpoints = _checkpoints(config, file, out, resume=resume)
+    contexts = run_contexts(config, out, resume=resume)
     sites = _sites(config, file, out, console)
     site_files = write_site_files(out / "sites", sites.values())
     _say(console, config, f"{len(sites)} sites in FLARE's simulator")
@@ -100,21 +103,32 @@ def run_in_simulator(
         site_files,
         out,
         checkpoints=checkpoints,
+        keys=out / KEYS if contexts else None,
         on_round=lambda line: console.print(progress_line(line)),
     )
+    if contexts:
+        summary = opened(config, _task(config, file), out, contexts.client)
     return _recorded(config, file, out, summary)
 
 
 def run_in_poc(config: RunConfig, file: Path, out: Path, console: Console, *, resume: bool = False) -> dict[str, Any]:
-    """As in the simulator, with a server and sites that FLARE provisions and starts as processes of their own."""
-    from ..flare.deployed import run_deployed
-    from ..flare.poc import poc
+    """As in the simulator, with a server and sites that FLARE provisions and starts as processes of their own.
 
+    Raises:
+        ConfigError: an encrypted run cannot be resumed here: FLARE makes new keys for every POC federation.
+    """
+    from ..flare.deployed import run_deployed
+    from ..flare.poc import client_context, poc
+
+    if resume and config.encrypted:
+        raise ConfigError("--resume: every POC federation has keys of its own; leave it out, or use --env sim")
     checkpoints = _checkpoints(config, file, out, resume=resume)
     sites = _sites(config, file, out, console)
     _say(console, config, f"{len(sites)} sites as processes of their own (nvflare poc, mTLS)")
-    with poc(out / "poc", sites, checkpoints) as kit:
+    with poc(out / "poc", sites, checkpoints, encrypted=config.encrypted) as kit:
         summary = run_deployed(_recipe(config, file), kit, out, on_line=console.print)
+    if config.encrypted:
+        summary = opened(config, _task(config, file), out, client_context(out / "poc", next(iter(sites))))
     return _recorded(config, file, out, summary)
 
 
@@ -140,12 +154,15 @@ def _sites(config: RunConfig, file: Path, out: Path, console: Console) -> dict[s
     """The data of the sites that stand in for real ones."""
     out.mkdir(parents=True, exist_ok=True)
     with console.status("preparing the sites' data ..."):
-        return simulated_sites(config, build_task(config, _own(config, file)), out)
+        return simulated_sites(config, _task(config, file), out)
 
 
 def _checkpoints(config: RunConfig, file: Path, out: Path, *, resume: bool) -> Path:
-    own = _own(config, file)
-    return checkpoint_root(config, assemble(config, build_task(config, own)), out, resume=resume)
+    return checkpoint_root(config, assemble(config, _task(config, file)), out, resume=resume)
+
+
+def _task(config: RunConfig, file: Path) -> Task:
+    return build_task(config, _own(config, file))
 
 
 def _own(config: RunConfig, file: Path) -> type[Task] | None:

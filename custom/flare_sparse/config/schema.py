@@ -23,6 +23,9 @@ class WireConfig(Section):
     values: Literal["float32", "float16", "bfloat16"] = Field(
         "float32", description="number format of values on the wire; what a short format rounds off goes with the next"
     )
+    encryption: Literal["none", "ckks"] = Field(
+        "none", description="ckks: the server sums weights that it cannot read; keys come from the startup kits"
+    )
 
 
 class FederationConfig(Section):
@@ -186,6 +189,36 @@ class JobConfig(Section):
             raise ValueError(
                 f"federation.min_sites is {self.federation.min_sites}; method {self.method.name} as it is set needs {fewest}"
             )
+        return self
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether weights travel encrypted."""
+        return self.wire.encryption != "none"
+
+    @model_validator(mode="after")
+    def _summed_unread(self) -> JobConfig:
+        """Whatever the server must read to do as it is told is refused here, not found out in a round."""
+        if not self.encrypted:
+            return self
+        reason = getattr(self.method.config, "against_encryption", "")
+        for against, fix in (
+            (reason and f"method {self.method.name}: {reason}", "neurosfl or fedavg sum with their defaults"),
+            (self.wire.values != "float32" and f"wire.values is {self.wire.values}", "leave it at float32"),
+            (
+                self.federation.clip_norm is not None and "federation.clip_norm looks at single answers",
+                "the site's own policy has clip_norm and max_norm",
+            ),
+            (
+                self.federation.min_sites < 2 and "federation.min_sites is 1, and a sum of one is that site's model",
+                "set it to 2 or more",
+            ),
+        ):
+            if against:
+                raise ValueError(
+                    f"wire.encryption is ckks, with which the server reads no answer, but {against}; {fix}, or set "
+                    "wire.encryption to none"
+                )
         return self
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..capabilities import Capabilities
 from ..checkpoint.store import Store
 from ..errors import LeftOut, NotHeld, RoundFailed
-from ..exchange import VALIDATE, Request, Update
+from ..exchange import VALIDATE, Request, Sealed, Update
 from ..methods import Method
 from ..robust import clipped
 from ..server import Question, ServerDesk
@@ -93,6 +93,7 @@ class Federation:
             record = replace(record, clipped=cut)
             self._consider(state, committed, record.judgement)
             state = self.method.learn(state, updates)
+            self.desk.add_up(updates)
             committed = record.round
             self._commit(record, state, committed)
             here = self._present(sites)
@@ -102,7 +103,7 @@ class Federation:
             self._consider(state, committed, record.judgement)
         self._announce(self._sealed(record, state))
         model = self.method.model(state)
-        return Outcome(state, model.vector(), model.on, record.judgement, self._best, self._records)
+        return Outcome(state, model.vector(), model.on, record.judgement, self._best, self._records, self._unread())
 
     def _present(self, sites: Callable[[], list[str]]) -> list[str]:
         """Who may be asked now; the method plans with what they can.
@@ -157,7 +158,11 @@ class Federation:
             return
         if self._best.round < 0 or self.metric.better(figure, self._best.metrics[self.metric.name]):
             model = self.method.model(state)
-            self._best = Best(committed, judgement.overall, model.vector(), model.on)
+            self._best = Best(committed, judgement.overall, model.vector(), model.on, self._unread())
+
+    def _unread(self) -> Sealed | None:
+        """The model's values, where the server cannot read them."""
+        return self.desk.sealed.values if self.desk.sealed else None
 
     def _commit(self, record: RoundRecord, state: Any, committed: int) -> None:
         """On the disk first, where there is one, then known to others."""
@@ -277,6 +282,8 @@ class Federation:
         for site, reply in replies.items():
             if isinstance(reply, Update) and not self._roster.agrees(reply, self.rules):
                 replies[site] = "E_WEIGHT"
+        for site in self.desk.strangers([reply for reply in replies.values() if isinstance(reply, Update)]):
+            replies[site] = "E_KEY"
         rejected = {site: _reason(reply) for site, reply in replies.items() if not isinstance(reply, Update)}
         silent = sorted(set(requests) - set(replies))
         for site in [*rejected, *silent]:

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ..exchange import Update
+from ..exchange import Sealed, Update
 from ..mask import Mask
 from ..server import DeskMemory
 from ..wire.ledger import Line
@@ -81,12 +81,13 @@ class RoundRecord:
 
 @dataclass
 class Best:
-    """The best committed model so far by the task's metric."""
+    """The best committed model so far by the task's metric; where it is ``sealed``, its weights cannot be read."""
 
     round: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     weights: Tensor | None = None
     mask: Mask | None = None
+    sealed: Sealed | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Snapshot(Generic[S]):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run."""
+    """The end of a run; where the model is ``sealed``, its weights cannot be read."""
 
     state: Any
     weights: Tensor
@@ -112,3 +113,4 @@ class Outcome:
     judgement: Judgement
     best: Best
     rounds: list[RoundRecord]
+    sealed: Sealed | None = None

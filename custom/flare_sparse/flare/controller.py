@@ -24,7 +24,7 @@ from ..assemble import rules, run_facts
 from ..errors import ConfigError, FlareSparseError
 from ..federation import Federation, Reply, RoundRecord
 from ..progress import progress_line
-from ..records import RunFolder, write_json
+from ..records import ENCRYPTED, RunFolder, write_json
 from ..server import Question
 from .payload import HELLO, REPLY, TASK, hello_in, message_to_shareable
 from .results import announce_best, announce_round
@@ -122,7 +122,10 @@ class FederatedController(Controller):
         announce_best(self, outcome.best, assembly.task.metric, fl_ctx)
         write_json(
             app_dir / "artifact_manifest.json",
-            {"schema_version": "1", "artifacts": {"global_model": f"{RESULTS}/model.safetensors"}},
+            {
+                "schema_version": "1",
+                "artifacts": {"global_model": f"{RESULTS}/{ENCRYPTED if outcome.sealed else ''}model.safetensors"},
+            },
         )
         if session.store is not None:
             session.store.drop()  # a job that is over is not gone on from

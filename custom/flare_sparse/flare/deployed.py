@@ -17,6 +17,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from ..errors import ConfigError
 from ..progress import progress_line
+from ..records import clear_models
 from .controller import RESULTS, STATS
 from .recipe import SparseRecipe
 from .simulator import JobFailed
@@ -123,5 +124,6 @@ def _collect(job: Path, out: Path, ended: str) -> None:
         log = "".join(file.read_text(errors="replace") for file in sorted(job.glob("**/log.txt"))[:1])
         said = next((found.group() for found in map(_REASON.search, log.splitlines()) if found), _NO_REASON)
         raise JobFailed(f"{ended} without a result.\n  {said}\nWhat is left of it: {job}")
+    clear_models(out)
     for file in sorted(record.iterdir()):
         shutil.copy2(file, out / file.name)

@@ -8,11 +8,12 @@ from nvflare.apis.dxo import from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.shareable import Shareable, make_reply
 
-from ..errors import NotHeld, RejectedMessage, WireError
+from ..errors import FlareSparseError, NotHeld, RejectedMessage, WireError
 from ..federation import Reply
 from .payload import (
+    CODE_HEADER,
     NOT_HELD_HEADER,
     REPLY,
     REQUEST,
@@ -23,7 +24,7 @@ from .payload import (
     sender_of,
     shareable_to_message,
 )
-from .session import server_session, site_session
+from .session import keep_at_site, server_session, site_session
 
 
 class DecodeRequest(Filter):
@@ -42,8 +43,10 @@ class EncodeUpdate(Filter):
     """Site, task result: what the site's own filters left over becomes one message. Withholds what it cannot encode."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Raises:
-        RejectedMessage: the reply is not an update, or a filter broke it; FLARE then sends an error, no values.
+        """What cannot be sent (a value that is not finite, or cannot be encrypted) becomes a reply with its code only.
+
+        Raises:
+            RejectedMessage: the reply is not an update, or a filter broke it; FLARE then sends an error, no values.
         """
         waiting = shareable.pop(UPDATE, None)  # first: its types are none that the server's FLARE could read
         if shareable.get_return_code() != ReturnCode.OK:
@@ -53,7 +56,11 @@ class EncodeUpdate(Filter):
         desk = site_session(fl_ctx).desk(fl_ctx)
         request, update, vector = waiting
         update = dxo_to_update(from_shareable(shareable), update, vector, desk.site.layout)
-        encoded = desk.encode(request, update)
+        try:
+            encoded = desk.encode(request, update)
+        except FlareSparseError as error:
+            keep_at_site(error, error.code, fl_ctx)
+            return _error_reply(error.code)
         return message_to_shareable(
             encoded.data,
             {
@@ -85,7 +92,14 @@ class DecodeUpdate(Filter):
             return error
 
 
+def _error_reply(code: str) -> Shareable:
+    reply = make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
+    reply.set_header(CODE_HEADER, code)
+    return reply
+
+
 def _refusal(shareable: Shareable, site: str) -> Reply:
+    """Why a site did not answer, from codes only: its text is not ours to repeat."""
     if shareable.get_header(NOT_HELD_HEADER) is True:
         return NotHeld("E_NOT_HELD", "known", "what the message leans on", "nothing", site)
     return refusal_code(shareable)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..data.source import LOCAL_FILE, site_file
+from ..encryption import CLIENT_FILE
 from ..errors import ConfigError
 from ..task import SiteData
 from .keeping import CHECKPOINTS_VARIABLE, OFF
@@ -24,7 +25,12 @@ START_TIMEOUT_S = 90
 
 @contextmanager
 def poc(
-    workspace: Path, sites: Mapping[str, SiteData], checkpoints: Path, allowed: Sequence[str] = ()
+    workspace: Path,
+    sites: Mapping[str, SiteData],
+    checkpoints: Path,
+    allowed: Sequence[str] = (),
+    *,
+    encrypted: bool = False,
 ) -> Iterator[Path]:
     """Prepare, start and in the end stop a POC federation.
 
@@ -35,6 +41,7 @@ def poc(
         sites: by name.
         checkpoints: folder for them, beside the workspace, which does not outlive the run.
         allowed: class paths that the sites allow beside ours.
+        encrypted: FLARE puts keys for encrypted sums into the kits.
 
     Yields:
         The startup kit of the admin who may submit jobs.
@@ -47,7 +54,7 @@ def poc(
         raise ConfigError(f"{str(workspace)!r} contains a space, which FLARE cannot handle; choose another --out")
     if busy := [port for port in PORTS if _in_use(port)]:
         raise ConfigError(f"port {busy[0]} is in use: another FLARE server runs here. Stop it: nvflare poc stop")
-    _poc(workspace, "prepare", "--force", "-c", *sites)
+    _poc(workspace, "prepare", "--force", *(["--he"] if encrypted else []), "-c", *sites)
     kits = _kits(workspace)
     for kit in kits.values():
         if not (kit / "startup" / "fed_admin.json").is_file():
@@ -59,6 +66,11 @@ def poc(
         yield kits[_admin(kits)]
     finally:
         _poc(workspace, "stop", check=False)
+
+
+def client_context(workspace: Path, site: str) -> bytes:
+    """The keys in a site's kit of a federation that was prepared with them."""
+    return (_kits(workspace)[site] / "startup" / CLIENT_FILE).read_bytes()
 
 
 def _poc(workspace: Path, command: str, *options: str, check: bool = True, checkpoints: Path | None = None) -> None:

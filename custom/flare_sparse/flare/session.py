@@ -21,6 +21,7 @@ from ..server import ServerDesk
 from ..site import SiteDesk
 from ..task import Task
 from ..wire.ledger import Ledger
+from .contexts import server_cipher, site_cipher
 from .keeping import checkpoint_folder
 from .site.policy import POLICY_FILE, Policy, read_policy
 
@@ -69,7 +70,8 @@ class ServerSession(FLComponent):
         self.store = checkpoints(self.job, self.assembly, root, SERVER) if root else None
         if self.store is not None:
             self.store.claim()
-        self.desk = ServerDesk(self.assembly.layout, self.assembly.run, self.job.wire.values, self.ledger)
+        cipher = server_cipher(fl_ctx) if self.job.encrypted else None
+        self.desk = ServerDesk(self.assembly.layout, self.assembly.run, self.job.wire.values, self.ledger, cipher)
 
 
 class SiteSession(FLComponent):
@@ -96,7 +98,8 @@ class SiteSession(FLComponent):
             store = checkpoints(job, assembly, root, name) if root else None
             if store is not None:
                 store.claim()
-            self._desk = SiteDesk(site, assembly.method, assembly.run, job.wire.values, store)
+            cipher = site_cipher(fl_ctx) if job.encrypted else None
+            self._desk = SiteDesk(site, assembly.method, assembly.run, job.wire.values, store, cipher)
         return self._desk
 
     def hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:

@@ -16,6 +16,8 @@ from nvflare.recipe import SimEnv
 
 from ..data.source import SITE_FILE_VARIABLE
 from ..errors import ConfigError, FlareSparseError
+from ..records import clear_models
+from .contexts import KEYS_VARIABLE
 from .controller import RESULTS
 from .keeping import CHECKPOINTS_VARIABLE, OFF
 from .recipe import SparseRecipe
@@ -37,6 +39,7 @@ def simulate(
     allowed: Sequence[str] = (),
     checkpoints: Path | None = None,
     processes: int | None = None,
+    keys: Path | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run a recipe in the simulator and collect its record in ``out``.
@@ -50,6 +53,7 @@ def simulate(
         checkpoints: where server and sites keep them, and find those of a run that was cut short; None: nowhere.
         processes: how many sites run at a time; the others wait their turn, and a site that comes back to a process has
             lost what it held and is sent everything. None: a process for each site.
+        keys: folder with the keys of an encrypted run.
         on_round: called with each line of ``rounds.jsonl`` as it is written.
 
     Returns:
@@ -68,7 +72,11 @@ def simulate(
     allow(workspace, (PREFIX, *allowed))
     record = workspace / "server" / "simulate_job" / "app_server" / RESULTS
     log = out / "flare.log"
-    variables = {SITE_FILE_VARIABLE: site_files, CHECKPOINTS_VARIABLE: str(checkpoints or OFF)}
+    variables = {
+        SITE_FILE_VARIABLE: site_files,
+        CHECKPOINTS_VARIABLE: str(checkpoints or OFF),
+        KEYS_VARIABLE: str(keys or ""),
+    }
     with _environment(variables), _following(record / "rounds.jsonl", on_round):
         with _output_to(log):
             try:
@@ -79,6 +87,7 @@ def simulate(
                 raise JobFailed(_why(log, workspace)) from error
     if not (record / "summary.json").is_file():
         raise JobFailed(_why(log, workspace))
+    clear_models(out)
     for file in sorted(record.iterdir()):
         shutil.copy2(file, out / file.name)
     metrics = workspace / "server" / "simulate_job" / "metrics"

@@ -26,6 +26,11 @@ class Config(AveragingConfig):
             )
         return self
 
+    @property
+    def against_encryption(self) -> str:
+        step = "" if self.server_lr == 1 else f"server_lr {self.server_lr} is a step from a model that the server reads"
+        return self.against_combine or step
+
 
 @dataclass(frozen=True)
 class State:

@@ -21,6 +21,10 @@ class Config(AdaptationConfig):
     local_steps: int | None = Field(1, ge=1, description="gradient steps of a site in a round; null: training.epochs")
     weights: Literal["examples", "uniform"] = Field("examples", description="how much a site counts in the average")
 
+    @property
+    def against_encryption(self) -> str:
+        return "" if self.weights == "examples" else f"weights: {self.weights} is not the mean by examples"
+
 
 class FedAvgOneStep(Method[State]):
     """Rounds as in FedAvg, of a few steps each; at the end every target takes one step and reports its metrics."""

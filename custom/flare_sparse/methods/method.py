@@ -63,6 +63,13 @@ class MethodConfig(BaseModel):
         """Contributions without which a round makes no sense for the method as it is set."""
         return 1
 
+    @property
+    def against_encryption(self) -> str:
+        """Why the server half must read weights; empty where the next model is the mean by examples of the weights that
+        the sites answer with, all on the entries asked for, and nothing else is ever made of them.
+        """
+        return "its server half reads what the sites send"
+
 
 class AveragingConfig(MethodConfig):
     """Settings of methods whose new model is an average of the sites'."""
@@ -72,6 +79,12 @@ class AveragingConfig(MethodConfig):
     @property
     def fewest_sites(self) -> int:
         return self.combine.fewest_sites
+
+    @property
+    def against_combine(self) -> str:
+        """What of ``combine`` needs single answers; empty when nothing does."""
+        rule = self.combine.rule
+        return f"combine.rule {rule} compares the sites' values" if self.combine.sees_single_answers else ""
 
 
 class Method(ABC, Generic[S]):

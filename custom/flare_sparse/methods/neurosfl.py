@@ -60,6 +60,11 @@ class Config(AveragingConfig):
         return self.scores == "individual_snip" and not self.random_site
 
     @property
+    def against_encryption(self) -> str:
+        masks = f"scores: {self.scores} gives each site entries of its own" if self.own_masks else ""
+        return self.against_combine or masks
+
+    @property
     def steps(self) -> int:
         """Score exchanges before training starts."""
         if self.scores == "random":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ..progress import human_bytes
 from .findings import caveat
@@ -57,7 +58,7 @@ from flare_sparse import load_model
 model = load_model("{run.path.name}")  # this folder: a torch module in evaluation mode
 ```
 
-`model.safetensors` (sha256 of its values {s["model_sha256"]}) with `config.yaml` beside it;
+`model.safetensors` ({_digest(s)}) with `config.yaml` beside it;
 `flare-sparse save` writes it for other libraries and as ONNX.
 
 ## Not for
@@ -65,3 +66,9 @@ model = load_model("{run.path.name}")  # this folder: a torch module in evaluati
 Diagnosis or treatment: nothing here has been validated for that. Data of scanners, ages or diseases that no site had.
 Federated training is not anonymity: what a model has learned can tell of the people it learned from.
 """
+
+
+def _digest(summary: dict[str, Any]) -> str:
+    """What tells the model from others; an encrypted one has nothing until a site decrypts it."""
+    digest = summary["model_sha256"]
+    return f"sha256 of its values {digest}" if digest else "encrypted; a site opens it: `flare-sparse decrypt`"

@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..errors import NotHeld, RejectedMessage, WireError
-from ..exchange import Content, Over, Patch
+from ..exchange import Content, Over, Patch, Sealed
 from ..mask import Mask
 from ..params import Layout
+from . import sealed as ciphertexts
 from . import values as numbers
 from .choice import pick, selection_entropy
 from .encodings import CODES, Encoding
 from .envelope import HEADER_BYTES, Header, is_kind, seal, unseal
-from .plan import Plan, ValueType
+from .plan import Plan, ValueFormat, ValueType
 
 CONTENTS: tuple[Content, ...] = get_args(Content)
 OVERS: tuple[Over, ...] = get_args(Over)
@@ -30,18 +32,20 @@ class Encoded:
     Attributes:
         data: uint8 ``(n,)``, the whole message.
         encoding: of the selection.
-        values: number format.
+        values: number format; ``ckks``: encrypted.
         scalars: values that travel.
         selection_bytes: spent on saying which.
-        floor_bytes: values at their format plus the entropy of the selection given what the receiver knows.
+        values_bytes: spent on the values.
+        floor_bytes: the values' bytes plus the entropy of the selection given what the receiver knows.
         residual: ``(P,)`` what the format rounded off; None for float32 without an earlier one.
     """
 
     data: np.ndarray
     encoding: str
-    values: ValueType
+    values: ValueFormat
     scalars: int
     selection_bytes: int
+    values_bytes: int
     floor_bytes: int
     residual: Tensor | None
 
@@ -61,8 +65,9 @@ class Decoded:
     round: int
     sequence: int
     encoding: str
-    values: ValueType
+    values: ValueFormat
     selection_bytes: int
+    values_bytes: int
 
 
 def encode(
@@ -81,7 +86,7 @@ def encode(
         plan: what the receiver holds; ``sequence``, ``round`` and ``kind`` must be given.
         content: what the values are.
         trainable: a question's second selection, said relative to ``patch.on``.
-        values: number format; what it rounds off is in ``Encoded.residual``.
+        values: number format; what it rounds off is in ``Encoded.residual``. A sealed patch has its own.
         residual: of the message before.
 
     Raises:
@@ -91,11 +96,12 @@ def encode(
     sequence, round_, kind = _question(plan)
     _fits(patch, plan)
     encoding, selection = pick(patch.on, plan.known, plan.layout)
+    written: ValueFormat = values if patch.sealed is None else "ckks"
     second, trained = (None, b"") if trainable is None else pick(trainable, patch.on, plan.layout)
     header = Header(
         encoding=encoding.code,
         trainable=second.code if second else 0,
-        values=numbers.CODES[values],
+        values=ciphertexts.CODE if patch.sealed else numbers.CODES[values],
         content=CONTENTS.index(content),
         over=OVERS.index(patch.over),
         round=round_,
@@ -109,20 +115,25 @@ def encode(
         selection_bytes=len(selection),
         trainable_bytes=len(trained),
     )
-    start, width = header.values_start, numbers.WIDTH[values]
-    end = start + width * patch.on.count
+    start = header.values_start
+    spent = numbers.WIDTH[values] * patch.on.count if patch.sealed is None else patch.sealed.data.numel()
+    end = start + spent
     data = np.empty(-(-end // 8) * 8, np.uint8)
     sections = HEADER_BYTES + len(selection)
     data[HEADER_BYTES:sections] = np.frombuffer(selection, np.uint8)
     data[sections : sections + len(trained)] = np.frombuffer(trained, np.uint8)
     data[sections + len(trained) : start] = 0
     data[end:] = 0
-    left = numbers.write(patch, values, residual, data[start:end])
+    left = residual
+    if patch.sealed is None:
+        left = numbers.write(patch, values, residual, data[start:end])
+    else:
+        data[start:end] = patch.sealed.data.numpy()
     seal(header, data)
-    floor = width * patch.on.count + min(len(selection), selection_entropy(patch.on, plan.known))
+    floor = spent + min(len(selection), selection_entropy(patch.on, plan.known))
     if trainable is not None:
         floor += min(len(trained), selection_entropy(trainable, patch.on))
-    return Encoded(data, encoding.name, values, patch.on.count, len(selection) + len(trained), floor, left)
+    return Encoded(data, encoding.name, written, patch.on.count, len(selection) + len(trained), spent, floor, left)
 
 
 def smallest(scalars: int, values: ValueType) -> int:
@@ -197,13 +208,13 @@ def _bytes(data: bytes | bytearray | memoryview, site: str) -> np.ndarray:
 def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     header = unseal(buffer)
     _belongs(header, plan)
-    encoding, kind = _named(header.encoding, CODES, "encoding"), _value_type(header.values)
+    encoding, kind = _named(header.encoding, CODES, "encoding"), _value_format(header.values, plan)
     content = CONTENTS[_below(header.content, len(CONTENTS), "content")]
     over = OVERS[_below(header.over, len(OVERS), "over")]
     _holds(header, over, encoding, plan)
     if header.scalars > plan.layout.size:
         raise RejectedMessage("E_SIZE", "scalars", f"at most {plan.layout.size}", header.scalars)
-    end = header.values_start + numbers.WIDTH[kind] * header.scalars
+    end = header.values_start + _values_bytes(buffer, header, kind, plan)
     if buffer.size != -(-end // 8) * 8:
         raise RejectedMessage("E_LEN", "message", -(-end // 8) * 8, buffer.size)
     cut = HEADER_BYTES + header.selection_bytes
@@ -214,9 +225,23 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     if on.count != header.scalars:
         raise RejectedMessage("E_NNZ", "scalars", f"{on.count} selected entries", header.scalars)
     trainable = _trainable(header, buffer[cut:stop], on, plan.layout)
-    patch = Patch(numbers.read(buffer[header.values_start : end], kind), on, over)
-    spent = header.selection_bytes + header.trainable_bytes
-    return Decoded(patch, content, trainable, header.kind, header.round, header.sequence, encoding.name, kind, spent)
+    raw = buffer[header.values_start : end]
+    if kind == "ckks":
+        patch = Patch.unreadable(Sealed(torch.from_numpy(raw.copy())), on, over)
+    else:
+        patch = Patch(numbers.read(raw, kind), on, over)
+    said = header.selection_bytes + header.trainable_bytes
+    return Decoded(
+        patch, content, trainable, header.kind, header.round, header.sequence, encoding.name, kind, said, raw.size
+    )
+
+
+def _values_bytes(buffer: np.ndarray, header: Header, kind: ValueFormat, plan: Plan) -> int:
+    """Bytes of the values section, from the receiver's own knowledge and lengths that it has checked."""
+    if kind != "ckks":
+        return numbers.WIDTH[kind] * header.scalars
+    assert plan.sealing is not None
+    return ciphertexts.measured(buffer[header.values_start :], header.scalars, plan.sealing)
 
 
 def _belongs(header: Header, plan: Plan) -> None:
@@ -261,7 +286,9 @@ def _named(code: int, registry: dict[int, Encoding], field: str) -> Encoding:
     return registry[code]
 
 
-def _value_type(code: int) -> ValueType:
+def _value_format(code: int, plan: Plan) -> ValueFormat:
+    if code == ciphertexts.CODE and plan.sealing is not None:
+        return "ckks"
     for name, number in numbers.CODES.items():
         if number == code:
             return name

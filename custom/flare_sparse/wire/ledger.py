@@ -9,7 +9,6 @@ from ..exchange import Content
 from .choice import selection_entropy
 from .codec import Decoded, Encoded
 from .plan import Plan
-from .values import WIDTH
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,8 @@ class Line:
     ``content`` is what it carries, of a question what it asks for.
     ``dense_bytes`` is what dense FedAvg would have sent in its place: the model as plain float32, or nothing for what
     FedAvg does not say (scores and what asks for them, answers without values). ``floor_bytes`` is what theory asks
-    for: the values at their format, and the entropy of the selection given what the receiver knows.
+    for: the values at their format (encrypted ones: their ciphertexts), and the entropy of the selection given what the
+    receiver knows.
     """
 
     run: str
@@ -65,7 +65,7 @@ class Ledger:
     def received(self, message: Decoded, plan: Plan, site: str, payload_bytes: int) -> None:
         """An answer that passed every check."""
         on = message.patch.on
-        floor = WIDTH[message.values] * on.count + min(message.selection_bytes, selection_entropy(on, plan.known))
+        floor = message.values_bytes + min(message.selection_bytes, selection_entropy(on, plan.known))
         self.lines.append(
             _line(
                 plan,

@@ -10,6 +10,27 @@ from ..mask import Mask
 from ..params import Layout
 
 ValueType = Literal["float32", "float16", "bfloat16"]
+ValueFormat = ValueType | Literal["ckks"]
+"""How values stand in a message: as numbers, or encrypted."""
+
+
+@dataclass(frozen=True)
+class Sealing:
+    """What an end knows of ciphertexts before it looks into one.
+
+    Attributes:
+        parameters: 8 bytes that name the parameters of the scheme.
+        slots: values that one ciphertext holds.
+        most_bytes: that one ciphertext can have.
+    """
+
+    parameters: bytes
+    slots: int
+    most_bytes: int
+
+    def ciphertexts(self, scalars: int) -> int:
+        """How many carry so many values."""
+        return -(-scalars // self.slots)
 
 
 @dataclass(frozen=True)
@@ -23,6 +44,7 @@ class Plan:
         base: sequence number of the message that gave the receiver the vector it holds.
         sequence, round, kind: of the question. A sender gives all three; a site that is being asked does not know
             them yet and leaves them None: they are not checked then.
+        sealing: of encrypted values; None: this end takes none.
 
     Raises:
         ValueError: ``run`` is not 16 hex digits.
@@ -35,6 +57,7 @@ class Plan:
     sequence: int | None = None
     round: int | None = None
     kind: str | None = None
+    sealing: Sealing | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9a-f]{16}", self.run):

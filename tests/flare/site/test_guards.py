@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from flare_sparse.capabilities import own
+from flare_sparse.encryption import PRECISION, Contexts, ServerCipher, SiteCipher
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import EncodeUpdate
 from flare_sparse.flare.payload import (
@@ -72,7 +73,13 @@ class Sum(Task):
 class Hospital:
     """One site of a federation of one, with the server beside it, from a question to what leaves."""
 
-    def __init__(self, folder: Path, method: str = "fedavg", policy: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        method: str = "fedavg",
+        policy: dict[str, Any] | None = None,
+        keys: Contexts | None = None,
+    ):
         (folder / "local").mkdir(parents=True)
         (folder / "run").mkdir()
         if policy:
@@ -82,9 +89,10 @@ class Hospital:
         x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
         data = Examples(TensorDataset(x[8:], x[8:, :1]), TensorDataset(x[:8], x[:8, :1]))
         self.method = METHODS[method](METHODS[method].Config(rounds=2), layout, 1)
-        self.server = ServerDesk(layout, RUN, "float32", Ledger())
+        self.server = ServerDesk(layout, RUN, "float32", Ledger(), ServerCipher(keys.server) if keys else None)
         session = SiteSession()
-        session._desk = SiteDesk(Site("site-1", task, data, layout, 1), self.method, RUN, "float32")
+        cipher = SiteCipher(keys.client) if keys else None
+        session._desk = SiteDesk(Site("site-1", task, data, layout, 1), self.method, RUN, "float32", cipher=cipher)
         self.desk, self.folder, self.layout, self.session = session._desk, folder, layout, session
         state = self.method.init(weights, ["site-1"])
         self.question = self.server.ask(self.method.ask(state, ["site-1"]) or {})
@@ -208,6 +216,52 @@ def test_what_a_jobs_filter_makes_of_an_answer_never_leaves(name: str, tmp_path:
     assert str(reply.get_header(CODE_HEADER)).startswith("E_")
     assert "sub-01" not in str(reply)
     assert hospital.said()
+
+
+def test_an_encrypted_answer_leaves_and_holds_what_the_site_approved(tmp_path: Path) -> None:
+    keys = Contexts.new()
+    hospital = Hospital(tmp_path / "site", policy={"clip_norm": 0.001, "encrypted": True}, keys=keys)
+    dxo = from_shareable(hospital.leaves())
+    update = hospital.server.decode("site-1", dxo.data["message"], dxo.meta["examples"], dxo.meta["metrics"])
+    assert bool(update.patch.values.isnan().all())
+    assert update.patch.sealed is not None
+    values = SiteCipher(keys.client).open(update.patch.sealed, update.patch.on.count)
+    moved = values - update.patch.on.take(hospital.desk.site.weights)
+    assert float(moved.norm()) == pytest.approx(0.001, abs=10 * PRECISION)
+
+
+@pytest.mark.parametrize("name", ["777", "a damaged message", "more examples"])
+def test_the_gate_looks_into_an_encrypted_answer(name: str, tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site", keys=Contexts.new())
+    seven.hospital = hospital  # type: ignore[attr-defined]
+    assert blank(hospital.leaves(Job(HOSTILE[name])))
+    assert hospital.said()
+
+
+@pytest.mark.parametrize(
+    ("policy", "weights", "said"),
+    [
+        ({"max_norm": 1e-6}, None, "max_norm"),
+        ({}, float("nan"), "finite: a value is NaN or infinite"),
+        ({}, 1e6, "E_RANGE"),
+    ],
+)
+def test_what_nobody_can_check_later_is_checked_before_it_is_encrypted(
+    policy: dict[str, Any], weights: float | None, said: str, tmp_path: Path
+) -> None:
+    hospital = Hospital(tmp_path / "site", policy=policy, keys=Contexts.new())
+    if weights is not None:
+        hospital.desk.site.train = lambda start, *given, **more: torch.full_like(start, weights)  # type: ignore[method-assign]
+    reply = hospital.leaves()
+    assert blank(reply)
+    assert reply.get_header(CODE_HEADER) == ("E_RANGE" if said == "E_RANGE" else "E_POLICY")
+    assert said in hospital.said()
+
+
+def test_a_site_may_insist_on_encryption(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site", policy={"encrypted": True})
+    assert blank(hospital.leaves())
+    assert "encrypted: weights in the clear" in hospital.said()
 
 
 def test_an_error_reply_carries_codes_and_nothing_else(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ message that is about to leave, decodes it by itself and lets out nothing but wh
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.apis.shareable import Shareable, make_reply
 
+from ...encryption import PRECISION
 from ...errors import FlareSparseError, PolicyRefusal
 from ...exchange import Patch, Request, Update
 from ...site import SiteDesk
 from ...wire.codec import Decoded, decode
-from ...wire.plan import Plan
+from ...wire.plan import Plan, ValueFormat
 from ..payload import (
     CODE_HEADER,
     NOT_HELD_HEADER,
@@ -117,7 +119,9 @@ class SiteLastGate(FLComponent):
         if set(meta) - {"examples", "metrics"} or set(from_shareable(result).data) != {"message"}:
             raise PolicyRefusal("this site's policy: more beside the message than examples and metrics")
         found = _decoded(message, desk, desk.asked)
-        _same(found, meta, approved, exact=desk.values == "float32" or approved.content == "scores")
+        if policy.encrypted and found.content in ("weights", "difference") and found.values != "ckks":
+            raise PolicyRefusal(f"this site's policy: encrypted: {found.content} in the clear; wire.encryption: ckks")
+        _same(found, meta, approved)
         change = found.patch.values - (_start(approved, desk) if approved.content == "weights" else 0)
         refuse(
             list(
@@ -204,20 +208,31 @@ def _with(update: Update, values: torch.Tensor) -> Update:
 
 
 def _decoded(message: Any, desk: SiteDesk, asked: Request) -> Decoded:
-    plan = Plan(desk.site.layout, desk.run, known=asked.trainable, round=asked.round, kind=asked.kind)
-    return decode(message, plan, desk.site.name)
+    sealing = desk.cipher.sealing if desk.cipher else None
+    plan = Plan(desk.site.layout, desk.run, known=asked.trainable, round=asked.round, kind=asked.kind, sealing=sealing)
+    found = decode(message, plan, desk.site.name)
+    return replace(found, patch=desk.opened(found.patch))
 
 
-def _same(found: Decoded, meta: dict[str, Any], approved: Update, *, exact: bool) -> None:
+def _room(form: ValueFormat, values: torch.Tensor) -> tuple[float, float]:
+    """How far a value may lie from the approved one after its way into the message: as a share of it, and besides."""
+    if form == "ckks":
+        return PRECISION, PRECISION
+    if form == "float32" or not values.numel():
+        return 0.0, 0.0
+    return _ROUNDING, _ROUNDING * float(values.abs().max())
+
+
+def _same(found: Decoded, meta: dict[str, Any], approved: Update) -> None:
     """Raises:
     PolicyRefusal: a job's filter changed the answer after the site had approved it.
     """
     mine, theirs = approved.patch.values, found.patch.values
-    room = 0.0 if exact else _ROUNDING * float(mine.abs().max()) if mine.numel() else 0.0
+    share, room = _room(found.values, mine)
     same = (
         found.content == approved.content
         and found.patch.on == approved.patch.on
-        and (torch.equal(mine, theirs) if exact else torch.allclose(mine, theirs, rtol=_ROUNDING, atol=room))
+        and (torch.equal(mine, theirs) if not room else torch.allclose(mine, theirs, rtol=share, atol=room))
         and meta.get("examples") == approved.examples
         and set(meta.get("metrics", {})) <= set(approved.metrics)
         and all(approved.metrics[name] == value for name, value in meta.get("metrics", {}).items())

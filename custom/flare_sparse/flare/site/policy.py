@@ -46,6 +46,7 @@ class Policy(BaseModel):
     noise: float = Field(
         0.0, ge=0, description="Gaussian noise on every value that leaves: its deviation as a share of clip_norm"
     )
+    encrypted: bool = Field(False, description="weights and differences leave encrypted, or not at all")
     foreign_jobs: bool = Field(False, description="let results of jobs that are not of this package pass unseen")
 
     @model_validator(mode="after")

@@ -1,0 +1,46 @@
+"""``flare-sparse decrypt``: the model of an encrypted run, at a site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..assemble import assemble
+from ..config import build_task, load_config, user_task
+from ..encryption import CLIENT_FILE
+from ..errors import ConfigError
+from ..report.card import write_card
+from ..report.reading import Run
+from ..unseal import unseal
+from .console import out as console
+
+
+def decrypt(
+    run: Annotated[Path, typer.Argument(help="result folder of a run with wire.encryption")],
+    context: Annotated[
+        Path, typer.Option(help=f"{CLIENT_FILE} of a site of that federation: startup/{CLIENT_FILE} in its kit")
+    ],
+) -> None:
+    """Make the model of an encrypted run readable. Only a site can: neither the server nor the lead has the key.
+
+    Writes model.safetensors, and best_model.safetensors where there is one, beside the encrypted files.
+
+    [dim]flare-sparse decrypt runs/neurosfl_encrypted --context /opt/flare/site-1/startup/client_context.tenseal[/]
+    """
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{run}: no config.yaml; expected the result folder of flare-sparse run")
+    try:
+        key = context.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--context {context}: cannot be read: {error.strerror}") from error
+    config = load_config(file)
+    own = build_task(config, user_task(config.task.name, file.parent)) if config.task.key == "class" else None
+    written = unseal(run, assemble(config, own), key)
+    if not written:
+        raise ConfigError(f"{run}: holds no encrypted model; was the run made with wire.encryption: ckks?")
+    write_card(Run.read(run))
+    for path in written:
+        console.print(str(path), markup=False)

@@ -1,0 +1,109 @@
+"""Real FLARE jobs that encrypt: in the simulator, and over the kits that ``nvflare poc prepare --he`` makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from flare_sparse.cli import app
+from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.run import run_in_simulator
+from flare_sparse.config import load_config
+from flare_sparse.encryption import CLIENT_FILE, Contexts
+from flare_sparse.flare.poc import PORTS, _in_use
+
+ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+TOLERANCE = 1e-5
+"""Of the final weights: three sums, each within 2^-22, carried on by SGD with a small learning rate."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    rows = [f"{i},{i * 5 % 7 % 2},{i % 2},{i % 3 % 2},{i % 5 % 2}" for i in range(60)]
+    for site in ("site-1", "site-2", "site-3"):
+        (tmp_path / f"{site}.csv").write_text("stay,died,med_a,med_b,med_c\n" + "\n".join(rows) + "\n")
+    file = tmp_path / "job.yaml"
+    content = {
+        "name": "encrypted",
+        "seed": 3,
+        "method": {
+            "name": "neurosfl",
+            "sparsity": 0.5,
+            "rounds": 3,
+            "training": {"optimizer": "sgd", "lr": 0.01},
+        },
+        "task": {"name": "mortality", "medications": 3, "model": {"name": "mlp", "hidden": [8]}},
+        "federation": {"min_sites": 3, "task_timeout_s": 60},
+        "simulator": {"sites": 3, "data": {"path": str(tmp_path / "{site}.csv")}},
+    }
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def furthest(one: Path, other: Path) -> float:
+    """Largest difference of two models' entries."""
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def check_record(out: Path, summary: dict[str, Any], plain: Path) -> None:
+    """The model is that of the plain run, every ciphertext is in the ledger, and the server's folder holds no trained model
+    that it could read (the best one may be the initial one, which everybody knows).
+    """
+    assert furthest(out, plain) <= TOLERANCE
+    lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+    weights = [line for line in lines if line["direction"] == "up" and line["content"] == "weights"]
+    assert len(weights) == 9
+    assert {line["values"] for line in weights} == {"ckks"}
+    assert all(230_000 < line["payload_bytes"] < 240_000 for line in weights)  # one ciphertext each
+    assert summary["traffic"]["up"]["payload_bytes"] == sum(
+        line["payload_bytes"] for line in lines if line["direction"] == "up"
+    )
+    held = {path.name for path in out.rglob("app_server/flare_sparse/*model.safetensors")}
+    assert "encrypted_model.safetensors" in held
+    assert "model.safetensors" not in held
+
+
+@pytest.mark.slow
+def test_the_simulator_ends_where_the_plain_run_does(config: Path, tmp_path: Path) -> None:
+    rehearse_config(load_config(config), config, tmp_path / "plain")
+    out = tmp_path / "sim"
+    secret = load_config(config, ["wire.encryption=ckks"])
+    summary = run_in_simulator(secret, config, out, Console(quiet=True))
+    check_record(out, summary, tmp_path / "plain")
+    model = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").unlink()
+    refused = CliRunner().invoke(app, ["save", str(out)])
+    assert refused.exit_code == 2
+    key = tmp_path / "other.tenseal"
+    key.write_bytes(Contexts.new().client)
+    assert CliRunner().invoke(app, ["decrypt", str(out), "--context", str(key)]).exit_code == 1
+    opened = CliRunner().invoke(app, ["decrypt", str(out), "--context", str(out / "he" / CLIENT_FILE)])
+    assert opened.exit_code == 0, opened.output
+    assert (out / "model.safetensors").read_bytes() == model
+
+
+@pytest.mark.slow
+def test_poc_uses_the_keys_of_its_kits(config: Path, tmp_path: Path) -> None:
+    if any(map(_in_use, PORTS)):
+        pytest.skip("another FLARE server runs here")
+    rehearse_config(load_config(config), config, tmp_path / "plain")
+    out = tmp_path / "poc"
+    line = ["flare-sparse", "run", str(config), "--env", "poc", "--set", "wire.encryption=ckks", "--out", str(out)]
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_record(out, json.loads((out / "summary.json").read_text()), tmp_path / "plain")
+    assert not (out / "he").exists()
+    server = list(out.rglob("server_context.tenseal"))
+    assert len(server) == 1
+    assert not list(server[0].parent.glob(CLIENT_FILE))
