@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,7 @@ name: hosts
 description: a host for everyone
 participants:
   - {{name: server, type: server, org: coordination, fed_learn_port: {0}, admin_port: {1}}}
-  - {{name: site-1, type: client, org: hospital_1}}
-  - {{name: site-2, type: client, org: hospital_2}}
-  - {{name: site-3, type: client, org: hospital_3}}
+{2}
   - {{name: lead@coordination.org, type: admin, org: coordination, role: lead}}
 builders:
   - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
@@ -65,14 +63,14 @@ def command(*words: str, inside: str | None = None, **more: Any) -> subprocess.C
 
 
 @contextmanager
-def network(rate_mbit: float, delay_ms: float) -> Iterator[None]:
+def network(rate_mbit: float, delay_ms: float, members: Sequence[str] = HOSTS) -> Iterator[None]:
     """Namespaces, a bridge, capped links; gone in the end."""
     try:
         command("ip", "netns", "add", HUB)
         command("ip", "netns", "exec", HUB, "ip", "link", "add", "br0", "type", "bridge")
         command("ip", "netns", "exec", HUB, "ip", "link", "set", "br0", "up")
-        hosts = "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i} {h}\n" for i, h in enumerate(HOSTS, start=1))
-        for number, host in enumerate(HOSTS, start=1):
+        hosts = "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i} {h}\n" for i, h in enumerate(members, start=1))
+        for number, host in enumerate(members, start=1):
             folder = Path("/etc/netns") / space(host)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text(hosts)
@@ -103,7 +101,7 @@ def network(rate_mbit: float, delay_ms: float) -> Iterator[None]:
                 cap(device, prefix, rate_mbit, delay_ms)
         yield
     finally:
-        for host in HOSTS:
+        for host in members:
             with suppress(RuntimeError):
                 for pid in command("ip", "netns", "pids", space(host)).stdout.split():
                     with suppress(ProcessLookupError):
@@ -124,13 +122,20 @@ def cap(device: str, namespace: str, rate_mbit: float, delay_ms: float) -> None:
         command(*tc, "parent", "1:", "netem", "delay", f"{delay_ms / 2}ms")
 
 
-def prepare(folder: Path) -> Path:
-    """Kits for everybody, and a table of admissions at each site."""
-    (folder / "project.yml").write_text(PROJECT.format(*PORTS))
+def provision(folder: Path, sites: Sequence[str] = SITES) -> Path:
+    """Kits for everybody, in the folder that comes back; the server keeps its jobs beside them."""
+    clients = "\n".join(f"  - {{name: {site}, type: client, org: hospital_{i}}}" for i, site in enumerate(sites, 1))
+    (folder / "project.yml").write_text(PROJECT.format(*PORTS, clients))
     command("nvflare", "provision", "-p", str(folder / "project.yml"), "-w", str(folder / "workspace"))
     kits = folder / "workspace" / "hosts" / "prod_00"
     resources = kits / "server" / "local" / "resources.json.default"
     resources.write_text(resources.read_text().replace("/tmp/nvflare", str(folder / "store")))
+    return kits
+
+
+def prepare(folder: Path) -> Path:
+    """Kits for everybody, and a table of admissions at each site."""
+    kits = provision(folder)
     header = ",".join(["stay", "died", *(f"med_{i}" for i in range(MEDICATIONS))])
     for number, site in enumerate(SITES):
         rng = np.random.default_rng(number)
@@ -144,8 +149,8 @@ def prepare(folder: Path) -> Path:
     return kits
 
 
-def start(kits: Path) -> None:
-    for host in ("server", *SITES):
+def start(kits: Path, sites: Sequence[str] = SITES) -> None:
+    for host in ("server", *sites):
         command("bash", "-c", "startup/start.sh > process.log 2>&1", inside=host, cwd=kits / host)
         if host == "server":
             wait_for_server(kits)

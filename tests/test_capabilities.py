@@ -76,8 +76,9 @@ def test_both_versions_are_named_and_what_to_install_also_when_nothing_else_can_
         {"rank": True},
         {"rank": 10**9},
         {"rank": [1]},
+        {"rank": 10**4000},
     ],
-    ids=str,
+    ids=lambda spoilt: str(spoilt)[:40],
 )
 def test_a_field_out_of_range_is_no_hello(spoilt: dict[str, Any]) -> None:
     if spoilt == {"version": "0.1"}:  # the one that is well formed
@@ -95,6 +96,13 @@ def test_something_else_is_no_hello(said: Any) -> None:
 
 def test_a_name_of_a_later_version_is_not_looked_at() -> None:
     assert heard({**own().said(), "later": {"deep": [1]}}, "site-1") == own()
+
+
+def test_what_is_shown_of_a_hello_is_short() -> None:
+    for said in ("x" * 10**6, ["x" * 10**6], {"version": "x" * 10**6, "wire": 1}, {"version": [0] * 10**6, "wire": 1}):
+        with pytest.raises(LeftOut) as refused:
+            heard(said, "site-1")
+        assert len(str(refused.value)) < 300
 
 
 anything = st.recursive(

@@ -89,7 +89,7 @@ def heard(said: Any, site: str) -> Capabilities:
         LeftOut: ``E_VERSION``, the site runs a version that does not fit this one; ``E_HELLO``, this is no hello.
     """
     if not isinstance(said, Mapping) or len(said) > MOST_NAMES:
-        raise LeftOut("E_HELLO", site, f"its hello is no short list of names and values: {repr(said)[:60]}")
+        raise LeftOut("E_HELLO", site, f"its hello is no short list of names and values but {_shown(said)}")
     theirs, mine = _read(Versions, said, site), own()
     if not mine.fits(theirs):
         raise LeftOut(
@@ -107,6 +107,13 @@ def _read(kind: type[V], said: Mapping[Any, Any], site: str) -> V:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
-        raise LeftOut(
-            "E_HELLO", site, f"its hello, {field}: {first['msg']}, found {repr(first['input'])[:60]}"
-        ) from error
+        found = _shown(said.get(field))
+        raise LeftOut("E_HELLO", site, f"its hello, {field}: {first['msg']}, found {found}") from error
+
+
+def _shown(value: Any) -> str:
+    """A few characters of a short value; of anything else, which may be as long as a peer likes, its type."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    plain = value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**63)
+    return repr(value) if plain else type(value).__name__

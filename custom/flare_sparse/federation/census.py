@@ -7,6 +7,8 @@ from typing import Any
 
 from ..capabilities import Capabilities, heard
 from ..errors import LeftOut
+from ..exchange import Request
+from ..server import ServerDesk
 
 Greet = Callable[[list[str]], Mapping[str, Any]]
 """Brings back what each site says of itself, not believed in any way; sites that stay silent are absent."""
@@ -56,6 +58,17 @@ class Census:
         except LeftOut as why:
             self.out[site] = why
             self.warn(why)
+
+    def too_much(self, requests: Mapping[str, Request], desk: ServerDesk) -> dict[str, LeftOut]:
+        """Sites that may not send what they are to be asked for, and why."""
+        found = {}
+        for site, request in requests.items():
+            able = self.able.get(site)
+            if able and (reason := able.refusal(*desk.least_upload(site, request), desk.layout.size)):
+                what = f"it {reason} ({request.kind}, round {request.round})"
+                found[site] = LeftOut("E_CAP", site, f"{what}. Choose settings that send less, or raise the cap there")
+                self.warn(found[site])
+        return found
 
     def warn(self, why: LeftOut) -> None:
         """Say so, unless it was said before."""

@@ -212,16 +212,7 @@ class Federation:
         Raises:
             RoundFailed: too few are left.
         """
-        too_much: dict[str, LeftOut] = {}
-        for site, request in requests.items():
-            entries, size = self.desk.least_upload(site, request)
-            able = self._census.able.get(site)
-            if able and (reason := able.refusal(entries, size, self.desk.layout.size)):
-                what = f"it {reason} ({request.kind}, round {request.round})"
-                too_much[site] = LeftOut(
-                    "E_CAP", site, f"{what}. Choose settings that send less, or raise the cap there"
-                )
-                self._census.warn(too_much[site])
+        too_much = self._census.too_much(requests, self.desk)
         asked = {site: request for site, request in requests.items() if site not in too_much}
         if too_much and len(asked) < max(1, min(self.rules.min_sites, len(requests))):
             raise RoundFailed(

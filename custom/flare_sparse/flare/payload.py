@@ -81,13 +81,15 @@ def hello_to_shareable(said: Mapping[str, Any]) -> Shareable:
 
 
 def hello_in(shareable: Shareable) -> Any:
-    """What a site says of itself, as it came; None when this is no hello."""
+    """What a site says of itself, as it came; None when this is no hello. Never raises, whatever a peer sent: FLARE
+    gives up a task for all sites when what looks at a result raises.
+    """
     try:
         dxo = from_shareable(shareable)
-    except ValueError:
+        alone = isinstance(dxo.data, dict) and list(dxo.data) == [HELLO] and not dxo.meta
+        return dxo.data[HELLO] if alone and dxo.data_kind == DataKind.APP_DEFINED else None
+    except Exception:  # noqa: BLE001 - see above
         return None
-    alone = isinstance(dxo.data, dict) and list(dxo.data) == [HELLO] and not dxo.meta
-    return dxo.data[HELLO] if alone and dxo.data_kind == DataKind.APP_DEFINED else None
 
 
 def code_in(reply: Shareable) -> str | None:

@@ -354,6 +354,17 @@ def test_what_a_jobs_filter_makes_of_a_hello_never_leaves(
     assert blank(reply) or hello_in(reply) == own().said()
 
 
+@pytest.mark.parametrize(
+    "content",
+    [None, [], {"kind": np.zeros(3)}, {"kind": "APP_DEFINED", "data": np.zeros(3)}, {"kind": [], "data": {"hello": 1}}],
+    ids=str,
+)
+def test_a_hello_that_cannot_be_read_is_none(content: Any) -> None:
+    reply = hello_to_shareable({})
+    reply["DXO"] = content
+    assert hello_in(reply) is None
+
+
 def built(hospital: Hospital, where: str, path: str) -> None:
     hospital.fl_ctx.set_prop(FLContextKey.COMPONENT_CONFIG, {"path": path}, private=True, sticky=False)
     node = SimpleNamespace(path=lambda: where)

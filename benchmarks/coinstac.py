@@ -1,0 +1,209 @@
+"""The COINSTAC experiment of NeuroSFL's Table 3 on FLARE: seconds of communication in a round, against FLARE's FedAvg.
+
+    python benchmarks/coinstac.py [--networks resnet32 resnet110] [--repeats 3] [--rounds 6]
+    sudo python benchmarks/coinstac.py --rates 0 100 --repeats 3 [--json FILE]
+
+Five sites; ResNets for CIFAR of 32, 44, 56 and 110 layers; NeuroSFL at 90 % sparsity. The networks travel and are never
+computed with, so a round is what the frameworks and the links make of it: encode, send, load, send back, sum. Rate 0 is
+loopback in FLARE's simulator, a process a site; any other is a provisioned federation with mTLS in which server and
+sites have a network namespace each, every link capped to so many Mbit/s both ways (needs root, iproute2, ``tbf``).
+
+Contestants take turns, network by network and repeat by repeat: FLARE's FedAvgRecipe with the polling interval that our
+jobs set (its default of 2 s would be most of a short round), our own dense FedAvg, NeuroSFL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import hosts
+from idle_resnet import IdleResNet, IdleTask
+from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
+from nvflare.recipe import SimEnv
+from round_time import CLIENT, _starts
+
+from flare_sparse.config import RunConfig
+from flare_sparse.flare.deployed import _session, run_deployed
+from flare_sparse.flare.recipe import TASK_REQUEST_INTERVAL_S, SparseRecipe
+from flare_sparse.flare.simulator import _output_to, simulate
+
+SITES = tuple(f"site-{i}" for i in range(1, 6))
+PAPER = {"resnet32": 1.20, "resnet44": 1.24, "resnet56": 1.30, "resnet110": 2.32}
+FLARE, DENSE, SPARSE = "FLARE FedAvg", "our FedAvg", "NeuroSFL 90 %"
+TASK_MODULE = Path(__file__).resolve().with_name("idle_resnet.py")
+LEAD = "lead@coordination.org"
+Runner = Callable[[str, str, int, Path], list[float]]
+"""Contestant, network, rounds, an empty folder; back come the seconds of all rounds but the first."""
+
+
+def ours(contestant: str, network: str, rounds: int) -> SparseRecipe:
+    """NeuroSFL inside a mask of 10 %, or FedAvg. A random mask has as many entries as one of saliencies."""
+    method: dict[str, Any] = {"name": "fedavg"}
+    if contestant == SPARSE:
+        method = {"name": "neurosfl", "sparsity": 0.9, "scores": "random"}
+    settings = {
+        "name": f"{method['name']}_{network}",
+        "method": {**method, "rounds": rounds, "training": {"optimizer": "sgd", "lr": 1e-6}},
+        "task": {"class": "idle_resnet.IdleTask", "network": network},
+        "federation": {"min_sites": len(SITES), "task_timeout_s": 300},
+    }
+    config = RunConfig.model_validate(settings, context={"task": {"idle_resnet.IdleTask": IdleTask.Config}})
+    return SparseRecipe(config, packaging="byoc", modules=(TASK_MODULE,))
+
+
+def flares(network: str, rounds: int, folder: Path) -> FedAvgRecipe:
+    """FLARE's own FedAvg; a site sends back what it was sent."""
+    script = folder / "client.py"
+    script.write_text(CLIENT)
+    recipe = FedAvgRecipe(
+        name=f"flare_{network}",
+        model=IdleResNet(network),
+        min_clients=len(SITES),
+        num_rounds=rounds,
+        train_script=str(script),
+    )
+    recipe.add_server_config({"server": {"task_request_interval": TASK_REQUEST_INTERVAL_S}})
+    return recipe
+
+
+def committed(folder: Path) -> list[float]:
+    """Seconds between the commits of successive rounds of ours."""
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return [b - a for a, b in pairwise(line["committed_at"] for line in lines if line["kind"] == "train")]
+
+
+def started(log: Path, rounds: int) -> list[float]:
+    """Seconds between the starts of successive rounds of FLARE's, without the first, in which the sites' scripts start."""
+    found = dict(_starts(log.read_text(errors="replace")))
+    if len(found) < rounds:
+        raise RuntimeError(f"FLARE's FedAvg ran {len(found)} of {rounds} rounds; see {log}")
+    return [b - a for a, b in pairwise(found[n] for n in sorted(found)[1:])]
+
+
+def on_loopback(contestant: str, network: str, rounds: int, folder: Path) -> list[float]:
+    """In FLARE's simulator."""
+    if contestant == FLARE:
+        recipe = flares(network, rounds, folder)
+        with _output_to(folder / "flare.log"):
+            recipe.execute(SimEnv(clients=list(SITES), workspace_root=str(folder / "workspace")))
+        return started(folder / "flare.log", rounds)
+    for site in SITES:
+        (folder / f"{site}.yaml").write_text(f"data: {folder}\n")
+    simulate(ours(contestant, network, rounds), SITES, str(folder / "{site}.yaml"), folder / "result")
+    return committed(folder / "result")
+
+
+@contextmanager
+def federation(rate: float, folder: Path) -> Iterator[Runner]:
+    """Hosts of their own on capped links; jobs are submitted from the lead's."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with hosts.network(rate, 0, ("server", *SITES, "lead")):
+        kits = hosts.provision(folder, SITES)
+        for kit in ("server", *SITES):
+            hosts.command("flare-sparse", "site", "allow", str(kits / kit), "--also", "idle_resnet.")
+            (kits / kit / "local" / "flare_sparse.yaml").write_text(f"data: {folder}\ncheckpoints: off\n")
+        hosts.start(kits, SITES)
+
+        def run(contestant: str, network: str, rounds: int, out: Path) -> list[float]:
+            line = [sys.executable, __file__, "--submit", contestant, network, str(rounds), str(kits / LEAD), str(out)]
+            hosts.command(*line, inside="lead", cwd=Path(__file__).parent)
+            return started(next(out.glob("*/*/workspace/log.txt")), rounds) if contestant == FLARE else committed(out)
+
+        yield run
+
+
+def submit(contestant: str, network: str, rounds: str, kit: str, out: str) -> int:
+    """In the lead's namespace: run one job and fetch its record, or FLARE's log."""
+    folder = Path(out)
+    if contestant != FLARE:
+        run_deployed(ours(contestant, network, int(rounds)), Path(kit), folder)
+        return 0
+    recipe = flares(network, int(rounds), folder)
+    recipe.export(str(folder / "job"))
+    with _session(Path(kit)) as session:
+        job = session.submit_job(str(folder / "job" / recipe.name))
+        session.monitor_job(job, timeout=0.0, poll_interval=1.0)
+        session.download_job_result(job, str(folder / "fetched"))
+    return 0
+
+
+def measure(run: Runner, arguments: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
+    """All networks, repeat by repeat, the contestants in turn."""
+    found = []
+    for repeat in range(1, arguments.repeats + 1):
+        for network in arguments.networks:
+            for contestant in arguments.contestants:
+                folder = (arguments.out / f"{rate:g}-{network}-{contestant}-{repeat}".replace(" ", "_")).resolve()
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                seconds = run(contestant, network, arguments.rounds, folder)
+                row = {"rate": rate, "network": network, "contestant": contestant, "repeat": repeat, "seconds": seconds}
+                found.append(row)
+                print(json.dumps(row), flush=True)
+                shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def cell(rows: Sequence[dict[str, Any]]) -> tuple[float, str]:
+    """Median of the repeats' medians, and how it is written: with the smallest and the largest of them."""
+    medians = [statistics.median(row["seconds"]) for row in rows]
+    middle = statistics.median(medians)
+    return middle, f"{middle:.2f} ({min(medians):.2f} to {max(medians):.2f})"
+
+
+def table(found: list[dict[str, Any]], rate: float) -> list[str]:
+    """One row a network, with the paper's ratio beside ours."""
+    mine = [row for row in found if row["rate"] == rate]
+    contestants = list(dict.fromkeys(row["contestant"] for row in mine))
+    versus = [name for name in contestants if name != SPARSE]
+    heads = ["network", *(f"{name}, s" for name in contestants), *(f"{name} / {SPARSE}" for name in versus), "paper"]
+    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    for network in dict.fromkeys(row["network"] for row in mine):
+        of = {n: cell([r for r in mine if (r["network"], r["contestant"]) == (network, n)]) for n in contestants}
+        ratios = [f"{of[name][0] / of[SPARSE][0]:.2f}x" for name in versus]
+        lines.append(
+            "| " + " | ".join([network, *(of[n][1] for n in contestants), *ratios, f"{PAPER[network]:.2f}x"]) + " |"
+        )
+    return lines
+
+
+def main() -> int:
+    if "--submit" in sys.argv:
+        return submit(*sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", choices=PAPER, default=list(PAPER))
+    parser.add_argument("--contestants", nargs="+", choices=(FLARE, DENSE, SPARSE), default=[FLARE, DENSE, SPARSE])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0], help="Mbit/s of every link; 0: loopback")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=Path("runs/coinstac"))
+    parser.add_argument("--json", type=Path, default=None, help="also write every round's seconds to this file")
+    arguments = parser.parse_args()
+    if any(arguments.rates) and os.geteuid() != 0:
+        parser.error("network namespaces need root: run it with sudo, or as root in a container of your own")
+    found: list[dict[str, Any]] = []
+    for rate in arguments.rates:
+        if rate:
+            with federation(rate, arguments.out.resolve() / f"federation-{rate:g}") as run:
+                found += measure(run, arguments, rate)
+        else:
+            found += measure(on_loopback, arguments, rate)
+        print("\n".join(["", f"## {f'{rate:g} Mbit/s' if rate else 'Loopback'}", "", *table(found, rate)]), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
