@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -134,3 +136,13 @@ def test_every_method_of_the_package_is_registered_under_its_name() -> None:
         if issubclass(member, Method) and not inspect.isabstract(member) and member.__module__ == module.__name__
     }
     assert {cls.name: cls for cls in defined} == METHODS
+
+
+def test_a_process_of_flare_starts_without_the_heavy_libraries() -> None:
+    """MONAI alone takes seconds and 300 MB in every process of a job; what needs it imports it then."""
+    code = (
+        "import sys, flare_sparse.flare.controller, flare_sparse.flare.executor, flare_sparse.flare.session\n"
+        "print(*{'monai', 'transformers', 'peft', 'tenseal', 'matplotlib', 'selenium', 'onnx'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

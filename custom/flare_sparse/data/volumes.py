@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from monai.transforms import Compose, EnsureChannelFirst, EnsureType, NormalizeIntensity
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -16,13 +16,15 @@ from ..errors import DataError
 from .nifti import read_nifti, text
 
 
-def preparation(downsample: int) -> Compose:
+def preparation(downsample: int) -> Callable[[Any], Any]:
     """Voxels (D, H, W) to a float32 tensor (1, d, h, w): means of cubes, then z-scored over the volume.
 
     A cube has ``downsample`` voxels a side; what does not fill one is cut off at the end of an axis. FedSparsify
     section 4: (image - mean) / standard deviation, of each volume by itself.
     """
-    return Compose(
+    from monai.transforms import Compose, EnsureChannelFirst, EnsureType, NormalizeIntensity
+
+    prepare: Callable[[Any], Any] = Compose(
         [
             EnsureChannelFirst(channel_dim="no_channel"),
             nn.AvgPool3d(downsample),
@@ -30,6 +32,7 @@ def preparation(downsample: int) -> Compose:
             EnsureType(dtype=torch.float32, track_meta=False),
         ]
     )
+    return prepare
 
 
 def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | None = None) -> np.ndarray:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
-from monai.networks.blocks import Convolution
 from torch import nn
 
+from .blocks import convolution
 from .settings import Count, Share, Volume
 from .shapes import feature_map, windows
 
@@ -41,8 +41,8 @@ def alexnet3d(*, volume: Volume = (121, 145, 121), outputs: Count = 1, dropout: 
     )
 
 
-def _convolution(before: int, after: int, kernel: int = 3, stride: int = 1, padding: int = 1) -> Convolution:
-    return Convolution(
+def _convolution(before: int, after: int, kernel: int = 3, stride: int = 1, padding: int = 1) -> nn.Sequential:
+    return convolution(
         3,
         before,
         after,

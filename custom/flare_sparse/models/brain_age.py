@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from monai.networks.blocks import Convolution
 from torch import nn
 
+from .blocks import convolution
 from .settings import Channels, Count, Volume
 from .shapes import feature_map
 
@@ -98,6 +98,6 @@ def _pointwise(before: int, after: int) -> nn.Sequential:
     return nn.Sequential(_normalised(before, after, kernel=1), nn.ReLU())
 
 
-def _normalised(before: int, after: int, kernel: int) -> Convolution:
+def _normalised(before: int, after: int, kernel: int) -> nn.Sequential:
     norm = ("INSTANCE", {"affine": True})
-    return Convolution(3, before, after, kernel_size=kernel, adn_ordering="N", norm=norm, act=None)
+    return convolution(3, before, after, kernel_size=kernel, adn_ordering="N", norm=norm, act=None)

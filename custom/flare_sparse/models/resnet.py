@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from monai.networks.blocks import Convolution
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .blocks import convolution
 from .settings import Count, Image
 
 
@@ -55,8 +55,8 @@ def resnet(depth: int, *, image: Image = (3, 32, 32), outputs: Count = 10) -> nn
     )
 
 
-def _convolution(before: int, after: int, stride: int, order: str) -> Convolution:
-    return Convolution(
+def _convolution(before: int, after: int, stride: int, order: str) -> nn.Sequential:
+    return convolution(
         2, before, after, strides=stride, kernel_size=3, adn_ordering=order, norm="BATCH", act="RELU", bias=False
     )
 

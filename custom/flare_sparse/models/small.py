@@ -5,15 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from math import prod
 
-from monai.networks.blocks import Convolution
-from monai.networks.nets import FullyConnectedNet
 from torch import nn
 
+from .blocks import convolution, fully_connected
 from .settings import Channels, Count, Features, Image, Share, Units
 from .shapes import feature_map
 
 
-def mlp(*, features: Features, outputs: Count = 1, hidden: Units = (64, 32), dropout: Share = 0.0) -> FullyConnectedNet:
+def mlp(*, features: Features, outputs: Count = 1, hidden: Units = (64, 32), dropout: Share = 0.0) -> nn.Sequential:
     """Fully connected layers with ReLU.
 
     Args:
@@ -22,7 +21,7 @@ def mlp(*, features: Features, outputs: Count = 1, hidden: Units = (64, 32), dro
         hidden: units of each hidden layer; none at all makes it a linear model.
         dropout: after each hidden layer.
     """
-    return FullyConnectedNet(features, outputs, list(hidden), dropout=dropout or None, act="RELU")
+    return fully_connected(features, outputs, list(hidden), dropout=dropout or None, act="RELU")
 
 
 def image_cnn(*, image: Image = (1, 28, 28), outputs: Count = 10, channels: Channels = (32, 64)) -> nn.Sequential:
@@ -81,6 +80,6 @@ def image_cnn6(
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(channels[-1] * height * width, outputs))
 
 
-def _convolution(before: int, after: int) -> Convolution:
+def _convolution(before: int, after: int) -> nn.Sequential:
     """A 3x3 convolution that keeps the size, and ReLU."""
-    return Convolution(2, before, after, kernel_size=3, adn_ordering="A", norm=None, act="RELU")
+    return convolution(2, before, after, kernel_size=3, adn_ordering="A", norm=None, act="RELU")

@@ -6,7 +6,6 @@ from abc import ABC
 from typing import Any
 
 import torch
-from monai.metrics import compute_roc_auc
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,5 +46,7 @@ def binary_figures(probabilities: Tensor, classes: Tensor) -> dict[str, float]:
     if bool((true | said).any()):
         figures["f1"] = 2 * int((true & said).sum()) / (int(true.sum()) + int(said.sum()))
     if 0 < int(true.sum()) < len(true):
+        from monai.metrics import compute_roc_auc
+
         figures["auc"] = float(compute_roc_auc(probabilities, true.float()))
     return figures

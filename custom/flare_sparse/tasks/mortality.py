@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from monai.metrics import compute_average_precision, compute_roc_auc
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
@@ -127,6 +126,8 @@ def risk_figures(risk: Tensor, died: Tensor) -> dict[str, float]:
         "prevalence": died.mean().item(),
     }
     if 0 < int(died.sum()) < len(died):
+        from monai.metrics import compute_average_precision, compute_roc_auc
+
         figures["auc_roc"] = float(compute_roc_auc(risk, died))
         figures["auc_pr"] = float(compute_average_precision(risk, died))
     return figures
