@@ -27,15 +27,15 @@ def garbage(message: np.ndarray) -> Shareable:
     return said(np.random.default_rng(1).integers(0, 256, message.size).astype(np.uint8))
 
 
-def nan_in(message: np.ndarray) -> Shareable:
-    """The checksums are put right, as a forger would."""
+def forged(message: np.ndarray, value: float, count: int = 1) -> np.ndarray:
+    """The first values changed and the checksums put right, as a forger would."""
     from flare_sparse.wire.envelope import seal, unseal
 
-    forged = message.copy()
-    header = unseal(forged)
-    forged[header.values_start : header.values_start + 4] = np.array([np.nan], "<f4").view(np.uint8)
-    seal(header, forged)
-    return said(forged)
+    message = message.copy()
+    header = unseal(message)
+    message[header.values_start : header.values_start + 4 * count] = np.full(count, value, "<f4").view(np.uint8)
+    seal(header, message)
+    return message
 
 
 def refusal(text: str) -> Shareable:
@@ -47,7 +47,7 @@ def refusal(text: str) -> Shareable:
 ATTACKS: list[tuple[str, Any]] = [
     ("E_VERSION", garbage),
     ("E_KIND", lambda message: DXO(DataKind.WEIGHTS, data={"0.weight": np.ones((2, 2))}).to_shareable()),
-    ("E_FINITE", nan_in),
+    ("E_FINITE", lambda message: said(forged(message, np.nan))),
     ("E_DTYPE", lambda message: said(message.reshape(2, -1))),
     ("E_DTYPE", lambda message: said(message.astype(np.float64))),
     ("E_WEIGHT", lambda message: said(message, 1e30)),
@@ -80,3 +80,22 @@ class Hostile(Filter):
         attack = ATTACKS[self._round][1]
         self._round += 1
         return attack(from_shareable(shareable).data["message"])
+
+
+class Overwriter(Filter):
+    """At one site, 777 in place of what the site's own filters let through.
+
+    Args:
+        site: the site that the job means.
+    """
+
+    def __init__(self, site: str):
+        super().__init__()
+        self.site = site
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        if fl_ctx.get_identity_name() != self.site:
+            return shareable
+        dxo = from_shareable(shareable)
+        dxo.data["message"] = forged(dxo.data["message"], 777.0, 4)
+        return dxo.to_shareable()

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from flare_sparse.assemble import assemble, open_site, rules
 from flare_sparse.cli import app
 from flare_sparse.cli.rehearse import rehearse_config
-from flare_sparse.config import load_config
+from flare_sparse.config import build_task, load_config, user_task
+from flare_sparse.flare.deployed import run_deployed
+from flare_sparse.flare.payload import TASK
+from flare_sparse.flare.recipe import SparseRecipe
+from flare_sparse.flare.simulator import JobFailed
+from flare_sparse.rehearsal import rehearse
+from flare_sparse.server import digest
+from flare_sparse.task import SiteData
 
 ROOT = Path(__file__).parents[2]
 SITES = ("site-1", "site-2", "site-3")
+FEDAVG = "method={name: fedavg, rounds: 2, training: {lr: 0.01}}"
 CANARY = "CANARY-7f3a"
 """Stands in paths and rows of the sites' data; nothing that the server holds may show it."""
 ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
@@ -59,19 +71,70 @@ def config(federation: Path, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def own_task(federation: Path, tmp_path: Path) -> Path:
+    """A configuration whose task nobody has installed: it travels as code."""
+    (tmp_path / "own_task.py").write_text((Path(__file__).parent / "own_task.py").read_text())
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "name: own\nseed: 3\n"
+        "method: {name: neurosfl, sparsity: 0.5, rounds: 2, training: {lr: 0.01}}\n"
+        "task: {class: own_task.SumTask, width: 8}\n"
+        "federation: {min_sites: 3, task_timeout_s: 60}\n"
+        f"simulator: {{sites: 3, data: {{path: '{federation / CANARY / '{site}.csv'}'}}}}\n"
+    )
+    return file
+
+
 def run(config: Path, federation: Path, out: Path) -> subprocess.CompletedProcess[str]:
     kit = federation / "workspace" / "sparse" / "prod_00" / "lead@coordination.org"
-    line = ["flare-sparse", "run", str(config), "--env", "prod", "--kit", str(kit), "--out", str(out)]
+    return command("run", str(config), "--env", "prod", "--kit", str(kit), "--out", str(out))
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = ["flare-sparse", *arguments]
     return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
 
 
-def shown_to_the_server(federation: Path) -> list[str]:
-    """Files with the canary among all that the server holds: its kit with logs and job folders, and its job store."""
+@contextmanager
+def nobody_allows(federation: Path) -> Iterator[None]:
+    """FLARE's default ``resources.json`` everywhere: no allow-list of ours, no ``SitePlanAuthorizer``."""
+    files = list((federation / "workspace" / "sparse" / "prod_00").glob("*/local/resources.json"))
+    assert len(files) == 4
+    kept = {file: file.read_bytes() for file in files}
+    for file in files:
+        file.unlink()
+    try:
+        yield
+    finally:
+        for file, content in kept.items():
+            file.write_bytes(content)
+
+
+def held_by_the_server(federation: Path) -> list[Path]:
+    """All files that the server has: its kit with logs and job folders, and its job store."""
     workspace = federation / "workspace"
-    held = [workspace / "sparse" / "prod_00" / "localhost", workspace / "store"]
-    files = [path for place in held for path in place.rglob("*") if path.is_file()]
+    places = [workspace / "sparse" / "prod_00" / "localhost", workspace / "store"]
+    files = [path for place in places for path in place.rglob("*") if path.is_file()]
     assert any(path.name == "log.txt" for path in files)
-    return [str(path) for path in files if CANARY.encode() in path.read_bytes()]
+    return files
+
+
+def shown_to_the_server(federation: Path) -> list[str]:
+    """Files with the canary among all that the server holds."""
+    return [str(path) for path in held_by_the_server(federation) if CANARY.encode() in path.read_bytes()]
+
+
+def rehearsed_without(file: Path, absent: str) -> str:
+    """Digest of the model of a FedAvg run of the other sites alone."""
+    config = load_config(file, [FEDAVG])
+    assembly = assemble(config, build_task(config, user_task(config.task.name, file.parent)))
+    data = {name: SiteData(name, file.parent) for name in SITES if name != absent}
+    sites = {name: open_site(assembly, where) for name, where in data.items()}
+    outcome, _ = rehearse(
+        assembly.method, assembly.weights, sites, assembly.task.metric, run=assembly.run, rules=rules(config)
+    )
+    return digest(outcome.weights)
 
 
 @pytest.mark.slow
@@ -129,3 +192,83 @@ def test_a_job_that_fails_at_a_site_shows_the_server_a_code_and_no_subject(
     site = federation / "workspace" / "sparse" / "prod_00" / "site-2"
     reports = [path.read_text() for path in site.glob("*/site_error.txt")]
     assert any(CANARY in report for report in reports), "the site itself is told which subject it is"
+
+
+@pytest.mark.long
+def test_a_job_that_brings_its_code_needs_no_allow_list_and_ends_with_the_bits_of_the_rehearsal(
+    own_task: Path, federation: Path, tmp_path: Path
+) -> None:
+    with nobody_allows(federation):
+        done = run(own_task, federation, tmp_path / "prod")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "prod" / "summary.json").read_text())
+    rehearsed = rehearse_config(load_config(own_task), own_task, tmp_path / "rehearsal")
+    assert summary["model_sha256"] == rehearsed["model_sha256"]
+    assert list((tmp_path / "prod" / "job").rglob("custom/own_task.py"))
+
+
+@pytest.mark.long
+def test_a_site_that_takes_no_code_refuses_it(own_task: Path, federation: Path, tmp_path: Path) -> None:
+    site = federation / "workspace" / "sparse" / "prod_00" / "site-3"
+    rights = site / "local" / "authorization.json"
+    assert not rights.exists()
+    default = json.loads((site / "local" / "authorization.json.default").read_text())
+    assert default["permissions"]["lead"].pop("byoc")
+    rights.write_text(json.dumps(default))
+    try:
+        done = run(own_task, federation, tmp_path / "refused")
+    finally:
+        rights.unlink()
+    print(done.stdout, done.stderr)
+    assert done.returncode == 1
+
+
+@pytest.fixture
+def overwriting(own_task: Path, monkeypatch: pytest.MonkeyPatch) -> SparseRecipe:
+    """FedAvg with a filter of the job's own that writes 777 over the answers of site-2."""
+    folder = own_task.parent
+    (folder / "hostile_site.py").write_text((Path(__file__).parent / "hostile_site.py").read_text())
+    monkeypatch.syspath_prepend(str(folder))
+    config = load_config(own_task, [FEDAVG, "federation={min_sites: 2, quarantine_after: 0, task_timeout_s: 60}"])
+    recipe = SparseRecipe(config, packaging="byoc", modules=(folder / "own_task.py", folder / "hostile_site.py"))
+    recipe.add_client_output_filter(importlib.import_module("hostile_site").Overwriter("site-2"), tasks=[TASK])
+    return recipe
+
+
+@pytest.mark.long
+def test_what_a_filter_of_the_job_writes_over_an_answer_never_leaves_the_hospital(
+    overwriting: SparseRecipe, own_task: Path, federation: Path, tmp_path: Path
+) -> None:
+    """Only the gate is in its way here: code may travel, and the authorizer is gone with ``resources.json``."""
+    kits, out = federation / "workspace" / "sparse" / "prod_00", tmp_path / "prod"
+    with nobody_allows(federation):
+        summary = run_deployed(overwriting, kits / "lead@coordination.org", out, timeout_s=200)
+    *training, _ = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    assert [line["rejected"] for line in training] == [{"site-2": "E_POLICY"}] * 2
+    said = "".join(file.read_text() for file in (kits / "site-2").glob("*/site_error.txt"))
+    assert "a filter of the job changed it" in said
+    assert summary["model_sha256"] == rehearsed_without(own_task, "site-2")
+    written = np.full(4, 777, "<f4").tobytes()
+    assert not [path for path in held_by_the_server(federation) if written in path.read_bytes()]
+
+
+@pytest.mark.long
+def test_a_job_with_a_filter_of_its_own_is_refused_where_the_site_looks_at_plans(
+    overwriting: SparseRecipe, federation: Path, tmp_path: Path
+) -> None:
+    kits = federation / "workspace" / "sparse" / "prod_00"
+    with pytest.raises(JobFailed):
+        run_deployed(overwriting, kits / "lead@coordination.org", tmp_path / "refused", timeout_s=200)
+    log = "".join(file.read_text(errors="replace") for file in (kits / "site-2").glob("*/log.txt"))
+    assert "hostile_site.Overwriter' is not of flare_sparse; this site runs no other" in log
+
+
+@pytest.mark.long
+def test_poc_ends_with_the_bits_of_the_rehearsal(own_task: Path, tmp_path: Path) -> None:
+    """FLARE's own proof of concept; it needs the ports 8002 and 8003."""
+    done = command("run", str(own_task), "--env", "poc", "--out", str(tmp_path / "poc"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "poc" / "summary.json").read_text())
+    rehearsed = rehearse_config(load_config(own_task), own_task, tmp_path / "rehearsal")
+    assert summary["model_sha256"] == rehearsed["model_sha256"]
+    assert summary["traffic"] == rehearsed["traffic"]
