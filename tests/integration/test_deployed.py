@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from flare_sparse.flare.deployed import run_deployed
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.simulator import JobFailed
+from flare_sparse.flare.site.code import AUTHORIZATION, refuse_code
 from flare_sparse.rehearsal import rehearse
 from flare_sparse.server import digest
 from flare_sparse.task import SiteData
@@ -109,6 +111,19 @@ def nobody_allows(federation: Path) -> Iterator[None]:
     finally:
         for file, content in kept.items():
             file.write_bytes(content)
+
+
+def restart(kit: Path) -> None:
+    """Stop a site as its ``stop_fl.sh`` does, and start it again."""
+    (kit / "shutdown.fl").touch()
+    for _ in range(60):
+        if subprocess.run(["pgrep", "-f", "--", f"-m {kit} "], capture_output=True, check=False).returncode:
+            break
+        time.sleep(1)
+    else:
+        raise TimeoutError(f"{kit} does not stop")
+    with (kit / "process.log").open("a") as log:
+        subprocess.run([kit / "startup" / "start.sh"], cwd=kit, env=ENVIRONMENT, stdout=log, stderr=log, check=True)
 
 
 def held_by_the_server(federation: Path) -> list[Path]:
@@ -210,17 +225,16 @@ def test_a_job_that_brings_its_code_needs_no_allow_list_and_ends_with_the_bits_o
 @pytest.mark.long
 def test_a_site_that_takes_no_code_refuses_it(own_task: Path, federation: Path, tmp_path: Path) -> None:
     site = federation / "workspace" / "sparse" / "prod_00" / "site-3"
-    rights = site / "local" / "authorization.json"
-    assert not rights.exists()
-    default = json.loads((site / "local" / "authorization.json.default").read_text())
-    assert default["permissions"]["lead"].pop("byoc")
-    rights.write_text(json.dumps(default))
+    assert refuse_code(site) == ["project_admin", "lead"]
     try:
+        restart(site)  # FLARE reads it when a site starts
         done = run(own_task, federation, tmp_path / "refused")
     finally:
-        rights.unlink()
-    print(done.stdout, done.stderr)
+        (site / "local" / AUTHORIZATION).unlink()
+        restart(site)
     assert done.returncode == 1
+    assert "FAILED_TO_RUN" in done.stderr
+    assert "site-3: NVFLARE_ERROR: BYOC not permitted" in " ".join(done.stderr.split())
 
 
 @pytest.fixture

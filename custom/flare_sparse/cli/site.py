@@ -16,6 +16,8 @@ HELP = """Prepare a site: for a hospital's IT.
 
 [dim]flare-sparse site policy /opt/flare/site-1 --file poc/policies/careful.yaml[/]
 
+[dim]flare-sparse site no-code /opt/flare/site-1[/]
+
 [dim]flare-sparse site preflight /opt/flare/site-1[/]
 """
 
@@ -65,6 +67,26 @@ def policy(
     said = guard(kit, file).model_dump(exclude_defaults=True)
     console.print("in force: " + ("; ".join(f"{k}: {v}" for k, v in said.items()) or "all may leave"), markup=False)
     console.print("Restart the site.")
+
+
+@site.command(name="no-code")
+def no_code(kit: Kit) -> None:
+    """Let nobody send code to this site: jobs are settings only.
+
+    FLARE's startup kits let leads and project admins send code with a job (BYOC); it runs in the site's own process,
+    past allow-list and guards. This takes the right [bold]byoc[/] from every role in local/authorization.json; all other
+    rights stay. Restart the site afterwards.
+
+    [dim]flare-sparse site no-code /opt/flare/site-1[/]
+    """
+    from ..flare.site.code import refuse_code
+
+    roles = refuse_code(kit)
+    console.print(
+        f"could send code until now: {', '.join(roles)}. Restart the site."
+        if roles
+        else "nothing to do: nobody may send code"
+    )
 
 
 @site.command()

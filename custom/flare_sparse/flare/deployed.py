@@ -60,8 +60,9 @@ def run_deployed(
         job = session.submit_job(str(Path(folder) / recipe.name))
         on_line(f"job {job}: submitted")
         status, shown = _followed(session, job, timeout_s, on_line)
+        refused = _refusals(session, job)
         downloaded = Path(session.download_job_result(job, str(out / "job")))
-    _collect(downloaded, out, f"job {job} ended as {status}")
+    _collect(downloaded, out, f"job {job} ended as {status}", refused)
     for line in (out / "rounds.jsonl").read_text(encoding="utf-8").splitlines()[shown:]:
         on_line(progress_line(json.loads(line)))
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
@@ -117,12 +118,18 @@ def _rounds(session: Session, job: str) -> list[str]:
     return [str(line) for line in found]
 
 
-def _collect(job: Path, out: Path, ended: str) -> None:
+def _refusals(session: Session, job: str) -> str:
+    """Who did not take the job when the server handed it out, and why; empty when everyone did."""
+    answers = session.get_job_meta(job).get("job_deploy_detail") or []
+    return ", ".join(str(answer) for answer in answers if not str(answer).endswith(": OK"))
+
+
+def _collect(job: Path, out: Path, ended: str, refused: str) -> None:
     """Copy the record of a downloaded job to ``out``."""
     record = next(iter(sorted(job.glob(f"**/app_server/{RESULTS}"))), None)
     if record is None or not (record / "summary.json").is_file():
         log = "".join(file.read_text(errors="replace") for file in sorted(job.glob("**/log.txt"))[:1])
-        said = next((found.group() for found in map(_REASON.search, log.splitlines()) if found), _NO_REASON)
+        said = next((found.group() for found in map(_REASON.search, log.splitlines()) if found), refused or _NO_REASON)
         raise JobFailed(f"{ended} without a result.\n  {said}\nWhat is left of it: {job}")
     clear_models(out)
     for file in sorted(record.iterdir()):

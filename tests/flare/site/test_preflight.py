@@ -41,6 +41,7 @@ def test_an_unprepared_site_is_told_what_to_do(kit: Path) -> None:
         "flare-sparse": "PASS",
         "torch": "PASS",
         "allow-list": "FAIL",
+        "code": "FAIL",
         "policy": "WARN",
         "data": "FAIL",
         "disk": "PASS",
@@ -77,7 +78,7 @@ def test_a_folder_that_is_no_kit_is_said_and_the_rest_is_looked_at(tmp_path: Pat
     found = look(tmp_path)
     assert found["startup kit"].verdict == "FAIL"
     assert "no startup kit" in found["startup kit"].detail
-    assert len(found) == 9
+    assert len(found) == 10
 
 
 def test_the_policy_in_force_is_said(kit: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ...data.source import site_data
 from ...errors import ConfigError, FlareSparseError
 from ...task import Task
 from .allow import LIST, MODE, PREFIX, allowed, local_folder, read_resources
+from .code import read_permissions, who_may_send_code
 from .guards import unguarded
 from .install import LOG_STREAMING
 from .policy import POLICY_FILE, read_policy
@@ -54,6 +55,7 @@ def preflight(
         _version(name, series) for name, series in (("nvflare", FLARE_SERIES), ("flare-sparse", ""), ("torch", ""))
     )
     yield _attempt("allow-list", lambda: _allow_list(kit))
+    yield _attempt("code", lambda: _code(kit))
     yield _attempt("policy", lambda: _policy(kit))
     yield _attempt("data", lambda: _data(kit, job, own_task, environment))
     yield _attempt("disk", lambda: _disk(kit))
@@ -101,6 +103,15 @@ def _allow_list(kit: Path) -> tuple[Verdict, str]:
     if resources.get(MODE) == "warn":
         return "WARN", f"{PREFIX} is not in {LIST}, but {MODE} is 'warn': jobs run and are logged"
     return "FAIL", f"{PREFIX} is not in {LIST}: jobs are refused. Run: flare-sparse site allow {kit}"
+
+
+def _code(kit: Path) -> tuple[Verdict, str]:
+    if roles := who_may_send_code(read_permissions(local_folder(kit))):
+        return (
+            "WARN",
+            f"{', '.join(roles)} may send code here (BYOC). Unless you want that: flare-sparse site no-code {kit}",
+        )
+    return "PASS", "nobody may send code here"
 
 
 def _policy(kit: Path) -> tuple[Verdict, str]:
