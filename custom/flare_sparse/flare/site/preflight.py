@@ -8,6 +8,7 @@ import shutil
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +29,7 @@ Verdict = Literal["PASS", "WARN", "FAIL"]
 FLARE_SERIES = "2.9"
 DISK_NEEDED = 2 * 10**9
 CONNECT_TIMEOUT_S = 5.0
+REFUSAL_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def _server(kit: Path) -> tuple[Verdict, str]:
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as plain,
             context.wrap_socket(plain) as secure,
         ):
+            _heard(secure)
             return "PASS", f"{target} answers with {secure.version()}, and both certificates are good"
     except ssl.SSLError as error:
         return "FAIL", f"{target} is there, but refuses the handshake: {error.reason}. Is this the kit of this project?"
@@ -170,6 +173,18 @@ def _server(kit: Path) -> tuple[Verdict, str]:
             "FAIL",
             f"{target} cannot be reached: {error}. Ask for an outgoing TCP connection to it, or start the server",
         )
+
+
+def _heard(secure: ssl.SSLSocket) -> None:
+    """In TLS 1.3 a server that does not take our certificate says so only after the handshake.
+
+    Raises:
+        ssl.SSLError, OSError: it does not.
+    """
+    secure.settimeout(REFUSAL_TIMEOUT_S)
+    with suppress(TimeoutError):  # silence: it waits for us to speak
+        if not secure.recv(1):
+            raise ConnectionResetError("it hangs up after the handshake")
 
 
 def _name(kit: Path) -> str:

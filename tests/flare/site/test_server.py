@@ -1,0 +1,115 @@
+"""Preflight against a real TLS server that asks for certificates, with kits of its own project and of another."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from flare_sparse.flare.site.preflight import Finding, preflight
+
+BEGIN, END = dt.datetime(2020, 1, 1), dt.datetime(2100, 1, 1)
+
+
+class Project:
+    """A root certificate, and certificates that it signs."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.key = folder, ec.generate_private_key(ec.SECP256R1())
+        folder.mkdir()
+        self.root = self.signed("root", self.key, authority=True)
+        (folder / "root.pem").write_bytes(self.root.public_bytes(serialization.Encoding.PEM))
+
+    def signed(self, name: str, key: ec.EllipticCurvePrivateKey, *, authority: bool = False) -> x509.Certificate:
+        subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, "root"))
+        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(BEGIN).not_valid_after(END)
+        builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        return builder.sign(self.key, hashes.SHA256())
+
+    def participant(self, name: str) -> tuple[Path, Path]:
+        """Files of a certificate and its key."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate, secret = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        certificate.write_bytes(self.signed(name, key).public_bytes(serialization.Encoding.PEM))
+        form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        secret.write_bytes(key.private_bytes(*form))
+        return certificate, secret
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Project:
+    return Project(tmp_path / "ours")
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Project:
+    return Project(tmp_path / "theirs")
+
+
+@pytest.fixture
+def port(ours: Project) -> Iterator[int]:
+    """A server of our project that takes only certificates of it, and then waits to be spoken to."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*map(str, ours.participant("server")))
+    context.load_verify_locations(str(ours.folder / "root.pem"))
+    context.verify_mode = ssl.CERT_REQUIRED
+    done = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        while not done.is_set():
+            with suppress(OSError):
+                plain, _ = listener.accept()
+                with plain, context.wrap_socket(plain, server_side=True) as secure:
+                    secure.recv(1)
+
+    with socket.create_server(("localhost", 0)) as listener:
+        listener.settimeout(0.1)
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        yield listener.getsockname()[1]
+        done.set()
+        thread.join()
+
+
+def look(folder: Path, port: int, root: Project, own: Project) -> Finding:
+    """What preflight says of the server to a site with that root certificate and a certificate of that project."""
+    startup = folder / "site" / "startup"
+    startup.mkdir(parents=True)
+    service = {"servers": [{"service": {"target": f"localhost:{port}"}}], "client": {"fqsn": "site"}}
+    (startup / "fed_client.json").write_text(json.dumps(service))
+    (startup / "rootCA.pem").write_bytes((root.folder / "root.pem").read_bytes())
+    for name, file in zip(("client.crt", "client.key"), own.participant("site"), strict=True):
+        (startup / name).write_bytes(file.read_bytes())
+    return next(finding for finding in preflight(startup.parent, environment={}) if finding.what == "server")
+
+
+def test_both_certificates_of_the_project_are_good(tmp_path: Path, port: int, ours: Project) -> None:
+    found = look(tmp_path, port, ours, ours)
+    assert found.verdict == "PASS"
+    assert "TLSv1.3" in found.detail
+
+
+def test_a_server_of_another_project_is_not_trusted(tmp_path: Path, port: int, theirs: Project) -> None:
+    found = look(tmp_path, port, theirs, theirs)
+    assert found.verdict == "FAIL"
+    assert "refuses the handshake" in found.detail
+
+
+def test_a_certificate_that_the_server_does_not_take_is_found(
+    tmp_path: Path, port: int, ours: Project, theirs: Project
+) -> None:
+    found = look(tmp_path, port, ours, theirs)
+    assert found.verdict == "FAIL"
+    assert "Is this the kit of this project?" in found.detail
