@@ -210,3 +210,43 @@ def test_phantom_refuses_a_folder_in_use(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.output.startswith("error E_DATA")
     assert "is not empty; choose another folder" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--env", "prod"), "--kit"),
+        (("--env", "prod", "--kit", "kit", "--resume"), "--resume"),
+        (("--env", "prod", "--kit", "kit", "--sites", "3"), "--sites"),
+        (("--kit", "kit"), "--kit is for --env prod"),
+        (("--env", "poc", "--byoc"), "--byoc is for --env prod"),
+    ],
+)
+def test_an_option_of_another_environment_is_refused(config: Path, options: tuple[str, ...], said: str) -> None:
+    result = call("run", str(config), *options)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_check_goes_on_without_a_simulator_section(config: Path) -> None:
+    text = config.read_text()
+    config.write_text(text[: text.index("simulator:")])
+    result = call("check", str(config))
+    assert result.exit_code == 0, result.output
+    assert "SKIP sites" in result.output
+    assert "PASS method" in result.output
+    assert "one training step" not in result.output
+
+
+def test_export_sends_a_users_own_task_along_or_says_that_it_does_not(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "line_task.py").write_text((ROOT / "tests" / "integration" / "own_task.py").read_text())
+    file = tmp_path / "own.yaml"
+    file.write_text("name: own\nmethod: {name: fedavg}\ntask: {class: line_task.SumTask}\n")
+    out = tmp_path / "jobs"
+    alone = call("export", str(file), "--out", str(out), "--set", "federation.min_sites=1")
+    assert alone.exit_code == 0, alone.output
+    assert "site allow KIT --also line_task." in " ".join(alone.output.split())
+    assert not list(out.rglob("custom"))
+    along = call("export", str(file), "--out", str(out), "--byoc")
+    assert along.exit_code == 0, along.output
+    assert list(out.rglob("custom/line_task.py"))

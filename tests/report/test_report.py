@@ -122,3 +122,13 @@ def test_a_run_leaves_a_model_card(finished: dict[str, Path]) -> None:
     assert run.summary["model_sha256"] in card
     assert all(f"| {site} |" in card for site in run.by_site)
     assert "load_model" in card
+
+
+def test_a_run_that_is_still_encrypted_has_its_page(finished: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "sealed"
+    shutil.copytree(finished["fedavg"], folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "model_sha256": None}))
+    result = CliRunner().invoke(app, ["report", str(folder), "--out", str(tmp_path / "page")])
+    assert result.exit_code == 0, result.output
+    assert "<code>encrypted</code>" in next((tmp_path / "page").glob("*.html")).read_text()

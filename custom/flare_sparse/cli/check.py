@@ -62,7 +62,7 @@ def check(
 
 
 class Report:
-    """PASS and FAIL lines; ``code`` is how the command ends: that of the first failure."""
+    """PASS, SKIP and FAIL lines; ``code`` is how the command ends: that of the first failure."""
 
     def __init__(self) -> None:
         self.code = 0
@@ -82,6 +82,10 @@ class Report:
             return None
         self._line("[bold green]PASS[/]", what, detail(result))
         return result
+
+    def skips(self, what: str, why: str) -> None:
+        """What this configuration leaves no way to look at."""
+        self._line("[bold yellow]SKIP[/]", what, why)
 
     @staticmethod
     def _line(verdict: str, what: str, detail: str) -> None:
@@ -103,7 +107,12 @@ def _layout(task: Task) -> Layout:
 
 
 def _data(report: Report, settings: RunConfig, task: Task, folder: Path) -> dict[str, Examples]:
-    """The examples of every simulated site that can be read."""
+    """The examples of every simulated site that can be read; none where every site has its own data."""
+    if settings.simulator is None:
+        report.skips(
+            "sites", "no simulator section: at each site, flare-sparse site preflight KIT --job CONFIG reads its data"
+        )
+        return {}
     sites = report.passes("sites", lambda: simulated_sites(settings, task, folder), ", ".join)
     read = {
         name: report.passes(f"data of {name}", partial(task.load, data, settings.seed), _counted)

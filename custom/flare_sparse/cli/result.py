@@ -73,4 +73,8 @@ def _next_step(summary: dict[str, Any]) -> str:
         return (
             "next: the same data with a sparse method, such as --set 'method={name: neurosfl}' (flare-sparse methods)"
         )
-    return "next: dense FedAvg beside it (--set 'method={name: fedavg}'), another setting, or your own data: docs/"
+    rounds = summary["rounds"]
+    return (
+        f"next: dense FedAvg beside it (--set 'method={{name: fedavg, rounds: {rounds}, training: ...}}' with the training "
+        "of config.yaml), another setting, or your own data: docs/"
+    )

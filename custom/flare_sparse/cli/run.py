@@ -64,17 +64,33 @@ def run(
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
+    _fit(env, sites=sites, resume=resume, kit=kit, byoc=byoc)
     resolved = with_options(config, sites, rounds, seed, set_)
     folder = (out or Path("runs") / resolved.name).resolve()
     with os.fdopen(os.dup(1), "w") as screen:  # the simulator sends this process's own output to a file
         console = Console(file=screen, highlight=False)
         if env == "sim":
             summary = run_in_simulator(resolved, config, folder, console, resume=resume)
-        elif env == "poc":
+        elif kit is None:
             summary = run_in_poc(resolved, config, folder, console, resume=resume)
         else:
             summary = run_in_federation(resolved, config, folder, console, kit, byoc=byoc)
         show_result(console, summary, folder)
+
+
+def _fit(env: str, *, sites: int | None, resume: bool, kit: Path | None, byoc: bool) -> None:
+    """Raises:
+    ConfigError: an option that means nothing in this environment.
+    """
+    if env == "prod":
+        if kit is None:
+            raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
+        if resume:
+            raise ConfigError("--resume: with --env prod leave it out; a job submitted again goes on by itself")
+        if sites is not None:
+            raise ConfigError("--sites: with --env prod the federation's sites take part; leave it out")
+    elif kit is not None or byoc:
+        raise ConfigError(f"{'--kit' if kit else '--byoc'} is for --env prod; this is --env {env}")
 
 
 def with_options(
@@ -98,7 +114,7 @@ def run_in_simulator(
     site_files = write_site_files(out / "sites", sites.values())
     _say(console, config, f"{len(sites)} sites in FLARE's simulator")
     summary = simulate(
-        _recipe(config, file),
+        _recipe(config, file, tensorboard=_has_tensorboard()),
         sorted(sites),
         site_files,
         out,
@@ -133,17 +149,11 @@ def run_in_poc(config: RunConfig, file: Path, out: Path, console: Console, *, re
 
 
 def run_in_federation(
-    config: RunConfig, file: Path, out: Path, console: Console, kit: Path | None, *, byoc: bool
+    config: RunConfig, file: Path, out: Path, console: Console, kit: Path, *, byoc: bool
 ) -> dict[str, Any]:
-    """Submit the job to a running federation and wait for its result; the sites know where their data lies.
-
-    Raises:
-        ConfigError: there is no kit.
-    """
+    """Submit the job to a running federation and wait for its result; the sites know where their data lies."""
     from ..flare.deployed import run_deployed
 
-    if kit is None:
-        raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
     out.mkdir(parents=True, exist_ok=True)
     _say(console, config, f"submitted with {kit}")
     summary = run_deployed(_recipe(config, file, byoc=byoc), kit.resolve(), out, on_line=console.print)
@@ -169,17 +179,20 @@ def _own(config: RunConfig, file: Path) -> type[Task] | None:
     return user_task(config.task.name, file.parent) if config.task.key == "class" else None
 
 
-def _recipe(config: RunConfig, file: Path, *, byoc: bool = False) -> SparseRecipe:
+def _recipe(config: RunConfig, file: Path, *, byoc: bool = False, tensorboard: bool = False) -> SparseRecipe:
     """The job; a task of the user's own travels with it, and then so does the package."""
     from ..flare.recipe import SparseRecipe
 
-    own = _own(config, file)
+    modules = own_modules(config, file)
     return SparseRecipe(
-        config,
-        packaging="byoc" if own or byoc else "installed",
-        modules=(Path(inspect.getfile(own)),) if own else (),
-        tensorboard=_has_tensorboard(),
+        config, packaging="byoc" if modules or byoc else "installed", modules=modules, tensorboard=tensorboard
     )
+
+
+def own_modules(config: RunConfig, file: Path) -> tuple[Path, ...]:
+    """The source file of the user's own task; none for a task of the package."""
+    own = _own(config, file)
+    return (Path(inspect.getfile(own)),) if own else ()
 
 
 def _say(console: Console, config: RunConfig, where: str) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from ..assemble import Assembly
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..task import SiteData
 from ..trained import trained
 from .console import out as console
 from .simulated import simulated_sites
@@ -24,6 +25,9 @@ def save(
     onnx: Annotated[
         bool, typer.Option("--onnx", help="also as ONNX, after a check that it computes the same on the run's own data")
     ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="--onnx: data to check with; default: that of the run's first simulated site")
+    ] = None,
 ) -> None:
     """Write a run's model as its own library reads it: adapters as peft does, a network as model.safetensors.
 
@@ -43,18 +47,23 @@ def save(
             raise ConfigError(
                 f"--onnx needs onnx and onnxruntime: pip install 'flare-sparse[onnx]' ({error.name})"
             ) from error
-        furthest = export_onnx(model.eval(), _inputs(config, assembly, run), folder / "model.onnx")
+        furthest = export_onnx(model.eval(), _inputs(config, assembly, run, data), folder / "model.onnx")
         console.print(f"model.onnx computes the same: the largest difference is {furthest:.2g}")
     console.print(f"{folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())), markup=False)
 
 
-def _inputs(config: RunConfig, assembly: Assembly, run: Path) -> Tensor:
-    """Some test examples of the first simulated site, as the network sees them.
+def _inputs(config: RunConfig, assembly: Assembly, run: Path, data: Path | None) -> Tensor:
+    """Some test examples, as the network sees them: of the given data, else of the first simulated site.
 
     Raises:
-        ConfigError: the network takes more than one tensor.
+        ConfigError: the network takes more than one tensor, or there is neither.
     """
-    site = next(iter(simulated_sites(config, assembly.task, run).values()))
+    if data is None and config.simulator is None:
+        raise ConfigError("--onnx: this run names no data (it has no simulator section); give some with --data DIR")
+    if data is not None:
+        site = SiteData("data", data.resolve())
+    else:
+        site = next(iter(simulated_sites(config, assembly.task, run).values()))
     batch = next(iter(DataLoader(assembly.task.load(site, config.seed).test, batch_size=4)))
     inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
     if not isinstance(inputs, Tensor):

@@ -109,7 +109,11 @@ def _from_file(site: str, file: Path) -> SiteData:
 
 
 def _existing(data: SiteData, source: str) -> SiteData:
-    if not data.path.exists():
+    try:
+        there = data.path.exists()
+    except OSError as error:
+        raise DataError(f"{source}: data is {data.path}, which cannot be looked at: {error.strerror}") from error
+    if not there:
         raise DataError(f"{source}: data is {data.path}; there is no such file or folder. Correct the path")
     return data
 

@@ -24,7 +24,7 @@ from .simulator import JobFailed
 
 LOGIN_TIMEOUT_S = 20.0
 POLL_S = 2.0
-_REASON = re.compile(r"Component '.*is not in allow_list|FATAL_SYSTEM_ERROR.*|\bE_[A-Z_]+: .*")
+_REASON = re.compile(r"Component '.*is not in allow_list|FATAL_SYSTEM_ERROR.*|ModuleNotFoundError: .*|\bE_[A-Z_]+: .*")
 _NO_REASON = (
     "The server's log names no error: most often a site that the job needs refused it. Its own log says why, and "
     "flare-sparse site preflight KIT finds the usual reasons there (not allowed, no data)"
@@ -104,7 +104,7 @@ def _followed(session: Session, job: str, timeout_s: float, on_line: Callable[[s
         if timeout_s and time.monotonic() - began > timeout_s:
             raise JobFailed(
                 f"job {job} is {status.lower()} after {timeout_s:.0f} s; it goes on at the server. Fetch its result later "
-                f"with: nvflare job download {job}"
+                f"with: nvflare job download {job} --startup-kit KIT"
             )
         time.sleep(POLL_S)
 
