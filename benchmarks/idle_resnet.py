@@ -15,6 +15,7 @@ class IdleResNet(nn.Module):
 
     def __init__(self, name: str = "resnet32"):
         super().__init__()
+        self.name = name  # FLARE's export reads a component's arguments back from its attributes
         self.body = build(name)
         self.gain = nn.Parameter(torch.ones(()))
 

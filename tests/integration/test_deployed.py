@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +98,15 @@ def run(config: Path, federation: Path, out: Path) -> subprocess.CompletedProces
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     line = ["flare-sparse", *arguments]
     return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def nvflare_job(kit: Path, *arguments: str) -> dict[str, Any]:
+    """What a ``nvflare job`` command says, with an admin's kit."""
+    line = ["nvflare", "--format", "json", "job", *arguments, "--startup-kit", str(kit)]
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["data"]
+    return said
 
 
 @contextmanager
@@ -278,7 +289,26 @@ def test_a_job_with_a_filter_of_its_own_is_refused_where_the_site_looks_at_plans
 
 
 @pytest.mark.long
-def test_poc_ends_with_the_bits_of_the_rehearsal(own_task: Path, tmp_path: Path) -> None:
+def test_one_configuration_in_three_ways_ends_in_one_model(config: Path, federation: Path, tmp_path: Path) -> None:
+    """Simulator; POC; and an exported folder submitted and fetched by FLARE's own commands. No code travels."""
+    for env in ("sim", "poc"):
+        done = command("run", str(config), "--env", env, "--out", str(tmp_path / env))
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = command("export", str(config), "--out", str(tmp_path / "jobs"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    kit = federation / "workspace" / "sparse" / "prod_00" / "lead@coordination.org"
+    job = str(nvflare_job(kit, "submit", "-j", str(tmp_path / "jobs" / "hospitals"))["job_id"])
+    nvflare_job(kit, "wait", job, "--timeout", "200")
+    found = nvflare_job(kit, "download", job, "-o", str(tmp_path / "prod"))["artifacts"]
+    assert {"global_model", "metrics_summary", "round_metrics"} <= set(found)
+    models = [Path(found["global_model"]), *(tmp_path / env / "model.safetensors" for env in ("sim", "poc"))]
+    assert len({hashlib.sha256(file.read_bytes()).hexdigest() for file in models}) == 1
+
+
+@pytest.mark.long
+def test_poc_takes_a_task_of_the_users_own_and_ends_with_the_bits_of_the_rehearsal(
+    own_task: Path, tmp_path: Path
+) -> None:
     """FLARE's own proof of concept; it needs the ports 8002 and 8003."""
     done = command("run", str(own_task), "--env", "poc", "--out", str(tmp_path / "poc"))
     assert done.returncode == 0, done.stdout + done.stderr
