@@ -22,7 +22,7 @@ def export(
 ) -> None:
     """Write FLARE job folders, ready for submit_job.
 
-    By default no code travels: every site has the wheel installed and allows the prefix flare_sparse.flare.
+    By default no code travels: every site has the wheel installed and allows its classes
 
     Examples:
 

@@ -365,8 +365,9 @@ def test_a_hello_that_cannot_be_read_is_none(content: Any) -> None:
     assert hello_in(reply) is None
 
 
-def built(hospital: Hospital, where: str, path: str) -> None:
-    hospital.fl_ctx.set_prop(FLContextKey.COMPONENT_CONFIG, {"path": path}, private=True, sticky=False)
+def built(hospital: Hospital, where: str, path: str, **args: Any) -> None:
+    config = {"path": path, "args": args}
+    hospital.fl_ctx.set_prop(FLContextKey.COMPONENT_CONFIG, config, private=True, sticky=False)
     node = SimpleNamespace(path=lambda: where)
     hospital.fl_ctx.set_prop(FLContextKey.COMPONENT_NODE, node, private=True, sticky=False)
     SitePlanAuthorizer().handle_event(EventType.BEFORE_BUILD_COMPONENT, hospital.fl_ctx)
@@ -380,6 +381,30 @@ def test_a_job_with_filters_or_executors_of_its_own_is_refused(tmp_path: Path) -
     for where in ("executors.#1.executor", "task_result_filters.#1.filters.#1", "task_data_filters.#1.filters.#1"):
         with pytest.raises(UnsafeComponentError, match="E_POLICY"):
             built(hospital, where, "custom.Overwrite")
+
+
+def test_a_job_names_no_more_of_this_package_than_its_classes_wherever_it_does(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site")
+    guard(tmp_path / "site")
+    own = {"path": "our_hospital.tasks.Dose", "args": {"config": {"width": 3}}}
+    built(hospital, "components.#2", "flare_sparse.flare.session.OwnTask", task=own)
+    built(hospital, "components.#2.args.task", "our_hospital.tasks.Dose", config={"width": 3})
+    allow = "flare_sparse.flare.site.allow.allow"
+    for where, path, args in (
+        ("components.#1", allow, {}),
+        ("components.#1.args.kit", "flare_sparse.flare.keeping.checkpoint_folder", {}),
+        ("components.#1", "nvflare.app_common.np.np_trainer.NPTrainer", {"later": [{"class_path": allow}]}),
+        ("executors.#1.executor", "flare_sparse.flare.executor.torch", {}),
+    ):
+        with pytest.raises(UnsafeComponentError, match="E_POLICY"):
+            built(hospital, where, path, **args)
+
+
+def test_what_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site")
+    (tmp_path / "site" / "local" / "privacy.json").write_text("[]")
+    with pytest.raises(UnsafeComponentError, match="E_POLICY: AttributeError"):
+        built(hospital, "components.#1", "flare_sparse.flare.session.SiteSession")
 
 
 def test_a_site_whose_guards_were_taken_away_runs_no_job(tmp_path: Path) -> None:

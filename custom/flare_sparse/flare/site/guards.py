@@ -3,12 +3,14 @@
 ``SiteResultPolicy`` is a filter of the site: it sees an answer as ordinary named arrays, makes it fit the policy or
 refuses it, and remembers what it approved. FLARE runs a job's filters after a site's, so ``SiteLastGate`` looks at the
 message that is about to leave, decodes it by itself and lets out nothing but what was approved.
-``SitePlanAuthorizer`` refuses jobs that bring filters or executors of their own, and a site without the other two.
+``SitePlanAuthorizer`` refuses jobs that bring filters or executors of their own or name more of this package than a
+job's classes, and a site without the other two.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,11 +43,12 @@ from ..payload import (
     update_to_dxo,
 )
 from ..session import keep_at_site, policy_of, site_session
+from .allow import CLASSES, PACKAGE
 from .policy import refuse
 
 APPROVED = "flare_sparse.approved"
-OURS = "flare_sparse.flare."
-GATE, RESULT_POLICY = f"{OURS}site.guards.SiteLastGate", f"{OURS}site.guards.SiteResultPolicy"
+GUARDS = "flare_sparse.flare.site.guards."
+GATE, RESULT_POLICY = f"{GUARDS}SiteLastGate", f"{GUARDS}SiteResultPolicy"
 _GUARDED = ("executors", "task_result_filters", "task_data_filters")
 _ROUNDING = 2.0**-6
 
@@ -137,18 +140,41 @@ class SitePlanAuthorizer(FLComponent):
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Raises:
-        UnsafeComponentError: an executor or filter that is not ours, or a site whose guards are not in place.
+        UnsafeComponentError: an executor or filter that is not ours, something of ours that is none of the classes of
+            a job, or a site whose guards are not in place.
         """
         if event_type != EventType.BEFORE_BUILD_COMPONENT:
             return
+        try:
+            self._look(fl_ctx)
+        except UnsafeComponentError:
+            raise
+        except Exception as error:  # FLARE goes on after any other kind
+            raise UnsafeComponentError(
+                f"E_POLICY: {type(error).__name__} while a part of the job was looked at"
+            ) from error
+
+    def _look(self, fl_ctx: FLContext) -> None:
         config, node = fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG), fl_ctx.get_prop(FLContextKey.COMPONENT_NODE)
         where = str(node.path()) if node is not None else ""
         path = str((config or {}).get("path") or (config or {}).get("class_path") or (config or {}).get("name") or "")
-        if where.startswith(_GUARDED) and not path.startswith(OURS):
+        if where.startswith(_GUARDED) and path not in CLASSES:
             raise UnsafeComponentError(f"E_POLICY: {where}: {path!r} is not of flare_sparse; this site runs no other")
+        for named in _paths(config):
+            if named.startswith(PACKAGE) and named not in CLASSES:
+                raise UnsafeComponentError(f"E_POLICY: {where}: {named!r} is no class that a job may name")
         workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
         if missing := unguarded(Path(workspace.get_site_config_dir())):
             raise UnsafeComponentError(f"E_POLICY: {missing}. Run: flare-sparse site policy")
+
+
+def _paths(config: Any) -> Iterator[str]:
+    """What a part of a job names, at any depth: some of FLARE's own classes build what they find in their arguments."""
+    if isinstance(config, dict):
+        yield from (str(config[key]) for key in ("path", "class_path") if key in config)
+    if isinstance(config, dict | list | tuple):
+        for part in config.values() if isinstance(config, dict) else config:
+            yield from _paths(part)
 
 
 def unguarded(local: Path) -> str:
