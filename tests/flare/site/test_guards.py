@@ -195,6 +195,36 @@ def damaged(reply: Shareable) -> Shareable:
     return dxo.update_shareable(reply)
 
 
+def beside(act: Callable[[Shareable], Any]) -> Callable[[Shareable], Shareable]:
+    def process(reply: Shareable) -> Shareable:
+        act(reply)
+        return reply
+
+    return process
+
+
+BESIDE: dict[str, Callable[[Shareable], Shareable]] = {
+    "a key": beside(lambda reply: reply.__setitem__("stolen", np.arange(10**6))),
+    "a header": beside(lambda reply: reply.set_header("note", "sub-01")),
+    "a cookie": beside(lambda reply: reply.add_cookie("note", "sub-01")),
+    "peer properties": beside(lambda reply: reply.set_peer_props({"note": "sub-01"})),
+    "a key of the DXO": beside(lambda reply: reply["DXO"].__setitem__("note", "sub-01")),
+    "a number that says more": beside(lambda reply: reply["DXO"]["meta"].__setitem__("examples", np.float64(32.0))),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_a_jobs_filter_puts_beside_an_answer_stays_at_the_site(name: str, tmp_path: Path) -> None:
+    plain, spoiled = Hospital(tmp_path / "a").leaves(), Hospital(tmp_path / "b").leaves(Job(BESIDE[name]))
+    assert spoiled.get_return_code() == ReturnCode.OK
+    for reply in (plain, spoiled):
+        message = reply["DXO"]["data"].pop("message")
+        assert type(message) is np.ndarray
+        reply["DXO"]["data"]["message"] = message.tobytes()
+    assert spoiled == plain
+    assert type(spoiled["DXO"]["meta"]["examples"]) is int
+
+
 HOSTILE: dict[str, Callable[[Shareable], Shareable]] = {
     "777": seven,
     "a foreign payload": lambda reply: DXO(DataKind.WEIGHTS, data={"w": np.ones(3)}).to_shareable(),

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.event_type import EventType
@@ -35,6 +36,7 @@ from ..payload import (
     CODE_HEADER,
     NOT_HELD_HEADER,
     UPDATE,
+    answer_to_shareable,
     code_in,
     dxo_to_update,
     hello_in,
@@ -103,7 +105,9 @@ class SiteLastGate(FLComponent):
                 result.clear()  # whatever a filter of the job made of it
                 result.update(hello_to_shareable(site_session(fl_ctx).hello(fl_ctx)))
             elif not policy_of(fl_ctx).foreign_jobs or _is_ours(result):
-                self._check(result, fl_ctx)
+                approved = self._approved(result, fl_ctx)
+                result.clear()  # keys and headers that a filter of the job put beside the answer
+                result.update(approved)
         except Exception as error:  # noqa: BLE001 - what it does not understand does not leave
             _blank(result, _code_of(error))  # first: what comes after may fail, too
             keep_at_site(error, _code_of(error), fl_ctx)
@@ -111,7 +115,12 @@ class SiteLastGate(FLComponent):
                 fl_ctx, f"{_code_of(error)}: an answer was held back; see site_error.txt in the job's folder"
             )
 
-    def _check(self, result: Shareable, fl_ctx: FLContext) -> None:
+    def _approved(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
+        """The message, made anew with what the site approved beside it; FLARE adds its own headers afterwards.
+
+        Raises:
+            FlareSparseError: it is not what the site approved.
+        """
         desk, policy = site_session(fl_ctx).desk(fl_ctx), policy_of(fl_ctx)
         approved = fl_ctx.get_prop(APPROVED)
         if not isinstance(approved, Update) or desk.asked is None:
@@ -133,6 +142,8 @@ class SiteLastGate(FLComponent):
                 )
             )
         )
+        metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
+        return answer_to_shareable(np.asarray(message), replace(approved, metrics=metrics))
 
 
 class SitePlanAuthorizer(FLComponent):
