@@ -312,7 +312,9 @@ def test_an_error_reply_carries_codes_and_nothing_else(tmp_path: Path) -> None:
     ("method", "policy", "said"),
     [
         ("neurosfl", {"contents": ["weights", "nothing"]}, "contents: scores may not leave"),
-        ("neurosfl", {"min_score_examples": 64}, "min_examples: fewer than 64"),
+        ("neurosfl", {"min_score_examples": 64}, "min_score_examples: scores of 8, wanted are 64"),
+        ("neurosfl", {"min_score_batches": 2}, "min_score_batches: scores of 1, wanted are 2"),
+        ("fedavg", {"min_examples": 33}, "min_examples: weights of 32, wanted are 33"),
         ("fedavg", {"max_upload_bytes": 130}, "max_upload_bytes"),
         ("fedavg", {"max_upload_share": 0.3}, "max_upload_share"),
         ("fedavg", {"max_norm": 1e-6}, "max_norm"),
@@ -329,6 +331,17 @@ def test_what_the_policy_forbids_goes_out_as_a_code_and_is_explained_at_the_site
     assert blank(reply)
     assert reply.get_header(CODE_HEADER) in ("E_POLICY", "E_CONFIG")
     assert said in hospital.said()
+
+
+@pytest.mark.parametrize(("batches", "size", "leaves"), [(1, 1, False), (3, 8, False), (4, 8, True), (None, 8, True)])
+def test_scores_leave_when_enough_examples_stand_behind_them_however_many_the_site_has(
+    batches: int | None, size: int, leaves: bool, tmp_path: Path
+) -> None:
+    hospital = Hospital(tmp_path / "site", "neurosfl", {"min_score_examples": 30, "min_score_batches": 4})
+    assert hospital.desk.site.examples == 32
+    config = {"rounds": 2, "saliency_batches": batches, "training": {"batch_size": size}}
+    hospital.method.config = hospital.method.Config(**config)
+    assert blank(hospital.leaves()) is not leaves
 
 
 def test_a_change_is_clipped_before_it_leaves(tmp_path: Path) -> None:

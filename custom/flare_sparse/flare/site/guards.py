@@ -80,7 +80,7 @@ class SiteResultPolicy(Filter):
         change = Patch(update.patch.values.clone() - start, update.patch.on)
         soft = policy.softened(update.content, change, layout)
         update = _with(update, update.patch.values.clone() if soft is change.values else soft + start)
-        refuse(policy.refusals(update.content, update.examples, update.patch.on, soft, layout))
+        refuse(policy.refusals(update.content, desk.site.used, update.patch.on, soft, layout))
         fl_ctx.set_prop(APPROVED, update, private=True, sticky=False)
         reply = update_to_dxo(update, layout, vector).to_shareable()
         reply[UPDATE] = (request, update, vector)
@@ -136,11 +136,7 @@ class SiteLastGate(FLComponent):
         _same(found, meta, approved)
         change = found.patch.values - (_start(approved, desk) if approved.content == "weights" else 0)
         refuse(
-            list(
-                policy.refusals(
-                    found.content, approved.examples, found.patch.on, change, desk.site.layout, len(message)
-                )
-            )
+            list(policy.refusals(found.content, desk.site.used, found.patch.on, change, desk.site.layout, len(message)))
         )
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
         return answer_to_shareable(np.asarray(message), replace(approved, metrics=metrics))
