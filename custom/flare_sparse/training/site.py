@@ -67,6 +67,11 @@ class Site:
         return self._examples.n_train
 
     @property
+    def test_examples(self) -> int:
+        """Number of examples that models are judged on."""
+        return self._examples.n_test
+
+    @property
     def used(self) -> Used:
         """What of the training examples was read since the last :meth:`reset_used`."""
         return self._drawn.used

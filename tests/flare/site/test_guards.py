@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.capabilities import own
 from flare_sparse.encryption import PRECISION, Contexts, ServerCipher, SiteCipher
+from flare_sparse.exchange import Patch, Request
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import EncodeUpdate
 from flare_sparse.flare.payload import (
@@ -40,6 +41,7 @@ from flare_sparse.flare.payload import (
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SitePlanAuthorizer, SiteResultPolicy
 from flare_sparse.flare.site.install import guard
+from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.rehearsal import initial_weights
 from flare_sparse.server import ServerDesk
@@ -342,6 +344,18 @@ def test_scores_leave_when_enough_examples_stand_behind_them_however_many_the_si
     config = {"rounds": 2, "saliency_batches": batches, "training": {"batch_size": size}}
     hospital.method.config = hospital.method.Config(**config)
     assert blank(hospital.leaves()) is not leaves
+
+
+@pytest.mark.parametrize("kind", ["train", "validate"])
+def test_metrics_of_few_test_examples_stay_at_the_site_and_the_answer_leaves(kind: str, tmp_path: Path) -> None:
+    for least, leave in ((8, True), (9, False)):
+        hospital = Hospital(tmp_path / str(least), policy={"min_test_examples": least})
+        if kind == "validate":
+            model = Patch.of(torch.zeros(hospital.layout.size), Mask.full(hospital.layout.size))
+            hospital.question = hospital.server.ask({"site-1": Request("validate", 0, model, model.on, "nothing")})
+        reply = hospital.leaves()
+        assert reply.get_return_code() == ReturnCode.OK
+        assert bool(from_shareable(reply).meta["metrics"]) is leave
 
 
 def test_a_change_is_clipped_before_it_leaves(tmp_path: Path) -> None:

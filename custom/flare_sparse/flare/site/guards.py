@@ -76,6 +76,8 @@ class SiteResultPolicy(Filter):
         request, update, vector = shareable[UPDATE]
         layout = desk.site.layout
         update = dxo_to_update(from_shareable(shareable), update, vector, layout)
+        if desk.site.test_examples < policy.min_test_examples:
+            update = replace(update, metrics={})
         start = _start(update, desk)
         change = Patch(update.patch.values.clone() - start, update.patch.on)
         soft = policy.softened(update.content, change, layout)

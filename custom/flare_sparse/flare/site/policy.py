@@ -39,6 +39,7 @@ class Policy(BaseModel):
     )
     min_score_examples: int = Field(0, ge=0, description="the same for scores, such as 64")
     min_score_batches: int = Field(0, ge=0, description="fewest minibatches that scores are of, such as 4")
+    min_test_examples: int = Field(0, ge=0, description="fewest test examples that metrics are of; else none leave")
     score_bits: int | None = Field(None, ge=1, le=8, description="coarse scores: so many bits, per tensor")
     channel_scores: bool = Field(False, description="a score for each output channel instead of each weight")
     max_upload_bytes: int | None = Field(None, ge=128, description="largest message")
