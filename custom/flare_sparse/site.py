@@ -114,6 +114,7 @@ class SiteDesk:
 
     def answer(self, request: Request) -> Update:
         """The method's answer, with the site's judgement of the model it was sent unless it judged another."""
+        self.site.reset_used()
         if request.kind == VALIDATE or not self.site.examples:  # who has nothing to learn from can only judge
             nothing = Patch.empty(self.site.layout.size)
             return Update(nothing, "nothing", self.site.examples, self.site.judge(self.site.weights))

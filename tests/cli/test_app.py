@@ -245,7 +245,7 @@ def test_export_sends_a_users_own_task_along_or_says_that_it_does_not(config: Pa
     out = tmp_path / "jobs"
     alone = call("export", str(file), "--out", str(out), "--set", "federation.min_sites=1")
     assert alone.exit_code == 0, alone.output
-    assert "site allow KIT --also line_task." in " ".join(alone.output.split())
+    assert "site allow KIT --also line_task.SumTask" in " ".join(alone.output.split())
     assert not list(out.rglob("custom"))
     along = call("export", str(file), "--out", str(out), "--byoc")
     assert along.exit_code == 0, along.output

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from nvflare.job_config.fed_job_config import FedJobConfig
 
 from flare_sparse.config import RunConfig, job_dict, load_config
 from flare_sparse.flare import aggregator, controller, executor, filters, session
 from flare_sparse.flare.export import differences, export_job
+from flare_sparse.flare.site.allow import CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
 
@@ -61,11 +63,15 @@ def test_an_installed_job_carries_settings_and_no_code(config: RunConfig, tmp_pa
     assert yaml.safe_load((app / "config" / "flare_sparse.yaml").read_text()) == job_dict(config)
 
 
-def test_a_job_names_only_classes_of_the_narrow_prefix_and_of_flare(config: RunConfig, tmp_path: Path) -> None:
+def test_a_job_names_the_classes_that_sites_allow_and_some_of_flares_default_list(
+    config: RunConfig, tmp_path: Path
+) -> None:
     app = export_job(config, tmp_path) / "app"
     text = "".join((app / "config" / f"config_fed_{side}.json").read_text() for side in ("server", "client"))
     paths = {line.split('"')[3] for line in text.splitlines() if '"path":' in line}
-    assert all(path.startswith(("flare_sparse.flare.", "nvflare.")) for path in paths)
+    ours = {path for path in paths if path.startswith("flare_sparse.")}
+    assert ours == {*CLASSES} - {"flare_sparse.flare.session.OwnTask"}  # only where the task is the user's own
+    assert paths - ours <= {*DEFAULT_CLASS_ALLOW_LIST}
     assert "simulator" not in text
 
 

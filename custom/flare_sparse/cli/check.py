@@ -18,8 +18,7 @@ from ..errors import ConfigError, FlareSparseError, PolicyRefusal
 from ..mask import Mask
 from ..methods import Method
 from ..params import Layout
-from ..rehearsal import estimate as dry_run
-from ..rehearsal import initial_weights
+from ..rehearsal import DrySite, dry_run, initial_weights
 from ..task import Examples, Task
 from ..training import Site
 from ..training.loop import TrainingDiverged
@@ -160,9 +159,11 @@ def _policy(settings: RunConfig, task: Task, layout: Layout, examples: dict[str,
     if not file.is_file():
         raise ConfigError(f"--site-policy {file}: there is no such file")
     method, (_, weights) = _method(settings, layout), initial_weights(task, settings.seed)
-    _, ledger = dry_run(method, weights, max(len(examples), 1), settings.wire.values, encrypted=settings.encrypted)
-    counts = {name: own.n_train for name, own in examples.items()}
-    if reasons := list(foreseen(read_policy(file), method.name, ledger.lines, counts)):
+    dry = {name: DrySite(name, layout, examples=own.n_train) for name, own in examples.items()}
+    sites = dry or {"site-1": DrySite("site-1", layout)}
+    _, ledger = dry_run(method, weights, sites, settings.wire.values, encrypted=settings.encrypted)
+    used = {name: site.answers for name, site in dry.items()}
+    if reasons := list(foreseen(read_policy(file), method.name, ledger.lines, used)):
         raise PolicyRefusal("\n".join([f"{file} would refuse this job:", *(f"  {reason}" for reason in reasons)]))
     return f"{file} lets this job through"
 

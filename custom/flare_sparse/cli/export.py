@@ -14,7 +14,7 @@ from .run import own_modules
 
 _INSTALLED = (
     "  {task} is your own and does not travel: install {module} at every site, and there: "
-    "flare-sparse site allow KIT --also {module}. (or send it along: --byoc)"
+    "flare-sparse site allow KIT --also {task} (or send it along: --byoc)"
 )
 
 
@@ -29,7 +29,7 @@ def export(
 ) -> None:
     """Write FLARE job folders, ready for submit_job.
 
-    By default no code travels: every site has the wheel installed and allows the prefix flare_sparse.flare.
+    By default no code travels: every site has the wheel installed and allows its classes
 
     Examples:
 

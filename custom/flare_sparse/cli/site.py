@@ -30,21 +30,22 @@ Kit = Annotated[Path, typer.Argument(help="the site's startup kit: the folder wi
 def allow(
     kit: Kit,
     also: Annotated[
-        list[str] | None, typer.Option(help="another class path that a job may name, such as our_hospital.tasks.")
+        list[str] | None, typer.Option(help="another class that a job may name, such as our_hospital.tasks.Dose")
     ] = None,
 ) -> None:
     """Let jobs of this package run here; no code comes in with them.
 
-    Adds the prefix [bold]flare_sparse.flare.[/] to the list of classes in local/resources.json that a job may name. All
-    that FLARE allows by itself stays allowed; what a site wrote there stays. Restart the site afterwards.
+    Adds this package's classes to the list in local/resources.json of those that a job may name, one by one; the prefix
+    [bold]flare_sparse.flare.[/] of earlier versions goes, for FLARE would call every function below it. All that FLARE
+    allows by itself stays allowed; what a site wrote there stays. Restart the site afterwards.
 
     [dim]flare-sparse site allow /opt/flare/site-1[/]
     """
-    from ..flare.site.allow import PREFIX
     from ..flare.site.allow import allow as add
 
-    new = add(kit, (PREFIX, *(also or ())))
-    console.print(f"allowed now: {', '.join(new)}. Restart the site." if new else "nothing to do: allowed already")
+    new, gone = add(kit, also or ())
+    said = [f"{what}: {', '.join(names)}" for what, names in (("allowed now", new), ("no more", gone)) if names]
+    console.print(f"{'; '.join(said)}. Restart the site." if said else "nothing to do: allowed already")
 
 
 @site.command()

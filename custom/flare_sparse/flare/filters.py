@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
@@ -18,8 +16,8 @@ from .payload import (
     REPLY,
     REQUEST,
     UPDATE,
+    answer_to_shareable,
     dxo_to_update,
-    message_to_shareable,
     refusal_code,
     sender_of,
     shareable_to_message,
@@ -61,13 +59,7 @@ class EncodeUpdate(Filter):
         except FlareSparseError as error:
             keep_at_site(error, error.code, fl_ctx)
             return _error_reply(error.code)
-        return message_to_shareable(
-            encoded.data,
-            {
-                "examples": operator.index(update.examples),
-                "metrics": {str(name): float(value) for name, value in update.metrics.items()},
-            },
-        )
+        return answer_to_shareable(encoded.data, update)
 
 
 class DecodeUpdate(Filter):

@@ -6,6 +6,7 @@ filters act on real values; on the wire it is one uint8 array in an ``APP_DEFINE
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,6 +47,12 @@ _KINDS: dict[Content, DataKind] = {
 def message_to_shareable(message: np.ndarray, meta: dict[str, Any]) -> Shareable:
     """One encoded message and the few numbers beside it."""
     return DXO(DataKind.APP_DEFINED, data={"message": message}, meta=meta).to_shareable()
+
+
+def answer_to_shareable(message: np.ndarray, update: Update) -> Shareable:
+    """An encoded answer with the numbers that go beside it: examples and metrics."""
+    metrics = {str(name): float(value) for name, value in update.metrics.items()}
+    return message_to_shareable(message, {"examples": operator.index(update.examples), "metrics": metrics})
 
 
 def shareable_to_message(shareable: Shareable, site: str) -> tuple[np.ndarray, dict[str, Any]]:

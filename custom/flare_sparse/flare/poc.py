@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..task import SiteData
 from .keeping import CHECKPOINTS_VARIABLE, OFF
 from .simulator import JobFailed
-from .site.allow import PREFIX, allow
+from .site.allow import allow
 
 PORTS = (8002, 8003)
 START_TIMEOUT_S = 90
@@ -58,7 +58,7 @@ def poc(
     kits = _kits(workspace)
     for kit in kits.values():
         if not (kit / "startup" / "fed_admin.json").is_file():
-            allow(kit, (PREFIX, *allowed))
+            allow(kit, allowed)
     for name, data in sites.items():
         (kits[name] / "local" / LOCAL_FILE).write_text(site_file(data), encoding="utf-8")
     try:

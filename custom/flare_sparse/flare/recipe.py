@@ -40,7 +40,7 @@ class SparseRecipe(Recipe):
 
     Args:
         config: a checked configuration; only its job part goes into the job.
-        packaging: ``"installed"``: no code travels, every site has the wheel and allow-lists ``flare_sparse.flare.``;
+        packaging: ``"installed"``: no code travels, every site has the wheel and allow-lists its classes;
             ``"byoc"``: the package's source travels in the app's ``custom/`` folder.
         modules: source files of the user's own task; they travel with ``"byoc"``.
         tensorboard: add FLARE's TensorBoard receiver to the server (needs the package ``tensorboard`` there).

@@ -21,7 +21,7 @@ from .contexts import KEYS_VARIABLE
 from .controller import RESULTS
 from .keeping import CHECKPOINTS_VARIABLE, OFF
 from .recipe import SparseRecipe
-from .site.allow import PREFIX, allow
+from .site.allow import allow
 
 
 class JobFailed(FlareSparseError):
@@ -49,7 +49,7 @@ def simulate(
         sites: names of the sites.
         site_files: where each site's site file lies, with ``{site}`` in it.
         out: result folder; FLARE's workspace and log are kept in it.
-        allowed: class path prefixes beside ours that the simulated sites allow (the user's own task).
+        allowed: class paths beside ours that the simulated sites allow (the user's own task).
         checkpoints: where server and sites keep them, and find those of a run that was cut short; None: nowhere.
         processes: how many sites run at a time; the others wait their turn, and a site that comes back to a process has
             lost what it held and is sent everything. None: a process for each site.
@@ -69,7 +69,7 @@ def simulate(
     workspace = out / "workspace" / recipe.name
     shutil.rmtree(workspace, ignore_errors=True)
     (workspace / "local").mkdir(parents=True)
-    allow(workspace, (PREFIX, *allowed))
+    allow(workspace, allowed)
     record = workspace / "server" / "simulate_job" / "app_server" / RESULTS
     log = out / "flare.log"
     variables = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -16,12 +17,16 @@ from ..structure.compact import without
 from ..structure.removal import narrowed
 from ..structure.watching import Watched
 from ..task import Examples, Task, minibatches
+from .drawn import Drawn, Used
 from .flat import FlatModel
 from .gating import channel_sparsity, observe_gates
 from .local import TrainingConfig
 from .loop import train, without_dropout
 from .seeds import derive, generator, seeded
 from .stages import step_in_stages
+
+WATCHED = 16
+"""Examples at a time where units are looked at."""
 
 
 class Site:
@@ -50,7 +55,7 @@ class Site:
         self.name, self.task, self.layout, self.seed = name, task, layout, seed
         self.weights = torch.zeros(layout.size)
         self.memory: dict[str, Tensor] = {}
-        self._examples = examples
+        self._examples, self._drawn = examples, Drawn(examples.train)
         self._smaller: tuple[Mask, Site] | None = None
         self._unclosed: tuple[Any, Site, Mask] | None = None
         with seeded(0):
@@ -60,6 +65,20 @@ class Site:
     def examples(self) -> int:
         """n_k: number of training examples."""
         return self._examples.n_train
+
+    @property
+    def test_examples(self) -> int:
+        """Number of examples that models are judged on."""
+        return self._examples.n_test
+
+    @property
+    def used(self) -> Used:
+        """What of the training examples was read since the last :meth:`reset_used`."""
+        return self._drawn.used
+
+    def reset_used(self) -> None:
+        """A new answer begins: nothing stands behind it yet."""
+        self._drawn.reset()
 
     def train(
         self,
@@ -177,7 +196,7 @@ class Site:
         """This site with another network."""
         device = str(self._model.device)
         site = Site(self.name, self.task, self._examples, Layout.of(network), self.seed, device, network)
-        site.choices = self.choices
+        site.choices, site._drawn = self.choices, self._drawn
         return site
 
     def watch(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
@@ -195,7 +214,7 @@ class Site:
         self._model.module.eval()
         watched = Watched(self._model.module, nodes, see)
         with torch.no_grad():
-            for batch in DataLoader(self._examples.train, batch_size=16):
+            for batch in DataLoader(self._drawn, batch_size=WATCHED):
                 self.task.predict(watched, self._model.to_device(batch))
 
     def judge(self, weights: Tensor) -> dict[str, float]:
@@ -213,14 +232,9 @@ class Site:
         return {**figures, **gates, "test_examples": float(self._examples.n_test)}
 
     def _batches(self, config: TrainingConfig, order: torch.Generator, steps: int | None) -> Iterator[Any]:
-        taken = 0
-        epoch = 0
-        while steps is not None or epoch < config.epochs:
-            for batch in minibatches(self._examples.train, config.batch_size, order):
-                if steps is not None and taken >= steps:
-                    return
-                taken += 1
-                yield batch
-            epoch += 1
-            if not taken:
-                return
+        """So many minibatches, or the passes of ``config``; none is read that is not wanted."""
+        if not self.examples:
+            return iter(())
+        passes = repeat(None) if steps is not None else repeat(None, config.epochs)
+        batches = chain.from_iterable(minibatches(self._drawn, config.batch_size, order) for _ in passes)
+        return islice(batches, steps)

@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.capabilities import own
 from flare_sparse.encryption import PRECISION, Contexts, ServerCipher, SiteCipher
+from flare_sparse.exchange import Patch, Request
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import EncodeUpdate
 from flare_sparse.flare.payload import (
@@ -40,6 +41,7 @@ from flare_sparse.flare.payload import (
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SitePlanAuthorizer, SiteResultPolicy
 from flare_sparse.flare.site.install import guard
+from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.rehearsal import initial_weights
 from flare_sparse.server import ServerDesk
@@ -195,6 +197,36 @@ def damaged(reply: Shareable) -> Shareable:
     return dxo.update_shareable(reply)
 
 
+def beside(act: Callable[[Shareable], Any]) -> Callable[[Shareable], Shareable]:
+    def process(reply: Shareable) -> Shareable:
+        act(reply)
+        return reply
+
+    return process
+
+
+BESIDE: dict[str, Callable[[Shareable], Shareable]] = {
+    "a key": beside(lambda reply: reply.__setitem__("stolen", np.arange(10**6))),
+    "a header": beside(lambda reply: reply.set_header("note", "sub-01")),
+    "a cookie": beside(lambda reply: reply.add_cookie("note", "sub-01")),
+    "peer properties": beside(lambda reply: reply.set_peer_props({"note": "sub-01"})),
+    "a key of the DXO": beside(lambda reply: reply["DXO"].__setitem__("note", "sub-01")),
+    "a number that says more": beside(lambda reply: reply["DXO"]["meta"].__setitem__("examples", np.float64(32.0))),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_a_jobs_filter_puts_beside_an_answer_stays_at_the_site(name: str, tmp_path: Path) -> None:
+    plain, spoiled = Hospital(tmp_path / "a").leaves(), Hospital(tmp_path / "b").leaves(Job(BESIDE[name]))
+    assert spoiled.get_return_code() == ReturnCode.OK
+    for reply in (plain, spoiled):
+        message = reply["DXO"]["data"].pop("message")
+        assert type(message) is np.ndarray
+        reply["DXO"]["data"]["message"] = message.tobytes()
+    assert spoiled == plain
+    assert type(spoiled["DXO"]["meta"]["examples"]) is int
+
+
 HOSTILE: dict[str, Callable[[Shareable], Shareable]] = {
     "777": seven,
     "a foreign payload": lambda reply: DXO(DataKind.WEIGHTS, data={"w": np.ones(3)}).to_shareable(),
@@ -282,7 +314,9 @@ def test_an_error_reply_carries_codes_and_nothing_else(tmp_path: Path) -> None:
     ("method", "policy", "said"),
     [
         ("neurosfl", {"contents": ["weights", "nothing"]}, "contents: scores may not leave"),
-        ("neurosfl", {"min_score_examples": 64}, "min_examples: fewer than 64"),
+        ("neurosfl", {"min_score_examples": 64}, "min_score_examples: scores of 8, wanted are 64"),
+        ("neurosfl", {"min_score_batches": 2}, "min_score_batches: scores of 1, wanted are 2"),
+        ("fedavg", {"min_examples": 33}, "min_examples: weights of 32, wanted are 33"),
         ("fedavg", {"max_upload_bytes": 130}, "max_upload_bytes"),
         ("fedavg", {"max_upload_share": 0.3}, "max_upload_share"),
         ("fedavg", {"max_norm": 1e-6}, "max_norm"),
@@ -299,6 +333,29 @@ def test_what_the_policy_forbids_goes_out_as_a_code_and_is_explained_at_the_site
     assert blank(reply)
     assert reply.get_header(CODE_HEADER) in ("E_POLICY", "E_CONFIG")
     assert said in hospital.said()
+
+
+@pytest.mark.parametrize(("batches", "size", "leaves"), [(1, 1, False), (3, 8, False), (4, 8, True), (None, 8, True)])
+def test_scores_leave_when_enough_examples_stand_behind_them_however_many_the_site_has(
+    batches: int | None, size: int, leaves: bool, tmp_path: Path
+) -> None:
+    hospital = Hospital(tmp_path / "site", "neurosfl", {"min_score_examples": 30, "min_score_batches": 4})
+    assert hospital.desk.site.examples == 32
+    config = {"rounds": 2, "saliency_batches": batches, "training": {"batch_size": size}}
+    hospital.method.config = hospital.method.Config(**config)
+    assert blank(hospital.leaves()) is not leaves
+
+
+@pytest.mark.parametrize("kind", ["train", "validate"])
+def test_metrics_of_few_test_examples_stay_at_the_site_and_the_answer_leaves(kind: str, tmp_path: Path) -> None:
+    for least, leave in ((8, True), (9, False)):
+        hospital = Hospital(tmp_path / str(least), policy={"min_test_examples": least})
+        if kind == "validate":
+            model = Patch.of(torch.zeros(hospital.layout.size), Mask.full(hospital.layout.size))
+            hospital.question = hospital.server.ask({"site-1": Request("validate", 0, model, model.on, "nothing")})
+        reply = hospital.leaves()
+        assert reply.get_return_code() == ReturnCode.OK
+        assert bool(from_shareable(reply).meta["metrics"]) is leave
 
 
 def test_a_change_is_clipped_before_it_leaves(tmp_path: Path) -> None:
@@ -365,8 +422,9 @@ def test_a_hello_that_cannot_be_read_is_none(content: Any) -> None:
     assert hello_in(reply) is None
 
 
-def built(hospital: Hospital, where: str, path: str) -> None:
-    hospital.fl_ctx.set_prop(FLContextKey.COMPONENT_CONFIG, {"path": path}, private=True, sticky=False)
+def built(hospital: Hospital, where: str, path: str, **args: Any) -> None:
+    config = {"path": path, "args": args}
+    hospital.fl_ctx.set_prop(FLContextKey.COMPONENT_CONFIG, config, private=True, sticky=False)
     node = SimpleNamespace(path=lambda: where)
     hospital.fl_ctx.set_prop(FLContextKey.COMPONENT_NODE, node, private=True, sticky=False)
     SitePlanAuthorizer().handle_event(EventType.BEFORE_BUILD_COMPONENT, hospital.fl_ctx)
@@ -380,6 +438,30 @@ def test_a_job_with_filters_or_executors_of_its_own_is_refused(tmp_path: Path) -
     for where in ("executors.#1.executor", "task_result_filters.#1.filters.#1", "task_data_filters.#1.filters.#1"):
         with pytest.raises(UnsafeComponentError, match="E_POLICY"):
             built(hospital, where, "custom.Overwrite")
+
+
+def test_a_job_names_no_more_of_this_package_than_its_classes_wherever_it_does(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site")
+    guard(tmp_path / "site")
+    own = {"path": "our_hospital.tasks.Dose", "args": {"config": {"width": 3}}}
+    built(hospital, "components.#2", "flare_sparse.flare.session.OwnTask", task=own)
+    built(hospital, "components.#2.args.task", "our_hospital.tasks.Dose", config={"width": 3})
+    allow = "flare_sparse.flare.site.allow.allow"
+    for where, path, args in (
+        ("components.#1", allow, {}),
+        ("components.#1.args.kit", "flare_sparse.flare.keeping.checkpoint_folder", {}),
+        ("components.#1", "nvflare.app_common.np.np_trainer.NPTrainer", {"later": [{"class_path": allow}]}),
+        ("executors.#1.executor", "flare_sparse.flare.executor.torch", {}),
+    ):
+        with pytest.raises(UnsafeComponentError, match="E_POLICY"):
+            built(hospital, where, path, **args)
+
+
+def test_what_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site")
+    (tmp_path / "site" / "local" / "privacy.json").write_text("[]")
+    with pytest.raises(UnsafeComponentError, match="E_POLICY: AttributeError"):
+        built(hospital, "components.#1", "flare_sparse.flare.session.SiteSession")
 
 
 def test_a_site_whose_guards_were_taken_away_runs_no_job(tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ from torch import nn
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Patch
-from flare_sparse.flare.site.policy import Policy, norm, read_policy
+from flare_sparse.flare.site.policy import Policy, foreseen, norm, read_policy
 from flare_sparse.mask import Mask
+from flare_sparse.methods.neurosfl import NeuroSFL
 from flare_sparse.params import Layout
+from flare_sparse.rehearsal import DrySite, dry_run
+from flare_sparse.training import Used
 
 LAYOUT = Layout.of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
 FULL = Mask.full(LAYOUT.size)
@@ -23,7 +26,7 @@ POLICIES = Path(__file__).parents[3] / "poc" / "policies"
 
 
 def refusals(policy: Policy, content: Any = "weights", **more: Any) -> list[str]:
-    given = {"examples": 100, "on": FULL, "change": torch.ones(FULL.count), "layout": LAYOUT, **more}
+    given = {"used": Used(100, 10), "on": FULL, "change": torch.ones(FULL.count), "layout": LAYOUT, **more}
     return [reason.split(":")[0] for reason in policy.refusals(content, **given)]
 
 
@@ -38,7 +41,8 @@ def test_without_a_policy_everything_of_ours_leaves_but_what_is_not_finite() -> 
     [
         ({"contents": ["weights"]}, "scores", {}, "contents"),
         ({"min_examples": 101}, "weights", {}, "min_examples"),
-        ({"min_score_examples": 101}, "scores", {}, "min_examples"),
+        ({"min_score_examples": 101}, "scores", {}, "min_score_examples"),
+        ({"min_score_batches": 11}, "scores", {}, "min_score_batches"),
         ({"max_upload_bytes": 1000}, "weights", {"size": 1001}, "max_upload_bytes"),
         ({"max_upload_share": 0.9}, "weights", {}, "max_upload_share"),
         ({"tensors": ["0.*"]}, "weights", {}, "tensors"),
@@ -50,6 +54,7 @@ def test_each_term_refuses_what_it_names_and_nothing_else(
 ) -> None:
     assert refusals(Policy.model_validate(policy), content, **more) == [reason]
     within = {"contents": ["weights", "difference", "scores"], "min_examples": 100, "min_score_examples": 100}
+    within["min_score_batches"] = 10
     wide = {"max_upload_bytes": 1001, "max_upload_share": 1.0, "tensors": ["0.*", "1.*"], "max_norm": 4.9}
     assert refusals(Policy.model_validate({**within, **wide}), content, **more) == []
 
@@ -57,7 +62,31 @@ def test_each_term_refuses_what_it_names_and_nothing_else(
 def test_metrics_alone_are_asked_for_nothing_but_that_they_may_leave() -> None:
     tight = Policy(min_examples=1000, max_upload_share=0.01, tensors=("none",))
     empty = Mask.none(LAYOUT.size)
-    assert refusals(tight, "nothing", examples=0, on=empty, change=torch.zeros(0)) == []
+    assert refusals(tight, "nothing", used=Used(), on=empty, change=torch.zeros(0)) == []
+
+
+def test_a_job_is_held_against_what_its_own_settings_would_read() -> None:
+    policy = read_policy(POLICIES / "careful.yaml")
+
+    def said(**settings: Any) -> list[str]:
+        method = NeuroSFL(NeuroSFL.Config(rounds=2, sparsity=0.5, **settings), LAYOUT, 1)
+        dry = {name: DrySite(name, LAYOUT, examples=count) for name, count in {"site-1": 200, "site-2": 10}.items()}
+        _, ledger = dry_run(method, torch.ones(LAYOUT.size), dry, "float32")
+        used = {name: site.answers for name, site in dry.items()}
+        return [reason.split(";")[0] for reason in foreseen(policy, "neurosfl", ledger.lines, used)]
+
+    small = [
+        "min_examples: scores of 10, wanted are 20 (site-2)",
+        "min_score_examples: scores of 10, wanted are 64 (site-2)",
+        "min_score_batches: scores of 2, wanted are 4 (site-2)",
+        "min_examples: weights of 10, wanted are 20 (site-2)",
+    ]
+    assert said(saliency_batches=None) == small
+    assert said(saliency_batches=1, training={"batch_size": 1})[:3] == [
+        "min_examples: scores of 1, wanted are 20 (site-1)",
+        "min_score_examples: scores of 1, wanted are 64 (site-1)",
+        "min_score_batches: scores of 1, wanted are 4 (site-1)",
+    ]
 
 
 @given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=23), limit=st.floats(0.01, 100))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flare_sparse.config import load_config
-from flare_sparse.flare.site.allow import allow
+from flare_sparse.flare.site.allow import CLASSES, allow
 from flare_sparse.flare.site.install import guard
 from flare_sparse.flare.site.preflight import Finding, preflight
 
@@ -69,9 +69,25 @@ def test_the_data_is_read_as_the_job_would(kit: Path, tmp_path: Path) -> None:
     assert "task.medications says 5" in look(kit, job)["data"].detail
 
 
-def test_a_list_that_only_warns_is_said(kit: Path) -> None:
-    (kit / "local" / "resources.json").write_text('{"class_allow_list": [], "class_list_enforcement_mode": "warn"}')
-    assert look(kit)["allow-list"].verdict == "WARN"
+@pytest.mark.parametrize(
+    ("listed", "mode", "verdict", "said"),
+    [
+        ([*CLASSES], "enforce", "PASS", "the 9 classes"),
+        ([*CLASSES[1:]], "enforce", "FAIL", f"{CLASSES[0]} not in class_allow_list: jobs are refused"),
+        ([*CLASSES, "flare_sparse.flare."], "enforce", "FAIL", "flare_sparse.flare. in class_allow_list"),
+        (["flare_sparse.flare."], "warn", "FAIL", "a job may call every function there"),
+        ([*CLASSES, "*"], "enforce", "WARN", "Take it out"),
+        ([*CLASSES], "warn", "WARN", "Make it 'enforce'"),
+    ],
+)
+def test_a_list_that_is_too_short_or_too_wide_is_said(
+    listed: list[str], mode: str, verdict: str, said: str, kit: Path
+) -> None:
+    resources = {"class_allow_list": listed, "class_list_enforcement_mode": mode}
+    (kit / "local" / "resources.json").write_text(json.dumps(resources))
+    found = look(kit)["allow-list"]
+    assert found.verdict == verdict
+    assert said in found.detail
 
 
 def test_a_folder_that_is_no_kit_is_said_and_the_rest_is_looked_at(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Let jobs of this package run at a site without letting any code in: one line more in the site's allow-list.
+"""Let jobs of this package run at a site without letting any code in: its classes, one by one, in the site's allow-list.
 
 FLARE builds only classes of a job that ``class_allow_list`` in the site's ``local/resources.json`` names, and a list
-given there replaces FLARE's default list. So the prefix is added to the list that is in force, never put in its place.
+given there replaces FLARE's default list. So ours are added to the list that is in force, never put in its place. FLARE
+calls whatever a job's path leads to, functions and imported names too: a prefix would open all that a module holds.
 """
 
 from __future__ import annotations
@@ -15,8 +16,20 @@ from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
 from ...errors import ConfigError
 
-PREFIX = "flare_sparse.flare."
-"""Only what lies below may be built from a job; nothing there takes an import string or a path."""
+PACKAGE = "flare_sparse."
+CLASSES = (
+    "flare_sparse.flare.aggregator.StagingAggregator",
+    "flare_sparse.flare.controller.FederatedController",
+    "flare_sparse.flare.executor.SparseExecutor",
+    "flare_sparse.flare.filters.DecodeRequest",
+    "flare_sparse.flare.filters.DecodeUpdate",
+    "flare_sparse.flare.filters.EncodeUpdate",
+    "flare_sparse.flare.session.OwnTask",
+    "flare_sparse.flare.session.ServerSession",
+    "flare_sparse.flare.session.SiteSession",
+)
+"""All of this package that a job may name; none of them takes an import string or a path."""
+EVERYTHING = "*"
 LIST, MODE = "class_allow_list", "class_list_enforcement_mode"
 RESOURCES = "resources.json"
 
@@ -55,7 +68,7 @@ def read_resources(local: Path) -> dict[str, Any]:
 
 
 def allowed(resources: dict[str, Any]) -> list[str]:
-    """The class path prefixes in force.
+    """The entries in force: class paths, or prefixes of them that end with a dot.
 
     Raises:
         ConfigError: the list is malformed.
@@ -66,26 +79,37 @@ def allowed(resources: dict[str, Any]) -> list[str]:
     return listed
 
 
-def allow(kit: Path, prefixes: Sequence[str] = (PREFIX,)) -> list[str]:
-    """Add prefixes to the allow-list in a startup kit's ``local/resources.json``; everything else in it stays.
+def too_wide(listed: Sequence[str]) -> list[str]:
+    """Entries that let a job call more of this package than its classes, such as the prefix of earlier versions."""
+    return [entry for entry in listed if entry.startswith(PACKAGE) and entry not in CLASSES]
+
+
+def allow(kit: Path, also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Add this package's classes to the allow-list in a startup kit's ``local/resources.json``.
+
+    Wider entries of this package go; everything else in the file stays.
 
     Args:
         kit: the startup kit, or its ``local`` folder.
-        prefixes: class paths; one that ends with a dot allows all below it.
+        also: class paths beside ours; one that ends with a dot allows all below it.
 
     Returns:
-        The prefixes that were not allowed before; the file is written only when there are some.
+        The entries that were not listed before, and those that went; the file is written only when there are some.
 
     Raises:
-        ConfigError: there is no such folder, or its resources are malformed.
+        ConfigError: there is no such folder, its resources are malformed, or ``also`` names more of this package.
     """
+    if wide := too_wide(also):
+        raise ConfigError(f"--also {wide[0]}: of flare_sparse a job may name its classes only, and these are allowed")
     local = local_folder(kit)
     resources = read_resources(local)
     listed = allowed(resources)
-    new = [prefix for prefix in prefixes if prefix not in listed and "*" not in listed]
-    if new:
-        changed = {**resources, MODE: resources.get(MODE, "enforce"), LIST: [*listed, *new]}
+    new = [entry for entry in (*CLASSES, *also) if entry not in listed]
+    wide = too_wide(listed)
+    if new or wide:
+        kept = [entry for entry in listed if entry not in wide]
+        changed = {**resources, MODE: resources.get(MODE, "enforce"), LIST: [*kept, *new]}
         part = local / f"{RESOURCES}.part"
         part.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
         part.replace(local / RESOURCES)
-    return new
+    return new, wide

@@ -3,16 +3,19 @@
 ``SiteResultPolicy`` is a filter of the site: it sees an answer as ordinary named arrays, makes it fit the policy or
 refuses it, and remembers what it approved. FLARE runs a job's filters after a site's, so ``SiteLastGate`` looks at the
 message that is about to leave, decodes it by itself and lets out nothing but what was approved.
-``SitePlanAuthorizer`` refuses jobs that bring filters or executors of their own, and a site without the other two.
+``SitePlanAuthorizer`` refuses jobs that bring filters or executors of their own or name more of this package than a
+job's classes, and a site without the other two.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.event_type import EventType
@@ -33,6 +36,7 @@ from ..payload import (
     CODE_HEADER,
     NOT_HELD_HEADER,
     UPDATE,
+    answer_to_shareable,
     code_in,
     dxo_to_update,
     hello_in,
@@ -41,11 +45,12 @@ from ..payload import (
     update_to_dxo,
 )
 from ..session import keep_at_site, policy_of, site_session
+from .allow import CLASSES, PACKAGE
 from .policy import refuse
 
 APPROVED = "flare_sparse.approved"
-OURS = "flare_sparse.flare."
-GATE, RESULT_POLICY = f"{OURS}site.guards.SiteLastGate", f"{OURS}site.guards.SiteResultPolicy"
+GUARDS = "flare_sparse.flare.site.guards."
+GATE, RESULT_POLICY = f"{GUARDS}SiteLastGate", f"{GUARDS}SiteResultPolicy"
 _GUARDED = ("executors", "task_result_filters", "task_data_filters")
 _ROUNDING = 2.0**-6
 
@@ -71,11 +76,13 @@ class SiteResultPolicy(Filter):
         request, update, vector = shareable[UPDATE]
         layout = desk.site.layout
         update = dxo_to_update(from_shareable(shareable), update, vector, layout)
+        if desk.site.test_examples < policy.min_test_examples:
+            update = replace(update, metrics={})
         start = _start(update, desk)
         change = Patch(update.patch.values.clone() - start, update.patch.on)
         soft = policy.softened(update.content, change, layout)
         update = _with(update, update.patch.values.clone() if soft is change.values else soft + start)
-        refuse(policy.refusals(update.content, update.examples, update.patch.on, soft, layout))
+        refuse(policy.refusals(update.content, desk.site.used, update.patch.on, soft, layout))
         fl_ctx.set_prop(APPROVED, update, private=True, sticky=False)
         reply = update_to_dxo(update, layout, vector).to_shareable()
         reply[UPDATE] = (request, update, vector)
@@ -100,7 +107,9 @@ class SiteLastGate(FLComponent):
                 result.clear()  # whatever a filter of the job made of it
                 result.update(hello_to_shareable(site_session(fl_ctx).hello(fl_ctx)))
             elif not policy_of(fl_ctx).foreign_jobs or _is_ours(result):
-                self._check(result, fl_ctx)
+                approved = self._approved(result, fl_ctx)
+                result.clear()  # keys and headers that a filter of the job put beside the answer
+                result.update(approved)
         except Exception as error:  # noqa: BLE001 - what it does not understand does not leave
             _blank(result, _code_of(error))  # first: what comes after may fail, too
             keep_at_site(error, _code_of(error), fl_ctx)
@@ -108,7 +117,12 @@ class SiteLastGate(FLComponent):
                 fl_ctx, f"{_code_of(error)}: an answer was held back; see site_error.txt in the job's folder"
             )
 
-    def _check(self, result: Shareable, fl_ctx: FLContext) -> None:
+    def _approved(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
+        """The message, made anew with what the site approved beside it; FLARE adds its own headers afterwards.
+
+        Raises:
+            FlareSparseError: it is not what the site approved.
+        """
         desk, policy = site_session(fl_ctx).desk(fl_ctx), policy_of(fl_ctx)
         approved = fl_ctx.get_prop(APPROVED)
         if not isinstance(approved, Update) or desk.asked is None:
@@ -124,12 +138,10 @@ class SiteLastGate(FLComponent):
         _same(found, meta, approved)
         change = found.patch.values - (_start(approved, desk) if approved.content == "weights" else 0)
         refuse(
-            list(
-                policy.refusals(
-                    found.content, approved.examples, found.patch.on, change, desk.site.layout, len(message)
-                )
-            )
+            list(policy.refusals(found.content, desk.site.used, found.patch.on, change, desk.site.layout, len(message)))
         )
+        metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
+        return answer_to_shareable(np.asarray(message), replace(approved, metrics=metrics))
 
 
 class SitePlanAuthorizer(FLComponent):
@@ -137,18 +149,41 @@ class SitePlanAuthorizer(FLComponent):
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Raises:
-        UnsafeComponentError: an executor or filter that is not ours, or a site whose guards are not in place.
+        UnsafeComponentError: an executor or filter that is not ours, something of ours that is none of the classes of
+            a job, or a site whose guards are not in place.
         """
         if event_type != EventType.BEFORE_BUILD_COMPONENT:
             return
+        try:
+            self._look(fl_ctx)
+        except UnsafeComponentError:
+            raise
+        except Exception as error:  # FLARE goes on after any other kind
+            raise UnsafeComponentError(
+                f"E_POLICY: {type(error).__name__} while a part of the job was looked at"
+            ) from error
+
+    def _look(self, fl_ctx: FLContext) -> None:
         config, node = fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG), fl_ctx.get_prop(FLContextKey.COMPONENT_NODE)
         where = str(node.path()) if node is not None else ""
         path = str((config or {}).get("path") or (config or {}).get("class_path") or (config or {}).get("name") or "")
-        if where.startswith(_GUARDED) and not path.startswith(OURS):
+        if where.startswith(_GUARDED) and path not in CLASSES:
             raise UnsafeComponentError(f"E_POLICY: {where}: {path!r} is not of flare_sparse; this site runs no other")
+        for named in _paths(config):
+            if named.startswith(PACKAGE) and named not in CLASSES:
+                raise UnsafeComponentError(f"E_POLICY: {where}: {named!r} is no class that a job may name")
         workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
         if missing := unguarded(Path(workspace.get_site_config_dir())):
             raise UnsafeComponentError(f"E_POLICY: {missing}. Run: flare-sparse site policy")
+
+
+def _paths(config: Any) -> Iterator[str]:
+    """What a part of a job names, at any depth: some of FLARE's own classes build what they find in their arguments."""
+    if isinstance(config, dict):
+        yield from (str(config[key]) for key in ("path", "class_path") if key in config)
+    if isinstance(config, dict | list | tuple):
+        for part in config.values() if isinstance(config, dict) else config:
+            yield from _paths(part)
 
 
 def unguarded(local: Path) -> str:

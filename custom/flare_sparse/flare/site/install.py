@@ -8,11 +8,11 @@ from typing import Any
 
 from ...errors import ConfigError
 from .allow import RESOURCES, local_folder, read_resources
-from .guards import GATE, OURS, RESULT_POLICY
+from .guards import GATE, GUARDS, RESULT_POLICY
 from .policy import POLICY_FILE, Policy, read_policy
 
 PRIVACY = "privacy.json"
-AUTHORIZER = f"{OURS}site.guards.SitePlanAuthorizer"
+AUTHORIZER = f"{GUARDS}SitePlanAuthorizer"
 SCOPE = "flare_sparse"
 LOG_STREAMING = "allow_log_streaming"
 

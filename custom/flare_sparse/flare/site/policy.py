@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...errors import ConfigError, PolicyRefusal, closest
 from ...exchange import Content, Patch
 from ...mask import Mask
 from ...params import Entry, Layout
+from ...training import Used
 from ...wire.ledger import Line
 
 POLICY_FILE = "flare_sparse_policy.yaml"
@@ -32,8 +34,12 @@ class Policy(BaseModel):
         ("weights", "difference", "scores", "nothing"),
         description="what answers may carry; without 'scores' no saliency leaves; 'nothing' is metrics only",
     )
-    min_examples: int = Field(0, ge=0, description="fewest training examples behind an answer with values")
-    min_score_examples: int = Field(0, ge=0, description="fewest training examples behind scores, such as 64")
+    min_examples: int = Field(
+        0, ge=0, description="fewest training examples, each counted once, that an answer with values was computed from"
+    )
+    min_score_examples: int = Field(0, ge=0, description="the same for scores, such as 64")
+    min_score_batches: int = Field(0, ge=0, description="fewest minibatches that scores are of, such as 4")
+    min_test_examples: int = Field(0, ge=0, description="fewest test examples that metrics are of; else none leave")
     score_bits: int | None = Field(None, ge=1, le=8, description="coarse scores: so many bits, per tensor")
     channel_scores: bool = Field(False, description="a score for each output channel instead of each weight")
     max_upload_bytes: int | None = Field(None, ge=128, description="largest message")
@@ -61,13 +67,13 @@ class Policy(BaseModel):
         return {name: cap for name, cap in caps.items() if cap not in (None, 1.0)}
 
     def refusals(
-        self, content: Content, examples: int, on: Mask, change: Tensor, layout: Layout, size: int | None = None
+        self, content: Content, used: Used, on: Mask, change: Tensor, layout: Layout, size: int | None = None
     ) -> Iterator[str]:
         """Why an answer may not leave; nothing when it may.
 
         Args:
             content: what it carries.
-            examples: training examples behind it.
+            used: training examples and minibatches that it was computed from.
             on: entries that travel.
             change: ``(on.count,)`` what travels, for weights less what the site was sent.
             layout: of the model.
@@ -79,9 +85,7 @@ class Policy(BaseModel):
             yield f"max_upload_bytes: {size}, allowed are {self.max_upload_bytes}"
         if content == "nothing":
             return
-        wanted = max(self.min_examples, self.min_score_examples if content == "scores" else 0)
-        if examples < wanted:
-            yield f"min_examples: fewer than {wanted}"
+        yield from self.too_few(content, used)
         if on.count > self.max_upload_share * layout.size:
             yield f"max_upload_share: {on.count / layout.size:.1%} of the model, allowed are {self.max_upload_share:.1%}"
         if not on <= Mask.of(layout, self.may_leave):
@@ -90,6 +94,18 @@ class Policy(BaseModel):
             yield "finite: a value is NaN or infinite"
         elif self.max_norm is not None and content != "scores" and norm(change) > self.max_norm:
             yield f"max_norm: a change of {norm(change):.3g}, allowed is {self.max_norm}"
+
+    def too_few(self, content: str, used: Used) -> Iterator[str]:
+        """Why an answer stands on too little; nothing when it does not, or carries no values."""
+        if content == "nothing":
+            return
+        wanted = [("min_examples", used.examples, self.min_examples)]
+        if content == "scores":
+            wanted.append(("min_score_examples", used.examples, self.min_score_examples))
+            wanted.append(("min_score_batches", used.batches, self.min_score_batches))
+        for name, found, least in wanted:
+            if found < least:
+                yield f"{name}: {content} of {found}, wanted are {least}"
 
     def may_leave(self, entry: Entry) -> bool:
         """Whether a tensor's name matches."""
@@ -164,14 +180,14 @@ def _problem(location: tuple[int | str, ...], message: str) -> str:
     return f"{name or 'content'}: {message}.{hint}"
 
 
-def foreseen(policy: Policy, method: str, uploads: Iterable[Line], examples: Mapping[str, int]) -> Iterator[str]:
+def foreseen(policy: Policy, method: str, uploads: Iterable[Line], used: Mapping[str, Sequence[Used]]) -> Iterator[str]:
     """What of a job a policy would refuse, as far as that can be known before it runs.
 
     Args:
         policy: of a site.
         method: of the job.
         uploads: messages of a dry run.
-        examples: training examples of the sites that are known.
+        used: what stood behind each answer, for the sites whose data is known.
     """
     sent = [line for line in uploads if line.direction == "up"]
     if policy.methods is not None and method not in policy.methods:
@@ -184,11 +200,11 @@ def foreseen(policy: Policy, method: str, uploads: Iterable[Line], examples: Map
     largest = max((line.scalars_sent / line.scalars_total for line in values), default=0.0)
     if largest > policy.max_upload_share:
         yield f"max_upload_share: a message has {largest:.1%} of the model, allowed are {policy.max_upload_share:.1%}"
-    scored = any(line.content == "scores" for line in sent)
-    wanted = max(policy.min_examples, policy.min_score_examples if scored else 0)
-    for site, count in sorted(examples.items()):
-        if count < wanted:
-            yield f"min_examples: {site} has {count} training examples, {wanted} are wanted"
+    for site, answers in sorted(used.items()):
+        contents = [line.content for line in sent if line.site == site]
+        few = (policy.too_few(content, behind) for content, behind in zip(contents, answers, strict=True))
+        for reason in dict.fromkeys(chain.from_iterable(few)):
+            yield f"{reason} ({site}); more data, or settings that read more of it (scores: saliency_batches)"
 
 
 def refuse(reasons: Iterable[str]) -> None:

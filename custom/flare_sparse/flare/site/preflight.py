@@ -19,7 +19,7 @@ from ...config import JobConfig
 from ...data.source import site_data
 from ...errors import ConfigError, FlareSparseError
 from ...task import Task
-from .allow import LIST, MODE, PREFIX, allowed, local_folder, read_resources
+from .allow import CLASSES, EVERYTHING, LIST, MODE, allowed, local_folder, read_resources, too_wide
 from .code import read_permissions, who_may_send_code
 from .guards import unguarded
 from .install import LOG_STREAMING
@@ -98,13 +98,19 @@ def _kit(kit: Path) -> tuple[Verdict, str]:
 
 def _allow_list(kit: Path) -> tuple[Verdict, str]:
     resources = read_resources(local_folder(kit))
-    if any(PREFIX.startswith(entry) for entry in allowed(resources) if entry.endswith(".")) or "*" in allowed(
-        resources
-    ):
-        return "PASS", f"{PREFIX} is in {LIST}"
+    listed, remedy = allowed(resources), f"Run: flare-sparse site allow {kit}"
+    if wide := too_wide(listed):
+        return "FAIL", f"{', '.join(wide)} in {LIST}: a job may call every function there. {remedy}"
+    if EVERYTHING in listed:
+        return (
+            "WARN",
+            f"'*' in {LIST}: a job may call whatever is installed here. Take it out, then run site allow {kit}",
+        )
     if resources.get(MODE) == "warn":
-        return "WARN", f"{PREFIX} is not in {LIST}, but {MODE} is 'warn': jobs run and are logged"
-    return "FAIL", f"{PREFIX} is not in {LIST}: jobs are refused. Run: flare-sparse site allow {kit}"
+        return "WARN", f"{MODE} is 'warn': a job may call whatever is installed here, and is logged. Make it 'enforce'"
+    if missing := [name for name in CLASSES if name not in listed]:
+        return "FAIL", f"{', '.join(missing)} not in {LIST}: jobs are refused. {remedy}"
+    return "PASS", f"the {len(CLASSES)} classes that a job may name are in {LIST}"
 
 
 def _code(kit: Path) -> tuple[Verdict, str]:
