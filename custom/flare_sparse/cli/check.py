@@ -163,7 +163,7 @@ def _policy(settings: RunConfig, task: Task, layout: Layout, examples: dict[str,
     sites = dry or {"site-1": DrySite("site-1", layout)}
     _, ledger = dry_run(method, weights, sites, settings.wire.values, encrypted=settings.encrypted)
     used = {name: site.answers for name, site in dry.items()}
-    if reasons := list(foreseen(read_policy(file), method.name, ledger.lines, used)):
+    if reasons := list(foreseen(read_policy(file), method.name, ledger.lines, used, layout)):
         raise PolicyRefusal("\n".join([f"{file} would refuse this job:", *(f"  {reason}" for reason in reasons)]))
     return f"{file} lets this job through"
 

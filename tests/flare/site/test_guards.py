@@ -438,6 +438,10 @@ def test_a_job_with_filters_or_executors_of_its_own_is_refused(tmp_path: Path) -
     for where in ("executors.#1.executor", "task_result_filters.#1.filters.#1", "task_data_filters.#1.filters.#1"):
         with pytest.raises(UnsafeComponentError, match="E_POLICY"):
             built(hospital, where, "custom.Overwrite")
+    (tmp_path / "site" / "local" / "flare_sparse_policy.yaml").write_text("foreign_jobs: true\n")
+    built(hospital, "executors.#1.executor", "custom.Overwrite")
+    with pytest.raises(UnsafeComponentError, match="no class that a job may name"):
+        built(hospital, "executors.#1.executor", "flare_sparse.flare.site.allow.allow")
 
 
 def test_a_job_names_no_more_of_this_package_than_its_classes_wherever_it_does(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Patch
 from flare_sparse.flare.site.policy import Policy, foreseen, norm, read_policy
 from flare_sparse.mask import Mask
+from flare_sparse.methods import METHODS
 from flare_sparse.methods.neurosfl import NeuroSFL
 from flare_sparse.params import Layout
 from flare_sparse.rehearsal import DrySite, dry_run
@@ -73,7 +74,7 @@ def test_a_job_is_held_against_what_its_own_settings_would_read() -> None:
         dry = {name: DrySite(name, LAYOUT, examples=count) for name, count in {"site-1": 200, "site-2": 10}.items()}
         _, ledger = dry_run(method, torch.ones(LAYOUT.size), dry, "float32")
         used = {name: site.answers for name, site in dry.items()}
-        return [reason.split(";")[0] for reason in foreseen(policy, "neurosfl", ledger.lines, used)]
+        return [reason.split(";")[0] for reason in foreseen(policy, "neurosfl", ledger.lines, used, LAYOUT)]
 
     small = [
         "min_examples: scores of 10, wanted are 20 (site-2)",
@@ -139,3 +140,22 @@ def test_a_malformed_policy_names_the_field(text: str, said: str, tmp_path: Path
     (tmp_path / "policy.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_policy(tmp_path / "policy.yaml")
+
+
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        ({"encrypted": True}, "encrypted: weights leave encrypted only"),
+        (
+            {"tensors": ("nothing_like_it*",)},
+            f"tensors: {LAYOUT.entries[0].name} may not leave, and a message has the whole model",
+        ),
+        ({}, None),
+    ],
+)
+def test_a_whole_model_in_the_clear_is_held_against_the_terms_for_it(terms: dict[str, Any], said: str | None) -> None:
+    method = METHODS["fedavg"](METHODS["fedavg"].Config(rounds=2), LAYOUT, 1)
+    sites = {"site-1": DrySite("site-1", LAYOUT, examples=200)}
+    _, ledger = dry_run(method, torch.ones(LAYOUT.size), sites, "float32")
+    reasons = [reason.split(";")[0] for reason in foreseen(Policy(**terms), "fedavg", ledger.lines, {}, LAYOUT)]
+    assert reasons == ([said] if said else [])

@@ -46,7 +46,7 @@ from ..payload import (
 )
 from ..session import keep_at_site, policy_of, site_session
 from .allow import CLASSES, PACKAGE
-from .policy import refuse
+from .policy import POLICY_FILE, read_policy, refuse
 
 APPROVED = "flare_sparse.approved"
 GUARDS = "flare_sparse.flare.site.guards."
@@ -167,13 +167,14 @@ class SitePlanAuthorizer(FLComponent):
         config, node = fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG), fl_ctx.get_prop(FLContextKey.COMPONENT_NODE)
         where = str(node.path()) if node is not None else ""
         path = str((config or {}).get("path") or (config or {}).get("class_path") or (config or {}).get("name") or "")
-        if where.startswith(_GUARDED) and path not in CLASSES:
+        workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
+        local = Path(workspace.get_site_config_dir())
+        if where.startswith(_GUARDED) and path not in CLASSES and not read_policy(local / POLICY_FILE).foreign_jobs:
             raise UnsafeComponentError(f"E_POLICY: {where}: {path!r} is not of flare_sparse; this site runs no other")
         for named in _paths(config):
             if named.startswith(PACKAGE) and named not in CLASSES:
                 raise UnsafeComponentError(f"E_POLICY: {where}: {named!r} is no class that a job may name")
-        workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
-        if missing := unguarded(Path(workspace.get_site_config_dir())):
+        if missing := unguarded(local):
             raise UnsafeComponentError(f"E_POLICY: {missing}. Run: flare-sparse site policy")
 
 

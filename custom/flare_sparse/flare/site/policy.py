@@ -180,14 +180,18 @@ def _problem(location: tuple[int | str, ...], message: str) -> str:
     return f"{name or 'content'}: {message}.{hint}"
 
 
-def foreseen(policy: Policy, method: str, uploads: Iterable[Line], used: Mapping[str, Sequence[Used]]) -> Iterator[str]:
-    """What of a job a policy would refuse, as far as that can be known before it runs.
+def foreseen(
+    policy: Policy, method: str, uploads: Iterable[Line], used: Mapping[str, Sequence[Used]], layout: Layout
+) -> Iterator[str]:
+    """What of a job a policy would refuse, as far as that can be known before it runs: not what hangs on the values that
+    come out (``max_norm``), nor which tensors an answer of a part of the model touches.
 
     Args:
         policy: of a site.
         method: of the job.
         uploads: messages of a dry run.
         used: what stood behind each answer, for the sites whose data is known.
+        layout: of the model.
     """
     sent = [line for line in uploads if line.direction == "up"]
     if policy.methods is not None and method not in policy.methods:
@@ -200,6 +204,12 @@ def foreseen(policy: Policy, method: str, uploads: Iterable[Line], used: Mapping
     largest = max((line.scalars_sent / line.scalars_total for line in values), default=0.0)
     if largest > policy.max_upload_share:
         yield f"max_upload_share: a message has {largest:.1%} of the model, allowed are {policy.max_upload_share:.1%}"
+    trained = [line for line in values if line.content in ("weights", "difference")]
+    if policy.encrypted and any(line.values != "ckks" for line in trained):
+        yield "encrypted: weights leave encrypted only; set wire.encryption: ckks"
+    kept = [entry.name for entry in layout.entries if not policy.may_leave(entry)]
+    if kept and any(line.scalars_sent == line.scalars_total for line in values):
+        yield f"tensors: {kept[0]} may not leave, and a message has the whole model"
     for site, answers in sorted(used.items()):
         contents = [line.content for line in sent if line.site == site]
         few = (policy.too_few(content, behind) for content, behind in zip(contents, answers, strict=True))
