@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..aggregate import common_limit
 from ..exchange import Update
 
 LONGEST_REST = 16
@@ -78,12 +79,18 @@ class Roster:
             if rules.quarantine_after and beyond >= 0:
                 self.resting[site] = min(2**beyond, LONGEST_REST)
 
-    def share(self, contributed: Collection[str], asked: Collection[str]) -> float:
-        """Share of the examples of the sites asked that contributed; one that never registered counts as the mean."""
-        known = [self.registered[site] for site in asked if site in self.registered]
-        usual = sum(known) / len(known) if known else 1.0
-        total = sum(self.registered.get(site, usual) for site in asked)
-        return sum(self.registered.get(site, usual) for site in contributed) / total if total else 0.0
+    def share(self, contributed: Collection[str], asked: Collection[str], max_share: float = 1.0) -> float:
+        """Share of the examples of the sites asked that contributed; one that never registered counts as the mean.
+
+        As in a sum, no site is more than ``max_share`` of all: one large claim is not most of what was promised.
+        """
+        known = {site: self.registered[site] for site in asked if site in self.registered}
+        if known and max_share < 1:
+            limit = _limit(list(known.values()), max_share)
+            known = {site: min(examples, limit) for site, examples in known.items()}
+        usual = sum(known.values()) / len(known) if known else 1.0
+        total = sum(known.get(site, usual) for site in asked)
+        return sum(known.get(site, usual) for site in contributed) / total if total else 0.0
 
 
 def capped(updates: Sequence[Update], max_share: float) -> tuple[list[Update], dict[str, int]]:
@@ -99,19 +106,14 @@ def capped(updates: Sequence[Update], max_share: float) -> tuple[list[Update], d
     """
     if max_share >= 1 or not updates:
         return list(updates), {}
-    limit = _limit(sorted(update.examples for update in updates), max_share)
+    limit = _limit([update.examples for update in updates], max_share)
     cut = {update.site: limit for update in updates if update.examples > limit}
-    return [replace(u, examples=cut.get(u.site, u.examples)) for u in updates], cut
+    counted = [cut.get(update.site, update.examples) for update in updates]
+    return [
+        replace(u, examples=n, claimed=u.examples, max_share=max_share) for u, n in zip(updates, counted, strict=True)
+    ], cut
 
 
 def _limit(examples: Sequence[int], max_share: float) -> int:
-    """The common number to cut to; ``examples`` ascending."""
-    rest = sum(examples)
-    for large in range(1, len(examples) + 1):
-        rest -= examples[-large]
-        if large * max_share >= 1:
-            break
-        limit = math.floor(max_share * rest / (1 - large * max_share))
-        if large == len(examples) or examples[-large - 1] <= limit:
-            return max(limit, 1)
-    return max(min(examples), 1)
+    """The whole number of examples that the largest sites are cut to."""
+    return max(math.floor(common_limit(examples, max_share)), 1)

@@ -113,7 +113,8 @@ class NeuroSFL(Method[State]):
             model = self.model(state)
             rated = self._maskable & model.on
             return broadcast(sites, Request("score", 0, model, model.on, content="scores", expected=rated))
-        return self._models("train", state, sample(sites, self.config.participation, self.seed, state.round))
+        training = [name for name in sites if name in state.owners] if state.owners else sites
+        return self._models("train", state, sample(training, self.config.participation, self.seed, state.round))
 
     def answer(self, request: Request, site: Site) -> Update:
         return self._score(request, site) if request.kind == "score" else self._train(request, site)
