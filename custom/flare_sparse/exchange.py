@@ -92,6 +92,7 @@ class Request:
             only.
         least: says how many entries an answer of a site carries at least, where ``expected`` does not; None: the site
             decides. Known to the server only.
+        smallest: values of an answer below it are refused; None: any may be. Known to the server only.
         otherwise: sent instead of ``model`` to a site that does not hold what ``model`` lies over.
     """
 
@@ -104,6 +105,7 @@ class Request:
     otherwise: Patch | None = None
     fits: Callable[[str, Mask], bool] | None = None
     least: Callable[[str], int] | None = None
+    smallest: float | None = None
 
 
 @dataclass(frozen=True)

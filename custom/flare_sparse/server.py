@@ -270,6 +270,8 @@ class ServerDesk:
             raise RejectedMessage("E_MASK", "selection", request.expected, message.patch.on, site)
         if request.fits is not None and message.content != "nothing" and not request.fits(site, message.patch.on):
             raise RejectedMessage("E_MASK", "selection", "one that the method allows this site", message.patch.on, site)
+        if request.smallest is not None and bool((message.patch.values < request.smallest).any()):
+            raise RejectedMessage("E_RANGE", "values", f"at least {request.smallest:g}", "smaller ones", site)
         update = Update(message.patch, message.content, _examples(examples, site), _metrics(metrics, site), site)
         self.ledger.received(message, plan, site, len(data))
         self._acknowledge(site)

@@ -188,3 +188,85 @@ def test_who_weighs_too_little_to_be_encrypted_is_left_out_of_the_sum_and_named(
     assert [record.capped for record in outcome.rounds] == [*[{"site-1": 0, "site-2": 0}] * 2, {}]
     capped = play("fedavg", claiming(examples), Rules(min_sites=2, max_share=0.5), sites=3, contexts=contexts, rounds=2)
     assert [record.capped for record in capped.rounds] == [*[{HOSTILE: 56}] * 2, {}]
+
+
+# ---- a site that would decide alone
+
+
+def test_test_examples_do_not_make_a_model_the_best() -> None:
+    """A claim of 2^52 of them, with a perfect figure in the first round."""
+    rounds: list[int] = []
+
+    def lie(update: Update, examples: Any, metrics: dict[str, Any]) -> Said:
+        rounds.append(1)
+        return update, examples, {"mse": 4e-14 if len(rounds) == 1 else 1e6, "test_examples": 2**52}
+
+    rules = Rules(max_share=0.2, quarantine_after=0)
+    outcome = play("fedavg", lie, rules, rounds=5)
+    assert outcome.judgement.overall["test_examples"] == 8 * 7 + 14
+    grown = play("fedavg", lambda u, n, m: (u, n, {**m, "test_examples": 80.0 if u.patch.on.count else 8.0}), rules)
+    assert [record.rejected for record in grown.rounds] == [*[{}] * 3, {HOSTILE: "E_METRICS"}]
+
+
+def test_a_scaled_adapter_weighs_no_more_than_its_share_in_hetlora(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(toy.Bench(toy.Adapted()).method("hetlora"))
+    weigh, seen = kind._by_size, []
+    monkeypatch.setattr(kind, "_by_size", lambda self, updates: seen.append(weigh(self, updates)) or seen[-1])
+    louder, settings = sending(lambda values: values * 30), {"bench": toy.Bench(toy.Adapted()), "rounds": 1}
+    play("hetlora", louder, Rules(max_share=0.34), **settings)
+    play("hetlora", louder, Rules(), **settings)
+    assert seen[0][2] == pytest.approx(0.34)
+    assert seen[1][2] > 0.9
+
+
+def pruned(attack: Attack, rules: Rules, bench: Any) -> Mask:
+    settings = {"rounds": 3, "pruning_rate": 0.4, "prunings": 1, "rate": 1.0}
+    return play("scbfwp", attack, rules, bench=bench, **settings).mask
+
+
+def test_claimed_positions_give_no_weight_when_units_go() -> None:
+    bench = toy.Bench(toy.Plain())
+    at = bench.method("scbfwp")._places
+
+    def claim(update: Update, examples: Any, metrics: dict[str, Any]) -> Said:
+        if update.content != "scores":
+            return update, examples, metrics
+        vector = update.patch.vector()
+        vector[at[:, :2]], vector[at[:, 2]] = 0.0, 1e12
+        vector[at[:4, 0]] = 1e15
+        return replace(update, patch=Patch.of(vector, update.patch.on)), examples, metrics
+
+    rules = Rules(max_share=0.2)
+    claimed = pruned(claim, rules, bench)
+    usual = pruned(honest, rules, bench)
+    assert (claimed & usual).count > 0.75 * usual.count
+    assert pruned(honest, Rules(max_share=0.18), bench) == usual == pruned(honest, Rules(), bench)
+
+
+ROBUST = {"combine": {"rule": "median"}, "sparsity": 0.7, "rounds": 1}
+
+
+def test_saliencies_below_zero_are_refused() -> None:
+    outcome = play("neurosfl", sending(torch.neg, "scores"), **ROBUST)
+    assert [record.rejected for record in outcome.rounds] == [{HOSTILE: "E_RANGE"}, {}, {}]
+    signed = play("neurosfl", sending(torch.neg, "scores"), signed=True, **ROBUST)
+    assert all(record.rejected == {} for record in signed.rounds)
+
+
+@pytest.mark.parametrize("combine", [{"rule": "median"}, {"rule": "trimmed_mean", "trim": 0.2}])
+def test_one_sites_scores_do_not_choose_the_mask_under_a_robust_rule(combine: dict[str, Any]) -> None:
+    bench = toy.Bench(toy.Plain())
+    maskable = bench.method("neurosfl")._maskable
+
+    def masks(attack: Attack, **settings: Any) -> Mask:
+        return play("neurosfl", attack, bench=bench, **{**ROBUST, **settings}).mask & maskable
+
+    def huge(values: torch.Tensor) -> torch.Tensor:
+        picked = torch.rand(values.shape, generator=torch.Generator().manual_seed(7)) < 0.3
+        return torch.where(picked, 1e30, values)
+
+    attack = sending(huge, "scores")
+    usual, held = masks(honest, combine=combine), masks(attack, combine=combine)
+    assert (held & usual).count > 0.8 * usual.count
+    alone = masks(attack, combine={"rule": "mean"})
+    assert (alone & usual).count < 0.6 * usual.count

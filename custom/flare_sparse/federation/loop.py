@@ -311,7 +311,7 @@ class Federation:
             clipped=facts.learned.clipped,
             attempts=facts.attempt,
             judged_round=facts.judged,
-            judgement=Judgement.of(tally.answered),
+            judgement=Judgement.of(tally.answered, self.rules.max_share),
             bytes_down=sum(line.payload_bytes for line in lines if line.direction == "down"),
             bytes_up=sum(line.payload_bytes for line in lines if line.direction == "up"),
             dense_bytes=sum(line.dense_bytes for line in lines),
@@ -334,8 +334,8 @@ class Federation:
             question = self.desk.ask(lost)
             replies |= transport(question)
         for site, reply in replies.items():
-            if isinstance(reply, Update) and not self._roster.agrees(reply, self.rules):
-                replies[site] = "E_WEIGHT"
+            if isinstance(reply, Update) and (code := self._roster.against(reply, self.rules)):
+                replies[site] = code
         for site in self.desk.strangers([reply for reply in replies.values() if isinstance(reply, Update)]):
             replies[site] = "E_KEY"
         rejected = {site: _reason(reply) for site, reply in replies.items() if not isinstance(reply, Update)}
