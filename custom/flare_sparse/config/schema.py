@@ -59,8 +59,8 @@ class FederationConfig(Section):
         if self.max_share < 1:
             return f"one site weighs at most {self.max_share:.0%} of a sum"
         return (
-            "max_share is 1: a site weighs as much as it says that it has examples, one that says 2^52 decides alone. "
-            "Set max_share, such as 0.5, or say under examples what each site has, where not all sites are trusted"
+            "max_share is 1: a site that says it has 2^52 examples decides alone; where not all are trusted set it, such "
+            "as 0.5, or examples"
         )
 
 
