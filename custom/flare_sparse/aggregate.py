@@ -30,6 +30,39 @@ def ones(updates: Sequence[Update]) -> list[float]:
     return [1.0] * len(updates)
 
 
+def common_limit(numbers: Sequence[float], max_share: float) -> float:
+    """What the largest of ``numbers`` are cut to, so that none is more than ``max_share`` (below 1) of the sum of all.
+
+    The largest number that keeps the rule; the smallest of ``numbers`` where there are too few of them for it.
+
+    >>> common_limit([10, 960, 30], 0.5)
+    40.0
+    """
+    ascending = sorted(numbers)
+    rest = sum(ascending)
+    for large in range(1, len(ascending) + 1):
+        rest -= ascending[-large]
+        if large * max_share >= 1:
+            break
+        limit = max_share * rest / (1 - large * max_share)
+        if large == len(ascending) or ascending[-large - 1] <= limit:
+            return limit
+    return ascending[0]
+
+
+def within(weights: Sequence[float], max_share: float) -> list[float]:
+    """Weights over their sum, none above ``max_share``; all equal where too few are above 0 for that.
+
+    >>> within([1.0, 3.0, 96.0], 0.5)
+    [0.125, 0.375, 0.5]
+    """
+    if max_share < 1:
+        limit = common_limit(weights, max_share)
+        weights = [min(weight, limit) for weight in weights] if limit > 0 else [1.0] * len(weights)
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
 def weighted_sum(updates: Sequence[Update], weights: Weights) -> Tensor:
     """Sum over sites of ``weight * values``, each on its own selection; absent entries count as zero.
 

@@ -59,6 +59,7 @@ def rules(job: JobConfig) -> Rules:
         clip_norm=said.clip_norm,
         examples_tolerance=said.examples_tolerance,
         quarantine_after=said.quarantine_after,
+        examples=said.examples,
     )
 
 

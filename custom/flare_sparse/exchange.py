@@ -92,6 +92,7 @@ class Request:
             only.
         least: says how many entries an answer of a site carries at least, where ``expected`` does not; None: the site
             decides. Known to the server only.
+        smallest: values of an answer below it are refused; None: any may be. Known to the server only.
         otherwise: sent instead of ``model`` to a site that does not hold what ``model`` lies over.
     """
 
@@ -104,6 +105,7 @@ class Request:
     otherwise: Patch | None = None
     fits: Callable[[str, Mask], bool] | None = None
     least: Callable[[str], int] | None = None
+    smallest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,9 @@ class Update:
         metrics: the site's own judgement of the model it was sent (or of its personal one). Left empty by a method,
             it is filled in with the former, unless the answer is scores.
         site: filled in by the receiver from what the framework knows, never from the message.
+        claimed: the number of examples that the site itself named, where the receiver may count it with fewer; filled
+            in by the receiver.
+        max_share: largest share of a sum that one site may have; filled in by the receiver.
     """
 
     patch: Patch
@@ -124,3 +129,10 @@ class Update:
     examples: int
     metrics: dict[str, float] = field(default_factory=dict)
     site: str = ""
+    claimed: int | None = None
+    max_share: float = 1.0
+
+    @property
+    def own_examples(self) -> int:
+        """The examples that the values were made of, as the site says."""
+        return self.examples if self.claimed is None else self.claimed

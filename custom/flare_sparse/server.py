@@ -23,6 +23,7 @@ from .wire.codec import Decoded, Encoded, decode, encode, smallest
 from .wire.ledger import Ledger
 from .wire.plan import Plan, ValueType
 from .wire.sealed import key_of
+from .wire.values import representable
 
 TEST_EXAMPLES = "test_examples"
 """The metric that the others are weighted by."""
@@ -190,6 +191,14 @@ class ServerDesk:
             raise ValueError("encrypted answers can be summed on one selection only")
         self.sealed = SealedModel(on, self.cipher.weighted_sum(answers, by_examples(ordered), on.count))
 
+    def too_light(self, updates: Sequence[Update]) -> list[str]:
+        """Sites whose share of an encrypted sum is too small for a number there."""
+        ordered = [update for update in updates if update.patch.sealed is not None]
+        if self.cipher is None or not ordered:
+            return []
+        shares = by_examples(ordered)
+        return [update.site for update, share in zip(ordered, shares, strict=True) if share < self.cipher.least_weight]
+
     def strangers(self, updates: Sequence[Update]) -> list[str]:
         """Sites whose answer is under another key than the model's or, before there is one, than most answers'."""
         keys = {update.site: key_of(update.patch.sealed) for update in updates if update.patch.sealed is not None}
@@ -207,6 +216,12 @@ class ServerDesk:
         if request.kind == VALIDATE:
             entries = 0
         return entries, smallest(entries, "float32" if request.content == "scores" else self.values)
+
+    def sayable(self, model: Patch) -> bool:
+        """Whether a question can carry a model: each value is finite in the wire's format. A model that cannot be read
+        here is taken to be.
+        """
+        return self.cipher is not None or representable(model.values, self.values)
 
     def memory(self) -> DeskMemory:
         """A value, for a checkpoint."""
@@ -255,6 +270,8 @@ class ServerDesk:
             raise RejectedMessage("E_MASK", "selection", request.expected, message.patch.on, site)
         if request.fits is not None and message.content != "nothing" and not request.fits(site, message.patch.on):
             raise RejectedMessage("E_MASK", "selection", "one that the method allows this site", message.patch.on, site)
+        if request.smallest is not None and bool((message.patch.values < request.smallest).any()):
+            raise RejectedMessage("E_RANGE", "values", f"at least {request.smallest:g}", "smaller ones", site)
         update = Update(message.patch, message.content, _examples(examples, site), _metrics(metrics, site), site)
         self.ledger.received(message, plan, site, len(data))
         self._acknowledge(site)

@@ -55,6 +55,10 @@ def test_row_33_more_examples_than_can_be(wire: Any, encoding: str) -> None:
     assert all(record.capped == {"site-2": 64} for record in capped.rounds[:-1])
     fair, _ = wire.play(lambda t, sent: replace(sent, examples=64))
     assert digest(capped.weights) == digest(fair.weights)
+    agreed = Rules(examples={"site-2": 32}, quarantine_after=0)
+    told, _ = wire.play(lambda t, sent: replace(sent, examples=2**52), rules=agreed)
+    assert [record.rejected for record in told.rounds] == [*[{"site-2": "E_WEIGHT"}] * 2, {}]
+    assert digest(told.weights) == wire.without()
 
 
 WRONG_METRICS: dict[str, Any] = {

@@ -140,9 +140,15 @@ def test_check_passes(config: Path) -> None:
     result = call("check", config)
     lines = result.output.splitlines()
     assert result.exit_code == 0, result.output
-    assert [line.split()[0] for line in lines] == ["PASS"] * 8
-    assert lines[2] == "PASS model: 3 scalars"
-    assert lines[4] == "PASS data of site-1: 8 training and 2 test examples"
+    assert [line.split()[0] for line in lines] == ["PASS"] * 9, result.output
+    assert lines[1].startswith("PASS federation: max_share is 1: a site that says it has 2^52 examples decides alone")
+    assert lines[3] == "PASS model: 3 scalars"
+    assert lines[5] == "PASS data of site-1: 8 training and 2 test examples"
+
+
+def test_check_says_how_much_one_site_may_weigh(config: Path) -> None:
+    result = call("check", config, "--set", "federation.max_share=0.5")
+    assert "PASS federation: one site weighs at most 50% of a sum" in result.output
 
 
 def test_check_names_every_site_whose_data_is_bad_and_goes_on(config: Path) -> None:

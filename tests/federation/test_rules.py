@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from flare_sparse.aggregate import within
 from flare_sparse.exchange import Patch, Update
+from flare_sparse.federation import Judgement
 from flare_sparse.federation.rules import LONGEST_REST, Roster, Rules, capped
 
 SITES = ["a", "b", "c", "d"]
@@ -52,8 +56,49 @@ def test_without_a_cap_nothing_changes() -> None:
 @pytest.mark.parametrize(("now", "fits"), [(100, True), (109, True), (91, True), (112, False), (80, False), (0, False)])
 def test_a_site_stays_with_the_number_of_examples_that_it_registered(now: int, fits: bool) -> None:
     roster = Roster()
-    assert roster.agrees(update("a", 100), Rules())
-    assert roster.agrees(update("a", now), Rules()) is fits
+    assert roster.against(update("a", 100), Rules()) is None
+    assert roster.against(update("a", now), Rules()) == (None if fits else "E_WEIGHT")
+
+
+def test_test_examples_are_registered_like_training_examples() -> None:
+    roster = Roster()
+    said = [replace(update("a", 100), metrics={"mse": 1.0, "test_examples": n}) for n in (20.0, 21.0, 2.0**52)]
+    assert roster.against(update("a", 100), Rules()) is None, "scores come without a judgement"
+    assert [roster.against(one, Rules()) for one in said] == [None, None, "E_METRICS"]
+
+
+def test_what_was_agreed_beforehand_is_the_most_that_a_site_may_say() -> None:
+    roster, rules = Roster(), Rules(examples={"a": 100}, examples_tolerance=0.0)
+    assert [roster.against(update("a", n), rules) for n in (2**52, 101, 100)] == ["E_WEIGHT", "E_WEIGHT", None]
+    assert roster.against(update("b", 2**52), rules) is None, "of whom nothing was agreed"
+
+
+def test_a_registered_claim_is_cut_before_a_share_is_made_of_it() -> None:
+    roster = Roster(registered={"a": 100, "b": 100, "c": 2**52})
+    assert roster.share(["a", "b"], ["a", "b", "c"]) < 1e-9
+    assert roster.share(["a", "b"], ["a", "b", "c"], 0.5) == 0.5
+
+
+def judged(site: str, mse: float, tests: float) -> Update:
+    return replace(update(site, 1), metrics={"mse": mse, "test_examples": tests})
+
+
+def test_no_site_is_more_than_its_share_of_a_judgement() -> None:
+    sites = [judged("a", 1.0, 10), judged("b", 3.0, 30), judged("c", 0.0, 2.0**52)]
+    assert Judgement.of(sites).overall["mse"] < 1e-9
+    assert Judgement.of(sites, 0.5).overall == {"mse": (10 + 90) / 80, "test_examples": 80}
+    assert Judgement.of(sites[:2], 0.99).overall == Judgement.of(sites[:2]).overall == {"mse": 2.5, "test_examples": 40}
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.floats(0.05, 1.0))
+def test_shares_add_up_to_one_and_keep_to_the_largest(numbers: list[float], max_share: float) -> None:
+    assume(sum(numbers) > 1e-3)
+    shares = within(numbers, max_share)
+    assert sum(shares) == pytest.approx(1)
+    enough = max_share * sum(number > 0 for number in numbers) >= 1
+    assert not enough or max(shares) <= max_share * (1 + 1e-6)
+    if max_share >= 1:
+        assert shares == [number / sum(numbers) for number in numbers]
 
 
 def test_a_site_that_misses_rests_longer_each_time_and_comes_back_with_one_answer() -> None:

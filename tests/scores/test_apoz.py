@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Update
+from flare_sparse.federation.rules import capped
 from flare_sparse.params import Layout
 from flare_sparse.scores.apoz import WHOLE, places, pooled, without_idle, written, zero_counts
 from flare_sparse.structure import channel_graph, live_mask, removable
@@ -97,6 +98,26 @@ def test_counts_beyond_what_float32_holds_arrive_whole(zeros: int, positions: in
     examples = -(-max(zeros, 1) // positions)
     sent = Update(written(torch.tensor([[zeros, positions]]), at, 5), "scores", examples, {}, "a")
     assert pooled([sent], at) == [Fraction(zeros, positions * examples)]
+
+
+def test_a_site_that_counts_with_fewer_examples_than_it_has_keeps_its_share_of_zeros() -> None:
+    at = torch.tensor([[0, 1, 2]])
+    sites = [
+        Update(written(torch.tensor([[z, 1]]), at, 3), "scores", n, {}, s)
+        for z, n, s in ((100, 1000, "a"), (50, 100, "b"))
+    ]
+    cut, _ = capped(sites, 0.5)
+    assert [u.examples for u in cut] == [100, 100]
+    assert pooled(cut, at) == [(Fraction(1, 10) + Fraction(1, 2)) / 2]
+
+
+def test_outputs_that_a_site_claims_give_it_no_weight() -> None:
+    at = torch.tensor([[0, 1, 2]])
+    sites = [
+        Update(written(torch.tensor([[z, each]]), at, 3), "scores", 10, {}, s)
+        for z, each, s in ((0, 4, "a"), (10**12, 10**11, "b"))
+    ]
+    assert pooled(sites, at) == [Fraction(1, 2)]
 
 
 def test_what_is_claimed_beyond_what_is_possible_is_cut_off() -> None:

@@ -46,6 +46,7 @@ def check(
     settings = report.passes("configuration", lambda: load_config(config, overrides or ()), _named)
     if settings is None:
         raise typer.Exit(report.code)
+    report.passes("federation", lambda: settings.federation.note, str)
     task = report.passes("task", lambda: _task(settings, config.parent), lambda made: type(made).__name__)
     if task is not None:
         layout = report.passes("model", lambda: _layout(task), lambda made: f"{made.size:,} scalars")

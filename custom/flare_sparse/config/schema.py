@@ -42,12 +42,26 @@ class FederationConfig(Section):
     examples_tolerance: float = Field(
         0.1, ge=0, description="how far a site's number of examples may move from what it first said, as a share"
     )
+    examples: dict[str, Annotated[int, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="training examples of sites as agreed beforehand, {hospital-a: 412}; a larger claim is refused",
+    )
     quarantine_after: int = Field(
         3, ge=0, description="rounds in a row without a usable answer after which a site rests for a while; 0: never"
     )
     task_timeout_s: float = Field(3600, gt=0, description="seconds a site has for one answer, training included")
     retries: int = Field(2, ge=0, description="times a failed round is asked again before the run stops")
     threads: int = Field(1, ge=1, description="torch threads of every process; another number ends in other bits")
+
+    @property
+    def note(self) -> str:
+        """What people should know before a run of how far one site's word goes."""
+        if self.max_share < 1:
+            return f"one site weighs at most {self.max_share:.0%} of a sum"
+        return (
+            "max_share is 1: a site that says it has 2^52 examples decides alone; where not all are trusted set it, such "
+            "as 0.5, or examples"
+        )
 
 
 class NaturalPartition(Section):

@@ -26,6 +26,9 @@ class ServerCipher:
     Args:
         context: ``server_context.tenseal``.
 
+    Attributes:
+        least_weight: of a sum; below it a weight is written as 0, and a product with 0 is no ciphertext.
+
     Raises:
         ConfigError: the context is unusable, or holds the secret key.
     """
@@ -38,6 +41,7 @@ class ServerCipher:
                 "server_context.tenseal"
             )
         self.sealing = self._scheme.sealing
+        self.least_weight = 1 / self._scheme.scale
 
     def check(self, sealed: Sealed, count: int, site: str) -> None:
         """Raises:
@@ -51,7 +55,8 @@ class ServerCipher:
             raise error.at(site) from error
 
     def weighted_sum(self, answers: Sequence[Sealed], weights: Sequence[float], count: int) -> Sealed:
-        """``sum_k weights[k] * answers[k]``, still encrypted; answers that :meth:`check` has passed.
+        """``sum_k weights[k] * answers[k]``, still encrypted; answers that :meth:`check` has passed, weights of at least
+        ``least_weight``.
 
         It is about half as long as an answer: the multiplication uses up one of its two primes.
         """

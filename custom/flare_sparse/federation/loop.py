@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..capabilities import Capabilities
 from ..checkpoint.store import Store
-from ..errors import LeftOut, NotHeld, RoundFailed
+from ..errors import LeftOut, NotHeld, RoundFailed, SelectionError
 from ..exchange import VALIDATE, Request, Sealed, Update
 from ..methods import Method
 from ..robust import clipped
@@ -87,23 +89,36 @@ class Federation:
         if self.store is not None:
             state, committed = self._resumed(self.store, state) if resume else self._afresh(self.store, state)
             here = self._roster.present(here, self.rules)  # who rests is known only now
-        while (requests := self.method.ask(state, here)) is not None:
-            record, updates = self._round(requests, transport, committed)
-            updates, cut = clipped(updates, self._before(state), self.rules.clip_norm)
-            record = replace(record, clipped=cut)
+        while (requests := self._requests(state, here, sites)) is not None:
+            record, learned = self._round(requests, transport, committed, partial(self._learned, state))
             self._consider(state, committed, record.judgement)
-            state = self.method.learn(state, updates)
-            self.desk.add_up(updates)
-            committed = record.round
+            state, committed = learned.state, record.round
+            self.desk.add_up(learned.updates)
             self._commit(record, state, committed)
             here = self._present(sites)
         last = self.method.judge(state, here)
-        record, _ = self._round(last, transport, committed, reporting=True)
+        record, _ = self._round(last, transport, committed)
         if record.kind == VALIDATE:  # otherwise it is personal models that were judged
             self._consider(state, committed, record.judgement)
         self._announce(self._sealed(record, state))
         model = self.method.model(state)
         return Outcome(state, model.vector(), model.on, record.judgement, self._best, self._records, self._unread())
+
+    def _requests(self, state: Any, here: list[str], sites: Callable[[], list[str]]) -> dict[str, Request] | None:
+        """The method's next question. One to nobody is a failed attempt: others may be there in the next.
+
+        Raises:
+            RoundFailed: in no attempt there was anybody to ask.
+        """
+        for _ in range(self.rules.retries + 1):
+            requests = self.method.ask(state, here)
+            if requests is None or requests:
+                return requests
+            here = self._present(sites)
+        raise RoundFailed(
+            f"none of the sites present ({', '.join(here)}) has a part in what method {self.method.name} asks next, in "
+            f"{self.rules.retries + 1} attempts: those that began the run must come back. The last committed model is intact."
+        )
 
     def _present(self, sites: Callable[[], list[str]]) -> list[str]:
         """Who may be asked now; the method plans with what they can.
@@ -182,29 +197,76 @@ class Federation:
         self.on_round(record)
 
     def _round(
-        self, requests: dict[str, Request], transport: Transport, judged: int, *, reporting: bool = False
-    ) -> tuple[RoundRecord, list[Update]]:
-        """Ask until enough sites contribute; everything is validated before anything is summed."""
+        self, requests: dict[str, Request], transport: Transport, judged: int, learn: _Learn | None = None
+    ) -> tuple[RoundRecord, _Learned]:
+        """Ask until enough sites contribute; everything is validated before anything is summed.
+
+        Args:
+            requests: by site.
+            transport: carries them.
+            judged: round of the model that the sites judge.
+            learn: what becomes of the answers; None: they are reports, and nothing is learned.
+
+        Raises:
+            RoundFailed: too few contributed in every attempt.
+        """
+        if not requests:
+            raise RoundFailed(
+                "none of the sites present has a part in the last question. The last committed model is intact."
+            )
         began, first = time.monotonic(), len(self.desk.ledger.lines)
         requests, too_much = self._within_caps(requests)
         left_out = {site: str(why) for site, why in sorted({**self._census.out, **too_much}.items())}
         resting = sorted(self._roster.resting)
         for attempt in range(1, self.rules.retries + 2):
             tally = self._collect(requests, transport)
-            contributed = [u for u in tally.answered if u.content != "nothing" and u.examples and u.patch.on.count]
-            counted = tally.answered if reporting else contributed
-            if self._enough(counted, requests):
+            seconds = time.monotonic() - began
+            tally, learned = learn(tally, requests) if learn else (tally, _Learned(None, []))
+            counted = tally.contributed if learn else tally.answered
+            if learned and self._enough(counted, requests):
                 missed = [site for site in self._silent if site not in resting]
                 self._roster.heard([u.site for u in tally.answered], [*requests, *missed], self.rules)
-                weighed, cut = capped(contributed, self.rules.max_share)
-                facts = _Facts(requests, [u.site for u in counted], judged, attempt, resting, left_out, cut)
-                return self._record(tally, facts, self.desk.ledger.lines[first:], time.monotonic() - began), weighed
+                facts = _Facts(requests, [u.site for u in counted], judged, attempt, resting, left_out, learned)
+                return self._record(tally, facts, self.desk.ledger.lines[first:], seconds), learned
         raise RoundFailed(
             f"round {tally.question.round} ({tally.question.kind}): {len(counted)} of {len(requests)} sites contributed "
             f"in the last of {self.rules.retries + 1} attempts, {self.rules.min_sites} are needed"
             f"{self._weight_needed()}; rejected: {tally.rejected or 'none'}, silent: {tally.silent or 'none'}. "
             "The last committed model is intact."
         )
+
+    def _learned(self, state: Any, tally: _Tally, requests: Mapping[str, Request]) -> tuple[_Tally, _Learned | None]:
+        """What the answers make of ``state``. While that is no model, the answer with the largest values is refused; None
+        below the quorum.
+        """
+        while self._enough(tally.contributed, requests):
+            updates, capped_to = self._weighed(tally.contributed)
+            updates, cut = clipped(updates, self._before(state), self.rules.clip_norm)
+            after = self._usable(state, updates)
+            if after is not None:
+                return tally, _Learned(after, updates, capped_to, cut)
+            loudest = max(
+                tally.contributed, key=lambda u: float(torch.linalg.vector_norm(u.patch.values.double()))
+            ).site
+            self.desk.forget(loudest)
+            tally = tally.without(loudest, "E_RANGE")
+        return tally, None
+
+    def _weighed(self, contributed: list[Update]) -> tuple[list[Update], dict[str, int]]:
+        """The updates as they count, and with how many examples those that count less than they say; 0: not at all."""
+        weighed, cut = capped(contributed, self.rules.max_share)
+        light = self.desk.too_light(weighed)
+        return [u for u in weighed if u.site not in light], {**cut, **dict.fromkeys(light, 0)}
+
+    def _usable(self, state: Any, updates: list[Update]) -> Any:
+        """The state after a round, or None where it could not be sent: finite answers can have a sum or a product that
+        is not.
+        """
+        try:
+            after = self.method.learn(state, updates)
+        except (ArithmeticError, SelectionError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+            return None
+        return after if self.desk.sayable(self.method.model(after)) else None
 
     def _within_caps(self, requests: dict[str, Request]) -> tuple[dict[str, Request], dict[str, LeftOut]]:
         """The requests that sites can answer within their upload caps, and why the others are not asked.
@@ -225,7 +287,8 @@ class Federation:
         """The quorum, by sites and by weight; nobody is never enough."""
         if not counted or len(counted) < min(self.rules.min_sites, len(requests)):
             return False
-        return self._roster.share([u.site for u in counted], requests.keys()) >= self.rules.min_weight
+        share = self._roster.share([u.site for u in counted], requests.keys(), self.rules.max_share)
+        return share >= self.rules.min_weight
 
     def _weight_needed(self) -> str:
         wanted = self.rules.min_weight
@@ -244,11 +307,11 @@ class Federation:
             timed_out=tally.silent,
             resting=facts.resting,
             left_out=facts.left_out,
-            capped=facts.capped,
-            clipped={},
+            capped=facts.learned.capped,
+            clipped=facts.learned.clipped,
             attempts=facts.attempt,
             judged_round=facts.judged,
-            judgement=Judgement.of(tally.answered),
+            judgement=Judgement.of(tally.answered, self.rules.max_share),
             bytes_down=sum(line.payload_bytes for line in lines if line.direction == "down"),
             bytes_up=sum(line.payload_bytes for line in lines if line.direction == "up"),
             dense_bytes=sum(line.dense_bytes for line in lines),
@@ -271,8 +334,8 @@ class Federation:
             question = self.desk.ask(lost)
             replies |= transport(question)
         for site, reply in replies.items():
-            if isinstance(reply, Update) and not self._roster.agrees(reply, self.rules):
-                replies[site] = "E_WEIGHT"
+            if isinstance(reply, Update) and (code := self._roster.against(reply, self.rules)):
+                replies[site] = code
         for site in self.desk.strangers([reply for reply in replies.values() if isinstance(reply, Update)]):
             replies[site] = "E_KEY"
         rejected = {site: _reason(reply) for site, reply in replies.items() if not isinstance(reply, Update)}
@@ -290,6 +353,29 @@ class _Tally:
     rejected: dict[str, str]
     silent: list[str]
 
+    @property
+    def contributed(self) -> list[Update]:
+        """The answers that something can be learned from."""
+        return [u for u in self.answered if u.content != "nothing" and u.examples and u.patch.on.count]
+
+    def without(self, site: str, code: str) -> _Tally:
+        """The same with the answer of ``site`` rejected."""
+        answered = [update for update in self.answered if update.site != site]
+        return replace(self, answered=answered, rejected={**self.rejected, site: code})
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """``state`` after a round, the updates as they were weighed and shortened, and whose were."""
+
+    state: Any
+    updates: list[Update]
+    capped: dict[str, int] = field(default_factory=dict)
+    clipped: dict[str, float] = field(default_factory=dict)
+
+
+_Learn = Callable[[_Tally, Mapping[str, Request]], tuple[_Tally, _Learned | None]]
+
 
 @dataclass(frozen=True)
 class _Facts:
@@ -301,7 +387,7 @@ class _Facts:
     attempt: int
     resting: list[str]
     left_out: dict[str, str]
-    capped: dict[str, int]
+    learned: _Learned
 
 
 def _reason(reply: Reply) -> str:

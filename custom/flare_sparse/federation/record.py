@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from ..aggregate import common_limit
 from ..exchange import Sealed, Update
 from ..mask import Mask
 from ..server import DeskMemory
@@ -24,17 +25,31 @@ class Judgement:
     sites: dict[str, dict[str, float]]
 
     @classmethod
-    def of(cls, updates: list[Update]) -> Judgement:
-        """Means weighted by test examples (the pooled value for means such as MAE and accuracy)."""
+    def of(cls, updates: list[Update], max_share: float = 1.0) -> Judgement:
+        """Means weighted by test examples (the pooled value for means such as MAE and accuracy).
+
+        Args:
+            updates: with metrics, or without.
+            max_share: largest share of a mean that one site may have.
+        """
         sites = {u.site: u.metrics for u in updates if u.metrics}
-        total = sum(m.get("test_examples", 1.0) for m in sites.values())
+        total = sum(_counted(list(sites.values()), max_share))
         names = sorted({n for m in sites.values() for n in m} - {"test_examples"})
         overall = {}
         for name in names:
             having = [m for m in sites.values() if name in m]
-            weight = sum(m.get("test_examples", 1.0) for m in having)
-            overall[name] = sum(m[name] * m.get("test_examples", 1.0) for m in having) / weight
+            weights = _counted(having, max_share)
+            overall[name] = sum(m[name] * weight for m, weight in zip(having, weights, strict=True)) / sum(weights)
         return cls({**overall, "test_examples": total} if sites else {}, sites)
+
+
+def _counted(metrics: list[dict[str, float]], max_share: float) -> list[float]:
+    """The test examples that each site's metrics are weighted by."""
+    examples = [found.get("test_examples", 1.0) for found in metrics]
+    if max_share >= 1 or not examples:
+        return examples
+    limit = common_limit(examples, max_share)
+    return [min(number, limit) for number in examples]
 
 
 @dataclass(frozen=True)

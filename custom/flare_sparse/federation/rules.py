@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..aggregate import common_limit
 from ..exchange import Update
 
 LONGEST_REST = 16
@@ -23,6 +24,7 @@ class Rules:
         clip_norm: a site's change that is longer (L2) is shortened to this; None: none is.
         examples_tolerance: how far a site's number of examples may move from the one it registered with, as a share.
         quarantine_after: rounds in a row without a usable answer after which a site is left out for a while; 0: never.
+        examples: training examples that are known of sites beforehand; a claim beyond is refused, with the tolerance.
     """
 
     min_sites: int = 1
@@ -32,23 +34,27 @@ class Rules:
     clip_norm: float | None = None
     examples_tolerance: float = 0.1
     quarantine_after: int = 3
+    examples: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Roster:
     """What the server remembers of its sites.
 
-    A site registers the number of its training examples with its first usable answer. A site that gave no usable answer
+    A site registers the number of its training examples with its first usable answer, and that of its test examples with
+    the first that judges a model. A site that gave no usable answer
     in ``quarantine_after`` rounds in a row rests for 1 round, then for 2, 4, 8 and at most 16, and is asked again in
     between; one usable answer and it is a site like the others.
 
     Attributes:
         registered: training examples (n_k) by site.
+        tested: test examples by site.
         missed: rounds in a row without a usable answer.
         resting: rounds that a site is still left out for.
     """
 
     registered: dict[str, int] = field(default_factory=dict)
+    tested: dict[str, float] = field(default_factory=dict)
     missed: dict[str, int] = field(default_factory=dict)
     resting: dict[str, int] = field(default_factory=dict)
 
@@ -57,10 +63,19 @@ class Roster:
         awake = [site for site in sites if not self.resting.get(site)]
         return awake if len(awake) >= max(1, rules.min_sites) else list(sites)
 
-    def agrees(self, update: Update, rules: Rules) -> bool:
-        """Whether a site speaks of as many examples as it registered; its first answer registers."""
-        known = self.registered.setdefault(update.site, update.examples)
-        return abs(update.examples - known) <= rules.examples_tolerance * known
+    def against(self, update: Update, rules: Rules) -> str | None:
+        """The code that an answer is refused with, where it speaks of more examples than ``rules`` say that there are, or
+        of other numbers than the site's first answer, which registers them.
+        """
+        site, most = update.site, rules.examples.get(update.site)
+        if most is not None and update.examples > most * (1 + rules.examples_tolerance):
+            return "E_WEIGHT"
+        if not _near(update.examples, self.registered.setdefault(site, update.examples), rules):
+            return "E_WEIGHT"
+        tested = update.metrics.get("test_examples")
+        if tested is not None and not _near(tested, self.tested.setdefault(site, tested), rules):
+            return "E_METRICS"
+        return None
 
     def heard(self, answered: Collection[str], asked: Collection[str], rules: Rules) -> None:
         """A round is over: count misses, send to rest, let others come back."""
@@ -78,12 +93,22 @@ class Roster:
             if rules.quarantine_after and beyond >= 0:
                 self.resting[site] = min(2**beyond, LONGEST_REST)
 
-    def share(self, contributed: Collection[str], asked: Collection[str]) -> float:
-        """Share of the examples of the sites asked that contributed; one that never registered counts as the mean."""
-        known = [self.registered[site] for site in asked if site in self.registered]
-        usual = sum(known) / len(known) if known else 1.0
-        total = sum(self.registered.get(site, usual) for site in asked)
-        return sum(self.registered.get(site, usual) for site in contributed) / total if total else 0.0
+    def share(self, contributed: Collection[str], asked: Collection[str], max_share: float = 1.0) -> float:
+        """Share of the examples of the sites asked that contributed; one that never registered counts as the mean.
+
+        As in a sum, no site is more than ``max_share`` of all: one large claim is not most of what was promised.
+        """
+        known = {site: self.registered[site] for site in asked if site in self.registered}
+        if known and max_share < 1:
+            limit = _limit(list(known.values()), max_share)
+            known = {site: min(examples, limit) for site, examples in known.items()}
+        usual = sum(known.values()) / len(known) if known else 1.0
+        total = sum(known.get(site, usual) for site in asked)
+        return sum(known.get(site, usual) for site in contributed) / total if total else 0.0
+
+
+def _near(now: float, registered: float, rules: Rules) -> bool:
+    return abs(now - registered) <= rules.examples_tolerance * registered
 
 
 def capped(updates: Sequence[Update], max_share: float) -> tuple[list[Update], dict[str, int]]:
@@ -99,19 +124,14 @@ def capped(updates: Sequence[Update], max_share: float) -> tuple[list[Update], d
     """
     if max_share >= 1 or not updates:
         return list(updates), {}
-    limit = _limit(sorted(update.examples for update in updates), max_share)
+    limit = _limit([update.examples for update in updates], max_share)
     cut = {update.site: limit for update in updates if update.examples > limit}
-    return [replace(u, examples=cut.get(u.site, u.examples)) for u in updates], cut
+    counted = [cut.get(update.site, update.examples) for update in updates]
+    return [
+        replace(u, examples=n, claimed=u.examples, max_share=max_share) for u, n in zip(updates, counted, strict=True)
+    ], cut
 
 
 def _limit(examples: Sequence[int], max_share: float) -> int:
-    """The common number to cut to; ``examples`` ascending."""
-    rest = sum(examples)
-    for large in range(1, len(examples) + 1):
-        rest -= examples[-large]
-        if large * max_share >= 1:
-            break
-        limit = math.floor(max_share * rest / (1 - large * max_share))
-        if large == len(examples) or examples[-large - 1] <= limit:
-            return max(limit, 1)
-    return max(min(examples), 1)
+    """The whole number of examples that the largest sites are cut to."""
+    return max(math.floor(common_limit(examples, max_share)), 1)

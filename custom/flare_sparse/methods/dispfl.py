@@ -73,8 +73,9 @@ class DisPFL(Method[State]):
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        active = sample(sites, self.config.participation, self.seed, state.round)
-        return {name: self._request("train", state, name, active) for name in active if name in state.owners}
+        owning = [name for name in sites if name in state.owners]
+        active = sample(owning, self.config.participation, self.seed, state.round)
+        return {name: self._request("train", state, name, active) for name in active}
 
     def _request(self, kind: str, state: State, name: str, active: Sequence[str]) -> Request:
         """w~ (.) m_k: the sum of the neighbours' weights over the number of neighbours that hold a coordinate."""

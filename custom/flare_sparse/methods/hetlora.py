@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregate import by_examples, weighted_sum
+from ..aggregate import by_examples, weighted_sum, within
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
@@ -104,7 +104,7 @@ class HetLoRA(RankedMethod[State]):
     def _by_size(self, updates: Sequence[Update]) -> list[float]:
         """``||B_k A_k||_F`` over their sum; by examples while all are zero."""
         sizes = [self._product_norm(update.patch.vector()) for update in updates]
-        return [size / sum(sizes) for size in sizes] if sum(sizes) > 0 else by_examples(updates)
+        return within(sizes, updates[0].max_share) if sum(sizes) > 0 else by_examples(updates)
 
     def _product_norm(self, vector: Tensor) -> float:
         """Frobenius norm over all modules; ``||B A||^2 = sum((B^T B) * (A A^T))``, so no product is formed."""

@@ -112,8 +112,12 @@ class NeuroSFL(Method[State]):
         if state.round == 0:
             model = self.model(state)
             rated = self._maskable & model.on
-            return broadcast(sites, Request("score", 0, model, model.on, content="scores", expected=rated))
-        return self._models("train", state, sample(sites, self.config.participation, self.seed, state.round))
+            least = None if self.config.signed else 0.0
+            return broadcast(
+                sites, Request("score", 0, model, model.on, content="scores", expected=rated, smallest=least)
+            )
+        training = [name for name in sites if name in state.owners] if state.owners else sites
+        return self._models("train", state, sample(training, self.config.participation, self.seed, state.round))
 
     def answer(self, request: Request, site: Site) -> Update:
         return self._score(request, site) if request.kind == "score" else self._train(request, site)
@@ -156,13 +160,22 @@ class NeuroSFL(Method[State]):
         elif self.config.random_site:
             scores = [updates[self._drawn(len(updates))].patch.vector()]
         else:
-            weighted = self.config.scores == "weighted_snip" or self.config.signed
-            scores = [weighted_sum(updates, by_examples if weighted else uniform)]
+            scores = [self._pooled(updates)]
         masks = [top_k_per_tensor(s.abs(), live, self.layout, pool, self.config.min_per_layer) for s in scores]
         if step < self.config.steps:
             return replace(state, step=step, masks=tuple(mask | ~maskable for mask in masks))
         owners = tuple(update.site for update in updates) if self.config.own_masks else ()
         return self._start(replace(state, step=step, owners=owners), masks)
+
+    def _pooled(self, updates: Sequence[Update]) -> Tensor:
+        """One score of each entry; with a robust ``combine`` no site's own size of scores decides."""
+        combine = self.config.combine
+        if combine.sees_single_answers:
+            owners = min(combine.min_owners, len(updates))  # all send the same entries
+            nothing = torch.zeros(self.layout.size)
+            return combined(updates, nothing, combine.model_copy(update={"min_owners": owners}))
+        weighted = self.config.scores == "weighted_snip" or self.config.signed
+        return weighted_sum(updates, by_examples if weighted else uniform)
 
     def _drawn(self, sites: int) -> int:
         return int(torch.randint(sites, (1,), generator=generator(self.seed, "random site")))

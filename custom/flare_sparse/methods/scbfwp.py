@@ -81,7 +81,9 @@ class SCBFwP(SCBF):
         counter = self.config.counted_at
         if state.phase == "count":
             model = self.model(state)
-            question = Request("count", state.round - 1, model, state.live, content="scores", expected=self._reported)
+            question = Request(
+                "count", state.round - 1, model, state.live, content="scores", expected=self._reported, smallest=0.0
+            )
             return broadcast(sites if counter == "sites" else [counter], question)
         asked = super().ask(state, [site for site in sites if site != counter])
         if not asked or state.phase != "counted" or counter != "sites":

@@ -74,20 +74,21 @@ def written(counts: Tensor, at: Tensor, size: int) -> Patch:
 def pooled(updates: Sequence[Update], at: Tensor) -> list[Fraction]:
     """APoZ of every unit over the examples of all sites, exact; 0 where nothing was counted.
 
-    What a site claims is held within what is possible: no more zeros than outputs.
+    The mean of the sites' own shares of zeros, each within 0 and 1, weighted by their examples as they count. That is the
+    share over all examples where the sites have as many outputs for each; how many a site claims gives it no weight.
 
     Args:
         updates: with the patches of :func:`written`.
         at: as there.
     """
-    zeros, outputs = [0] * len(at), [0] * len(at)
+    idle, weight = [Fraction(0)] * len(at), [0] * len(at)
     for update in updates:
         high, low, each = update.patch.vector()[at].round().long().clamp_(min=0).unbind(1)
         for unit, (a, b, positions) in enumerate(zip(high.tolist(), low.tolist(), each.tolist(), strict=True)):
-            total = positions * update.examples
-            zeros[unit] += min(a * WHOLE + b, total)
-            outputs[unit] += total
-    return [Fraction(z, n) if n else Fraction(0) for z, n in zip(zeros, outputs, strict=True)]
+            if total := positions * update.own_examples:
+                idle[unit] += update.examples * Fraction(min(a * WHOLE + b, total), total)
+                weight[unit] += update.examples
+    return [share / n if n else Fraction(0) for share, n in zip(idle, weight, strict=True)]
 
 
 def without_idle(

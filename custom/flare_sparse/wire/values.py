@@ -62,6 +62,11 @@ def read(raw: np.ndarray, kind: ValueType) -> Tensor:
     return values
 
 
+def representable(values: Tensor, kind: ValueType) -> bool:
+    """Whether each value is a finite number in this format."""
+    return bool(torch.isfinite(values if kind == "float32" else values.to(_TORCH[kind])).all())
+
+
 def _require_finite(numbers: np.ndarray, field: str) -> None:
     """A finite sum of squares says that all are finite; only when it overflows is each one looked at."""
     with np.errstate(over="ignore", invalid="ignore"):
