@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .packing import pack, unpack
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 
 
@@ -56,8 +56,13 @@ class Store:
                 "for it or abort it; or submit with another seed"
             ) from error
 
-    def save(self, number: int, content: Any) -> None:
+    def save(self, number: int, content: Any, spared: int | None = None) -> None:
         """Write a checkpoint; afterwards it is on the disk, whole, also if the power goes.
+
+        Args:
+            number: higher than those before.
+            content: a dataclass of what a checkpoint may hold.
+            spared: number of an earlier one that stays, too.
 
         Raises:
             CheckpointError: it could not be written; the ones before are as they were.
@@ -77,7 +82,7 @@ class Store:
             raise CheckpointError(
                 f"{self.folder}: the checkpoint could not be written: {error.strerror or error}. The ones before are intact"
             ) from error
-        for old in self.numbers()[: -self.keep]:
+        for old in [number for number in self.numbers()[: -self.keep] if number != spared]:
             shutil.rmtree(self.folder / f"{old:08d}", ignore_errors=True)
 
     def _files(self, content: Any) -> dict[str, bytes]:
