@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from .checkpoint.store import Store
 from .encryption import SiteCipher
-from .errors import RejectedMessage
+from .errors import NotHeld, RejectedMessage
 from .exchange import VALIDATE, Patch, Request, Update
 from .mask import Mask
 from .methods import Method
 from .training import Site
-from .wire.codec import Encoded, decode, encode, sequence_of
+from .wire.codec import Decoded, Encoded, decode, encode, sequence_of
 from .wire.plan import Plan, ValueType
 
 
@@ -44,7 +45,8 @@ class SiteDesk:
     """Decodes what the server asks, answers, and encodes the answer. Knows nothing of FLARE.
 
     A question with the kind and the round of the one before is a further attempt: the answer to the first was given up,
-    and with it what it did to ``site.memory`` and to the residual. The same question gets the same answer.
+    and with it what it did to ``site.memory`` and to the residual. The same question gets the same answer. It may lean
+    on what the site held before any of these attempts: their vectors are one.
 
     Args:
         site: trains and judges.
@@ -71,6 +73,8 @@ class SiteDesk:
         self._known: Mask | None = None
         self._base: int | None = None
         self._sequence = 0
+        self._taken: tuple[str, int] | None = None
+        self._earlier: list[tuple[Mask | None, int | None]] = []
         self._answered: tuple[str, int] | None = None
         self._before = self._after = Carried()
         self._start = Carried()
@@ -87,20 +91,38 @@ class SiteDesk:
         """
         if self._sequence == 0 and self.store is not None:
             self._remember(self.store, sequence_of(data, "server"))
-        sealing = self.cipher.sealing if self.cipher else None
-        plan = Plan(self.site.layout, self.run, known=self._known, base=self._base, sealing=sealing)
-        message = decode(data, plan, "server")
+        message = self._read(data)
         if message.sequence <= self._sequence:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._sequence}", message.sequence, "server")
         if message.trainable is None:
             raise RejectedMessage("E_KIND", "trainable", "a question", "an answer", "server")
         patch = self.opened(message.patch)
+        question = (message.kind, message.round)
+        self._earlier = [*(self._earlier if question == self._taken else ()), (self._known, self._base)]
         self._take(patch)
-        self._base = self._sequence = message.sequence
-        self._start = self._before if (message.kind, message.round) == self._answered else self._after
+        self._taken, self._base, self._sequence = question, message.sequence, message.sequence
+        self._start = self._before if question == self._answered else self._after
         self.site.memory = dict(self._start.method)
         self.asked = Request(message.kind, message.round, patch, message.trainable)
         return self.asked
+
+    def _read(self, data: Any) -> Decoded:
+        """The message, which leans on what is held now or, of a further attempt, on what was held before it.
+
+        Raises:
+            NotHeld, RejectedMessage: as :meth:`receive`.
+        """
+        sealing = self.cipher.sealing if self.cipher else None
+        plan = Plan(self.site.layout, self.run, known=self._known, base=self._base, sealing=sealing)
+        try:
+            return decode(data, plan, "server")
+        except NotHeld:
+            for known, base in reversed(self._earlier):
+                with suppress(NotHeld):
+                    message = decode(data, replace(plan, known=known, base=base), "server")
+                    if (message.kind, message.round) == self._taken:
+                        return message
+            raise
 
     def opened(self, patch: Patch) -> Patch:
         """A patch with values to read, decrypted if need be.
@@ -122,6 +144,8 @@ class SiteDesk:
         self._answered, self._after, self._saved = (memory.kind, memory.round), memory.carried, self._sequence
         while found is not None and (found[1].kind, found[1].round) == self._answered:
             found = store.load(SiteMemory, below=found[0])
+        self._taken = self._answered
+        self._earlier = [(found[1].known, found[1].base) if found else (None, None)]
         self._saved_before, self._before = (found[0], found[1].carried) if found else (None, Carried())
 
     def _settle(self, request: Request, after: Carried) -> None:

@@ -194,6 +194,8 @@ class Federation:
             contributed = [u for u in tally.answered if u.content != "nothing" and u.examples and u.patch.on.count]
             counted = tally.answered if reporting else contributed
             if self._enough(counted, requests):
+                for site in [*tally.rejected, *tally.silent]:  # not before: a further attempt says the same bits
+                    self.desk.forget(site)
                 missed = [site for site in self._silent if site not in resting]
                 self._roster.heard([u.site for u in tally.answered], [*requests, *missed], self.rules)
                 weighed, cut = capped(contributed, self.rules.max_share)
@@ -277,8 +279,6 @@ class Federation:
             replies[site] = "E_KEY"
         rejected = {site: _reason(reply) for site, reply in replies.items() if not isinstance(reply, Update)}
         silent = sorted(set(requests) - set(replies))
-        for site in [*rejected, *silent]:
-            self.desk.forget(site)
         answered = [reply for _, reply in sorted(replies.items()) if isinstance(reply, Update)]
         return _Tally(question, answered, rejected, silent)
 
