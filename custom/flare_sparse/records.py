@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from .checkpoint.writing import replacing, sync
 from .errors import ConfigError
 from .exchange import Sealed
 from .federation import Judgement, Outcome, RoundRecord
@@ -25,6 +26,10 @@ from .wire.ledger import Ledger
 
 ENCRYPTED = "encrypted_"
 """What the name of a model's file begins with when nobody without the key can read it."""
+
+
+GROWING = ("rounds.jsonl", "ledger.jsonl")
+"""Files that grow with every commit."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class RunFolder:
         self._began = time.monotonic()
         self._written = 0
         path.mkdir(parents=True, exist_ok=True)
-        for name in ("rounds.jsonl", "ledger.jsonl"):
+        for name in GROWING:
             (path / name).write_text("")
         (path / "config.yaml").write_text(facts.config)
 
@@ -77,13 +82,19 @@ class RunFolder:
         return {"run": self.facts.run, **line, **named, **figures}
 
     def finish(self, outcome: Outcome) -> dict[str, Any]:
-        """Write models and summary; returns the summary."""
+        """Write models and summary, the summary last; returns it when all is on the disk.
+
+        Raises:
+            OSError: the disk is full or broken.
+        """
         clear_models(self.path)
         self._save("", outcome.weights, outcome.mask, outcome.sealed)
         best = outcome.best
         if best.weights is not None and best.mask is not None:
             self._save("best_", best.weights, best.mask, best.sealed)
         summary = self._summary(outcome)
+        for name in GROWING:
+            sync(self.path / name)
         write_json(self.path / "summary.json", summary)
         return summary
 
@@ -136,20 +147,12 @@ def traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
 
 def save_model(path: Path, layout: Layout, weights: Tensor) -> None:
     """Named float32 tensors; ``load_model`` and ``safetensors`` read them back."""
-    safetensors.torch.save_file(
-        {name: tensor.contiguous() for name, tensor in layout.unflatten(weights).items()},
-        path,
-        metadata={"layout": layout.fingerprint, "sha256": digest(weights)},
-    )
+    _write(path, layout.unflatten(weights), {"layout": layout.fingerprint, "sha256": digest(weights)})
 
 
 def save_mask(path: Path, layout: Layout, mask: Mask) -> None:
     """Named bool tensors: what lives."""
-    safetensors.torch.save_file(
-        {name: tensor.contiguous() for name, tensor in layout.unflatten(mask.on).items()},
-        path,
-        metadata={"layout": layout.fingerprint, "fingerprint": mask.fingerprint},
-    )
+    _write(path, layout.unflatten(mask.on), {"layout": layout.fingerprint, "fingerprint": mask.fingerprint})
 
 
 def load_model(path: Path, layout: Layout) -> Tensor:
@@ -163,7 +166,13 @@ def load_model(path: Path, layout: Layout) -> Tensor:
 
 def save_sealed(path: Path, layout: Layout, sealed: Sealed) -> None:
     """The encrypted values of a model; :func:`load_sealed` reads them back."""
-    safetensors.torch.save_file({"values": sealed.data}, path, metadata={"layout": layout.fingerprint})
+    _write(path, {"values": sealed.data}, {"layout": layout.fingerprint})
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], said: dict[str, str]) -> None:
+    """Whole and on the disk, or not at all."""
+    with replacing(path) as part:
+        safetensors.torch.save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, part, metadata=said)
 
 
 def clear_models(folder: Path) -> None:
@@ -221,7 +230,6 @@ def _load(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write completely or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n")
-    part.replace(path)
+    """Whole and on the disk, or not at all."""
+    with replacing(path) as part:
+        part.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n")

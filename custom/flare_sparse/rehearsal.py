@@ -71,14 +71,15 @@ def rehearse(
         outcome = federation.run(
             weights,
             lambda: sorted(desks),
-            lambda q: dict(_carry(q, server, desks)),
+            lambda q: dict(carry(q, server, desks)),
             greet=lambda names: {name: desks[name].hello() for name in names},
             resume=resume,
         )
     return outcome, ledger
 
 
-def _carry(question: Question, server: ServerDesk, desks: Mapping[str, SiteDesk]) -> Iterator[tuple[str, Reply]]:
+def carry(question: Question, server: ServerDesk, desks: Mapping[str, SiteDesk]) -> Iterator[tuple[str, Reply]]:
+    """A question to each site that it is for, and the answers back, without a framework in between."""
     for name, message in question.messages.items():
         desk = desks[name]
         try:

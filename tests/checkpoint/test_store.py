@@ -115,6 +115,14 @@ def test_the_last_two_are_kept_and_a_damaged_one_is_passed_over(store: Store) ->
     assert store.load(Content, below=3)[0] == 2  # type: ignore[index]
 
 
+def test_one_that_is_spared_stays_as_long_as_it_is(store: Store) -> None:
+    for number in (1, 2, 3, 4):
+        store.save(number, content(number), spared=1)
+    assert store.numbers() == [1, 3, 4]
+    store.save(5, content(5))
+    assert store.numbers() == [4, 5]
+
+
 def test_none_is_found_where_none_is(store: Store) -> None:
     assert store.load(Content) is None
     store.save(4, content(4))
@@ -133,8 +141,8 @@ def test_another_jobs_checkpoint_is_refused_and_the_difference_named(store: Stor
 
 def test_another_format_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(1, content(1))
-    monkeypatch.setattr("flare_sparse.checkpoint.store.FORMAT", 2)
-    with pytest.raises(CheckpointError, match="written in format 1, this version reads 2"):
+    monkeypatch.setattr("flare_sparse.checkpoint.store.FORMAT", 3)
+    with pytest.raises(CheckpointError, match="written in format 2, this version reads 3"):
         store.load(Content)
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,16 @@ def command(*arguments: Any) -> list[str]:
     return [sys.executable, "-c", program, *map(str, arguments)]
 
 
-def kill_after(commits: int, run: subprocess.Popen[bytes], out: Path) -> None:
-    """Kill every process of a run as soon as so many rounds are committed."""
+def committed(out: Path) -> int:
+    """The last commit that is on the disk."""
+    return max((int(p.name) for p in out.glob("checkpoints/*/server/*") if p.name.isdigit()), default=0)
+
+
+def kill_when(due: Callable[[], bool], run: subprocess.Popen[bytes]) -> None:
+    """Kill every process of a run as soon as something is the case."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and run.poll() is None:
-        committed = [int(p.name) for p in out.glob("checkpoints/*/server/*") if p.name.isdigit()]
-        if committed and max(committed) >= commits:
+        if due():
             everyone = [*psutil.Process(run.pid).children(recursive=True), run]  # FLARE's own lead their groups
             for process in everyone:
                 process.kill()
@@ -72,7 +77,7 @@ def test_a_killed_job_is_resumed_to_the_same_model_and_the_same_ledger(name: str
     subprocess.run(command("rehearse", file, "--out", tmp_path / "whole"), check=True, capture_output=True)
     out = tmp_path / "out"
     run = subprocess.Popen(command("run", file, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    kill_after(3, run, out)
+    kill_when(lambda: committed(out) >= 3, run)
     assert not (out / "summary.json").exists()
     resumed = subprocess.run(
         command("run", file, "--out", out, "--resume"), check=False, capture_output=True, text=True
@@ -81,6 +86,25 @@ def test_a_killed_job_is_resumed_to_the_same_model_and_the_same_ledger(name: str
     assert summary(out)["model_sha256"] == summary(tmp_path / "whole")["model_sha256"]
     assert summary(out)["traffic"] == summary(tmp_path / "whole")["traffic"]
     assert rounds(out) == rounds(tmp_path / "whole")
+
+
+def test_a_job_that_is_killed_after_its_end_delivers_the_same_model(tmp_path: Path) -> None:
+    """All rounds are committed and the models written, but nobody has fetched them: only the last judgement is repeated."""
+    file = configuration(tmp_path / "config", METHODS["topk_ef"], rounds=3)
+    out = tmp_path / "out"
+    run = subprocess.Popen(command("run", file, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    kill_when(lambda: any(out.glob("checkpoints/*/server/finished")), run)
+    left = out / "workspace" / "sum" / "server" / "simulate_job" / "app_server" / "flare_sparse"
+    before = {**summary(left), "seconds": 0}
+    assert not (out / "summary.json").exists()
+    assert committed(out) == 3
+    resumed = subprocess.run(
+        command("run", file, "--out", out, "--resume"), check=False, capture_output=True, text=True
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert {**summary(out), "seconds": 0} == before
+    assert "the same model is delivered now" in (out / "flare.log").read_text()
+    assert not (out / "checkpoints").exists()
 
 
 def test_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
@@ -92,7 +116,7 @@ def test_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    kill_after(2, run, out)
+    kill_when(lambda: committed(out) >= 2, run)
     other = command("rehearse", file, "--out", out, "--resume", "--set", "method.fraction=0.3")
     refused = subprocess.run(other, check=False, capture_output=True, text=True)
     assert refused.returncode != 0

@@ -222,7 +222,7 @@ def test_an_answer_beyond_the_structure_is_refused(name: str, code: str, plain: 
 def test_a_site_that_joins_late_gets_the_current_structure(plain: Any) -> None:
     """Its first message is the smaller model with its structure; its answer fits."""
     from flare_sparse.federation import Federation
-    from flare_sparse.rehearsal import _carry
+    from flare_sparse.rehearsal import carry
     from flare_sparse.server import ServerDesk
     from flare_sparse.site import SiteDesk
     from flare_sparse.wire.ledger import Ledger
@@ -238,7 +238,7 @@ def test_a_site_that_joins_late_gets_the_current_structure(plain: Any) -> None:
         return present
 
     federation = Federation(method, server, plain.task.metric)
-    outcome = federation.run(plain.weights, sites, lambda q: dict(_carry(q, server, desks)))
+    outcome = federation.run(plain.weights, sites, lambda q: dict(carry(q, server, desks)))
     assert [record.sites_in for record in outcome.rounds][-3:] == [["site-1", "site-2", "site-3"]] * 3
     first = next(line for line in ledger.lines if line.site == "site-3")
     assert 0 < first.scalars_sent < plain.layout.size

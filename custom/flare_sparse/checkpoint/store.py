@@ -2,6 +2,7 @@
 
     <folder>/00000007/manifest.json    what it belongs to, the packed values, sha256 of everything
     <folder>/00000007/tensors.safetensors
+    <folder>/finished                  of a run that ended: the folder of its result
 
 A checkpoint is written under another name, flushed to the disk with its folder, and renamed: the rename is the commit.
 """
@@ -23,9 +24,11 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .packing import pack, unpack
+from .writing import replacing, sync, write
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
+FINISHED = "finished"
 
 
 class Store:
@@ -41,7 +44,7 @@ class Store:
         self.folder, self.belongs, self.keep = folder, dict(belongs), keep
 
     def claim(self) -> None:
-        """Hold the folder until this process ends, however it ends.
+        """Hold the folder until this process ends, however it ends, or :meth:`release` is called.
 
         Raises:
             CheckpointError: another process holds it: the same job runs twice.
@@ -49,15 +52,54 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._hold()
         except OSError as error:
             raise CheckpointError(
                 f"{self.folder}: held by another process, or not writable ({error.strerror}). The same job runs already: wait "
                 "for it or abort it; or submit with another seed"
             ) from error
 
-    def save(self, number: int, content: Any) -> None:
+    def _hold(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise
+
+    def release(self) -> None:
+        """Give back what :meth:`claim` holds."""
+        os.close(self._lock)
+
+    def finish(self, result: Path) -> None:
+        """Say, on the disk, that the run is over and that its result lies in ``result``; the checkpoints stay.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            with replacing(self.folder / FINISHED) as part:
+                part.write_text(str(result), encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / FINISHED}: {error.strerror or error}") from error
+
+    def finished(self) -> Path | None:
+        """Where the result of the run lies, or lay, if it is over."""
+        try:
+            return Path((self.folder / FINISHED).read_text(encoding="utf-8"))
+        except OSError:
+            return None
+
+    def reopen(self) -> None:
+        """The run goes on, or starts anew."""
+        (self.folder / FINISHED).unlink(missing_ok=True)
+
+    def save(self, number: int, content: Any, spared: int | None = None) -> None:
         """Write a checkpoint; afterwards it is on the disk, whole, also if the power goes.
+
+        Args:
+            number: higher than those before.
+            content: a dataclass of what a checkpoint may hold.
+            spared: number of an earlier one that stays, too.
 
         Raises:
             CheckpointError: it could not be written; the ones before are as they were.
@@ -68,16 +110,16 @@ class Store:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             for name, data in self._files(content).items():
-                _write(unfinished / name, data)
-            _sync(unfinished)
+                write(unfinished / name, data)
+            sync(unfinished)
             unfinished.replace(self.folder / f"{number:08d}")
-            _sync(self.folder)
+            sync(self.folder)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
                 f"{self.folder}: the checkpoint could not be written: {error.strerror or error}. The ones before are intact"
             ) from error
-        for old in self.numbers()[: -self.keep]:
+        for old in [number for number in self.numbers()[: -self.keep] if number != spared]:
             shutil.rmtree(self.folder / f"{old:08d}", ignore_errors=True)
 
     def _files(self, content: Any) -> dict[str, bytes]:
@@ -172,24 +214,3 @@ def _digest(said: Mapping[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """All of it, on the disk when this returns."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(file, rest) :]
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _sync(folder: Path) -> None:
-    """The names in a folder, on the disk."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -23,7 +23,7 @@ from ..task import SiteData, Task
 from .keys import FOLDER as KEYS
 from .keys import opened, run_contexts
 from .result import show_result
-from .resuming import Resume, checkpoint_root
+from .resuming import FOLDER, Resume, checkpoint_root
 from .simulated import simulated_sites
 
 if TYPE_CHECKING:
@@ -203,6 +203,7 @@ def _recorded(config: RunConfig, file: Path, out: Path, summary: dict[str, Any])
     keep_own_task(_own(config, file), out)
     (out / "config.yaml").write_text(dump_config(config))  # with the simulator's part, so that it can be run again
     write_card(Run.read(out))
+    shutil.rmtree(out / FOLDER, ignore_errors=True)  # the result is here: nothing is left to go on from
     return summary
 
 

@@ -224,6 +224,8 @@ class Federation:
             tally, learned = learn(tally, requests) if learn else (tally, _Learned(None, []))
             counted = tally.contributed if learn else tally.answered
             if learned and self._enough(counted, requests):
+                for site in [*tally.rejected, *tally.silent]:  # not before: a further attempt says the same bits
+                    self.desk.forget(site)
                 missed = [site for site in self._silent if site not in resting]
                 self._roster.heard([u.site for u in tally.answered], [*requests, *missed], self.rules)
                 facts = _Facts(requests, [u.site for u in counted], judged, attempt, resting, left_out, learned)
@@ -245,11 +247,8 @@ class Federation:
             after = self._usable(state, updates)
             if after is not None:
                 return tally, _Learned(after, updates, capped_to, cut)
-            loudest = max(
-                tally.contributed, key=lambda u: float(torch.linalg.vector_norm(u.patch.values.double()))
-            ).site
-            self.desk.forget(loudest)
-            tally = tally.without(loudest, "E_RANGE")
+            loudest = max(tally.contributed, key=lambda u: float(torch.linalg.vector_norm(u.patch.values.double())))
+            tally = tally.without(loudest.site, "E_RANGE")
         return tally, None
 
     def _weighed(self, contributed: list[Update]) -> tuple[list[Update], dict[str, int]]:
@@ -340,8 +339,6 @@ class Federation:
             replies[site] = "E_KEY"
         rejected = {site: _reason(reply) for site, reply in replies.items() if not isinstance(reply, Update)}
         silent = sorted(set(requests) - set(replies))
-        for site in [*rejected, *silent]:
-            self.desk.forget(site)
         answered = [reply for _, reply in sorted(replies.items()) if isinstance(reply, Update)]
         return _Tally(question, answered, rejected, silent)
 

@@ -26,6 +26,7 @@ from ..federation import Federation, Reply, RoundRecord
 from ..progress import progress_line
 from ..records import ENCRYPTED, RunFolder, write_json
 from ..server import Question
+from .keeping import finish
 from .payload import HELLO, REPLY, TASK, hello_in, message_to_shareable
 from .results import announce_best, announce_round
 from .session import AGGREGATOR_ID, server_session, workspace_of
@@ -35,6 +36,11 @@ RESULTS = "flare_sparse"
 
 STATS = "flare_sparse"
 """Group of a running job's statistics (``show_stats``) that holds its rounds so far."""
+
+DELIVERED = (
+    "this job ended before, and its result was never archived (%s): the same model is delivered now. For a run from the "
+    "start take another seed, or remove %s"
+)
 
 POLL_S = 0.01
 
@@ -91,6 +97,8 @@ class FederatedController(Controller):
         session = server_session(fl_ctx)
         session.open(fl_ctx)
         job, assembly = session.job, session.assembly
+        if session.unarchived is not None and session.store is not None:
+            self.logger.warning(DELIVERED, session.unarchived, session.store.folder)
         facts = run_facts(job, assembly)
         app_dir = Path(workspace_of(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
         folder = RunFolder(app_dir / RESULTS, facts, assembly.layout, session.ledger)
@@ -128,7 +136,7 @@ class FederatedController(Controller):
             },
         )
         if session.store is not None:
-            session.store.drop()  # a job that is over is not gone on from
+            finish(session.store, workspace_of(fl_ctx), fl_ctx.get_job_id())
 
     def _sites(self, fl_ctx: FLContext, wanted: int) -> list[str]:
         names = sorted(client.name for client in fl_ctx.get_engine().get_clients())

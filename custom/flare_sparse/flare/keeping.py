@@ -1,16 +1,20 @@
-"""Where an end of a deployed job keeps its checkpoints: said by its own local files, never by a job."""
+"""Where an end of a deployed job keeps its checkpoints, said by its own local files, never by a job; and how long."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
 from nvflare.apis.workspace import Workspace
 
+from ..checkpoint.store import FINISHED, Store
+from ..checkpoint.writing import sync
 from ..data.source import LOCAL_FILE, SITE_FILE_VARIABLE
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
+from ..rehearsal import SERVER
 
 CHECKPOINTS_VARIABLE = "FLARE_SPARSE_CHECKPOINTS"
 OFF = "off"
@@ -31,6 +35,34 @@ def checkpoint_folder(workspace: Workspace, end: str, environment: Mapping[str, 
     file = Path(named) if named else Path(workspace.get_site_config_dir()) / LOCAL_FILE
     said = environment.get(CHECKPOINTS_VARIABLE) or _local(file)
     return None if said == OFF else (root / Path(said or "checkpoints").expanduser()).absolute()
+
+
+def forget_archived(root: Path) -> None:
+    """Drop the server's checkpoints of jobs below ``root`` that ended and whose result is in FLARE's job store.
+
+    FLARE removes a job's folder when it has archived it, and never before.
+    """
+    for mark in root.glob(f"*/{SERVER}/{FINISHED}"):
+        store = Store(mark.parent, {})
+        with suppress(CheckpointError):  # that job runs: its checkpoints are its own
+            store.claim()
+            result = store.finished()
+            if result is not None and not result.is_dir():
+                store.drop()
+                store.reopen()
+            store.release()
+
+
+def finish(store: Store, workspace: Workspace, job_id: str) -> None:
+    """The result of a job is in its folder, on the disk: mark its checkpoints, which stay until FLARE has archived it.
+
+    Raises:
+        CheckpointError: the mark could not be written.
+    """
+    folder = Path(workspace.get_run_dir(job_id)).absolute()
+    sync(folder)
+    sync(folder.parent)
+    store.finish(folder)
 
 
 def _local(file: Path) -> str | None:

@@ -22,7 +22,7 @@ from ..site import SiteDesk
 from ..task import Task
 from ..wire.ledger import Ledger
 from .contexts import server_cipher, site_cipher
-from .keeping import checkpoint_folder
+from .keeping import checkpoint_folder, forget_archived
 from .site.policy import POLICY_FILE, Policy, read_policy
 
 JOB_FILE = "flare_sparse.yaml"
@@ -55,7 +55,11 @@ def _assemble(fl_ctx: FLContext) -> tuple[JobConfig, Assembly]:
 
 
 class ServerSession(FLComponent):
-    """The server's end: built from the job's own file when the controller starts."""
+    """The server's end: built from the job's own file when the controller starts.
+
+    Attributes:
+        unarchived: folder of an earlier run of this job that ended, and whose result FLARE never archived.
+    """
 
     def open(self, fl_ctx: FLContext) -> None:
         """Read the job, build model and method.
@@ -68,8 +72,12 @@ class ServerSession(FLComponent):
         self.ledger = Ledger()
         root = checkpoint_folder(workspace_of(fl_ctx), SERVER)
         self.store = checkpoints(self.job, self.assembly, root, SERVER) if root else None
-        if self.store is not None:
+        self.unarchived: Path | None = None
+        if root is not None and self.store is not None:
+            forget_archived(root)
             self.store.claim()
+            self.unarchived = self.store.finished()
+            self.store.reopen()
         cipher = server_cipher(fl_ctx) if self.job.encrypted else None
         self.desk = ServerDesk(self.assembly.layout, self.assembly.run, self.job.wire.values, self.ledger, cipher)
 

@@ -115,7 +115,8 @@ class Method(ABC, Generic[S]):
     def ask(self, state: S, sites: Sequence[str]) -> dict[str, Request] | None:
         """The next question for each site asked, out of those present; None when training is over.
 
-        A broadcast is one Request object for all: it is encoded once.
+        A broadcast is one Request object for all: it is encoded once. Kind and round name a question to sites that
+        keep something (``site.memory``): the same two again are a further attempt, and what they kept is as before it.
         """
 
     @abstractmethod

@@ -1,0 +1,55 @@
+"""Files that are on the disk when a call returns, whole, also if the power goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write(path: Path, data: bytes) -> None:
+    """All of it, on the disk when this returns.
+
+    Raises:
+        OSError: there is such a file already, or it could not be written.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def sync(path: Path) -> None:
+    """What is in a file, or the names in a folder, on the disk.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write to; afterwards it is ``path``, on the disk: a reader finds the old content or the new.
+
+    Raises:
+        OSError: it could not be written; the old content is as it was.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        yield part
+        sync(part)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
