@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.pop("COLUMNS", None)  # pytest's processes inherit one; the command line's console would keep to it
 SHARED_DATA = (Path(__file__).parents[2] / "shared" / "data").resolve()
 
 

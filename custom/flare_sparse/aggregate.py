@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -39,9 +40,8 @@ def common_limit(numbers: Sequence[float], max_share: float) -> float:
     40.0
     """
     ascending = sorted(numbers)
-    rest = sum(ascending)
     for large in range(1, len(ascending) + 1):
-        rest -= ascending[-large]
+        rest = fsum(ascending[:-large])  # not by subtraction: beside a huge number nothing would be left of a small one
         if large * max_share >= 1:
             break
         limit = max_share * rest / (1 - large * max_share)
