@@ -109,7 +109,7 @@ def spread(values: list[float], digits: int) -> str:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Error by sparsity, a dot a seed; and how much of each layer lives at 98 %."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.4), layout="constrained", width_ratios=(1.2, 1))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 5), layout="constrained", width_ratios=(1.2, 1))
     for label, colour in DRAWN.items():
         levels = sorted({row["sparsity"] for row in rows if row["label"] == label})
         if not levels:
@@ -125,7 +125,7 @@ def plot(rows: list[Row], path: Path) -> None:
     levels = sorted({row["sparsity"] for row in rows if row["sparsity"]})
     left.set_xticks([off(s) for s in levels], [f"{100 * s:g} %" for s in levels])
     left.set(xlabel="sparsity", ylabel="test error: MAE, years", title="Error, a dot a seed")
-    left.legend(frameon=False, fontsize=8, ncols=2)
+    left.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.13))
     layers(rows, right)
     for axes in (left, right):
         axes.grid(alpha=0.3)
