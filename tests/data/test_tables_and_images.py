@@ -50,7 +50,7 @@ def test_every_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
         ("a.csv", b"x,x\n1,2\n", "expected a first line with a different name for each column"),
         ("a.csv", b"x,y\n1\n", "line 2 has 1 fields, the first line 2"),
         ("a.csv", b"x\n\xff\n", "cannot be read as a table"),
-        ("a.csv.gz", gzip.compress(CSV.encode())[:40], "cannot be read as a table"),
+        ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:40], "cannot be read as a table"),
         ("a.npz", b"PK", "cannot be read as a table"),
         ("a.parquet", b"PAR1", "cannot be read as a table"),
         ("a.xlsx", b"", "expected a file that ends with .csv, .csv.gz, .parquet, .npz"),
