@@ -50,17 +50,25 @@ def common_limit(numbers: Sequence[float], max_share: float) -> float:
     return ascending[0]
 
 
+def limited(numbers: Sequence[float], max_share: float) -> list[float]:
+    """The numbers, the largest cut so that none is more than ``max_share`` of the sum of all."""
+    if max_share >= 1 or not numbers:
+        return list(numbers)
+    limit = common_limit(numbers, max_share)
+    return [min(number, limit) for number in numbers]
+
+
 def within(weights: Sequence[float], max_share: float) -> list[float]:
     """Weights over their sum, none above ``max_share``; all equal where too few are above 0 for that.
 
     >>> within([1.0, 3.0, 96.0], 0.5)
     [0.125, 0.375, 0.5]
     """
-    if max_share < 1:
-        limit = common_limit(weights, max_share)
-        weights = [min(weight, limit) for weight in weights] if limit > 0 else [1.0] * len(weights)
-    total = sum(weights)
-    return [weight / total for weight in weights]
+    cut = limited(weights, max_share)
+    if max_share < 1 and not any(cut):
+        cut = [1.0] * len(cut)
+    total = sum(cut)
+    return [weight / total for weight in cut]
 
 
 def weighted_sum(updates: Sequence[Update], weights: Weights) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import LeftOut
+from .errors import LeftOut, brief
 from .version import VERSION
 from .wire.envelope import VERSION as WIRE_VERSION
 
@@ -89,7 +89,7 @@ def heard(said: Any, site: str) -> Capabilities:
         LeftOut: ``E_VERSION``, the site runs a version that does not fit this one; ``E_HELLO``, this is no hello.
     """
     if not isinstance(said, Mapping) or len(said) > MOST_NAMES:
-        raise LeftOut("E_HELLO", site, f"its hello is no short list of names and values but {_shown(said)}")
+        raise LeftOut("E_HELLO", site, f"its hello is no short list of names and values but {brief(said)}")
     theirs, mine = _read(Versions, said, site), own()
     if not mine.fits(theirs):
         raise LeftOut(
@@ -107,13 +107,5 @@ def _read(kind: type[V], said: Mapping[Any, Any], site: str) -> V:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
-        found = _shown(said.get(field))
+        found = brief(said.get(field))
         raise LeftOut("E_HELLO", site, f"its hello, {field}: {first['msg']}, found {found}") from error
-
-
-def _shown(value: Any) -> str:
-    """A few characters of a short value; of anything else, which may be as long as a peer likes, its type."""
-    if isinstance(value, str):
-        return repr(value[:40])
-    plain = value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**63)
-    return repr(value) if plain else type(value).__name__

@@ -96,6 +96,19 @@ class NotHeld(WireError):
     """The message leans on something that the receiver does not hold: it answers "send everything"."""
 
 
+def brief(value: object) -> str:
+    """A few characters of anything that came from outside: a huge number's digits or an object's own text, which may be as
+    long as a peer likes, are never asked for.
+
+    >>> brief("a" * 1000) == repr("a" * 40), brief(10**5000), brief([1])
+    (True, 'int', 'list')
+    """
+    if isinstance(value, str):
+        return repr(value[:40])
+    short = value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**64)
+    return repr(value) if short else type(value).__name__
+
+
 def closest(name: str, valid: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` with the nearest valid name, or nothing when none is near.
 

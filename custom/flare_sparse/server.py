@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .aggregate import by_examples
 from .encryption import ServerCipher
-from .errors import RejectedMessage
+from .errors import RejectedMessage, brief
 from .exchange import VALIDATE, Patch, Request, Sealed, Update
 from .mask import Mask
 from .params import Layout
@@ -303,7 +303,7 @@ class ServerDesk:
 
 def _examples(value: Any, site: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST_EXAMPLES:
-        raise RejectedMessage("E_WEIGHT", "examples", "an integer from 0", _brief(value), site)
+        raise RejectedMessage("E_WEIGHT", "examples", "an integer from 0", brief(value), site)
     return value
 
 
@@ -312,20 +312,12 @@ def _metrics(value: Any, site: str) -> dict[str, float]:
         raise RejectedMessage("E_METRICS", "metrics", "at most 64 names with numbers", type(value).__name__, site)
     for name, number in value.items():
         if not isinstance(name, str) or len(name) > 64 or isinstance(number, bool):
-            raise RejectedMessage("E_METRICS", "metrics", "names of up to 64 characters", _brief(name), site)
+            raise RejectedMessage("E_METRICS", "metrics", "names of up to 64 characters", brief(name), site)
         if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST_METRIC:
-            raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite float32", _brief(number), site)
+            raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite float32", brief(number), site)
     if not 1 <= value.get(TEST_EXAMPLES, 1) < _MOST_EXAMPLES:  # the means over all sites are weighted by it
-        raise RejectedMessage("E_METRICS", TEST_EXAMPLES, "at least 1", _brief(value[TEST_EXAMPLES]), site)
+        raise RejectedMessage("E_METRICS", TEST_EXAMPLES, "at least 1", brief(value[TEST_EXAMPLES]), site)
     return {name: float(number) for name, number in value.items()}
-
-
-def _brief(value: Any) -> str:
-    """A few characters of anything; a huge number's digits or an object's own text are never asked for."""
-    if isinstance(value, str):
-        return repr(value[:40])
-    small = value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**64)
-    return repr(value) if small else type(value).__name__
 
 
 def run_id(config: Mapping[str, Any], layout: Layout) -> str:

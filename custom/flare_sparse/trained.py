@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from .assemble import Assembly, assemble
-from .config import RunConfig, build_task, load_config, user_task
+from .config import RunConfig, load_config, task_of
 from .errors import ConfigError
 from .records import load_model as load_vector
 
@@ -29,18 +29,26 @@ def load_model(run: str | Path, *, best: bool = False) -> nn.Module:
     return trained(Path(run), best=best)[0]
 
 
+def parts_of(run: Path) -> tuple[Assembly, RunConfig]:
+    """The parts and the configuration of a run, without its model.
+
+    Raises:
+        ConfigError: it is no result folder.
+    """
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{run}: no config.yaml; expected the result folder of flare-sparse run or rehearse")
+    config = load_config(file)
+    return assemble(config, task_of(config, run)), config
+
+
 def trained(run: Path, *, best: bool = False) -> tuple[nn.Module, Assembly, RunConfig]:
     """As :func:`load_model`, with the parts and the configuration of the run.
 
     Raises:
         ConfigError: as :func:`load_model`.
     """
-    file = run / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"{run}: no config.yaml; expected the result folder of flare-sparse run or rehearse")
-    config = load_config(file)
-    own = build_task(config, user_task(config.task.name, file.parent)) if config.task.key == "class" else None
-    assembly = assemble(config, own)
+    assembly, config = parts_of(run)
     weights = load_vector(run / ("best_model.safetensors" if best else "model.safetensors"), assembly.layout)
     model = assembly.task.model()
     model.load_state_dict(assembly.layout.unflatten(weights), strict=False)

@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..assemble import Assembly, assemble, open_site
-from ..config import build_task, load_config, user_task
+from ..config import load_config, task_of
 from ..errors import ConfigError, DataError
 from ..mask import Mask
 from ..records import load_mask, load_model, save_mask, save_model, write_json
@@ -46,8 +46,7 @@ def adapt(
     if not config_file.is_file():
         raise ConfigError(f"{run_dir} is not the folder of a finished run: it has no config.yaml")
     config = load_config(config_file, set_ or ())
-    own = build_task(config, user_task(config.task.name, run_dir)) if config.task.key == "class" else None
-    assembly = assemble(config, own)
+    assembly = assemble(config, task_of(config, run_dir))
     with threads(config.federation.threads):
         place = open_site(assembly, SiteData(site, data.resolve()))
         figures = adapted_at(assembly, place, run_dir, folder)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 
-from ..config import RunConfig, build_method, build_task, load_config, user_task
+from ..config import RunConfig, build_method, load_config, task_of
 from ..errors import ConfigError, FlareSparseError, PolicyRefusal
 from ..mask import Mask
 from ..methods import Method
@@ -98,8 +98,7 @@ def _named(settings: RunConfig) -> str:
 
 
 def _task(settings: RunConfig, folder: Path) -> Task:
-    own = user_task(settings.task.name, folder) if settings.task.key == "class" else None
-    return build_task(settings, own)
+    return task_of(settings, folder)
 
 
 def _layout(task: Task) -> Layout:

@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ..assemble import assemble
-from ..config import build_task, load_config, user_task
 from ..encryption import CLIENT_FILE
 from ..errors import ConfigError
 from ..report.card import write_card
 from ..report.reading import Run
+from ..trained import parts_of
 from ..unseal import unseal
 from .console import out as console
 
@@ -29,16 +28,12 @@ def decrypt(
 
     [dim]flare-sparse decrypt runs/neurosfl_encrypted --context /opt/flare/site-1/startup/client_context.tenseal[/]
     """
-    file = run / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"{run}: no config.yaml; expected the result folder of flare-sparse run")
+    assembly, _ = parts_of(run)
     try:
         key = context.read_bytes()
     except OSError as error:
         raise ConfigError(f"--context {context}: cannot be read: {error.strerror}") from error
-    config = load_config(file)
-    own = build_task(config, user_task(config.task.name, file.parent)) if config.task.key == "class" else None
-    written = unseal(run, assemble(config, own), key)
+    written = unseal(run, assembly, key)
     if not written:
         raise ConfigError(f"{run}: holds no encrypted model; was the run made with wire.encryption: ckks?")
     write_card(Run.read(run))

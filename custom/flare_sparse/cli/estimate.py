@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..assemble import assemble
-from ..config import RunConfig, build_task, user_task
+from ..config import RunConfig, task_of
 from ..errors import ConfigError
 from ..progress import human_bytes
 from ..records import traffic
@@ -53,8 +53,7 @@ def estimated(config: RunConfig, file: Path) -> dict[str, Any]:
     sites = config.simulator.sites if config.simulator else None
     if sites is None:
         raise ConfigError("estimate needs the number of sites: give --sites N")
-    own = build_task(config, user_task(config.task.name, file.parent)) if config.task.key == "class" else None
-    assembly = assemble(config, own)
+    assembly = assemble(config, task_of(config, file.parent))
     outcome, ledger = dry_run(assembly.method, assembly.weights, sites, config.wire.values, encrypted=config.encrypted)
     rounds = [
         {

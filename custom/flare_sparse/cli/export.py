@@ -29,7 +29,7 @@ def export(
 ) -> None:
     """Write FLARE job folders, ready for submit_job.
 
-    By default no code travels: every site has the wheel installed and allows its classes
+    By default no code travels: every site has the wheel installed and allows its classes.
 
     Examples:
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..assemble import assemble, checkpoints, open_site, rules, run_facts
-from ..config import RunConfig, build_task, user_task
+from ..config import RunConfig, build_task, own_class
 from ..federation import RoundRecord
 from ..progress import progress_line
 from ..records import RunFolder
@@ -48,7 +48,7 @@ def rehearse(
 
 def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = False) -> dict[str, Any]:
     """Run a configuration in this process; the summary comes back and the record is in ``out``."""
-    kind = user_task(config.task.name, file.parent) if config.task.key == "class" else None
+    kind = own_class(config, file.parent)
     assembly = assemble(config, build_task(config, kind))
     root = checkpoint_root(config, assembly, out, resume=resume)
     contexts = run_contexts(config, out, resume=resume)

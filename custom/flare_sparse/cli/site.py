@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..config import build_task, load_config, user_task
+from ..config import build_task, load_config, own_class
 from .console import out as console
 
 HELP = """Prepare a site: for a hospital's IT.
@@ -104,9 +104,8 @@ def preflight(
     from ..flare.site.preflight import preflight as look
 
     config = load_config(job) if job else None
-    own = None
-    if config is not None and job is not None and config.task.key == "class":
-        own = build_task(config, user_task(config.task.name, job.parent))
+    kind = own_class(config, job.parent) if config and job else None
+    own = build_task(config, kind) if config and kind else None
     colours, failed = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red"}, False
     for finding in look(kit, config, own):
         console.print(f"[{colours[finding.verdict]}]{finding.verdict}[/]", end=" ")

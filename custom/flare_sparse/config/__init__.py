@@ -36,7 +36,9 @@ __all__ = [
     "dump_config",
     "job_dict",
     "load_config",
+    "own_class",
     "parse_job",
+    "task_of",
     "user_task",
 ]
 
@@ -118,6 +120,20 @@ def user_task(dotted: str, folder: Path | None = None) -> type[Task]:
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(f"task.class: {dotted!r} is {found!r}; expected a subclass of flare_sparse.task.Task")
     return found
+
+
+def own_class(config: JobConfig, folder: Path) -> type[Task] | None:
+    """The class of the user's own task, as :func:`user_task`; None for a task of the package."""
+    return user_task(config.task.name, folder) if config.task.key == "class" else None
+
+
+def task_of(config: JobConfig, folder: Path) -> Task:
+    """The task of a job whose configuration lies in ``folder``, where the module of a user's own may lie, too.
+
+    Raises:
+        ConfigError: as :func:`user_task`.
+    """
+    return build_task(config, own_class(config, folder))
 
 
 def _checked(model: type[J], data: Mapping[str, Any], choices: Mapping[str, type[BaseModel]], source: str) -> J:

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ..aggregate import common_limit
+from ..aggregate import limited
 from ..exchange import Sealed, Update
 from ..mask import Mask
 from ..server import DeskMemory
@@ -45,11 +45,7 @@ class Judgement:
 
 def _counted(metrics: list[dict[str, float]], max_share: float) -> list[float]:
     """The test examples that each site's metrics are weighted by."""
-    examples = [found.get("test_examples", 1.0) for found in metrics]
-    if max_share >= 1 or not examples:
-        return examples
-    limit = common_limit(examples, max_share)
-    return [min(number, limit) for number in examples]
+    return limited([found.get("test_examples", 1.0) for found in metrics], max_share)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import torch
 from nvflare.apis.executor import Executor
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from ..errors import FlareSparseError, NotHeld
 from ..exchange import Request
-from .payload import CODE_HEADER, HELLO, NOT_HELD_HEADER, REQUEST, UPDATE, hello_to_shareable, update_to_dxo
+from .payload import HELLO, NOT_HELD_HEADER, REQUEST, UPDATE, hello_to_shareable, refusal, update_to_dxo
 from .session import keep_at_site, site_session
 
 
@@ -45,7 +45,6 @@ class SparseExecutor(Executor):
     def _refusal(self, error: Exception, code: str, fl_ctx: FLContext) -> Shareable:
         self.log_error(fl_ctx, f"{code}: {type(error).__name__}; see site_error.txt in the job's folder at this site")
         keep_at_site(error, code, fl_ctx)
-        reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
-        reply.set_header(CODE_HEADER, code)
+        reply = refusal(code, ReturnCode.EXECUTION_EXCEPTION)
         reply.set_header(NOT_HELD_HEADER, isinstance(error, NotHeld))
         return reply

@@ -6,18 +6,18 @@ from nvflare.apis.dxo import from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
-from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.shareable import Shareable
 
 from ..errors import FlareSparseError, NotHeld, RejectedMessage, WireError
 from ..federation import Reply
 from .payload import (
-    CODE_HEADER,
     NOT_HELD_HEADER,
     REPLY,
     REQUEST,
     UPDATE,
     answer_to_shareable,
     dxo_to_update,
+    refusal,
     refusal_code,
     sender_of,
     shareable_to_message,
@@ -58,7 +58,7 @@ class EncodeUpdate(Filter):
             encoded = desk.encode(request, update)
         except FlareSparseError as error:
             keep_at_site(error, error.code, fl_ctx)
-            return _error_reply(error.code)
+            return refusal(error.code, ReturnCode.TASK_RESULT_FILTER_ERROR)
         return answer_to_shareable(encoded.data, update)
 
 
@@ -82,12 +82,6 @@ class DecodeUpdate(Filter):
         except WireError as error:
             self.log_warning(fl_ctx, f"left out of this round: {error}")
             return error
-
-
-def _error_reply(code: str) -> Shareable:
-    reply = make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
-    reply.set_header(CODE_HEADER, code)
-    return reply
 
 
 def _refusal(shareable: Shareable, site: str) -> Reply:

@@ -17,7 +17,7 @@ import torch
 from nvflare.apis.client import Client
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.fl_constant import ReturnCode, ServerCommandKey
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.shareable import Shareable, make_reply
 
 from ..errors import RejectedMessage
 from ..exchange import Content, Patch, Update
@@ -97,6 +97,13 @@ def hello_in(shareable: Shareable) -> Any:
         return dxo.data[HELLO] if alone and dxo.data_kind == DataKind.APP_DEFINED else None
     except Exception:  # noqa: BLE001 - see above
         return None
+
+
+def refusal(code: str, failed: str) -> Shareable:
+    """A reply that says only why there is no answer: our code, and one of FLARE's return codes."""
+    reply = make_reply(failed)
+    reply.set_header(CODE_HEADER, code)
+    return reply
 
 
 def code_in(reply: Shareable) -> str | None:

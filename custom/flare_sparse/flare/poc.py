@@ -76,9 +76,8 @@ def client_context(workspace: Path, site: str) -> bytes:
 def _poc(workspace: Path, command: str, *options: str, check: bool = True, checkpoints: Path | None = None) -> None:
     environment = {
         **os.environ,
-        "HOME": str(
-            workspace
-        ),  # nvflare would make this federation's admin the default of the user's own nvflare commands
+        # Otherwise this federation's admin becomes the default of the user's own nvflare commands.
+        "HOME": str(workspace),
         CHECKPOINTS_VARIABLE: str(checkpoints or OFF),
         "NVFLARE_POC_WORKSPACE": str(workspace),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),

@@ -7,7 +7,6 @@ calls whatever a job's path leads to, functions and imported names too: a prefix
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
 from ...errors import ConfigError
+from .files import in_force, read_object, write_object
 
 PACKAGE = "flare_sparse."
 CLASSES = (
@@ -54,17 +54,8 @@ def read_resources(local: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not a JSON object.
     """
-    for name in (RESOURCES, f"{RESOURCES}.default"):
-        file = local / name
-        if file.is_file():
-            try:
-                content = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
-            if not isinstance(content, dict):
-                raise ConfigError(f"{file}: expected a JSON object, found {type(content).__name__}")
-            return content
-    return {"format_version": 2}
+    file = in_force(local, RESOURCES)
+    return {"format_version": 2} if file is None else read_object(file)
 
 
 def allowed(resources: dict[str, Any]) -> list[str]:
@@ -108,8 +99,5 @@ def allow(kit: Path, also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     wide = too_wide(listed)
     if new or wide:
         kept = [entry for entry in listed if entry not in wide]
-        changed = {**resources, MODE: resources.get(MODE, "enforce"), LIST: [*kept, *new]}
-        part = local / f"{RESOURCES}.part"
-        part.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
-        part.replace(local / RESOURCES)
+        write_object(local / RESOURCES, {**resources, MODE: resources.get(MODE, "enforce"), LIST: [*kept, *new]})
     return new, wide

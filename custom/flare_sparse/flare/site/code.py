@@ -7,12 +7,12 @@ site's ``local/authorization.json``; without that file FLARE takes ``authorizati
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from .allow import local_folder
+from .files import in_force, read_object, write_object
 
 AUTHORIZATION = "authorization.json"
 BYOC = "byoc"
@@ -26,16 +26,13 @@ def read_permissions(local: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is neither, or it is malformed.
     """
-    for file in (local / AUTHORIZATION, local / f"{AUTHORIZATION}.default"):
-        if file.is_file():
-            try:
-                content = json.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
-            if not isinstance(content, dict) or not isinstance(content.get("permissions"), dict):
-                raise ConfigError(f"{file}: expected a JSON object with permissions")
-            return content
-    raise ConfigError(f"{local}: neither {AUTHORIZATION} nor {AUTHORIZATION}.default; unpack the kit again")
+    file = in_force(local, AUTHORIZATION)
+    if file is None:
+        raise ConfigError(f"{local}: neither {AUTHORIZATION} nor {AUTHORIZATION}.default; unpack the kit again")
+    content = read_object(file)
+    if not isinstance(content.get("permissions"), dict):
+        raise ConfigError(f"{file}: expected a JSON object with permissions")
+    return content
 
 
 def who_may_send_code(authorization: dict[str, Any]) -> list[str]:
@@ -69,7 +66,5 @@ def refuse_code(kit: Path) -> list[str]:
         for role in roles:
             rights = permissions[role]
             permissions[role] = {**(rights if isinstance(rights, dict) else dict.fromkeys(every, rights)), BYOC: "none"}
-        part = local / f"{AUTHORIZATION}.part"
-        part.write_text(json.dumps(authorization, indent=2) + "\n", encoding="utf-8")
-        part.replace(local / AUTHORIZATION)
+        write_object(local / AUTHORIZATION, authorization)
     return roles

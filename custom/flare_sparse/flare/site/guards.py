@@ -24,7 +24,7 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
-from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.shareable import Shareable
 
 from ...encryption import PRECISION
 from ...errors import FlareSparseError, PolicyRefusal
@@ -41,6 +41,7 @@ from ..payload import (
     dxo_to_update,
     hello_in,
     hello_to_shareable,
+    refusal,
     shareable_to_message,
     update_to_dxo,
 )
@@ -66,7 +67,8 @@ class SiteResultPolicy(Filter):
         try:
             return self._fitted(shareable, fl_ctx)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong here, nothing leaves
-            return refusal(error, fl_ctx)
+            keep_at_site(error, _code_of(error), fl_ctx)
+            return refusal(_code_of(error), ReturnCode.TASK_RESULT_FILTER_ERROR)
 
     def _fitted(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         session = site_session(fl_ctx)
@@ -202,14 +204,6 @@ def unguarded(local: Path) -> str:
         if RESULT_POLICY not in filters:
             return f"privacy.json: scope {scope.get('name')!r} lacks SiteResultPolicy"
     return "" if content.get("scopes") else "privacy.json has no scope"
-
-
-def refusal(error: Exception, fl_ctx: FLContext) -> Shareable:
-    """An answer that says only a code; the text is kept at the site."""
-    keep_at_site(error, _code_of(error), fl_ctx)
-    reply = make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
-    reply.set_header(CODE_HEADER, _code_of(error))
-    return reply
 
 
 def _code_of(error: Exception) -> str:

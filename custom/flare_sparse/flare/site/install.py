@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from .allow import RESOURCES, local_folder, read_resources
+from .files import read_object, write_object, write_text
 from .guards import GATE, GUARDS, RESULT_POLICY
 from .policy import POLICY_FILE, Policy, read_policy
 
@@ -39,9 +39,9 @@ def guard(kit: Path, policy_file: Path | None = None) -> Policy:
     policy = read_policy(policy_file or local / POLICY_FILE)
     privacy, resources = _guarded(_read(local / PRIVACY)), _authorized(read_resources(local))
     if policy_file is not None:
-        _write(local / POLICY_FILE, policy_file.read_text(encoding="utf-8"))
-    _write(local / PRIVACY, json.dumps(privacy, indent=2) + "\n")
-    _write(local / RESOURCES, json.dumps(resources, indent=2) + "\n")
+        write_text(local / POLICY_FILE, policy_file.read_text(encoding="utf-8"))
+    write_object(local / PRIVACY, privacy)
+    write_object(local / RESOURCES, resources)
     return policy
 
 
@@ -69,16 +69,7 @@ def _authorized(resources: dict[str, Any]) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("scopes", []), list):
+    content = read_object(file)
+    if not isinstance(content.get("scopes", []), list):
         raise ConfigError(f"{file}: expected a JSON object with a list of scopes")
     return content
-
-
-def _write(file: Path, text: str) -> None:
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
