@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import toy
 
 from flare_sparse.aggregate import by_examples, weighted_sum
 from flare_sparse.errors import WireError
@@ -30,12 +29,6 @@ from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, Header, seal, unseal
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
-
-_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parents[1] / "methods" / "conftest.py")
-assert _spec is not None
-assert _spec.loader is not None
-toy = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(toy)
 
 RUN, HOSTILE, OTHERS = "0" * 16, "site-2", ["site-1", "site-3"]
 SITES = sorted([HOSTILE, *OTHERS])

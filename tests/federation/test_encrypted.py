@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import toy
 
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.encryption import PRECISION, Contexts, ServerCipher, SiteCipher
@@ -20,12 +20,6 @@ from flare_sparse.rehearsal import rehearse
 from flare_sparse.server import ServerDesk
 from flare_sparse.site import SiteDesk
 from flare_sparse.wire.ledger import Ledger
-
-_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parents[1] / "methods" / "conftest.py")
-assert _spec is not None
-assert _spec.loader is not None
-toy = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(toy)
 
 RUN = "0" * 16
 SUMMABLE = [name for name in METHODS if not METHODS[name].Config().against_encryption]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
+import toy
 
 from flare_sparse.errors import WireError
 from flare_sparse.exchange import Patch, Update
@@ -16,12 +15,6 @@ from flare_sparse.federation import Federation, Outcome, Rules
 from flare_sparse.server import ServerDesk, digest
 from flare_sparse.site import SiteDesk
 from flare_sparse.wire.ledger import Ledger
-
-_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parents[1] / "methods" / "conftest.py")
-assert _spec is not None
-assert _spec.loader is not None
-toy = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(toy)
 
 RUN, HOSTILE = "0" * 16, ("site-3", "site-6")
 MEDIAN = {"combine": {"rule": "median"}}

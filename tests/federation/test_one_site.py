@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy
 
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.encryption import Contexts, ServerCipher, SiteCipher
@@ -21,12 +21,6 @@ from flare_sparse.server import Question, ServerDesk, digest
 from flare_sparse.site import SiteDesk
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
-
-_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parents[1] / "methods" / "conftest.py")
-assert _spec is not None
-assert _spec.loader is not None
-toy = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(toy)
 
 RUN, HOSTILE = "0" * 16, "site-3"
 Said = tuple[Update, Any, dict[str, Any]]

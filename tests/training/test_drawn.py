@@ -8,31 +8,20 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
+from toy import Toy
 
 from flare_sparse.mask import Mask
 from flare_sparse.rehearsal import DrySite, initial_weights
-from flare_sparse.task import Examples, Metric, Task, minibatches
+from flare_sparse.task import Examples, minibatches
 from flare_sparse.training import Site, TrainingConfig, Used
 from flare_sparse.training.drawn import Drawn
 
 
-class Sum(Task):
-    metric = Metric("mse", "", "min")
+class Sum(Toy):
+    """One layer."""
 
     def model(self) -> nn.Module:
         return nn.Linear(6, 1)
-
-    def load(self, data: Any, seed: int) -> Examples:
-        raise NotImplementedError
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return model(batch[0]), batch[1]
-
-    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-        return {"mse": 0.0}
 
 
 LAYOUT, WEIGHTS = initial_weights(Sum(), 1)

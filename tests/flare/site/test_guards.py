@@ -23,6 +23,7 @@ from nvflare.apis.signal import Signal
 from nvflare.apis.utils.task_utils import apply_filters
 from torch import nn
 from torch.utils.data import TensorDataset
+from toy import Toy
 
 from flare_sparse.capabilities import own
 from flare_sparse.encryption import PRECISION, Contexts, ServerCipher, SiteCipher
@@ -46,30 +47,18 @@ from flare_sparse.methods import METHODS
 from flare_sparse.rehearsal import initial_weights
 from flare_sparse.server import ServerDesk
 from flare_sparse.site import SiteDesk
-from flare_sparse.task import Examples, Metric, Task
+from flare_sparse.task import Examples
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 
 RUN = "0" * 16
 
 
-class Sum(Task):
-    metric = Metric("mse", "", "min")
+class Sum(Toy):
+    """One layer."""
 
     def model(self) -> nn.Module:
         return nn.Linear(6, 1)
-
-    def load(self, data: Any, seed: int) -> Examples:
-        raise NotImplementedError
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return model(batch[0]), batch[1]
-
-    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-        return {"mse": float((predictions - targets).square().mean())}
 
 
 class Hospital:

@@ -1,0 +1,91 @@
+"""Small tasks on random numbers, and runs of a method over three sites; any test may import it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse.exchange import Patch
+from flare_sparse.federation import Outcome
+from flare_sparse.methods import METHODS
+from flare_sparse.models.adapters import AdapterConfig, adapt
+from flare_sparse.models.base import drawn
+from flare_sparse.rehearsal import initial_weights, rehearse
+from flare_sparse.server import digest
+from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.training import Site
+from flare_sparse.wire.ledger import Ledger
+
+
+class Toy(Task):
+    """Sum of three of twelve numbers, by a net with batch normalisation and dropout."""
+
+    metric = Metric("mse", "", "min")
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Dropout(0.2), nn.Linear(10, 1))
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mse": float((predictions - targets).square().mean())}
+
+
+class Plain(Toy):
+    """The same without batch normalisation and dropout."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 1))
+
+
+class Adapted(Toy):
+    """Two adapted layers of one size over a base that is drawn once; the head trains."""
+
+    def model(self) -> nn.Module:
+        with drawn(0):
+            body = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Dropout(0.2))
+            network = nn.Sequential(body, nn.Linear(12, 1))
+        return adapt(network, AdapterConfig(rank=4, head="trained"))
+
+
+class Bench:
+    """Makes sites and runs methods on them."""
+
+    def __init__(self, task: Task | None = None, seed: int = 1):
+        self.task, self.seed = task or Toy(), seed
+        self.layout, self.weights = initial_weights(self.task, seed)
+
+    def site(self, index: int, examples: int = 24, data: int | None = None) -> Site:
+        draw = torch.Generator().manual_seed(index if data is None else data)
+        x = torch.randn(examples + 8, 12, generator=draw)
+        y = x[:, :3].sum(1, keepdim=True)
+        split = Examples(TensorDataset(x[8:], y[8:]), TensorDataset(x[:8], y[:8]))
+        return Site(f"site-{index}", self.task, split, self.layout, self.seed)
+
+    def sites(self, count: int = 3) -> dict[str, Site]:
+        return {f"site-{i}": self.site(i, 16 + 8 * i) for i in range(1, count + 1)}
+
+    def method(self, name: str, **settings: Any) -> Any:
+        kind = METHODS[name]
+        return kind(kind.Config.model_validate({"rounds": 3, **settings}), self.layout, self.seed)
+
+    def run(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> tuple[Outcome, Ledger]:
+        return rehearse(self.method(name, **settings), self.weights, sites or self.sites(), self.task.metric)
+
+    def digest(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> str:
+        return digest(self.run(name, sites, **settings)[0].weights)
+
+    def scores(self, values: torch.Tensor, on: Any, site: str, examples: int = 1) -> Any:
+        from flare_sparse.exchange import Update
+
+        return Update(Patch.of(values, on), "scores", examples, site=site)
