@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from flare_sparse.cli import app
 from flare_sparse.errors import ConfigError
 from flare_sparse.progress import human_bytes
+from flare_sparse.report.findings import findings
+from flare_sparse.report.page import write_report
 from flare_sparse.report.reading import Run, read_runs
 
 
@@ -51,7 +53,9 @@ def page(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     out = tmp_path_factory.mktemp("report")
     result = CliRunner().invoke(app, ["report", *map(str, finished.values()), "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert {"report.html", "learning.png", "traffic.png", "sites.png", "layers.png"} == {p.name for p in out.iterdir()}
+    assert {"report.html", "learning.png", "traffic.png", "sites.png", "gains.png", "layers.png"} == {
+        p.name for p in out.iterdir()
+    }
     return out / "report.html"
 
 
@@ -73,15 +77,34 @@ def test_the_page_opens_offline_and_shows_what_was_recorded(
     assert f"{runs['neurosfl'].less:.1f} times less than" in text
     assert "One seed each" in text
     images = browser.find_elements("tag name", "img")
-    assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 4
+    assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 5
     assert all(image.get_attribute("alt") for image in images)
-    assert [h.text for h in browser.find_elements("tag name", "h2")][:5] == [
+    assert [h.text for h in browser.find_elements("tag name", "h2")][:6] == [
         "The runs",
         "Quality",
         "Bytes",
         "Sites",
+        "Gain over training alone",
         "Sparsity",
     ]
+
+
+def test_a_gain_is_the_way_to_the_better_whatever_the_metric(finished: dict[str, Path]) -> None:
+    run, alone = Run.read(finished["neurosfl"]), Run.read(finished["local_only"])
+    gains = run.gains(alone)
+    assert gains == {site: alone.by_site[site] - run.by_site[site] for site in ("site-1", "site-2")}
+    run.summary["metric"]["mode"] = "max"
+    assert run.gains(alone) == {site: -gain for site, gain in gains.items()}
+    said = next(line for line in findings([Run.read(finished["neurosfl"]), alone]) if "alone" in line)
+    least = min(gains, key=lambda site: gains[site])
+    assert f"at {sum(gain > 0 for gain in gains.values())} of 2 sites" in said
+    assert f"least {gains[least]:+.3g} at {least}." in said
+
+
+def test_runs_without_one_of_each_site_alone_have_no_gains(finished: dict[str, Path], tmp_path: Path) -> None:
+    written = write_report([Run.read(finished["neurosfl"]), Run.read(finished["fedavg"])], tmp_path)
+    assert "gains.png" not in [file.name for file in written]
+    assert "gains.png" not in [file.name for file in write_report([Run.read(finished["local_only"])], tmp_path)]
 
 
 def test_it_asks_nobody_for_anything_and_complains_of_nothing(browser: Any, page: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import typer
 
 from ..config import RunConfig, build_method, load_config, task_of
-from ..errors import ConfigError, FlareSparseError, PolicyRefusal
+from ..errors import FlareSparseError, PolicyRefusal
 from ..mask import Mask
 from ..methods import Method
 from ..params import Layout
@@ -33,14 +33,14 @@ def check(
     config: Annotated[Path, typer.Argument(help="Configuration file.")],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, as often as needed.")] = None,
     site_policy: Annotated[
-        Path | None, typer.Option(help="a site's policy, such as poc/policies/careful.yaml: would this job pass there?")
+        Path | None, typer.Option(help="a site's policy, a file or open, careful, strict: would this job pass there?")
     ] = None,
 ) -> None:
     """Check a configuration, its data, the model and one training step; nothing is sent anywhere.
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.95[/]
 
-    [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --site-policy poc/policies/careful.yaml[/]
+    [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --site-policy careful[/]
     """
     report = Report()
     settings = report.passes("configuration", lambda: load_config(config, overrides or ()), _named)
@@ -147,25 +147,24 @@ def _step(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, E
     return distance
 
 
-def _policy(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, Examples], file: Path) -> str:
+def _policy(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, Examples], said: Path) -> str:
     """The messages of a dry run and the sites' numbers of examples, held against a policy.
 
     Raises:
         ConfigError: there is no such file, or it is malformed.
         PolicyRefusal: the job would be refused; every reason is listed.
     """
-    from ..flare.site.policy import foreseen, read_policy  # FLARE takes seconds to import
+    from ..flare.site.policy import foreseen, policy_file, read_policy  # FLARE takes seconds to import
 
-    if not file.is_file():
-        raise ConfigError(f"--site-policy {file}: there is no such file")
+    policy = read_policy(policy_file(said))
     method, (_, weights) = _method(settings, layout), initial_weights(task, settings.seed)
     dry = {name: DrySite(name, layout, examples=own.n_train) for name, own in examples.items()}
     sites = dry or {"site-1": DrySite("site-1", layout)}
     _, ledger = dry_run(method, weights, sites, settings.wire.values, encrypted=settings.encrypted)
     used = {name: site.answers for name, site in dry.items()}
-    if reasons := list(foreseen(read_policy(file), method.name, ledger.lines, used, layout)):
-        raise PolicyRefusal("\n".join([f"{file} would refuse this job:", *(f"  {reason}" for reason in reasons)]))
-    return f"{file} lets this job through"
+    if reasons := list(foreseen(policy, method.name, ledger.lines, used, layout)):
+        raise PolicyRefusal("\n".join([f"{said} would refuse this job:", *(f"  {reason}" for reason in reasons)]))
+    return f"{said} lets this job through"
 
 
 def _moved(distance: float) -> str:

@@ -14,7 +14,7 @@ HELP = """Prepare a site: for a hospital's IT.
 
 [dim]flare-sparse site allow /opt/flare/site-1[/]
 
-[dim]flare-sparse site policy /opt/flare/site-1 --file poc/policies/careful.yaml[/]
+[dim]flare-sparse site policy /opt/flare/site-1 --file careful[/]
 
 [dim]flare-sparse site no-code /opt/flare/site-1[/]
 
@@ -52,7 +52,8 @@ def allow(
 def policy(
     kit: Kit,
     file: Annotated[
-        Path | None, typer.Option(help="the policy, such as poc/policies/careful.yaml; default: the one that is there")
+        Path | None,
+        typer.Option(help="a policy's file, or a ready one: open, careful, strict; default: the one that is there"),
     ] = None,
 ) -> None:
     """Say what may leave this site, and put guards there that no job can leave out or undo.
@@ -61,7 +62,7 @@ def policy(
     filters of a job (local/privacy.json), refuses jobs with filters of their own, and stops FLARE from streaming logs
     to the server (local/resources.json). What stands there stays. Restart the site afterwards.
 
-    [dim]flare-sparse site policy /opt/flare/site-1 --file poc/policies/careful.yaml[/]
+    [dim]flare-sparse site policy /opt/flare/site-1 --file careful[/]
     """
     from ..flare.site.install import guard
 

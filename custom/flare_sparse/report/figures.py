@@ -12,7 +12,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from .reading import Run
+from .reading import Run, gains_over_alone
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959", "#a6761d")
 """Okabe and Ito's, told apart by colour-blind readers; the dashes tell more than eight apart."""
@@ -100,6 +100,27 @@ def sites(runs: list[Run]) -> Figure:
     axes.invert_yaxis()
     better = "left" if runs[0].lower_is_better else "right"
     axes.set(xlabel=f"{runs[0].metric_label}; better to the {better}", title="At each site, after the last round")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+def gains(runs: list[Run]) -> Figure:
+    """How much better off each site is than alone, by run."""
+    shown = gains_over_alone(runs)
+    names = sorted({site for found in shown.values() for site in found})
+    figure, axes = plt.subplots(figsize=(10, max(2.2, 0.9 + 0.34 * len(names))), layout="constrained")
+    height = 0.8 / len(shown)
+    for number, (label, found) in enumerate(shown.items()):
+        places = [names.index(site) + height * (number - (len(shown) - 1) / 2) for site in found]
+        colour = _look([run.label for run in runs].index(label))["color"]
+        bars = axes.barh(places, list(found.values()), height * 0.9, label=label, color=colour)
+        axes.bar_label(bars, labels=[f" {gain:+.3g} " for gain in found.values()], fontsize=7)
+    axes.axvline(0, color="0.3", linewidth=1)
+    axes.margins(x=0.12)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel=f"gain, {runs[0].metric_label}", title="Better off than alone, to the right")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 

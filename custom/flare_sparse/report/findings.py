@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from ..progress import human_bytes
-from .reading import Run
+from .reading import Run, gains_over_alone
 
 
 def findings(runs: list[Run]) -> list[str]:
@@ -12,8 +14,8 @@ def findings(runs: list[Run]) -> list[str]:
     dense = next((run for run in runs if run.summary["method"] == "fedavg"), None)
     said += [_against(run, dense) for run in runs if dense and run is not dense and run.final is not None]
     said += [_worst(run) for run in runs if run.worst and len(run.by_site) > 1][:1]
-    local = next((run for run in runs if run.summary["method"] == "local_only"), None)
-    said += [_gain(run, local) for run in runs if local and run is not local]
+    unit = f" {runs[0].summary['metric']['unit']}".rstrip()
+    said += [_gain(label, gains, unit) for label, gains in gains_over_alone(runs).items()]
     return [sentence for sentence in said if sentence]
 
 
@@ -52,13 +54,9 @@ def _worst(run: Run) -> str:
     return f"The site that {run.label} serves worst is {site}: {run.metric} {figure:.3g} {unit}".rstrip() + "."
 
 
-def _gain(run: Run, local: Run) -> str:
-    both = [site for site in run.by_site if site in local.by_site]
-    if not both:
-        return ""
-    won = [
-        s
-        for s in both
-        if (run.by_site[s] < local.by_site[s]) == run.lower_is_better and run.by_site[s] != local.by_site[s]
-    ]
-    return f"{run.label} is better than training alone at {len(won)} of {len(both)} sites."
+def _gain(label: str, gains: dict[str, float], unit: str) -> str:
+    won, least = sum(gain > 0 for gain in gains.values()), min(gains, key=lambda site: gains[site])
+    return (
+        f"{label} is better than training alone at {won} of {len(gains)} sites: median gain "
+        f"{median(gains.values()):+.3g}{unit}, least {gains[least]:+.3g} at {least}."
+    )

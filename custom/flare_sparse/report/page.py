@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from ..progress import human_bytes
 from . import figures
 from .findings import caveat, findings
-from .reading import Run
+from .reading import Run, gains_over_alone
 
 FLOOR = (
     "Dense FedAvg: what it would have sent in each message's place. Floor: the values at their number format, and the "
@@ -52,6 +52,13 @@ DRAWINGS = (
         "A dot is a site's own test examples.",
         figures.sites,
         lambda runs: any(r.by_site for r in runs),
+    ),
+    Drawing(
+        "gains",
+        "Gain over training alone",
+        "Each site's last figure against what it reached alone, on the same test examples.",
+        figures.gains,
+        lambda runs: bool(gains_over_alone(runs)),
     ),
     Drawing(
         "layers",

@@ -87,6 +87,16 @@ class Run:
         pick = max if self.lower_is_better else min
         return pick(self.by_site.items(), key=lambda item: item[1])
 
+    def gains(self, alone: Run) -> dict[str, float]:
+        """By how much each site is better off than with what it reaches alone; below 0: worse off.
+
+        Args:
+            alone: a run of ``local_only`` on the same metric; sites that only one of the two judged are left out.
+        """
+        towards = -1 if self.lower_is_better else 1
+        both = [site for site in self.by_site if site in alone.by_site]
+        return {site: towards * (self.by_site[site] - alone.by_site[site]) for site in both}
+
     @cached_property
     def curve(self) -> list[tuple[int, float, float]]:
         """Round that was judged, metric, MB sent before that."""
@@ -115,6 +125,13 @@ class Run:
         with safetensors.safe_open(file, framework="pt") as stored:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dictionary)
         return {name: float(part.float().mean()) for name, part in tensors.items() if part.dim() > 1}
+
+
+def gains_over_alone(runs: list[Run]) -> dict[str, dict[str, float]]:
+    """By label, the gains of each run over the one of ``local_only`` among them; empty where nothing can be compared."""
+    alone = next((run for run in runs if run.summary["method"] == "local_only"), None)
+    found = {run.label: run.gains(alone) for run in runs if alone and run is not alone}
+    return {label: gains for label, gains in found.items() if gains}
 
 
 def read_runs(paths: list[Path]) -> list[Run]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Patch
-from flare_sparse.flare.site.policy import Policy, foreseen, norm, read_policy
+from flare_sparse.flare.site.policy import READY, Policy, foreseen, norm, policy_file, read_policy
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.neurosfl import NeuroSFL
@@ -23,7 +23,6 @@ from flare_sparse.training import Used
 
 LAYOUT = Layout.of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
 FULL = Mask.full(LAYOUT.size)
-POLICIES = Path(__file__).parents[3] / "poc" / "policies"
 
 
 def refusals(policy: Policy, content: Any = "weights", **more: Any) -> list[str]:
@@ -67,7 +66,7 @@ def test_metrics_alone_are_asked_for_nothing_but_that_they_may_leave() -> None:
 
 
 def test_a_job_is_held_against_what_its_own_settings_would_read() -> None:
-    policy = read_policy(POLICIES / "careful.yaml")
+    policy = read_policy(policy_file(Path("careful")))
 
     def said(**settings: Any) -> list[str]:
         method = NeuroSFL(NeuroSFL.Config(rounds=2, sparsity=0.5, **settings), LAYOUT, 1)
@@ -120,9 +119,23 @@ def test_scores_are_made_coarse_or_a_channels_own() -> None:
     assert Policy().softened("scores", scores, LAYOUT) is scores.values
 
 
-@pytest.mark.parametrize("name", ["open", "careful", "strict"])
-def test_the_ready_policies_can_be_read(name: str) -> None:
-    assert read_policy(POLICIES / f"{name}.yaml") != Policy(min_examples=7)
+def test_the_ready_policies_are_each_stricter_than_the_one_before() -> None:
+    policies = {name: read_policy(policy_file(Path(name))) for name in READY}
+    assert list(policies) == ["careful", "open", "strict"]
+    assert policies["open"] == Policy()
+    careful, strict = policies["careful"], policies["strict"]
+    for term in ("min_examples", "min_score_examples", "min_score_batches", "min_test_examples"):
+        assert getattr(policies["open"], term) < getattr(careful, term) < getattr(strict, term), term
+    assert set(strict.contents) < set(careful.contents)
+
+
+def test_a_policy_is_a_file_or_the_name_of_a_ready_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"careful\.yaml: no such file, and no ready policy.*: careful, open, strict"):
+        policy_file(Path("careful.yaml"))
+    assert policy_file(Path("careful")) == READY["careful"]
+    Path("careful").write_text("min_examples: 3\n")  # the user's own comes first
+    assert read_policy(policy_file(Path("careful"))).min_examples == 3
 
 
 @pytest.mark.parametrize(

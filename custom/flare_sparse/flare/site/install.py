@@ -9,7 +9,7 @@ from ...errors import ConfigError
 from .allow import RESOURCES, local_folder, read_resources
 from .files import read_object, write_object, write_text
 from .guards import GATE, GUARDS, RESULT_POLICY
-from .policy import POLICY_FILE, Policy, read_policy
+from .policy import POLICY_FILE, Policy, policy_file, read_policy
 
 PRIVACY = "privacy.json"
 AUTHORIZER = f"{GUARDS}SitePlanAuthorizer"
@@ -17,7 +17,7 @@ SCOPE = "flare_sparse"
 LOG_STREAMING = "allow_log_streaming"
 
 
-def guard(kit: Path, policy_file: Path | None = None) -> Policy:
+def guard(kit: Path, chosen: Path | None = None) -> Policy:
     """Write the guards into a kit's ``privacy.json`` and ``resources.json``, and the policy beside them.
 
     Every privacy scope gets ``SiteResultPolicy``, the site ``SiteLastGate`` and ``SitePlanAuthorizer``; logs are no
@@ -25,7 +25,8 @@ def guard(kit: Path, policy_file: Path | None = None) -> Policy:
 
     Args:
         kit: the startup kit, or its ``local`` folder.
-        policy_file: the policy; None: the one that is there, or none: all that the package sends may leave.
+        chosen: the policy's file, or the name of a ready one; None: the one that is there, or none: all that the package
+            sends may leave.
 
     Returns:
         The policy in force.
@@ -34,12 +35,11 @@ def guard(kit: Path, policy_file: Path | None = None) -> Policy:
         ConfigError: no kit, a malformed file in it, or a malformed policy; nothing is changed then.
     """
     local = local_folder(kit)
-    if policy_file is not None and not policy_file.is_file():
-        raise ConfigError(f"--file {policy_file}: there is no such file; ready ones are in poc/policies/")
-    policy = read_policy(policy_file or local / POLICY_FILE)
+    file = local / POLICY_FILE if chosen is None else policy_file(chosen)
+    policy = read_policy(file)
     privacy, resources = _guarded(_read(local / PRIVACY)), _authorized(read_resources(local))
-    if policy_file is not None:
-        write_text(local / POLICY_FILE, policy_file.read_text(encoding="utf-8"))
+    if chosen is not None:
+        write_text(local / POLICY_FILE, file.read_text(encoding="utf-8"))
     write_object(local / PRIVACY, privacy)
     write_object(local / RESOURCES, resources)
     return policy

@@ -22,6 +22,8 @@ from ...wire.ledger import Line
 
 POLICY_FILE = "flare_sparse_policy.yaml"
 """In the ``local`` folder of the site's startup kit."""
+READY = {file.stem: file for file in sorted((Path(__file__).parent / "policies").glob("*.yaml"))}
+"""Policies that come with the package, by the name that stands for one: what most sites start from."""
 
 
 class Policy(BaseModel):
@@ -152,6 +154,19 @@ def _unforeseeable() -> torch.Generator:
     draw = torch.Generator()
     draw.seed()
     return draw
+
+
+def policy_file(said: Path) -> Path:
+    """The file that a user means: a policy of their own, or a ready one by its name, such as ``careful``.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if said.is_file():
+        return said
+    if file := READY.get(str(said)):
+        return file
+    raise ConfigError(f"{said}: no such file, and no ready policy; ready ones, without an ending: {', '.join(READY)}")
 
 
 def read_policy(file: Path) -> Policy:
