@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import flare_sparse
@@ -15,7 +18,7 @@ from flare_sparse.cli import app
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(next(iter(flare_sparse.__path__)))
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CODE = re.compile(r"E_[A-Z_]+")
 
 
@@ -39,6 +42,55 @@ def test_every_error_code_has_its_row() -> None:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def command_lines(page: Path, program: str) -> Iterator[str]:
+    """What follows a program in fenced shell blocks and in inline code, up to the end of that command."""
+    text = page.read_text()
+    fenced = re.findall(r"```(?:bash|sh)\n(.*?)```", text, flags=re.DOTALL)
+    inline = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace("\n", " "))
+    for block in [*fenced, *inline]:
+        for line in block.replace("\\\n", " ").splitlines():
+            for found in re.finditer(rf"(?:^|[\s;&]){program}\s+([^;&#]*)", line):
+                yield found[1].strip()
+
+
+def unknown_in(line: str) -> set[str]:
+    """Options of a ``flare-sparse`` line that its command does not have; all of it where there is no such command."""
+    command: Any = get_command(app)
+    words = line.split()
+    while words and hasattr(command, "commands"):
+        names = words.pop(0).split("|")  # site allow|no-code KIT
+        if names[0] in ("CONFIG", "COMMAND") or names[0].startswith("-"):
+            break
+        if any(name not in command.commands for name in names):
+            return {line}
+        command = command.commands[names[0]]
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", " ".join(words))) - known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_on_a_page_can_be_typed(page: Path) -> None:
+    found = {line: unknown_in(line) for line in command_lines(page, "flare-sparse")}
+    assert {line: unknown for line, unknown in found.items() if unknown} == {}
+    named = set(re.findall(r"(?:app_configs|jobs|benchmarks|poc)/[\w./-]*\w", page.read_text()))
+    assert {name for name in named if not (ROOT / name).exists() and not name.startswith("poc/workspace")} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_benchmark_on_a_page_has_the_options_it_is_given(page: Path) -> None:
+    for line in command_lines(page, r"(?:python|\$\(which python\))"):
+        script, *rest = line.split() or [""]
+        if script.startswith("benchmarks/"):
+            known = set(re.findall(r'"(--[a-z-]+)"', (ROOT / script).read_text()))
+            assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", " ".join(rest))) - known == set(), line
+
+
+def test_a_command_that_is_not_there_is_noticed() -> None:
+    assert unknown_in("run CONFIG --env poc --sites 3") == set()
+    assert unknown_in("run CONFIG --envv poc") == {"--envv"}
+    assert unknown_in("site allow|nocode KIT") == {"site allow|nocode KIT"}
 
 
 def blocks(page: str, language: str) -> list[str]:
