@@ -1,7 +1,8 @@
 """The rounds of a run: ask, collect, check, commit, judge. The rehearsal and FLARE's controller both run this loop."""
 
+from .answers import Reply, Transport
 from .census import Greet
-from .loop import Federation, Reply, Transport
+from .loop import Federation
 from .record import Best, Judgement, Outcome, RoundRecord, Snapshot
 from .rules import Rules
 

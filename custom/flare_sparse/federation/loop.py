@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..capabilities import Capabilities
 from ..checkpoint.store import Store
-from ..errors import LeftOut, NotHeld, RoundFailed, SelectionError
+from ..errors import LeftOut, NotHeld, RoundFailed
 from ..exchange import VALIDATE, Request, Sealed, Update
 from ..methods import Method
-from ..robust import clipped
-from ..server import Question, ServerDesk
+from ..server import ServerDesk
 from ..task import Metric
+from .answers import Tally, Transport, reason_of
 from .census import Census, Greet
+from .learning import Learned, learned_from
 from .record import Best, Judgement, Outcome, RoundRecord, Snapshot
-from .rules import Roster, Rules, capped
-
-Reply = Update | Exception | str
-"""What became of a site's answer: an update, the error it was rejected with, or a short reason code."""
-Transport = Callable[[Question], Mapping[str, Reply]]
-"""Takes a question to its sites and brings back what each one answered; sites that miss are absent."""
+from .rules import Roster, Rules
 
 
 class Federation:
@@ -145,10 +140,6 @@ class Federation:
             self._planned = dict(self._census.able)
             self.method = self.method.planned(self._planned)
 
-    def _before(self, state: Any) -> Tensor:
-        """``(P,)`` the model that changes are measured against, where any are."""
-        return Tensor() if self.rules.clip_norm is None else self.method.model(state).vector()
-
     def _afresh(self, store: Store, state: Any) -> tuple[Any, int]:
         store.drop()
         return state, 0
@@ -197,8 +188,8 @@ class Federation:
         self.on_round(record)
 
     def _round(
-        self, requests: dict[str, Request], transport: Transport, judged: int, learn: _Learn | None = None
-    ) -> tuple[RoundRecord, _Learned]:
+        self, requests: dict[str, Request], transport: Transport, judged: int, learn: Learn | None = None
+    ) -> tuple[RoundRecord, Learned]:
         """Ask until enough sites contribute; everything is validated before anything is summed.
 
         Args:
@@ -221,7 +212,7 @@ class Federation:
         for attempt in range(1, self.rules.retries + 2):
             tally = self._collect(requests, transport)
             seconds = time.monotonic() - began
-            tally, learned = learn(tally, requests) if learn else (tally, _Learned(None, []))
+            tally, learned = learn(tally, requests) if learn else (tally, Learned(None, []))
             counted = tally.contributed if learn else tally.answered
             if learned and self._enough(counted, requests):
                 for site in [*tally.rejected, *tally.silent]:  # not before: a further attempt says the same bits
@@ -237,35 +228,8 @@ class Federation:
             "The last committed model is intact."
         )
 
-    def _learned(self, state: Any, tally: _Tally, requests: Mapping[str, Request]) -> tuple[_Tally, _Learned | None]:
-        """What the answers make of ``state``. While that is no model, the answer with the largest values is refused; None
-        below the quorum.
-        """
-        while self._enough(tally.contributed, requests):
-            updates, capped_to = self._weighed(tally.contributed)
-            updates, cut = clipped(updates, self._before(state), self.rules.clip_norm)
-            after = self._usable(state, updates)
-            if after is not None:
-                return tally, _Learned(after, updates, capped_to, cut)
-            loudest = max(tally.contributed, key=lambda u: float(torch.linalg.vector_norm(u.patch.values.double())))
-            tally = tally.without(loudest.site, "E_RANGE")
-        return tally, None
-
-    def _weighed(self, contributed: list[Update]) -> tuple[list[Update], dict[str, int]]:
-        """The updates as they count, and with how many examples those that count less than they say; 0: not at all."""
-        weighed, cut = capped(contributed, self.rules.max_share)
-        light = self.desk.too_light(weighed)
-        return [u for u in weighed if u.site not in light], {**cut, **dict.fromkeys(light, 0)}
-
-    def _usable(self, state: Any, updates: list[Update]) -> Any:
-        """The state after a round, or None where it could not be sent: finite answers can have a sum or a product that
-        is not.
-        """
-        try:
-            after = self.method.learn(state, updates)
-        except (ArithmeticError, SelectionError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-            return None
-        return after if self.desk.sayable(self.method.model(after)) else None
+    def _learned(self, state: Any, tally: Tally, requests: Mapping[str, Request]) -> tuple[Tally, Learned | None]:
+        return learned_from(tally, state, self.method, self.desk, self.rules, partial(self._enough, requests=requests))
 
     def _within_caps(self, requests: dict[str, Request]) -> tuple[dict[str, Request], dict[str, LeftOut]]:
         """The requests that sites can answer within their upload caps, and why the others are not asked.
@@ -293,7 +257,7 @@ class Federation:
         wanted = self.rules.min_weight
         return f" with {wanted:.0%} of the examples of the sites asked" if wanted else ""
 
-    def _record(self, tally: _Tally, facts: _Facts, lines: list[Any], seconds: float) -> RoundRecord:
+    def _record(self, tally: Tally, facts: _Facts, lines: list[Any], seconds: float) -> RoundRecord:
         """The record of a round; ``lines`` are its messages, earlier attempts included."""
         record = RoundRecord(
             kind=tally.question.kind,
@@ -322,7 +286,7 @@ class Federation:
             raise RoundFailed(f"round {record.round}: the sites asked and what became of them do not balance: {record}")
         return record
 
-    def _collect(self, requests: dict[str, Request], transport: Transport) -> _Tally:
+    def _collect(self, requests: dict[str, Request], transport: Transport) -> Tally:
         """One question; sites that lost what they held are sent everything, once, in the same round."""
         question = self.desk.ask(requests)
         replies = {site: reply for site, reply in transport(question).items() if site in requests}
@@ -337,41 +301,13 @@ class Federation:
                 replies[site] = code
         for site in self.desk.strangers([reply for reply in replies.values() if isinstance(reply, Update)]):
             replies[site] = "E_KEY"
-        rejected = {site: _reason(reply) for site, reply in replies.items() if not isinstance(reply, Update)}
+        rejected = {site: reason_of(reply) for site, reply in replies.items() if not isinstance(reply, Update)}
         silent = sorted(set(requests) - set(replies))
         answered = [reply for _, reply in sorted(replies.items()) if isinstance(reply, Update)]
-        return _Tally(question, answered, rejected, silent)
+        return Tally(question, answered, rejected, silent)
 
 
-@dataclass(frozen=True)
-class _Tally:
-    question: Question
-    answered: list[Update]
-    rejected: dict[str, str]
-    silent: list[str]
-
-    @property
-    def contributed(self) -> list[Update]:
-        """The answers that something can be learned from."""
-        return [u for u in self.answered if u.content != "nothing" and u.examples and u.patch.on.count]
-
-    def without(self, site: str, code: str) -> _Tally:
-        """The same with the answer of ``site`` rejected."""
-        answered = [update for update in self.answered if update.site != site]
-        return replace(self, answered=answered, rejected={**self.rejected, site: code})
-
-
-@dataclass(frozen=True)
-class _Learned:
-    """``state`` after a round, the updates as they were weighed and shortened, and whose were."""
-
-    state: Any
-    updates: list[Update]
-    capped: dict[str, int] = field(default_factory=dict)
-    clipped: dict[str, float] = field(default_factory=dict)
-
-
-_Learn = Callable[[_Tally, Mapping[str, Request]], tuple[_Tally, _Learned | None]]
+Learn = Callable[[Tally, Mapping[str, Request]], tuple[Tally, Learned | None]]
 
 
 @dataclass(frozen=True)
@@ -384,8 +320,4 @@ class _Facts:
     attempt: int
     resting: list[str]
     left_out: dict[str, str]
-    learned: _Learned
-
-
-def _reason(reply: Reply) -> str:
-    return reply if isinstance(reply, str) else str(getattr(reply, "code", type(reply).__name__))
+    learned: Learned
