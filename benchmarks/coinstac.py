@@ -104,11 +104,11 @@ def on_loopback(contestant: str, network: str, rounds: int, folder: Path) -> lis
 
 
 @contextmanager
-def federation(rate: float, folder: Path) -> Iterator[Runner]:
+def federation(rate: float, delay_ms: float, folder: Path) -> Iterator[Runner]:
     """Hosts of their own on capped links; jobs are submitted from the lead's."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with hosts.network(rate, 0, ("server", *SITES, "lead")):
+    with hosts.network(rate, delay_ms, ("server", *SITES, "lead")):
         kits = hosts.provision(folder, SITES)
         for kit in ("server", *SITES):
             hosts.command("flare-sparse", "site", "allow", str(kits / kit), "--also", "idle_resnet.")
@@ -185,6 +185,7 @@ def main() -> int:
     parser.add_argument("--networks", nargs="+", choices=PAPER, default=list(PAPER))
     parser.add_argument("--contestants", nargs="+", choices=(FLARE, DENSE, SPARSE), default=[FLARE, DENSE, SPARSE])
     parser.add_argument("--rates", type=float, nargs="+", default=[0], help="Mbit/s of every link; 0: loopback")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of capped links, there and back")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("runs/coinstac"))
@@ -195,7 +196,7 @@ def main() -> int:
     found: list[dict[str, Any]] = []
     for rate in arguments.rates:
         if rate:
-            with federation(rate, arguments.out.resolve() / f"federation-{rate:g}") as run:
+            with federation(rate, arguments.delay_ms, arguments.out.resolve() / f"federation-{rate:g}") as run:
                 found += measure(run, arguments, rate)
         else:
             found += measure(on_loopback, arguments, rate)
