@@ -33,8 +33,9 @@ from nvflare.recipe import SimEnv
 from round_time import CLIENT, _starts
 
 from flare_sparse.config import RunConfig
+from flare_sparse.config.schema import FederationConfig
 from flare_sparse.flare.deployed import _session, run_deployed
-from flare_sparse.flare.recipe import TASK_REQUEST_INTERVAL_S, SparseRecipe
+from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.simulator import _output_to, simulate
 
 SITES = tuple(f"site-{i}" for i in range(1, 6))
@@ -72,7 +73,7 @@ def flares(network: str, rounds: int, folder: Path) -> FedAvgRecipe:
         num_rounds=rounds,
         train_script=str(script),
     )
-    recipe.add_server_config({"server": {"task_request_interval": TASK_REQUEST_INTERVAL_S}})
+    recipe.add_server_config({"server": {"task_request_interval": FederationConfig().request_interval_s}})
     return recipe
 
 

@@ -1,6 +1,6 @@
 """A provisioned federation with a host for everyone: what really crosses each site's interface, on capped links.
 
-    sudo python benchmarks/hosts.py --rates 1000 100 10 [--rounds 6] [--out runs/hosts] [--write docs/results/hosts.md]
+    sudo python benchmarks/hosts.py --rates 1000 100 10 [--delay-ms 50] [--rounds 6] [--out runs/hosts]
 
 Server, three sites and the lead live in network namespaces of their own, joined by a bridge in a sixth; every link is
 capped in both directions (token bucket), and delayed where one asks for it (``slow_switch.py``, for not every kernel has
@@ -80,6 +80,9 @@ def network(rate_mbit: float, delay_ms: float, members: Sequence[str] = HOSTS) -
             command("ip", "netns", "add", space(host))
             link = f"ip link add eth0 netns {space(host)} type veth peer name {port} netns {HUB}"
             command(*link.split())
+            command(
+                sys.executable, str(SWITCH), "--prepare", "eth0", inside=host
+            )  # whole frames: counted as a wire would
             for setting in (f"addr add 10.77.0.{number}/24 dev eth0", "link set eth0 up", "link set lo up"):
                 command("ip", *setting.split(), inside=host)
             cap("eth0", space(host), rate_mbit)
@@ -118,11 +121,11 @@ def joined(ports: Mapping[str, str], delay_ms: float) -> Iterator[None]:
             command(*inside, "ip", "link", "set", port, "master", "br0")
         yield
         return
-    for host in ports.values():
-        command(sys.executable, str(SWITCH), "--prepare", "eth0", inside=host)
     switch = subprocess.Popen([*inside, sys.executable, str(SWITCH), "--delay-ms", str(delay_ms / 2), *ports])
     try:
         yield
+        if switch.poll() is not None:
+            raise RuntimeError(f"the switch ended with {switch.returncode}; what was measured is not the delayed link")
     finally:
         switch.kill()
         switch.wait()
@@ -261,15 +264,12 @@ def measure(folder: Path, kits: Path, label: str, rounds: int) -> dict[str, Any]
 
 
 def table(found: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+    """Bytes of all three sites, both ways, from the first question to the last commit; ``beyond``: without segments that
+    a site sent again.
+    """
+    rates, size = " ".join(f"{rate:g}" for rate in arguments.rates), MEDICATIONS * HIDDEN + 2 * HIDDEN + 1
     lines = [
-        "# A host for everyone: what crossed the interfaces",
-        "",
-        f"`sudo python benchmarks/hosts.py --rates {' '.join(f'{r:g}' for r in arguments.rates)} --rounds {arguments.rounds}`",
-        "",
-        f"Server, three sites and the lead in network namespaces, every link capped both ways{delay(arguments)}; provisioned,",
-        f"mTLS. A network of {MEDICATIONS * HIDDEN + 2 * HIDDEN + 1:,} parameters. Bytes of all three sites' interfaces, both ways, by the",
-        "kernel's counters from the first question to the last commit, beside the ledger's sum of the same messages. Sent again:",
-        "TCP segments that a site repeated, by its kernel's counter; beyond 5 %: without them.",
+        f"`--rates {rates} --delay-ms {arguments.delay_ms:g} --rounds {arguments.rounds}`, {size:,} parameters:",
         "",
         "| link | method | kernel, MB | ledger, MB | more | sent again, MB | beyond 5 % a message | messages | median round |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -286,17 +286,12 @@ def table(found: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def delay(arguments: argparse.Namespace) -> str:
-    return f" and delayed by {arguments.delay_ms:g} ms" if arguments.delay_ms else ", not delayed"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 10], help="Mbit/s of every link")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="there and back")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("runs/hosts"))
-    parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         parser.error("network namespaces need root: run it with sudo, or as root in a container of your own")
@@ -314,8 +309,6 @@ def main() -> int:
     text = table(found, arguments)
     (arguments.out / "hosts.json").write_text(json.dumps(found, indent=1))
     print(text)
-    if arguments.write:
-        arguments.write.write_text(text)
     return 0
 
 

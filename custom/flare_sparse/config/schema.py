@@ -51,6 +51,13 @@ class FederationConfig(Section):
     )
     task_timeout_s: float = Field(3600, gt=0, description="seconds a site has for one answer, training included")
     retries: int = Field(2, ge=0, description="times a failed round is asked again before the run stops")
+    request_interval_s: float = Field(
+        0.05,
+        ge=0.01,
+        le=60,
+        description="seconds between two requests of a site for work; FLARE's own 2 s is most of a short round, and each "
+        "costs about 7 kB: raise it where rounds are long and links thin",
+    )
     threads: int = Field(1, ge=1, description="torch threads of every process; another number ends in other bits")
 
     @property

@@ -26,11 +26,6 @@ from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, OwnTa
 
 Packaging = Literal["installed", "byoc"]
 
-TASK_REQUEST_INTERVAL_S = 0.05
-"""How often a site asks for work; FLARE's default of 2 s is what a short round would mostly consist of."""
-
-_POLLING = {"server": {"task_request_interval": TASK_REQUEST_INTERVAL_S}}
-
 
 class SparseRecipe(Recipe):
     """Any method of this package as a FLARE recipe.
@@ -66,6 +61,7 @@ class SparseRecipe(Recipe):
         self._server(job, tensorboard)
         self._clients(job)
         self._settings(job, config)
+        self.add_server_config({"server": {"task_request_interval": config.federation.request_interval_s}})
         if packaging == "byoc":
             self._sources(job, modules)
         elif modules:
@@ -77,7 +73,6 @@ class SparseRecipe(Recipe):
         job.to_server(StagingAggregator(), id=AGGREGATOR_ID)
         job.to_server(MetricsArtifactWriter(), id="metrics_artifact_writer")
         self.add_server_input_filter(DecodeUpdate(), tasks=[TASK])
-        self.add_server_config(_POLLING)
         if tensorboard:
             from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
 
