@@ -183,10 +183,10 @@ class Sample:
     again: int
 
     @classmethod
-    def of(cls, site: str) -> Sample:
-        text = command("cat", "/proc/net/dev", "/proc/net/snmp", inside=site).stdout
-        fields = next(line for line in text.splitlines() if "eth0:" in line).split(":")[1].split()
-        names, counts = (line.split() for line in text.splitlines() if line.startswith("Tcp:"))
+    def of(cls, net: Path) -> Sample:
+        """From a process's folder ``/proc/PID/net``."""
+        fields = (net / "dev").read_text().partition("eth0:")[2].split()
+        names, counts = (line.split() for line in (net / "snmp").read_text().splitlines() if line.startswith("Tcp:"))
         return cls(int(fields[0]) + int(fields[8]), int(counts[names.index("RetransSegs")]))
 
     def __sub__(self, earlier: Sample) -> Sample:
@@ -194,25 +194,31 @@ class Sample:
 
 
 class Counters(threading.Thread):
-    """Samples every site's kernel."""
+    """Samples every site's kernel, each time with when that began and when it ended."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.samples: list[tuple[float, dict[str, Sample]]] = []
+        self.samples: list[tuple[float, dict[str, Sample], float]] = []
+        self._nets = {
+            site: Path("/proc", command("ip", "netns", "pids", space(site)).stdout.split()[0], "net") for site in SITES
+        }
         self._done = threading.Event()
 
     def run(self) -> None:
-        while not self._done.wait(0.1):
-            self.samples.append((time.time(), {site: Sample.of(site) for site in SITES}))
+        while not self._done.wait(0.05):
+            began = time.time()
+            found = {site: Sample.of(net) for site, net in self._nets.items()}
+            self.samples.append((began, found, time.time()))
 
     def stop(self) -> None:
         self._done.set()
         self.join()
 
     def between(self, begin: float, end: float, site: str) -> Sample:
-        """What was counted from the sample before to the one after."""
-        before = [s for t, s in self.samples if t <= begin][-1][site]
-        return next(s for t, s in self.samples if t >= end)[site] - before
+        """What was counted from the last sample that ended before to the first that began after."""
+        before = [found for _, found, ended in self.samples if ended <= begin][-1]
+        after = next(found for began, found, _ in self.samples if began >= end)
+        return after[site] - before[site]
 
 
 def job(folder: Path, label: str, rounds: int) -> Path:

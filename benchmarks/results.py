@@ -5,22 +5,25 @@
 Three experiments: brain age from T1w volumes at five sites (IXI-HH cut into four at random, NSK the fifth); FedSparsify's
 environments at eight sites (equal sizes with ages mixed, skewed sizes with an age range a site); age and sex from
 FreeSurfer tables at 23 real scan sites. Each run is one process without FLARE, through the real wire, and ends with
-FLARE's bits. One JSON file a run: runs that are there are not repeated, and several processes may share the work.
-``python benchmarks/results_report.py`` turns them into docs/results.md and its plots.
+FLARE's bits. One JSON file a run: runs that are there are not repeated, several processes may share the work, and what a
+killed one left is begun again. In the end docs/results.md gets its tables and its plot (``results_report.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from results_report import write
 from torch.utils.data import ConcatDataset
 
 from flare_sparse.assemble import Assembly, assemble, rules
@@ -183,6 +186,31 @@ def at_one_place(assembly: Assembly, sites: dict[str, Site], examples: dict[str,
     return {"overall": {name: overall, "test_examples": total}, "sites": judged, "bytes": 0, "dense_bytes": 0}
 
 
+@contextmanager
+def claimed(file: Path) -> Iterator[bool]:
+    """Whether this process is to make the file: it is not there, and no living process is at it."""
+    mark = file.with_suffix(".claimed")
+    with suppress(FileNotFoundError):
+        if not Path(f"/proc/{mark.read_text()}").exists():
+            mark.unlink()
+    if file.exists() or not _created(mark, str(os.getpid())):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _created(file: Path, text: str) -> bool:
+    try:
+        with file.open("x") as new:
+            new.write(text)
+    except FileExistsError:
+        return False
+    return True
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder with brain_t1/ and brain_morphometry/")
@@ -196,14 +224,14 @@ def main() -> int:
             (arguments.out / name).mkdir(parents=True, exist_ok=True)
             for arm, sparsity in EXPERIMENTS[name].jobs():
                 file = arguments.out / name / f"{arm.label} {sparsity:g} {seed}.json".replace(" ", "_")
-                try:
-                    file.with_suffix(".claimed").open("x").close()
-                except FileExistsError:
-                    continue
-                row = run(EXPERIMENTS[name], arm, sparsity, seed, arguments.data)
-                file.write_text(json.dumps(row, indent=1) + "\n")
+                with claimed(file) as mine:
+                    if not mine:
+                        continue
+                    row = run(EXPERIMENTS[name], arm, sparsity, seed, arguments.data)
+                    file.write_text(json.dumps(row, indent=1) + "\n")
                 figure = row["overall"][row["metric"]]
                 print(f"{name} seed {seed} {arm.label} {sparsity:g}: {figure:.3f}, {row['seconds']:.0f} s", flush=True)
+    write(arguments.out)
     return 0
 
 

@@ -1,6 +1,8 @@
-"""docs/results.md's tables and plots from what ``benchmarks/results.py`` left; the text above the tables is kept.
+"""docs/results.md's tables and plot from what ``benchmarks/results.py`` left, which calls this when it ends.
 
-python benchmarks/results_report.py [--out runs/results]
+    python benchmarks/results_report.py [--out runs/results]
+
+The text above the tables is kept, and so are the tables of experiments of which nothing is there.
 """
 
 from __future__ import annotations
@@ -41,15 +43,21 @@ Row = dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/results"))
-    folder = parser.parse_args().out
+    write(parser.parse_args().out)
+    return 0
+
+
+def write(folder: Path) -> None:
+    """Bring docs/results.md and its plot in step with the runs in ``folder``."""
     found = {name: [json.loads(file.read_text()) for file in sorted((folder / name).glob("*.json"))] for name in TITLES}
     found = {name: rows for name, rows in found.items() if rows}
     page = ROOT / "docs" / "results.md"
-    kept = page.read_text().partition(MARK)[0] if page.exists() else "# Results\n\n"
-    page.write_text(kept + MARK + "\n" + "".join(section(name, rows) for name, rows in found.items()))
+    text, _, tables = page.read_text().partition(MARK)
+    sections = {part.partition("\n")[0]: "\n## " + part for part in tables.split("\n## ")[1:]}
+    sections |= {TITLES[name]: section(name, rows) for name, rows in found.items()}
+    page.write_text(text + MARK + "\n" + "".join(sections[title] for title in TITLES.values() if title in sections))
     if "brain_t1" in found:
         plot(found["brain_t1"], ROOT / "docs" / "images" / "results.png")
-    return 0
 
 
 def section(name: str, rows: list[Row]) -> str:
@@ -68,11 +76,11 @@ def section(name: str, rows: list[Row]) -> str:
         (f"{unit}, worst site", lambda row: scale * worst(s[metric] for s in row["sites"].values()), digits),
         ("MB sent, all sites, both ways, the whole run", lambda row: row["bytes"] / 1e6, 1),
     ]
-    return head + "".join(table(title, rows, figure, digits) for title, figure, digits in tables)
+    return head + "".join(table(title, rows, figure, digits, len(seeds)) for title, figure, digits in tables)
 
 
-def table(title: str, rows: list[Row], figure: Callable[[Row], float], digits: int) -> str:
-    """Mean over seeds (lowest to highest). A dense method stands under 0."""
+def table(title: str, rows: list[Row], figure: Callable[[Row], float], digits: int, seeds: int) -> str:
+    """Mean over seeds (lowest to highest); a cell of fewer than ``seeds`` says of how many."""
     levels = sorted({row["sparsity"] for row in rows})
     lines = [
         f"\n**{title}**\n",
@@ -81,7 +89,7 @@ def table(title: str, rows: list[Row], figure: Callable[[Row], float], digits: i
     lines.append("| --- |" + " --- |" * len(levels))
     for label in dict.fromkeys(row["label"] for row in ordered(rows)):
         mine = [row for row in rows if row["label"] == label]
-        cells = [spread([figure(row) for row in mine if row["sparsity"] == level], digits) for level in levels]
+        cells = [spread([figure(row) for row in mine if row["sparsity"] == level], digits, seeds) for level in levels]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -99,12 +107,13 @@ def ordered(rows: list[Row]) -> list[Row]:
     )
 
 
-def spread(values: list[float], digits: int) -> str:
+def spread(values: list[float], digits: int, seeds: int) -> str:
     if not values:
         return ""
-    if len(values) == 1 or max(values) - min(values) < 0.5 * 10**-digits:
-        return f"{mean(values):.{digits}f}"
-    return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    text, few = f"{mean(values):.{digits}f}", f" [{len(values)} of {seeds} seeds]" if len(values) < seeds else ""
+    if max(values) - min(values) >= 0.5 * 10**-digits:
+        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return text + few
 
 
 def plot(rows: list[Row], path: Path) -> None:
