@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from flare_sparse.cli import app
 from flare_sparse.errors import ConfigError
 from flare_sparse.progress import human_bytes
-from flare_sparse.report.findings import findings
+from flare_sparse.report.findings import caveat, findings
 from flare_sparse.report.page import write_report
 from flare_sparse.report.reading import Run, read_runs
 
@@ -99,6 +100,23 @@ def test_a_gain_is_the_way_to_the_better_whatever_the_metric(finished: dict[str,
     least = min(gains, key=lambda site: gains[site])
     assert f"at {sum(gain > 0 for gain in gains.values())} of 2 sites" in said
     assert f"least {gains[least]:+.3g} at {least}." in said
+
+
+def with_seed(run: Run, seed: int, label: str) -> Run:
+    return replace(run, label=label, summary={**run.summary, "seed": seed})
+
+
+def test_runs_are_held_against_those_of_their_own_seed(finished: dict[str, Path]) -> None:
+    read = {name: Run.read(folder) for name, folder in finished.items()}
+    runs = [with_seed(run, seed, f"{name}-{seed}") for name, run in read.items() for seed in (1, 2)]
+    runs.append(with_seed(read["neurosfl"], 3, "neurosfl-3"))
+    said = findings(runs)
+    against = [line.split()[0] for line in said if "dense FedAvg (" in line]
+    assert against == ["neurosfl-1", "neurosfl-2", "local_only-1", "local_only-2"]
+    gains = [line.split()[0] for line in said if "than training alone" in line]
+    assert gains == ["neurosfl-1", "neurosfl-2", "fedavg-1", "fedavg-2"]
+    assert caveat(runs).startswith("3 seeds on 4 test examples")
+    assert caveat(runs[:1]).startswith("A figure of one run on 4 test examples")
 
 
 def test_runs_without_one_of_each_site_alone_have_no_gains(finished: dict[str, Path], tmp_path: Path) -> None:

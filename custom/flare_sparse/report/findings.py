@@ -5,14 +5,13 @@ from __future__ import annotations
 from statistics import median
 
 from ..progress import human_bytes
-from .reading import Run, gains_over_alone
+from .reading import Run, dense_beside, gains_over_alone
 
 
 def findings(runs: list[Run]) -> list[str]:
     """One sentence a finding."""
     said = [_sent(run) for run in runs if run.total("dense_bytes") and abs(run.less - 1) > 0.05]
-    dense = next((run for run in runs if run.summary["method"] == "fedavg"), None)
-    said += [_against(run, dense) for run in runs if dense and run is not dense and run.final is not None]
+    said += [_against(run, dense) for run in runs if (dense := dense_beside(run, runs))]
     said += [_worst(run) for run in runs if run.worst and len(run.by_site) > 1][:1]
     unit = f" {runs[0].summary['metric']['unit']}".rstrip()
     said += [_gain(label, gains, unit) for label, gains in gains_over_alone(runs).items()]
@@ -23,10 +22,15 @@ def caveat(runs: list[Run]) -> str:
     """What the reader must not conclude."""
     tests = runs[0].summary["final"]["metrics"].get("test_examples")
     of = f" on {tests:.0f} test examples" if tests else ""
+    if len(runs) == 1:
+        return f"A figure of one run{of}."
     seeds = {run.summary["seed"] for run in runs}
-    if len(runs) > 1 and len(seeds) == 1:
+    if len(seeds) == 1:
         return f"One seed each{of}: differences between runs may be chance. Repeat with other seeds before you choose."
-    return f"A figure of one run{of}."
+    return (
+        f"{len(seeds)} seeds{of}: runs are compared with those of their own seed, which have the same split. Believe a "
+        "difference that has one sign in all of them."
+    )
 
 
 def _sent(run: Run) -> str:

@@ -56,7 +56,7 @@ DRAWINGS = (
     Drawing(
         "gains",
         "Gain over training alone",
-        "Each site's last figure against what it reached alone, on the same test examples.",
+        "Each site's last figure against what it reached alone with the same seed, on the same test examples.",
         figures.gains,
         lambda runs: bool(gains_over_alone(runs)),
     ),

@@ -127,11 +127,22 @@ class Run:
         return {name: float(part.float().mean()) for name, part in tensors.items() if part.dim() > 1}
 
 
+def dense_beside(run: Run, runs: list[Run]) -> Run | None:
+    """The run of dense FedAvg that this one is held against: of its seed, so of the same start and the same split."""
+    dense = [other for other in runs if other.summary["method"] == "fedavg" and abs(other.less - 1) < 0.05]
+    return None if run in dense else _of_its_seed(run, dense)
+
+
 def gains_over_alone(runs: list[Run]) -> dict[str, dict[str, float]]:
-    """By label, the gains of each run over the one of ``local_only`` among them; empty where nothing can be compared."""
-    alone = next((run for run in runs if run.summary["method"] == "local_only"), None)
-    found = {run.label: run.gains(alone) for run in runs if alone and run is not alone}
+    """By label, the gains of each run over the one of ``local_only`` with its seed; empty where nothing can be compared."""
+    alone = [run for run in runs if run.summary["method"] == "local_only"]
+    pairs = [(run, _of_its_seed(run, alone)) for run in runs if run not in alone]
+    found = {run.label: run.gains(other) for run, other in pairs if other}
     return {label: gains for label, gains in found.items() if gains}
+
+
+def _of_its_seed(run: Run, others: list[Run]) -> Run | None:
+    return next((other for other in others if other.summary["seed"] == run.summary["seed"]), None)
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
