@@ -18,7 +18,6 @@ from ..errors import FlareSparseError, PolicyRefusal
 from ..mask import Mask
 from ..methods import Method
 from ..params import Layout
-from ..rehearsal import DrySite, dry_run, initial_weights
 from ..task import Examples, Task
 from ..training import Site
 from ..training.loop import TrainingDiverged
@@ -57,7 +56,7 @@ def check(
             if layout is not None and examples:
                 report.passes("one training step", lambda: _step(settings, task, layout, examples), _moved)
             if layout is not None and site_policy is not None:
-                report.passes("site policy", lambda: _policy(settings, task, layout, examples, site_policy), str)
+                report.passes("site policy", lambda: _policy(settings, task, examples, site_policy), str)
     raise typer.Exit(report.code)
 
 
@@ -147,24 +146,21 @@ def _step(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, E
     return distance
 
 
-def _policy(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, Examples], said: Path) -> str:
-    """The messages of a dry run and the sites' numbers of examples, held against a policy.
+def _policy(settings: RunConfig, task: Task, examples: dict[str, Examples], said: Path) -> str:
+    """The job held against a policy.
 
     Raises:
         ConfigError: there is no such file, or it is malformed.
         PolicyRefusal: the job would be refused; every reason is listed.
     """
-    from ..flare.site.policy import foreseen, policy_file, read_policy  # FLARE takes seconds to import
+    from ..flare.site.forecast import objections  # FLARE takes seconds to import
+    from ..flare.site.policy import policy_file, read_policy
 
     policy = read_policy(policy_file(said))
-    method, (_, weights) = _method(settings, layout), initial_weights(task, settings.seed)
-    dry = {name: DrySite(name, layout, examples=own.n_train) for name, own in examples.items()}
-    sites = dry or {"site-1": DrySite("site-1", layout)}
-    _, ledger = dry_run(method, weights, sites, settings.wire.values, encrypted=settings.encrypted)
-    used = {name: site.answers for name, site in dry.items()}
-    if reasons := list(foreseen(policy, method.name, ledger.lines, used, layout)):
+    if reasons := objections(policy, settings, task, {name: own.n_train for name, own in examples.items()}):
         raise PolicyRefusal("\n".join([f"{said} would refuse this job:", *(f"  {reason}" for reason in reasons)]))
-    return f"{said} lets this job through"
+    unread = "" if examples else ", as far as that shows without data: how many examples an answer is of is not judged"
+    return f"{said} lets this job through{unread}"
 
 
 def _moved(distance: float) -> str:

@@ -95,7 +95,10 @@ def no_code(kit: Kit) -> None:
 def preflight(
     kit: Kit,
     job: Annotated[
-        Path | None, typer.Option(help="configuration of a job to come: the site's data is read as that job would")
+        Path | None,
+        typer.Option(
+            help="configuration of a job to come: would it find its data here, and would the policy let it through?"
+        ),
     ] = None,
 ) -> None:
     """Look whether this site is ready for a job; PASS, WARN or FAIL with the remedy. Nothing is changed.

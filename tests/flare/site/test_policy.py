@@ -13,12 +13,9 @@ from torch import nn
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Patch
-from flare_sparse.flare.site.policy import READY, Policy, foreseen, norm, policy_file, read_policy
+from flare_sparse.flare.site.policy import READY, Policy, norm, policy_file, read_policy
 from flare_sparse.mask import Mask
-from flare_sparse.methods import METHODS
-from flare_sparse.methods.neurosfl import NeuroSFL
 from flare_sparse.params import Layout
-from flare_sparse.rehearsal import DrySite, dry_run
 from flare_sparse.training import Used
 
 LAYOUT = Layout.of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
@@ -63,30 +60,6 @@ def test_metrics_alone_are_asked_for_nothing_but_that_they_may_leave() -> None:
     tight = Policy(min_examples=1000, max_upload_share=0.01, tensors=("none",))
     empty = Mask.none(LAYOUT.size)
     assert refusals(tight, "nothing", used=Used(), on=empty, change=torch.zeros(0)) == []
-
-
-def test_a_job_is_held_against_what_its_own_settings_would_read() -> None:
-    policy = read_policy(policy_file(Path("careful")))
-
-    def said(**settings: Any) -> list[str]:
-        method = NeuroSFL(NeuroSFL.Config(rounds=2, sparsity=0.5, **settings), LAYOUT, 1)
-        dry = {name: DrySite(name, LAYOUT, examples=count) for name, count in {"site-1": 200, "site-2": 10}.items()}
-        _, ledger = dry_run(method, torch.ones(LAYOUT.size), dry, "float32")
-        used = {name: site.answers for name, site in dry.items()}
-        return [reason.split(";")[0] for reason in foreseen(policy, "neurosfl", ledger.lines, used, LAYOUT)]
-
-    small = [
-        "min_examples: scores of 10, wanted are 20 (site-2)",
-        "min_score_examples: scores of 10, wanted are 64 (site-2)",
-        "min_score_batches: scores of 2, wanted are 4 (site-2)",
-        "min_examples: weights of 10, wanted are 20 (site-2)",
-    ]
-    assert said(saliency_batches=None) == small
-    assert said(saliency_batches=1, training={"batch_size": 1})[:3] == [
-        "min_examples: scores of 1, wanted are 20 (site-1)",
-        "min_score_examples: scores of 1, wanted are 64 (site-1)",
-        "min_score_batches: scores of 1, wanted are 4 (site-1)",
-    ]
 
 
 @given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=23), limit=st.floats(0.01, 100))
@@ -153,22 +126,3 @@ def test_a_malformed_policy_names_the_field(text: str, said: str, tmp_path: Path
     (tmp_path / "policy.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_policy(tmp_path / "policy.yaml")
-
-
-@pytest.mark.parametrize(
-    ("terms", "said"),
-    [
-        ({"encrypted": True}, "encrypted: weights leave encrypted only"),
-        (
-            {"tensors": ("nothing_like_it*",)},
-            f"tensors: {LAYOUT.entries[0].name} may not leave, and a message has the whole model",
-        ),
-        ({}, None),
-    ],
-)
-def test_a_whole_model_in_the_clear_is_held_against_the_terms_for_it(terms: dict[str, Any], said: str | None) -> None:
-    method = METHODS["fedavg"](METHODS["fedavg"].Config(rounds=2), LAYOUT, 1)
-    sites = {"site-1": DrySite("site-1", LAYOUT, examples=200)}
-    _, ledger = dry_run(method, torch.ones(LAYOUT.size), sites, "float32")
-    reasons = [reason.split(";")[0] for reason in foreseen(Policy(**terms), "fedavg", ledger.lines, {}, LAYOUT)]
-    assert reasons == ([said] if said else [])

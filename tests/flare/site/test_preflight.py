@@ -105,3 +105,25 @@ def test_the_policy_in_force_is_said(kit: Path, tmp_path: Path) -> None:
     resources = kit / "local" / "resources.json"
     resources.write_text(resources.read_text().replace('"allow_log_streaming": false', '"allow_log_streaming": true'))
     assert "this site's logs go to the server" in look(kit)["policy"].detail
+
+
+def test_a_job_is_held_against_the_policy_here_and_the_data_that_was_read(kit: Path, tmp_path: Path) -> None:
+    rows = "".join(f"{i},{i % 2},{i % 3 % 2},1\n" for i in range(20))
+    (tmp_path / "stays.csv").write_text(f"stay,died,med_a,med_b\n{rows}")
+    (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path / 'stays.csv'}\n")
+    policy, job = tmp_path / "policy.yaml", tmp_path / "job.yaml"
+    job.write_text(
+        "name: study\nmethod: {name: neurosfl, saliency_batches: null}\ntask: {name: mortality, medications: 2}\n"
+    )
+    assert "job" not in look(kit)
+    for terms, verdict, said in (
+        ("min_score_examples: 16", "PASS", "the policy here lets study through"),
+        ("min_score_examples: 17", "FAIL", "min_score_examples: scores of 16, wanted are 17 (hospital)"),
+        ("methods: [fedavg]", "FAIL", "methods: neurosfl may not run there; allowed: fedavg"),
+    ):
+        policy.write_text(terms + "\n")
+        guard(kit, policy)
+        found = look(kit, job)["job"]
+        assert (found.verdict, said in found.detail) == (verdict, True), found
+    (tmp_path / "stays.csv").unlink()
+    assert "job" not in look(kit, job)  # what could not be read is said once

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...assemble import assemble, open_site
-from ...config import JobConfig
+from ...config import JobConfig, build_task
 from ...data.source import site_data
 from ...errors import ConfigError, FlareSparseError
 from ...task import Task
 from .allow import CLASSES, EVERYTHING, LIST, MODE, allowed, local_folder, read_resources, too_wide
 from .code import read_permissions, who_may_send_code
+from .forecast import objections
 from .guards import unguarded
 from .install import LOG_STREAMING
 from .policy import POLICY_FILE, read_policy
@@ -48,7 +49,7 @@ def preflight(
 
     Args:
         kit: the site's startup kit.
-        job: settings of a job: the site's data is then read as that job would.
+        job: settings of a job: the site's data is then read as that job would, and the site's policy held against it.
         own_task: the task of that job when it is the user's own.
         environment: variables that may say where the data lies.
     """
@@ -59,7 +60,10 @@ def preflight(
     yield _attempt("allow-list", lambda: _allow_list(kit))
     yield _attempt("code", lambda: _code(kit))
     yield _attempt("policy", lambda: _policy(kit))
-    yield _attempt("data", lambda: _data(kit, job, own_task, environment))
+    data = _Data(kit, job, own_task, environment)
+    yield (found := _attempt("data", data.look))
+    if found.verdict != "FAIL" and job is not None:
+        yield _attempt("job", data.job_and_policy)
     yield _attempt("disk", lambda: _disk(kit))
     yield _attempt("server", lambda: _server(kit))
 
@@ -135,16 +139,32 @@ def _policy(kit: Path) -> tuple[Verdict, str]:
     ) or "all that the package sends may leave"
 
 
-def _data(
-    kit: Path, job: JobConfig | None, own_task: Task | None, environment: Mapping[str, str]
-) -> tuple[Verdict, str]:
-    where = site_data(_name(kit), local_folder(kit), environment)
-    if job is None:
-        return "WARN", f"{where.path} is there; give --job CONFIG to have it read as that job would"
-    site = open_site(assemble(job, own_task), where)
-    if not site.examples:
-        return "WARN", f"{where.path}: no training examples; this site would only judge models"
-    return "PASS", f"{where.path}: {site.examples} training examples, as {job.task.name} reads them"
+@dataclass
+class _Data:
+    """What a site has for a job; read once."""
+
+    kit: Path
+    job: JobConfig | None
+    own_task: Task | None
+    environment: Mapping[str, str]
+    examples: int = 0
+
+    def look(self) -> tuple[Verdict, str]:
+        where = site_data(_name(self.kit), local_folder(self.kit), self.environment)
+        if self.job is None:
+            return "WARN", f"{where.path} is there; give --job CONFIG to have it read as that job would"
+        self.examples = open_site(assemble(self.job, self.own_task), where).examples
+        if not self.examples:
+            return "WARN", f"{where.path}: no training examples; this site would only judge models"
+        return "PASS", f"{where.path}: {self.examples} training examples, as {self.job.task.name} reads them"
+
+    def job_and_policy(self) -> tuple[Verdict, str]:
+        assert self.job is not None
+        policy = read_policy(local_folder(self.kit) / POLICY_FILE)
+        task = self.own_task or build_task(self.job)
+        if reasons := objections(policy, self.job, task, {_name(self.kit): self.examples}):
+            return "FAIL", f"the policy here would not let {self.job.name} through: {' | '.join(reasons)}"
+        return "PASS", f"the policy here lets {self.job.name} through"
 
 
 def _disk(kit: Path) -> tuple[Verdict, str]:
