@@ -194,31 +194,30 @@ class Sample:
 
 
 class Counters(threading.Thread):
-    """Samples every site's kernel, each time with when that began and when it ended."""
+    """Samples every site's kernel and the server's, each time with when that began and when it ended."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.samples: list[tuple[float, dict[str, Sample], float]] = []
-        self._nets = {
-            site: Path("/proc", command("ip", "netns", "pids", space(site)).stdout.split()[0], "net") for site in SITES
-        }
+        first = {host: command("ip", "netns", "pids", space(host)).stdout.split()[0] for host in ("server", *SITES)}
+        self._nets = {host: Path("/proc", pid, "net") for host, pid in first.items()}
         self._done = threading.Event()
 
     def run(self) -> None:
         while not self._done.wait(0.05):
             began = time.time()
-            found = {site: Sample.of(net) for site, net in self._nets.items()}
+            found = {host: Sample.of(net) for host, net in self._nets.items()}
             self.samples.append((began, found, time.time()))
 
     def stop(self) -> None:
         self._done.set()
         self.join()
 
-    def between(self, begin: float, end: float, site: str) -> Sample:
+    def between(self, begin: float, end: float, host: str) -> Sample:
         """What was counted from the last sample that ended before to the first that began after."""
         before = [found for _, found, ended in self.samples if ended <= begin][-1]
         after = next(found for began, found, _ in self.samples if began >= end)
-        return after[site] - before[site]
+        return after[host] - before[host]
 
 
 def job(folder: Path, label: str, rounds: int) -> Path:
@@ -258,20 +257,25 @@ def measure(folder: Path, kits: Path, label: str, rounds: int) -> dict[str, Any]
     sites = {}
     for site in SITES:
         mine = [m for m in messages if m["site"] == site]
-        counted = counters.between(begin, end, site)
         sites[site] = {
-            "kernel": counted.bytes,
-            "again": counted.again * SEGMENT_BYTES,
+            "kernel": counters.between(begin, end, site).bytes,
             "ledger": sum(m["payload_bytes"] for m in mine),
             "messages": len(mine),
         }
     trained = sorted(line["seconds"] for line in lines if line["kind"] == "train")[: rounds - 1]  # without the first
-    return {"label": label, "sites": sites, "round_s": trained[len(trained) // 2], "window_s": end - begin}
+    again = sum(counters.between(begin, end, host).again for host in ("server", *SITES)) * SEGMENT_BYTES
+    return {
+        "label": label,
+        "sites": sites,
+        "again": again,
+        "round_s": trained[len(trained) // 2],
+        "window_s": end - begin,
+    }
 
 
 def table(found: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
     """Bytes of all three sites, both ways, from the first question to the last commit; ``beyond``: without segments that
-    a site sent again.
+    server or sites sent again.
     """
     rates, size = " ".join(f"{rate:g}" for rate in arguments.rates), MEDICATIONS * HIDDEN + 2 * HIDDEN + 1
     lines = [
@@ -281,9 +285,10 @@ def table(found: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found:
-        kernel, again, ledger, messages = (
-            sum(s[what] for s in row["sites"].values()) for what in ("kernel", "again", "ledger", "messages")
+        kernel, ledger, messages = (
+            sum(s[what] for s in row["sites"].values()) for what in ("kernel", "ledger", "messages")
         )
+        again = row["again"]
         beyond = (kernel - again - 1.05 * ledger) / messages
         lines.append(
             f"| {row['rate']:g} Mbit/s | {row['label']} | {kernel / 1e6:.3f} | {ledger / 1e6:.3f} | {kernel / ledger - 1:.1%} | "

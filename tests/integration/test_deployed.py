@@ -6,6 +6,8 @@ import hashlib
 import importlib
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -323,3 +325,61 @@ def test_poc_takes_a_task_of_the_users_own_and_ends_with_the_bits_of_the_rehears
     rehearsed = rehearse_config(load_config(own_task), own_task, tmp_path / "rehearsal")
     assert summary["model_sha256"] == rehearsed["model_sha256"]
     assert summary["traffic"] == rehearsed["traffic"]
+
+
+@pytest.mark.long
+def test_the_page_of_poc_works_as_it_stands_and_the_console_takes_a_folder_of_jobs(tmp_path: Path) -> None:
+    """The shell commands of docs/poc.md, by hand; then FLARE's admin console. It needs the ports 8002 and 8003."""
+    commands = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "poc.md").read_text(), flags=re.DOTALL)[1]
+    assert "nvflare poc prepare" in commands
+    (tmp_path / "app_configs").symlink_to(ROOT / "app_configs")
+    workspace = tmp_path / "poc-workspace"
+    admin = workspace / "example_project" / "prod_00" / "admin@nvidia.com"
+    # nvflare notes its last federation in the user's home, and finds it by the variable.
+    environment = {**ENVIRONMENT, "HOME": str(tmp_path), "NVFLARE_POC_WORKSPACE": str(workspace)}
+
+    def shell(line: str, typed: str = "") -> str:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", line],
+            cwd=tmp_path, env=environment, input=typed, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    try:
+        shell(commands)
+        same = "diff -r -x meta.json my-jobs/fedavg_brain_age " + str(ROOT / "jobs" / "fedavg_brain_age")
+        assert shell(same) == ""
+        console = f"{admin}/startup/fl_admin.sh"
+        said = shell(console, typed=f"submit_job {ROOT / 'jobs' / 'fedavg_brain_age'}\nlist_jobs\nbye\n")
+        submitted = re.search(r"Submitted job: (\S+)", said)
+        assert submitted, said
+        assert nvflare_job(admin, "wait", submitted[1], "--timeout", "200")["status"] == "FINISHED:COMPLETED"
+        found = nvflare_job(admin, "download", submitted[1], "-o", str(tmp_path / "fetched"))["artifacts"]
+    finally:
+        shell("nvflare poc stop")
+    config = load_config(
+        ROOT / "app_configs" / "fedavg_brain_age.yaml",
+        [f"simulator={{sites: 2, data: {{path: '{tmp_path / 'data' / '{site}'}'}}}}"],
+    )
+    rehearse_config(config, tmp_path / "job.yaml", tmp_path / "rehearsal")
+    assert fingerprint(Path(found["global_model"])) == fingerprint(tmp_path / "rehearsal" / "model.safetensors")
+
+
+@pytest.mark.long
+def test_what_went_down_comes_up_again_as_it_was(config: Path, federation: Path, tmp_path: Path) -> None:
+    kits = federation / "workspace" / "sparse" / "prod_00"
+    files = [*kits.glob("*/local/flare_sparse*.yaml"), *kits.glob("*/startup/*.crt"), *kits.glob("*/local/*.json")]
+    before = {file: file.read_bytes() for file in files}
+    assert len(before) >= 3 + 3 + 5
+    line = [str(ROOT / "poc" / "up"), str(federation / "workspace")]
+    twice = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert (twice.returncode, "it is up already" in twice.stderr) == (2, True)
+    script("down", str(federation / "workspace"))
+    with socket.create_server(("localhost", 8102)):
+        taken = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+        assert (taken.returncode, "port 8102 is in use" in taken.stderr) == (2, True)
+    assert "the startup kits of last time" in script("up", str(federation / "workspace"))
+    assert {file: file.read_bytes() for file in files} == before
+    done = run(config, federation, tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -55,8 +55,8 @@ class FederationConfig(Section):
         0.05,
         ge=0.01,
         le=60,
-        description="seconds between two requests of a site for work; FLARE's own 2 s is most of a short round, and each "
-        "costs about 7 kB: raise it where rounds are long and links thin",
+        description="shortest time between two requests of a site for work, which cost about 7 kB each; it grows to 5 % of "
+        "what a question has been out, up to 5 s",
     )
     threads: int = Field(1, ge=1, description="torch threads of every process; another number ends in other bits")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task
-from nvflare.apis.fl_constant import ServerCommandKey
+from nvflare.apis.fl_constant import FLContextKey, ServerCommandKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -27,6 +27,7 @@ from ..progress import progress_line
 from ..records import ENCRYPTED, RunFolder, write_json
 from ..server import Question
 from .keeping import finish
+from .pacing import Pace
 from .payload import HELLO, REPLY, TASK, hello_in, message_to_shareable
 from .results import announce_best, announce_round
 from .session import AGGREGATOR_ID, server_session, workspace_of
@@ -103,6 +104,8 @@ class FederatedController(Controller):
         app_dir = Path(workspace_of(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
         folder = RunFolder(app_dir / RESULTS, facts, assembly.layout, session.ledger)
 
+        self._pace = Pace(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
+
         def committed(record: RoundRecord) -> None:
             line = folder.commit(record)
             announce_round(self, record, fl_ctx)
@@ -163,7 +166,9 @@ class FederatedController(Controller):
         Raises:
             Aborted: the job was aborted meanwhile.
         """
+        self._pace.begin()
         while any(task.completion_status is None for task in tasks):
+            self._pace.go_on()
             if abort_signal.triggered:
                 raise Aborted("the job was aborted")
             time.sleep(POLL_S)
