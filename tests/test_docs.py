@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 import flare_sparse
 from flare_sparse.cli import app
+from flare_sparse.config import load_config
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(next(iter(flare_sparse.__path__)))
@@ -76,6 +79,16 @@ def test_every_command_on_a_page_can_be_typed(page: Path) -> None:
     assert {line: unknown for line, unknown in found.items() if unknown} == {}
     named = set(re.findall(r"(?:app_configs|jobs|benchmarks|poc)/[\w./-]*\w", page.read_text()))
     assert {name for name in named if not (ROOT / name).exists() and not name.startswith("poc/workspace")} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_setting_on_a_page_is_one_that_its_configuration_takes(page: Path) -> None:
+    for line in command_lines(page, "flare-sparse"):
+        words = shlex.split(line)
+        files = [word for word in words if word.startswith("app_configs/") and (ROOT / word).is_file()]
+        settings = [value for option, value in pairwise(words) if option == "--set"]
+        if len(files) == 1 and "=S" not in line:  # S stands for a number
+            load_config(ROOT / files[0], settings)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

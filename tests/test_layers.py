@@ -33,7 +33,6 @@ ORDER = (
     ("server", "site"),
     ("federation",),
     ("rehearsal", "records", "progress"),
-    ("audit",),
     ("config",),
     ("assemble",),
     ("unseal",),

@@ -13,7 +13,7 @@ from nvflare.job_config.fed_job_config import FedJobConfig
 
 from flare_sparse.config import RunConfig, job_dict, load_config
 from flare_sparse.flare import aggregator, controller, executor, filters, session
-from flare_sparse.flare.export import differences, export_job
+from flare_sparse.flare.export import SIGNATURES, differences, export_job
 from flare_sparse.flare.site.allow import CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
@@ -94,6 +94,9 @@ def test_polling_is_nested_where_flare_reads_it(config: RunConfig, tmp_path: Pat
 def test_differences_are_found(config: RunConfig, tmp_path: Path) -> None:
     assert differences(config, tmp_path) == ["neurosfl_brain_age: missing"]
     job = export_job(config, tmp_path)
+    for folder in (job, job / "app", job / "app" / "config"):
+        for name in SIGNATURES:  # the folder was submitted
+            (folder / name).write_text("signed")
     assert differences(config, tmp_path) == []
     (job / "app" / "config" / "flare_sparse.yaml").write_text("seed: 7\n")
     (job / "extra").write_text("")

@@ -348,10 +348,9 @@ def test_the_page_of_poc_works_as_it_stands_and_the_console_takes_a_folder_of_jo
 
     try:
         shell(commands)
-        same = "diff -r -x meta.json my-jobs/fedavg_brain_age " + str(ROOT / "jobs" / "fedavg_brain_age")
-        assert shell(same) == ""
+        assert shell(f"diff -r my-jobs/fedavg_brain_age {ROOT / 'jobs' / 'fedavg_brain_age'}") == ""
         console = f"{admin}/startup/fl_admin.sh"
-        said = shell(console, typed=f"submit_job {ROOT / 'jobs' / 'fedavg_brain_age'}\nlist_jobs\nbye\n")
+        said = shell(console, typed=f"submit_job {tmp_path}/my-jobs/fedavg_brain_age\nlist_jobs\nbye\n")
         submitted = re.search(r"Submitted job: (\S+)", said)
         assert submitted, said
         assert nvflare_job(admin, "wait", submitted[1], "--timeout", "200")["status"] == "FINISHED:COMPLETED"

@@ -23,7 +23,8 @@ def export(
     out: Annotated[Path, typer.Option(help="folder that receives a job folder per configuration")] = Path("jobs"),
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, as often as needed")] = None,
     byoc: Annotated[
-        bool, typer.Option("--byoc", help="send the package's source along (sites need not install it)")
+        bool,
+        typer.Option("--byoc/--installed", help="send the package's source along, or not: sites have installed it"),
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="write nothing; fail if a job folder is out of date")] = False,
 ) -> None:

@@ -36,7 +36,7 @@ def allow(
     """Let jobs of this package run here; no code comes in with them.
 
     Adds this package's classes to the list in local/resources.json of those that a job may name, one by one; the prefix
-    [bold]flare_sparse.flare.[/] of earlier versions goes, for FLARE would call every function below it. All that FLARE
+    [bold]flare_sparse.flare.[/] goes where it stands, for FLARE would call every function below it. All that FLARE
     allows by itself stays allowed; what a site wrote there stays. Restart the site afterwards.
 
     [dim]flare-sparse site allow /opt/flare/site-1[/]

@@ -188,7 +188,7 @@ class Federation:
         self.on_round(record)
 
     def _round(
-        self, requests: dict[str, Request], transport: Transport, judged: int, learn: Learn | None = None
+        self, requests: dict[str, Request], transport: Transport, judged: int, learn: _Learn | None = None
     ) -> tuple[RoundRecord, Learned]:
         """Ask until enough sites contribute; everything is validated before anything is summed.
 
@@ -307,7 +307,7 @@ class Federation:
         return Tally(question, answered, rejected, silent)
 
 
-Learn = Callable[[Tally, Mapping[str, Request]], tuple[Tally, Learned | None]]
+_Learn = Callable[[Tally, Mapping[str, Request]], tuple[Tally, Learned | None]]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ from pathlib import Path
 from ..config import JobConfig
 from .recipe import Packaging, SparseRecipe
 
+SIGNATURES = [".__nvfl_sig.json", ".__nvfl_submitter.crt"]
+"""What FLARE leaves in every folder of a job that was submitted."""
+
 
 def export_job(
     config: JobConfig, out: Path, packaging: Packaging = "installed", modules: tuple[Path, ...] = ()
@@ -27,7 +30,7 @@ def differences(config: JobConfig, jobs: Path) -> list[str]:
 def _compare(fresh: Path, stored: Path, label: str) -> list[str]:
     if not stored.is_dir():
         return [f"{label}: missing"]
-    compared = filecmp.dircmp(fresh, stored)
+    compared = filecmp.dircmp(fresh, stored, ignore=SIGNATURES)
     found = [f"{label}/{name}: missing" for name in compared.left_only]
     found += [f"{label}/{name}: not exported any more" for name in compared.right_only]
     _, mismatched, errors = filecmp.cmpfiles(fresh, stored, compared.common_files, shallow=False)

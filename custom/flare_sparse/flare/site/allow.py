@@ -71,7 +71,7 @@ def allowed(resources: dict[str, Any]) -> list[str]:
 
 
 def too_wide(listed: Sequence[str]) -> list[str]:
-    """Entries that let a job call more of this package than its classes, such as the prefix of earlier versions."""
+    """Entries that let a job call more of this package than its classes, such as its prefix."""
     return [entry for entry in listed if entry.startswith(PACKAGE) and entry not in CLASSES]
 
 
