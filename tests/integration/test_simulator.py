@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from flare_sparse.cli.rehearse import rehearse_config
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 from flare_sparse.errors import ConfigError
+from flare_sparse.flare.pacing import SHARE
 
 HERE = Path(__file__).parent
+TRAINING_S = 3.0
+"""Of the slow site in waiting_task.py."""
 
 
 def configuration(folder: Path, method: dict[str, Any], **more: Any) -> Path:
@@ -97,6 +101,19 @@ def test_a_site_that_cannot_read_its_data_is_left_out_and_not_named_beyond_its_o
     held = [p for p in out.rglob("*") if p.is_file() and "CANARY-4711" in p.read_text(errors="replace")]
     assert [p.name for p in held] == ["site_error.txt"]
     assert "site-2" in str(held[0])
+
+
+def test_a_site_that_waits_asks_ever_more_rarely(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "config", {"name": "fedavg", "rounds": 2, "training": {"batch_size": 8}})
+    (file.parent / "waiting_task.py").write_text((HERE / "waiting_task.py").read_text())
+    content = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**content, "task": {"class": "waiting_task.WaitingTask"}}))
+    simulate(file, tmp_path / "out")
+    lines = (file.parent / "site-2" / "waits.txt").read_text().splitlines()
+    waits = [float(line) for line in lines][:-1]  # at last it is told that there is no more work
+    assert 0.9 * SHARE * TRAINING_S < max(waits) < 10 * SHARE * TRAINING_S
+    assert min(waits) == pytest.approx(0.05)
+    assert any(after < before / 2 for before, after in pairwise(waits)), "the next question begins anew"
 
 
 def test_a_round_below_the_quorum_stops_the_job_and_says_why(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""One site trains for seconds; the others note for how long the server sends them away meanwhile."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from nvflare.private.fed.client.client_runner import ClientRunner
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse import Examples, Metric, SiteData, Task
+
+TRAINING_S = 3.0
+
+
+class WaitingTask(Task):
+    """Each site runs in a process of its own, so what ``load`` sets holds at that site only."""
+
+    metric = Metric("mse", "", "min")
+    slow = False
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 1)
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        self.slow = data.site == "site-1"
+        note_waits(Path(data.path) / "waits.txt")
+        x = torch.ones(8, 4)
+        return Examples(TensorDataset(x, x[:, :1]), TensorDataset(x, x[:, :1]))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if self.slow:
+            time.sleep(TRAINING_S)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mse": float((predictions - targets).square().mean())}
+
+
+def note_waits(file: Path) -> None:
+    """A line for each request of this site for which there was no work: seconds until it may ask again."""
+    fetch = ClientRunner.fetch_and_run_one_task
+
+    def noted(runner: ClientRunner, fl_ctx: Any) -> tuple[float, bool]:
+        wait, worked = fetch(runner, fl_ctx)
+        if not worked:
+            with file.open("a") as lines:
+                lines.write(f"{wait}\n")
+        return wait, worked
+
+    ClientRunner.fetch_and_run_one_task = noted
