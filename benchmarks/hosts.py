@@ -220,17 +220,17 @@ class Counters(threading.Thread):
         return after[host] - before[host]
 
 
-def job(folder: Path, label: str, rounds: int) -> Path:
+def job(folder: Path, label: str, rounds: int, interval_s: float) -> Path:
     file = folder / "job.yaml"
     file.write_text(
         f"name: hosts\nseed: 1\nmethod: {METHODS[label]}, rounds: {rounds}, training: {{lr: 0.01}}}}\n"
         f"task: {{name: mortality, medications: {MEDICATIONS}, model: {{name: mlp, hidden: [{HIDDEN}]}}}}\n"
-        "federation: {min_sites: 3, task_timeout_s: 300}\n"
+        f"federation: {{min_sites: 3, task_timeout_s: 300, request_interval_s: {interval_s}}}\n"
     )
     return file
 
 
-def measure(folder: Path, kits: Path, label: str, rounds: int) -> dict[str, Any]:
+def measure(folder: Path, kits: Path, label: str, rounds: int, interval_s: float) -> dict[str, Any]:
     """One job: bytes by the kernel and by the ledger over its rounds, and the seconds of a round."""
     counters = Counters()
     counters.start()
@@ -240,7 +240,7 @@ def measure(folder: Path, kits: Path, label: str, rounds: int) -> dict[str, Any]
     command(
         "flare-sparse",
         "run",
-        str(job(folder, label, rounds)),
+        str(job(folder, label, rounds, interval_s)),
         "--env",
         "prod",
         "--kit",
@@ -279,7 +279,7 @@ def table(found: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
     """
     rates, size = " ".join(f"{rate:g}" for rate in arguments.rates), MEDICATIONS * HIDDEN + 2 * HIDDEN + 1
     lines = [
-        f"`--rates {rates} --delay-ms {arguments.delay_ms:g} --rounds {arguments.rounds}`, {size:,} parameters:",
+        f"`--rates {rates} --delay-ms {arguments.delay_ms:g} --interval-s {arguments.interval_s:g} --rounds {arguments.rounds}`, {size:,} parameters:",
         "",
         "| link | method | kernel, MB | ledger, MB | more | sent again, MB | beyond 5 % a message | messages | median round |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -302,6 +302,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 10], help="Mbit/s of every link")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="there and back")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--interval-s", type=float, default=0.05, help="at first between a site's requests for work")
     parser.add_argument("--out", type=Path, default=Path("runs/hosts"))
     arguments = parser.parse_args()
     if os.geteuid() != 0:
@@ -315,7 +316,7 @@ def main() -> int:
             kits = prepare(folder)
             start(kits)
             for label in METHODS:
-                found.append({"rate": rate, **measure(folder, kits, label, arguments.rounds)})
+                found.append({"rate": rate, **measure(folder, kits, label, arguments.rounds, arguments.interval_s)})
                 print(json.dumps(found[-1]), flush=True)
     text = table(found, arguments)
     (arguments.out / "hosts.json").write_text(json.dumps(found, indent=1))
