@@ -199,8 +199,12 @@ class Counters(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.samples: list[tuple[float, dict[str, Sample], float]] = []
-        first = {host: command("ip", "netns", "pids", space(host)).stdout.split()[0] for host in ("server", *SITES)}
-        self._nets = {host: Path("/proc", pid, "net") for host, pid in first.items()}
+        # A process that stays, in each namespace: /proc shows the namespace of the process that it is asked about.
+        self._inside = {
+            host: subprocess.Popen(["ip", "netns", "exec", space(host), "sleep", "infinity"])
+            for host in ("server", *SITES)
+        }
+        self._nets = {host: Path("/proc", str(one.pid), "net") for host, one in self._inside.items()}
         self._done = threading.Event()
 
     def run(self) -> None:
@@ -212,6 +216,9 @@ class Counters(threading.Thread):
     def stop(self) -> None:
         self._done.set()
         self.join()
+        for one in self._inside.values():
+            one.kill()
+            one.wait()
 
     def between(self, begin: float, end: float, host: str) -> Sample:
         """What was counted from the last sample that ended before to the first that began after."""
@@ -233,6 +240,7 @@ def job(folder: Path, label: str, rounds: int, interval_s: float) -> Path:
 def measure(folder: Path, kits: Path, label: str, rounds: int, interval_s: float) -> dict[str, Any]:
     """One job: bytes by the kernel and by the ledger over its rounds, and the seconds of a round."""
     counters = Counters()
+    time.sleep(0.5)
     counters.start()
     time.sleep(0.5)
     out = folder / label.split(maxsplit=1)[0]

@@ -68,8 +68,8 @@ def traffic(runs: list[Run]) -> Figure:
             range(1, len(sent) + 1), sent, marker="." if len(sent) < 40 else None, label=run.label, **_look(number)
         )
     left.set(xlabel="question, in order", ylabel="MB", title="Sent with each question and its answers")
-    left.set_ylim(bottom=0)
-    left.legend()
+    left.set_ylim(bottom=0, top=1.18 * left.get_ylim()[1])
+    left.legend(loc="upper center", ncols=min(len(runs), 3))
     places = range(len(runs))
     for offset, (what, label, colour) in enumerate(
         (
@@ -84,7 +84,8 @@ def traffic(runs: list[Run]) -> Figure:
     right.set_xticks(list(places), [run.label for run in runs])
     right.set(ylabel="MB", title="The whole run")
     right.grid(axis="x", visible=False)
-    right.legend()
+    right.set_ylim(top=1.18 * right.get_ylim()[1])  # room for the legend, above the highest bar's number
+    right.legend(loc="upper center", ncols=3)
     return figure
 
 
