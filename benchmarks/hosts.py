@@ -282,9 +282,7 @@ def measure(folder: Path, kits: Path, label: str, rounds: int, interval_s: float
 
 
 def table(found: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
-    """Bytes of all three sites, both ways, from the first question to the last commit; ``beyond``: without segments that
-    server or sites sent again.
-    """
+    """Bytes of all three sites, both ways, from the first question to the last commit; sent again: by sites and server."""
     rates, size = " ".join(f"{rate:g}" for rate in arguments.rates), MEDICATIONS * HIDDEN + 2 * HIDDEN + 1
     lines = [
         f"`--rates {rates} --delay-ms {arguments.delay_ms:g} --interval-s {arguments.interval_s:g} --rounds {arguments.rounds}`, {size:,} parameters:",
@@ -297,7 +295,7 @@ def table(found: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
             sum(s[what] for s in row["sites"].values()) for what in ("kernel", "ledger", "messages")
         )
         again = row["again"]
-        beyond = (kernel - again - 1.05 * ledger) / messages
+        beyond = (kernel - 1.05 * ledger) / messages
         lines.append(
             f"| {row['rate']:g} Mbit/s | {row['label']} | {kernel / 1e6:.3f} | {ledger / 1e6:.3f} | {kernel / ledger - 1:.1%} | "
             f"{again / 1e6:.3f} | {beyond / 1e3:.1f} kB | {messages} | {row['round_s']:.2f} s |"

@@ -6,18 +6,18 @@ Three experiments: brain age from T1w volumes at five sites (IXI-HH cut into fou
 environments at eight sites (equal sizes with ages mixed, skewed sizes with an age range a site); age and sex from
 FreeSurfer tables at 23 real scan sites. Each run is one process without FLARE, through the real wire, and ends with
 FLARE's bits. One JSON file a run: runs that are there are not repeated, several processes may share the work, and what a
-killed one left is begun again. In the end docs/results.md gets its tables and its plot (``results_report.py``).
+killed one left is begun again. With ``--docs`` docs/results.md gets its tables and its plot (``results_report.py``).
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,27 +188,14 @@ def at_one_place(assembly: Assembly, sites: dict[str, Site], examples: dict[str,
 
 @contextmanager
 def claimed(file: Path) -> Iterator[bool]:
-    """Whether this process is to make the file: it is not there, and no living process is at it."""
-    mark = file.with_suffix(".claimed")
-    with suppress(FileNotFoundError):
-        if not Path(f"/proc/{mark.read_text()}").exists():
-            mark.unlink()
-    if file.exists() or not _created(mark, str(os.getpid())):
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        mark.unlink(missing_ok=True)
-
-
-def _created(file: Path, text: str) -> bool:
-    try:
-        with file.open("x") as new:
-            new.write(text)
-    except FileExistsError:
-        return False
-    return True
+    """Whether this process is to make the file: it is not there, and no other is at it. A lock goes with its process."""
+    with file.with_suffix(".claimed").open("w") as mark:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield not file.exists()
 
 
 def main() -> int:
@@ -217,6 +204,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", choices=EXPERIMENTS, nargs="+", default=list(EXPERIMENTS))
     parser.add_argument("--out", type=Path, default=Path("runs/results"))
+    parser.add_argument("--docs", action="store_true", help="bring docs/results.md in step with what is in --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for seed in arguments.seeds:
@@ -228,10 +216,13 @@ def main() -> int:
                     if not mine:
                         continue
                     row = run(EXPERIMENTS[name], arm, sparsity, seed, arguments.data)
-                    file.write_text(json.dumps(row, indent=1) + "\n")
+                    whole = file.with_suffix(".new")
+                    whole.write_text(json.dumps(row, indent=1) + "\n")
+                    whole.replace(file)
                 figure = row["overall"][row["metric"]]
                 print(f"{name} seed {seed} {arm.label} {sparsity:g}: {figure:.3f}, {row['seconds']:.0f} s", flush=True)
-    write(arguments.out)
+    if arguments.docs:
+        write(arguments.out)
     return 0
 
 

@@ -41,4 +41,3 @@ def test_the_server_is_told_while_a_question_is_out_and_anew_with_the_next() -> 
             step()
             said.append(runner.config.task_request_interval)
     assert said == [0.05, 0.5, 0.05]
-    Pace(None, 0.05).begin()  # a FLARE that shows no runner keeps its own interval

@@ -44,14 +44,16 @@ class WaitingTask(Task):
 
 
 def note_waits(file: Path) -> None:
-    """A line for each request of this site for which there was no work: seconds until it may ask again."""
+    """A line for each request of this site: seconds since it last had work, until it may ask again, and whether it had work."""
     fetch = ClientRunner.fetch_and_run_one_task
+    last = [time.monotonic()]
 
     def noted(runner: ClientRunner, fl_ctx: Any) -> tuple[float, bool]:
         wait, worked = fetch(runner, fl_ctx)
-        if not worked:
-            with file.open("a") as lines:
-                lines.write(f"{wait}\n")
+        if worked:
+            last[0] = time.monotonic()
+        with file.open("a") as lines:
+            lines.write(f"{time.monotonic() - last[0]} {wait} {worked:d}\n")
         return wait, worked
 
     ClientRunner.fetch_and_run_one_task = noted

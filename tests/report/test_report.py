@@ -116,6 +116,13 @@ def test_runs_are_held_against_those_of_their_own_seed(finished: dict[str, Path]
     gains = [line.split()[0] for line in said if "than training alone" in line]
     assert gains == ["neurosfl-1", "neurosfl-2", "fedavg-1", "fedavg-2"]
     assert caveat(runs).startswith("3 seeds on 4 test examples")
+    assert "in all of 3 seeds once in 4 times" in caveat(runs)
+    apart = [
+        with_seed(read["neurosfl"], 1, "a"),
+        with_seed(read["fedavg"], 2, "b"),
+        with_seed(read["local_only"], 3, "c"),
+    ]
+    assert not [line for line in findings(apart) if "dense FedAvg (" in line or "training alone" in line]
     assert caveat(runs[:1]).startswith("A figure of one run on 4 test examples")
 
 

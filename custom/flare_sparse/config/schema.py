@@ -54,11 +54,20 @@ class FederationConfig(Section):
     request_interval_s: float = Field(
         0.05,
         ge=0.01,
-        le=60,
+        le=5,
         description="shortest time between two requests of a site for work, which cost about 7 kB each; it grows to 5 % of "
         "what a question has been out, up to 5 s",
     )
     threads: int = Field(1, ge=1, description="torch threads of every process; another number ends in other bits")
+
+    @model_validator(mode="after")
+    def _asked_in_time(self) -> FederationConfig:
+        if self.request_interval_s >= self.task_timeout_s:
+            raise ValueError(
+                f"request_interval_s {self.request_interval_s:g}: a question is gone after task_timeout_s "
+                f"{self.task_timeout_s:g}, before a site asks for it"
+            )
+        return self
 
     @property
     def note(self) -> str:

@@ -156,6 +156,7 @@ class FederatedController(Controller):
             client_task.result = None
 
         task = Task(name=HELLO, data=Shareable(), timeout=math.ceil(timeout_s), result_received_cb=received)
+        self._pace.begin()
         self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
         self._wait([task], abort_signal)
         return dict(said)
@@ -166,12 +167,12 @@ class FederatedController(Controller):
         Raises:
             Aborted: the job was aborted meanwhile.
         """
-        self._pace.begin()
         while any(task.completion_status is None for task in tasks):
             self._pace.go_on()
             if abort_signal.triggered:
                 raise Aborted("the job was aborted")
             time.sleep(POLL_S)
+        self._pace.begin()
 
     def _carry(
         self, question: Question, timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
@@ -182,6 +183,7 @@ class FederatedController(Controller):
         for site, message in question.messages.items():
             shared.setdefault(id(message), (message, []))[1].append(site)
         tasks = []
+        self._pace.begin()
         for message, sites in shared.values():
             data = message_to_shareable(message, {"kind": question.kind, "round": question.round})
             task = Task(name=TASK, data=data, timeout=math.ceil(timeout_s), result_received_cb=self._received)

@@ -30,7 +30,7 @@ def differences(config: JobConfig, jobs: Path) -> list[str]:
 def _compare(fresh: Path, stored: Path, label: str) -> list[str]:
     if not stored.is_dir():
         return [f"{label}: missing"]
-    compared = filecmp.dircmp(fresh, stored, ignore=SIGNATURES)
+    compared = filecmp.dircmp(fresh, stored, ignore=[*filecmp.DEFAULT_IGNORES, *SIGNATURES])
     found = [f"{label}/{name}: missing" for name in compared.left_only]
     found += [f"{label}/{name}: not exported any more" for name in compared.right_only]
     _, mismatched, errors = filecmp.cmpfiles(fresh, stored, compared.common_files, shallow=False)

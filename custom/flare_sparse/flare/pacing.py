@@ -28,20 +28,19 @@ class Pace:
     """Tells FLARE's server how long to send sites away for that ask for work while there is none.
 
     Args:
-        runner: FLARE's ``ServerRunner``, whose configuration is written; None: FLARE's own interval stays.
+        runner: FLARE's ``ServerRunner``, whose configuration is written.
         shortest_s: between two requests of a site.
     """
 
     def __init__(self, runner: Any, shortest_s: float):
-        self._config = getattr(runner, "config", None)
+        self._config = runner.config
         self._shortest_s, self._began = shortest_s, time.monotonic()
 
     def begin(self) -> None:
-        """A question goes out."""
+        """A question goes out, or all answers are in and the next will soon."""
         self._began = time.monotonic()
         self.go_on()
 
     def go_on(self) -> None:
         """It is still out."""
-        if self._config is not None:
-            self._config.task_request_interval = next_request_s(time.monotonic() - self._began, self._shortest_s)
+        self._config.task_request_interval = next_request_s(time.monotonic() - self._began, self._shortest_s)

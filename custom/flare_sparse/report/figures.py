@@ -109,7 +109,8 @@ def gains(runs: list[Run]) -> Figure:
     """How much better off each site is than alone, by run."""
     shown = gains_over_alone(runs)
     names = sorted({site for found in shown.values() for site in found})
-    figure, axes = plt.subplots(figsize=(10, max(2.2, 0.9 + 0.34 * len(names))), layout="constrained")
+    tall = 0.9 + 0.17 * len(names) * max(len(shown), 2)
+    figure, axes = plt.subplots(figsize=(10, max(2.2, tall)), layout="constrained")
     height = 0.8 / len(shown)
     for number, (label, found) in enumerate(shown.items()):
         places = [names.index(site) + height * (number - (len(shown) - 1) / 2) for site in found]

@@ -28,8 +28,8 @@ def caveat(runs: list[Run]) -> str:
     if len(seeds) == 1:
         return f"One seed each{of}: differences between runs may be chance. Repeat with other seeds before you choose."
     return (
-        f"{len(seeds)} seeds{of}: runs are compared with those of their own seed, which have the same split. Believe a "
-        "difference that has one sign in all of them."
+        f"{len(seeds)} seeds{of}: each run is held against those of its own seed. Two methods that are equals differ one way "
+        f"in all of {len(seeds)} seeds once in {2 ** (len(seeds) - 1)} times."
     )
 
 

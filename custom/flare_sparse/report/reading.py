@@ -128,7 +128,7 @@ class Run:
 
 
 def dense_beside(run: Run, runs: list[Run]) -> Run | None:
-    """The run of dense FedAvg that this one is held against: of its seed, so of the same start and the same split."""
+    """The run of dense FedAvg with this one's seed: of one task, they have the same start and the same split."""
     dense = [other for other in runs if other.summary["method"] == "fedavg" and abs(other.less - 1) < 0.05]
     return None if run in dense else _of_its_seed(run, dense)
 

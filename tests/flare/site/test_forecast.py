@@ -17,6 +17,9 @@ from flare_sparse.methods.neurosfl import NeuroSFL
 from flare_sparse.params import Layout
 from flare_sparse.rehearsal import DrySite, dry_run
 
+CONFIGS = Path(__file__).parents[3] / "app_configs"
+BUILDABLE = sorted(file.stem for file in CONFIGS.glob("*.yaml") if "\n  base: " not in file.read_text())
+"""All but those that start from a pre-trained network, which is not part of the project."""
 LAYOUT = Layout.of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
 
 
@@ -46,15 +49,22 @@ def test_a_job_is_held_against_what_its_own_settings_would_read() -> None:
 
 def test_the_main_job_passes_the_careful_policy_once_it_scores_enough_subjects() -> None:
     careful = read_policy(policy_file(Path("careful")))
-    config = Path(__file__).parents[3] / "app_configs" / "neurosfl_brain_age.yaml"
 
     def refused(examples: int, *overrides: str) -> list[str]:
-        job = load_config(config, list(overrides))
+        job = load_config(CONFIGS / "neurosfl_brain_age.yaml", list(overrides))
         return [reason.split(":")[0] for reason in objections(careful, job, build_task(job), {"site-1": examples})]
 
     assert refused(64) == ["min_examples", "min_score_examples", "min_score_batches"]
     assert refused(64, "method.saliency_batches=null") == []
     assert refused(63, "method.saliency_batches=null") == ["min_score_examples"]
+
+
+@pytest.mark.parametrize("name", BUILDABLE)
+def test_every_published_job_passes_an_open_policy_also_at_a_site_that_only_judges(name: str) -> None:
+    job = load_config(CONFIGS / f"{name}.yaml")
+    task = build_task(job)
+    for examples in (200, 0):
+        assert objections(Policy(), job, task, {"hospital": examples}) == []
 
 
 @pytest.mark.parametrize(

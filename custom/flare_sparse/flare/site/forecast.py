@@ -21,14 +21,16 @@ def objections(policy: Policy, job: JobConfig, task: Task, examples: Mapping[str
         policy: of a site.
         job: its settings.
         task: of that job.
-        examples: training examples of the sites that are known; none: what hangs on them is not judged.
+        examples: training examples of the sites that are known; what hangs on them is not judged for a site that has
+            none, and would only judge models.
 
     Raises:
         ConfigError: the job's method or model cannot be built.
+        RoundFailed: the method cannot be carried out by so few sites.
     """
     layout, weights = initial_weights(task, job.seed)
     method = build_method(job, layout)
-    known = {name: DrySite(name, layout, examples=count) for name, count in examples.items()}
+    known = {name: DrySite(name, layout, examples=count) for name, count in examples.items() if count}
     sites = known or {"site-1": DrySite("site-1", layout)}
     _, ledger = dry_run(method, weights, sites, job.wire.values, encrypted=job.encrypted)
     used = {name: site.answers for name, site in known.items()}

@@ -59,10 +59,10 @@ def preflight(
     )
     yield _attempt("allow-list", lambda: _allow_list(kit))
     yield _attempt("code", lambda: _code(kit))
-    yield _attempt("policy", lambda: _policy(kit))
+    yield (policy := _attempt("policy", lambda: _policy(kit)))
     data = _Data(kit, job, own_task, environment)
     yield (found := _attempt("data", data.look))
-    if found.verdict != "FAIL" and job is not None:
+    if job is not None and "FAIL" not in (policy.verdict, found.verdict):
         yield _attempt("job", data.job_and_policy)
     yield _attempt("disk", lambda: _disk(kit))
     yield _attempt("server", lambda: _server(kit))
