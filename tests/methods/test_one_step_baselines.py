@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from toy import Toy
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.mask import Mask
@@ -16,31 +17,20 @@ from flare_sparse.methods import METHODS
 from flare_sparse.models import build
 from flare_sparse.rehearsal import initial_weights, rehearse
 from flare_sparse.server import digest
-from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.task import Examples
 from flare_sparse.training import Site
 
 SGD = {"optimizer": "sgd", "lr": 0.2, "batch_size": 1000}
 
 
-class Quadratic(Task):
+class Quadratic(Toy):
     """``mean_k (a_k . w - b_k)^2 / 2``, so the Hessian is ``mean_k a_k a_k^T``."""
-
-    metric = Metric("mse", "", "min")
 
     def model(self) -> nn.Module:
         return nn.Linear(3, 1, bias=False)
 
-    def load(self, data: SiteData, seed: int) -> Examples:
-        raise NotImplementedError
-
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return 0.5 * (model(batch[0]) - batch[1]).square().mean()
-
-    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return model(batch[0]), batch[1]
-
-    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-        return {"mse": float((predictions - targets).square().mean())}
 
 
 class Picture(Quadratic):

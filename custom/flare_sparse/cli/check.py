@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 
+from ..assemble import assemble
 from ..config import RunConfig, build_method, load_config, task_of
 from ..errors import FlareSparseError, PolicyRefusal
 from ..mask import Mask
@@ -46,7 +47,7 @@ def check(
     if settings is None:
         raise typer.Exit(report.code)
     report.passes("federation", lambda: settings.federation.note, str)
-    task = report.passes("task", lambda: _task(settings, config.parent), lambda made: type(made).__name__)
+    task = report.passes("task", lambda: task_of(settings, config.parent), lambda made: type(made).__name__)
     if task is not None:
         layout = report.passes("model", lambda: _layout(task), lambda made: f"{made.size:,} scalars")
         with tempfile.TemporaryDirectory() as folder:
@@ -94,10 +95,6 @@ class Report:
 
 def _named(settings: RunConfig) -> str:
     return f"{settings.name}, method {settings.method.name}, task {settings.task.name}"
-
-
-def _task(settings: RunConfig, folder: Path) -> Task:
-    return task_of(settings, folder)
 
 
 def _layout(task: Task) -> Layout:
@@ -157,7 +154,8 @@ def _policy(settings: RunConfig, task: Task, examples: dict[str, Examples], said
     from ..flare.site.policy import policy_file, read_policy
 
     policy = read_policy(policy_file(said))
-    if reasons := objections(policy, settings, task, {name: own.n_train for name, own in examples.items()}):
+    counts = {name: own.n_train for name, own in examples.items()}
+    if reasons := objections(policy, settings, assemble(settings, task), counts):
         raise PolicyRefusal("\n".join([f"{said} would refuse this job:", *(f"  {reason}" for reason in reasons)]))
     unread = "" if examples else ", as far as that shows without data: how many examples an answer is of is not judged"
     return f"{said} lets this job through{unread}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .reading import Run, gains_over_alone
@@ -107,41 +108,35 @@ def sites(runs: list[Run]) -> Figure:
 
 def gains(runs: list[Run]) -> Figure:
     """How much better off each site is than alone, by run."""
-    shown = gains_over_alone(runs)
-    names = sorted({site for found in shown.values() for site in found})
-    tall = 0.9 + 0.17 * len(names) * max(len(shown), 2)
-    figure, axes = plt.subplots(figsize=(10, max(2.2, tall)), layout="constrained")
-    height = 0.8 / len(shown)
-    for number, (label, found) in enumerate(shown.items()):
-        places = [names.index(site) + height * (number - (len(shown) - 1) / 2) for site in found]
-        colour = _look([run.label for run in runs].index(label))["color"]
-        bars = axes.barh(places, list(found.values()), height * 0.9, label=label, color=colour)
-        axes.bar_label(bars, labels=[f" {gain:+.3g} " for gain in found.values()], fontsize=7)
+    figure, axes = _bars(runs, gains_over_alone(runs), "{:+.3g}")
     axes.axvline(0, color="0.3", linewidth=1)
     axes.margins(x=0.12)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
     axes.set(xlabel=f"gain, {runs[0].metric_label}", title="Better off than alone, to the right")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 
 def layers(runs: list[Run]) -> Figure:
     """What share of each layer lives at the end."""
-    shown = [run for run in runs if run.layers and min(run.layers.values()) < 1]
-    names = list(dict.fromkeys(name for run in shown for name in run.layers))
-    figure, axes = plt.subplots(figsize=(10, max(2.2, 0.9 + 0.34 * len(names))), layout="constrained")
-    height = 0.8 / max(len(shown), 1)
-    for number, run in enumerate(shown):
-        places = [names.index(name) + height * (number - (len(shown) - 1) / 2) for name in run.layers]
-        shares = [100 * share for share in run.layers.values()]
-        colour = _look(runs.index(run))["color"]
-        bars = axes.barh(places, shares, height * 0.9, label=run.label, color=colour)
-        axes.bar_label(bars, labels=[f" {share:.3g} %" for share in shares], fontsize=7)
+    masked = [run for run in runs if run.layers and min(run.layers.values()) < 1]
+    shares = {run.label: {name: 100 * share for name, share in run.layers.items()} for run in masked}
+    figure, axes = _bars(runs, shares, "{:.3g} %")
+    axes.set(xlabel="live weights, %", title="What lives of each layer", xlim=(0, 112))
+    return figure
+
+
+def _bars(runs: list[Run], shown: Mapping[str, Mapping[str, float]], text: str) -> tuple[Figure, Axes]:
+    """A bar for each name and run, with its figure as ``text`` has it; ``shown`` is by the runs' labels, then by name."""
+    names = list(dict.fromkeys(name for found in shown.values() for name in found))
+    tall = 0.9 + 0.17 * len(names) * max(len(shown), 2)
+    figure, axes = plt.subplots(figsize=(10, max(2.2, tall)), layout="constrained")
+    height, labels = 0.8 / len(shown), [run.label for run in runs]
+    for number, (label, found) in enumerate(shown.items()):
+        places = [names.index(name) + height * (number - (len(shown) - 1) / 2) for name in found]
+        colour = _look(labels.index(label))["color"]
+        bars = axes.barh(places, list(found.values()), height * 0.9, label=label, color=colour)
+        axes.bar_label(bars, labels=[f" {text.format(value)} " for value in found.values()], fontsize=7)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="live weights, %", title="What lives of each layer", xlim=(0, 112))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return figure
+    return figure, axes

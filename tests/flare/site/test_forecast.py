@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from flare_sparse.config import build_task, load_config
+from flare_sparse.assemble import assemble
+from flare_sparse.config import load_config
 from flare_sparse.flare.site.forecast import foreseen, objections
 from flare_sparse.flare.site.policy import Policy, policy_file, read_policy
 from flare_sparse.methods import METHODS
@@ -52,7 +53,7 @@ def test_the_main_job_passes_the_careful_policy_once_it_scores_enough_subjects()
 
     def refused(examples: int, *overrides: str) -> list[str]:
         job = load_config(CONFIGS / "neurosfl_brain_age.yaml", list(overrides))
-        return [reason.split(":")[0] for reason in objections(careful, job, build_task(job), {"site-1": examples})]
+        return [reason.split(":")[0] for reason in objections(careful, job, assemble(job), {"site-1": examples})]
 
     assert refused(64) == ["min_examples", "min_score_examples", "min_score_batches"]
     assert refused(64, "method.saliency_batches=null") == []
@@ -62,9 +63,9 @@ def test_the_main_job_passes_the_careful_policy_once_it_scores_enough_subjects()
 @pytest.mark.parametrize("name", BUILDABLE)
 def test_every_published_job_passes_an_open_policy_also_at_a_site_that_only_judges(name: str) -> None:
     job = load_config(CONFIGS / f"{name}.yaml")
-    task = build_task(job)
+    assembly = assemble(job)
     for examples in (200, 0):
-        assert objections(Policy(), job, task, {"hospital": examples}) == []
+        assert objections(Policy(), job, assembly, {"hospital": examples}) == []
 
 
 @pytest.mark.parametrize(

@@ -5,34 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from ...config import JobConfig, build_method
+from ...assemble import Assembly
+from ...config import JobConfig
 from ...params import Layout
-from ...rehearsal import DrySite, dry_run, initial_weights
-from ...task import Task
+from ...rehearsal import DrySite, dry_run
 from ...training import Used
 from ...wire.ledger import Line
 from .policy import Policy
 
 
-def objections(policy: Policy, job: JobConfig, task: Task, examples: Mapping[str, int]) -> list[str]:
+def objections(policy: Policy, job: JobConfig, assembly: Assembly, examples: Mapping[str, int]) -> list[str]:
     """Why a policy would not let a job's answers out; none where it would.
 
     Args:
         policy: of a site.
         job: its settings.
-        task: of that job.
+        assembly: the parts of that job.
         examples: training examples of the sites that are known; what hangs on them is not judged for a site that has
             none, and would only judge models.
 
     Raises:
-        ConfigError: the job's method or model cannot be built.
         RoundFailed: the method cannot be carried out by so few sites.
     """
-    layout, weights = initial_weights(task, job.seed)
-    method = build_method(job, layout)
+    method, layout = assembly.method, assembly.layout
     known = {name: DrySite(name, layout, examples=count) for name, count in examples.items() if count}
     sites = known or {"site-1": DrySite("site-1", layout)}
-    _, ledger = dry_run(method, weights, sites, job.wire.values, encrypted=job.encrypted)
+    _, ledger = dry_run(method, assembly.weights, sites, job.wire.values, encrypted=job.encrypted)
     used = {name: site.answers for name, site in known.items()}
     return list(foreseen(policy, method.name, ledger.lines, used, layout))
 

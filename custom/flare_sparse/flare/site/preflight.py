@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from ...assemble import assemble, open_site
-from ...config import JobConfig, build_task
+from ...assemble import Assembly, assemble, open_site
+from ...config import JobConfig
 from ...data.source import site_data
 from ...errors import ConfigError, FlareSparseError
 from ...task import Task
@@ -60,10 +60,10 @@ def preflight(
     yield _attempt("allow-list", lambda: _allow_list(kit))
     yield _attempt("code", lambda: _code(kit))
     yield (policy := _attempt("policy", lambda: _policy(kit)))
-    data = _Data(kit, job, own_task, environment)
-    yield (found := _attempt("data", data.look))
-    if job is not None and "FAIL" not in (policy.verdict, found.verdict):
-        yield _attempt("job", data.job_and_policy)
+    if job is None:
+        yield _attempt("data", lambda: _there(kit, environment))
+    else:
+        yield from _job(kit, job, own_task, environment, guarded=policy.verdict != "FAIL")
     yield _attempt("disk", lambda: _disk(kit))
     yield _attempt("server", lambda: _server(kit))
 
@@ -139,32 +139,36 @@ def _policy(kit: Path) -> tuple[Verdict, str]:
     ) or "all that the package sends may leave"
 
 
-@dataclass
-class _Data:
-    """What a site has for a job; read once."""
+def _there(kit: Path, environment: Mapping[str, str]) -> tuple[Verdict, str]:
+    where = site_data(_name(kit), local_folder(kit), environment)
+    return "WARN", f"{where.path} is there; give --job CONFIG to have it read as that job would"
 
-    kit: Path
-    job: JobConfig | None
-    own_task: Task | None
-    environment: Mapping[str, str]
-    examples: int = 0
 
-    def look(self) -> tuple[Verdict, str]:
-        where = site_data(_name(self.kit), local_folder(self.kit), self.environment)
-        if self.job is None:
-            return "WARN", f"{where.path} is there; give --job CONFIG to have it read as that job would"
-        self.examples = open_site(assemble(self.job, self.own_task), where).examples
-        if not self.examples:
+def _job(
+    kit: Path, job: JobConfig, own_task: Task | None, environment: Mapping[str, str], *, guarded: bool
+) -> Iterator[Finding]:
+    """The site's data as a job reads it; then, where both can be read, the job held against the policy here."""
+    read: list[tuple[Assembly, int]] = []
+
+    def data() -> tuple[Verdict, str]:
+        where = site_data(_name(kit), local_folder(kit), environment)
+        assembly = assemble(job, own_task)
+        examples = open_site(assembly, where).examples
+        read.append((assembly, examples))
+        if not examples:
             return "WARN", f"{where.path}: no training examples; this site would only judge models"
-        return "PASS", f"{where.path}: {self.examples} training examples, as {self.job.task.name} reads them"
+        return "PASS", f"{where.path}: {examples} training examples, as {job.task.name} reads them"
 
-    def job_and_policy(self) -> tuple[Verdict, str]:
-        assert self.job is not None
-        policy = read_policy(local_folder(self.kit) / POLICY_FILE)
-        task = self.own_task or build_task(self.job)
-        if reasons := objections(policy, self.job, task, {_name(self.kit): self.examples}):
-            return "FAIL", f"the policy here would not let {self.job.name} through: {' | '.join(reasons)}"
-        return "PASS", f"the policy here lets {self.job.name} through"
+    yield _attempt("data", data)
+    if read and guarded:
+        yield _attempt("job", lambda: _let_through(kit, job, *read[0]))
+
+
+def _let_through(kit: Path, job: JobConfig, assembly: Assembly, examples: int) -> tuple[Verdict, str]:
+    policy = read_policy(local_folder(kit) / POLICY_FILE)
+    if reasons := objections(policy, job, assembly, {_name(kit): examples}):
+        return "FAIL", f"the policy here would not let {job.name} through: {' | '.join(reasons)}"
+    return "PASS", f"the policy here lets {job.name} through"
 
 
 def _disk(kit: Path) -> tuple[Verdict, str]:
