@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
+from flare_sparse.assemble import initial_weights
 from flare_sparse.data.partition import dirichlet
+from flare_sparse.local.run import rehearse
 from flare_sparse.methods import METHODS
-from flare_sparse.rehearsal import initial_weights, rehearse
 from flare_sparse.task import SiteData
 from flare_sparse.tasks import TASKS
 from flare_sparse.training import Site

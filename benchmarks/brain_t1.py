@@ -19,7 +19,7 @@ from rich.console import Console
 
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
-from flare_sparse.progress import human_bytes
+from flare_sparse.runs.progress import human_bytes
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

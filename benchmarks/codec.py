@@ -27,8 +27,8 @@ import torch
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Entry, Layout
-from flare_sparse.wire.choice import selection_entropy
 from flare_sparse.wire.codec import decode, encode
+from flare_sparse.wire.encoding_choice import selection_entropy
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.plan import Plan
 

@@ -35,9 +35,9 @@ from round_time import CLIENT, _starts
 
 from flare_sparse.config import RunConfig
 from flare_sparse.config.schema import FederationConfig
-from flare_sparse.flare.deployed import _session, run_deployed
+from flare_sparse.flare.launch.simulator import _output_to, simulate
+from flare_sparse.flare.launch.submission import _session, run_deployed
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.flare.simulator import _output_to, simulate
 
 SITES = tuple(f"site-{i}" for i in range(1, 6))
 PAPER = {"resnet32": 1.20, "resnet44": 1.24, "resnet56": 1.30, "resnet110": 2.32}

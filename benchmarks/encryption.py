@@ -26,10 +26,11 @@ from safetensors.torch import load_file
 
 from flare_sparse.encryption import PRECISION, Contexts, SiteCipher
 from flare_sparse.exchange import Patch
+from flare_sparse.local.dry_run import DrySite
+from flare_sparse.local.run import rehearse
 from flare_sparse.methods import METHODS
 from flare_sparse.models import build
 from flare_sparse.params import Layout
-from flare_sparse.rehearsal import DrySite, rehearse
 from flare_sparse.task import Metric
 
 SITES = ("site-1", "site-2", "site-3")

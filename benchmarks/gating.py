@@ -27,14 +27,14 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
-from flare_sparse.methods.gating import Gates
+from flare_sparse.methods.support.gates import Gates
 from flare_sparse.models import build
 from flare_sparse.models.gates import ChannelGate, GateConfig, gated
 from flare_sparse.params import Layout
 from flare_sparse.structure.compact import compact
 from flare_sparse.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site
-from flare_sparse.training.gating import observe_gates
+from flare_sparse.training.gate_sparsity import observe_gates
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from flare_sparse.assemble import initial_weights
+from flare_sparse.endpoints.server import ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.methods import METHODS
-from flare_sparse.rehearsal import initial_weights
-from flare_sparse.server import ServerDesk
-from flare_sparse.site import SiteDesk
 from flare_sparse.task import Examples, SiteData
 from flare_sparse.tasks import TASKS
 from flare_sparse.training import Site

@@ -25,14 +25,15 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, TensorDataset
 
+from flare_sparse.assemble import initial_weights
 from flare_sparse.data.partition import few_classes, natural
 from flare_sparse.data.tables import read_table
 from flare_sparse.exchange import Patch, Request
 from flare_sparse.federation import Judgement
+from flare_sparse.local.run import rehearse
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
-from flare_sparse.records import load_model, save_model
-from flare_sparse.rehearsal import initial_weights, rehearse
+from flare_sparse.runs.model_files import load_model, save_model
 from flare_sparse.task import Examples, SiteData, Task
 from flare_sparse.tasks import TASKS
 from flare_sparse.training import Site

@@ -27,10 +27,10 @@ from results_report import write
 from torch.utils.data import ConcatDataset
 
 from flare_sparse.assemble import Assembly, assemble, rules
-from flare_sparse.cli.simulated import simulated_sites
+from flare_sparse.cli.sites import simulated_sites
 from flare_sparse.config import RunConfig, load_config
+from flare_sparse.local.run import pooled, rehearse
 from flare_sparse.mask import Mask
-from flare_sparse.rehearsal import pooled, rehearse
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 

@@ -28,8 +28,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from flare_sparse.config import RunConfig, user_task
+from flare_sparse.flare.launch.simulator import _output_to, simulate
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.flare.simulator import _output_to, simulate
 from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
 
 SITES = [f"site-{i}" for i in range(1, 5)]

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from flare_sparse.assemble import Assembly, assemble, open_site
-from flare_sparse.cli.simulated import simulated_sites
+from flare_sparse.cli.sites import simulated_sites
 from flare_sparse.config import load_config
 from flare_sparse.exchange import Update
 from flare_sparse.federation import RoundRecord
-from flare_sparse.rehearsal import rehearse
+from flare_sparse.local.run import rehearse
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger

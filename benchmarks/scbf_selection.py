@@ -22,8 +22,8 @@ from torch.utils.data import TensorDataset
 from flare_sparse.mask import Mask
 from flare_sparse.models import build
 from flare_sparse.params import Layout
-from flare_sparse.scores.groups import Groups
-from flare_sparse.scores.reveal import groups
+from flare_sparse.scores.scbf.groups import Groups
+from flare_sparse.scores.scbf.selection import groups
 from flare_sparse.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site, TrainingConfig
 

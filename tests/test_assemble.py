@@ -8,13 +8,13 @@ import pytest
 from torch import nn
 
 from flare_sparse.assemble import assemble, open_site, run_facts
-from flare_sparse.cli.simulated import simulated_sites
+from flare_sparse.cli.sites import simulated_sites
 from flare_sparse.config import RunConfig, load_config
 from flare_sparse.data.source import site_data, write_site_files
 from flare_sparse.errors import ConfigError
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout
-from flare_sparse.records import load_mask, save_mask
+from flare_sparse.runs.model_files import load_mask, save_mask
 from flare_sparse.task import SiteData
 
 STAYS = "stay,died,med_a,med_b\n" + "".join(f"{i},{i % 2},{i % 2},{i % 3 % 2}\n" for i in range(20))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flare_sparse.config import load_config
-from flare_sparse.flare.deployed import run_deployed
 from flare_sparse.flare.export import export_job
+from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.recipe import SparseRecipe
 
 from .federation import JOBS, PARENTS, SERVER, Federation, Unexpected, until

@@ -13,12 +13,12 @@ import numpy as np
 
 from flare_sparse.assemble import assemble, open_site, rules
 from flare_sparse.config import parse_job
+from flare_sparse.endpoints.server import Question, ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.errors import WireError
 from flare_sparse.federation import Federation, Reply, RoundRecord
-from flare_sparse.server import Question, ServerDesk
-from flare_sparse.site import SiteDesk
+from flare_sparse.seeds import threads
 from flare_sparse.task import SiteData
-from flare_sparse.training.seeds import threads
 from flare_sparse.wire import envelope
 from flare_sparse.wire.envelope import HEADER_BYTES, unseal
 from flare_sparse.wire.ledger import Ledger

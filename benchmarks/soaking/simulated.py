@@ -10,8 +10,8 @@ from typing import Any
 
 from flare_sparse.config import parse_job
 from flare_sparse.data.source import write_site_files
+from flare_sparse.flare.launch.simulator import simulate
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.flare.simulator import simulate
 from flare_sparse.task import SiteData
 
 from .faulty import FaultyTask

@@ -9,7 +9,7 @@ from .params import Layout
 from .task import Examples, Metric, SiteData, Task, TaskConfig
 
 if TYPE_CHECKING:
-    from .trained import load_model
+    from .runs.load import load_model
 
 __all__ = [
     "Examples",
@@ -30,7 +30,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """``load_model`` brings every task and network along: only when it is asked for."""
     if name == "load_model":
-        from .trained import load_model
+        from .runs.load import load_model
 
         return load_model
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +13,12 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from .checkpoint.store import Store
-from .config import JobConfig, build_method, build_task, dump_config, job_dict
+from .config import JobConfig, build_method, build_task, job_dict
 from .errors import ConfigError
 from .federation import Rules
 from .methods import Method
 from .params import Layout
-from .records import RunFacts
-from .rehearsal import initial_weights
-from .server import run_id
+from .seeds import seeded
 from .task import SiteData, Task
 from .training import Site
 
@@ -72,21 +73,6 @@ def checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -> Sto
     return Store(root / f"{job.name}-{assembly.run}" / end, belongs)
 
 
-def run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
-    """What the record of a run begins with."""
-    method = assembly.method
-    return RunFacts(
-        run=assembly.run,
-        name=config.name,
-        method=method.name,
-        seed=config.seed,
-        rounds=method.config.rounds,
-        metric=assembly.task.metric,
-        config=dump_config(config),
-        note=method.note,
-    )
-
-
 def open_site(assembly: Assembly, data: SiteData) -> Site:
     """A site with its data loaded.
 
@@ -116,3 +102,17 @@ def _chosen(method: Method[Any], data: SiteData) -> BaseModel | None:
         parts = [f"methods.{method.name}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         allowed = ", ".join(method.Choices.model_fields)
         raise ConfigError(f"site {data.site}: {'; '.join(parts)}. A site may set: {allowed}") from error
+
+
+def initial_weights(task: Task, seed: int) -> tuple[Layout, Tensor]:
+    """The layout of the task's model and its initial vector ``(P,)``, drawn from the run's seed."""
+    with seeded(seed):
+        module = task.model()
+    layout = Layout.of(module)
+    return layout, layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
+
+
+def run_id(config: Mapping[str, Any], layout: Layout) -> str:
+    """16 hex digits that name a run: the same job on the same model has the same one."""
+    text = json.dumps([config, layout.fingerprint], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

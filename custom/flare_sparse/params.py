@@ -179,3 +179,8 @@ def _roles(module: nn.Module) -> dict[str, Role]:
             elif isinstance(part, _WEIGHTED) and name in ("weight", "bias"):
                 roles[full] = "weight" if name == "weight" else "bias"
     return roles
+
+
+def digest(weights: Tensor) -> str:
+    """sha256 of a vector's float32 bytes, little-endian."""
+    return hashlib.sha256(weights.to(torch.float32).numpy().astype("<f4", copy=False).tobytes()).hexdigest()

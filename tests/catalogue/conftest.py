@@ -15,15 +15,16 @@ import pytest
 import torch
 import toy
 
-from flare_sparse.aggregate import by_examples, weighted_sum
+from flare_sparse.aggregation.weighted import by_examples, weighted_sum
+from flare_sparse.endpoints.server import ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.errors import WireError
 from flare_sparse.exchange import Patch, Request, Update
 from flare_sparse.federation import Federation, Outcome, Rules
 from flare_sparse.mask import Mask
 from flare_sparse.methods import Method
 from flare_sparse.methods.method import MethodConfig, broadcast
-from flare_sparse.server import ServerDesk, digest
-from flare_sparse.site import SiteDesk
+from flare_sparse.params import digest
 from flare_sparse.wire import codec
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, Header, seal, unseal

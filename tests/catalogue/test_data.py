@@ -27,13 +27,14 @@ from nvflare.fuel.utils import fobs
 from flare_sparse.assemble import assemble
 from flare_sparse.config import parse_job
 from flare_sparse.data.phantom import write_phantoms
+from flare_sparse.endpoints.server import ServerDesk
 from flare_sparse.federation import Federation, Outcome, Rules
+from flare_sparse.flare.checkpoints import CHECKPOINTS_VARIABLE
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import DecodeRequest, DecodeUpdate, EncodeUpdate
-from flare_sparse.flare.keeping import CHECKPOINTS_VARIABLE
 from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
 from flare_sparse.flare.session import ServerSession, SiteSession
-from flare_sparse.server import ServerDesk, digest
+from flare_sparse.params import digest
 from flare_sparse.wire.ledger import Ledger
 
 SHAPE = (12, 16, 12)

@@ -16,8 +16,7 @@ from flare_sparse.errors import RejectedMessage, RoundFailed, WireError
 from flare_sparse.exchange import Patch
 from flare_sparse.federation import Rules
 from flare_sparse.mask import Mask
-from flare_sparse.params import Entry, Layout
-from flare_sparse.server import digest
+from flare_sparse.params import Entry, Layout, digest
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES
 

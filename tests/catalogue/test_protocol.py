@@ -18,6 +18,8 @@ from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 
 from flare_sparse.checkpoint.store import Store
+from flare_sparse.endpoints.server import Held, ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.errors import NotHeld, RejectedMessage
 from flare_sparse.exchange import Patch, Request
 from flare_sparse.flare.aggregator import StagingAggregator
@@ -25,9 +27,7 @@ from flare_sparse.flare.filters import DecodeUpdate
 from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
 from flare_sparse.flare.session import ServerSession
 from flare_sparse.mask import Mask
-from flare_sparse.params import Layout
-from flare_sparse.server import Held, ServerDesk, digest
-from flare_sparse.site import SiteDesk
+from flare_sparse.params import Layout, digest
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.ledger import Ledger
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flare_sparse.federation import Rules
-from flare_sparse.server import digest
+from flare_sparse.params import digest
 from flare_sparse.wire.encodings import ENCODINGS
 
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)

@@ -14,11 +14,11 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
-from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.local import rehearse_config
 from flare_sparse.config import load_config
 from flare_sparse.errors import ConfigError
 from flare_sparse.params import Entry, Layout
-from flare_sparse.records import load_mask, load_model, save_model
+from flare_sparse.runs.model_files import load_mask, load_model, save_model
 
 
 def write_images(path: Path, seed: int, count: int = 24) -> None:

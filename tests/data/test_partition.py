@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flare_sparse.data.partition import PARTITIONERS, Partition, by_range, dirichlet, few_classes, iid, natural, shares
+from flare_sparse.data.partition import (
+    PARTITIONERS,
+    Partition,
+    by_range,
+    dirichlet,
+    few_classes,
+    iid,
+    natural,
+    shares,
+)
 from flare_sparse.errors import DataError
 from flare_sparse.task import Cohort
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flare_sparse.encryption import PRECISION, Contexts, ServerCipher, SiteCipher
 from flare_sparse.errors import ConfigError, RejectedMessage
 from flare_sparse.exchange import Sealed
-from flare_sparse.wire.sealed import join, key_of, measured, split
+from flare_sparse.wire.ciphertexts import join, key_of, measured, split
 
 SLOTS = 4096
 

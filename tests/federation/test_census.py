@@ -12,12 +12,13 @@ import toy
 
 from flare_sparse.capabilities import own
 from flare_sparse.checkpoint.store import Store
+from flare_sparse.endpoints.server import ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.errors import LeftOut, RejectedMessage, RoundFailed
 from flare_sparse.federation import Federation, Outcome, RoundRecord, Rules
-from flare_sparse.methods.lora import RankChoice
-from flare_sparse.rehearsal import rehearse
-from flare_sparse.server import ServerDesk, digest
-from flare_sparse.site import SiteDesk
+from flare_sparse.local.run import rehearse
+from flare_sparse.methods.support.lora import RankChoice
+from flare_sparse.params import digest
 from flare_sparse.wire.ledger import Ledger
 
 RUN = "0" * 16

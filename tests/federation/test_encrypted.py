@@ -12,13 +12,13 @@ import toy
 
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.encryption import PRECISION, Contexts, ServerCipher, SiteCipher
+from flare_sparse.endpoints.server import ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.errors import RejectedMessage, RoundFailed
 from flare_sparse.exchange import Patch, Sealed, Update
 from flare_sparse.federation import Federation
+from flare_sparse.local.run import rehearse
 from flare_sparse.methods import METHODS
-from flare_sparse.rehearsal import rehearse
-from flare_sparse.server import ServerDesk
-from flare_sparse.site import SiteDesk
 from flare_sparse.wire.ledger import Ledger
 
 RUN = "0" * 16

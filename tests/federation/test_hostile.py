@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import toy
 
+from flare_sparse.endpoints.server import ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.errors import WireError
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.federation import Federation, Outcome, Rules
-from flare_sparse.server import ServerDesk, digest
-from flare_sparse.site import SiteDesk
+from flare_sparse.params import digest
 from flare_sparse.wire.ledger import Ledger
 
 RUN, HOSTILE = "0" * 16, ("site-3", "site-6")

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flare_sparse.endpoints.server import Question
 from flare_sparse.errors import WireError
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.federation import Rules
-from flare_sparse.federation.answers import Tally, reason_of
 from flare_sparse.federation.learning import learned_from
+from flare_sparse.federation.replies import Tally, reason_of
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.params import Layout
-from flare_sparse.server import Question
 
 LAYOUT = Layout.of(nn.Linear(3, 1))
 FULL = Mask.full(LAYOUT.size)

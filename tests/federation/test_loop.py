@@ -10,15 +10,16 @@ import pytest
 import torch
 import toy
 
-from flare_sparse.aggregate import by_examples, count_average, uniform, weighted_sum
+from flare_sparse.aggregation.weighted import by_examples, count_average, uniform, weighted_sum
 from flare_sparse.checkpoint.store import Store
+from flare_sparse.endpoints.server import ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.errors import CheckpointError, NotHeld, RejectedMessage, RoundFailed
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.federation import Federation, Rules
+from flare_sparse.local.run import rehearse
 from flare_sparse.mask import Mask
-from flare_sparse.rehearsal import rehearse
-from flare_sparse.server import ServerDesk, digest
-from flare_sparse.site import SiteDesk
+from flare_sparse.params import digest
 from flare_sparse.wire.ledger import Ledger
 
 RUN = "0" * 16

@@ -13,12 +13,13 @@ import toy
 
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.encryption import Contexts, ServerCipher, SiteCipher
+from flare_sparse.endpoints.server import Question, ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.errors import RoundFailed, WireError
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.federation import Federation, Outcome, Rules
 from flare_sparse.mask import Mask
-from flare_sparse.server import Question, ServerDesk, digest
-from flare_sparse.site import SiteDesk
+from flare_sparse.params import digest
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flare_sparse.aggregate import within
+from flare_sparse.aggregation.weighted import within
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.federation import Judgement
 from flare_sparse.federation.rules import LONGEST_REST, Roster, Rules, capped

@@ -14,7 +14,7 @@ from nvflare.job_config.fed_job_config import FedJobConfig
 from flare_sparse.config import RunConfig, job_dict, load_config
 from flare_sparse.flare import aggregator, controller, executor, filters, session
 from flare_sparse.flare.export import SIGNATURES, differences, export_job
-from flare_sparse.flare.site.allow import CLASSES
+from flare_sparse.flare.site.allow_list import CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
 

@@ -8,9 +8,9 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse import Examples, Metric, SiteData, Task, capabilities
 from flare_sparse.flare import session
-from flare_sparse.flare.site.policy import Policy
 from flare_sparse.models.adapters import AdapterConfig, adapt
 from flare_sparse.models.base import drawn
+from flare_sparse.policy.policy import Policy
 
 
 class CapableTask(Task):

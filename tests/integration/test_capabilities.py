@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.local import rehearse_config
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 

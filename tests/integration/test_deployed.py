@@ -23,15 +23,15 @@ from typer.testing import CliRunner
 
 from flare_sparse.assemble import assemble, open_site, rules
 from flare_sparse.cli import app
-from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.local import rehearse_config
 from flare_sparse.config import build_task, load_config, user_task
-from flare_sparse.flare.deployed import run_deployed
+from flare_sparse.flare.launch.simulator import JobFailed
+from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.flare.simulator import JobFailed
-from flare_sparse.flare.site.code import AUTHORIZATION, refuse_code
-from flare_sparse.rehearsal import rehearse
-from flare_sparse.server import digest
+from flare_sparse.flare.site.byoc import AUTHORIZATION, refuse_code
+from flare_sparse.local.run import rehearse
+from flare_sparse.params import digest
 from flare_sparse.task import SiteData
 
 ROOT = Path(__file__).parents[2]

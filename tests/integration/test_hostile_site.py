@@ -13,11 +13,11 @@ import yaml
 from flare_sparse.assemble import assemble, open_site, rules
 from flare_sparse.config import RunConfig, build_task, load_config, user_task
 from flare_sparse.data.source import write_site_files
+from flare_sparse.flare.launch.simulator import simulate
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.flare.simulator import simulate
-from flare_sparse.rehearsal import rehearse
-from flare_sparse.server import digest
+from flare_sparse.local.run import rehearse
+from flare_sparse.params import digest
 from flare_sparse.task import SiteData
 
 HERE = Path(__file__).parent

@@ -17,19 +17,19 @@ from typer.testing import CliRunner
 
 from flare_sparse.assemble import assemble
 from flare_sparse.cli import app
-from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.local import rehearse_config
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
+from flare_sparse.endpoints.server import ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.errors import RejectedMessage
 from flare_sparse.exchange import Request, Update
+from flare_sparse.local.dry_run import DrySite
 from flare_sparse.methods.lora_a2 import LoRAA2
 from flare_sparse.models.base import drawn
-from flare_sparse.records import load_model
-from flare_sparse.rehearsal import DrySite
+from flare_sparse.runs.model_files import load_model
 from flare_sparse.scores.ranks import Slots
-from flare_sparse.server import ServerDesk
-from flare_sparse.site import SiteDesk
-from flare_sparse.tasks.adapted import AdaptableTask
+from flare_sparse.tasks.adaptation import AdaptableTask
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
-from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.local import rehearse_config
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 

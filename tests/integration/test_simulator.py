@@ -12,11 +12,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.local import rehearse_config
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 from flare_sparse.errors import ConfigError
-from flare_sparse.flare.pacing import SHARE
+from flare_sparse.flare.polling import SHARE
 
 HERE = Path(__file__).parent
 

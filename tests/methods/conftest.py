@@ -8,7 +8,7 @@ import pytest
 from toy import Adapted, Bench, Plain, Toy
 
 from flare_sparse.methods import METHODS, Method
-from flare_sparse.methods.lora import LoRAMethod
+from flare_sparse.methods.support.lora import LoRAMethod
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ import torch
 
 from flare_sparse.checkpoint.packing import pack, unpack
 from flare_sparse.exchange import Patch, Request, Update
+from flare_sparse.local.dry_run import estimate
+from flare_sparse.local.run import rehearse
 from flare_sparse.methods import METHODS, Method
 from flare_sparse.methods.method import broadcast
-from flare_sparse.rehearsal import estimate, rehearse
-from flare_sparse.server import digest
+from flare_sparse.params import digest
 
 
 def _saved_and_restored(state: Any) -> Any:

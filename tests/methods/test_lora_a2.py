@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from flare_sparse.exchange import Patch, Update
+from flare_sparse.local.run import rehearse
 from flare_sparse.methods.lora_a2 import LoRAA2, State
 from flare_sparse.models.adapters import AdapterConfig, adapt
 from flare_sparse.models.base import drawn
-from flare_sparse.rehearsal import rehearse
+from flare_sparse.params import digest
 from flare_sparse.scores.ranks import Factor, Slots
-from flare_sparse.server import digest
 from flare_sparse.training import Site
 
 RANK = 4

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.aggregate import by_examples
+from flare_sparse.aggregation.weighted import by_examples
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.methods.flexlora import factorise
 from flare_sparse.methods.hetlora import State

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from flare_sparse.assemble import initial_weights
+from flare_sparse.local.run import rehearse
 from flare_sparse.methods.lora_a2 import LoRAA2
-from flare_sparse.rehearsal import initial_weights, rehearse
 from flare_sparse.task import Examples
 from flare_sparse.tasks import TASKS
 from flare_sparse.training import Site

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from flare_sparse.local.dry_run import estimate
 from flare_sparse.methods import METHODS
 from flare_sparse.params import Entry, Layout
-from flare_sparse.rehearsal import estimate
 from flare_sparse.scores.ranks import Slots
 from flare_sparse.tasks import TASKS
 

@@ -12,17 +12,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
 
+from flare_sparse.assemble import initial_weights
 from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.federation import Outcome
+from flare_sparse.local.run import rehearse
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
-from flare_sparse.methods.adaptation import one_step
 from flare_sparse.methods.metagater import State, advance, predict
+from flare_sparse.methods.support.adaptation import one_step
+from flare_sparse.methods.support.schedules import accelerated
 from flare_sparse.models import ModelConfig
-from flare_sparse.rehearsal import initial_weights, rehearse
-from flare_sparse.schedules import accelerated
-from flare_sparse.server import digest
+from flare_sparse.params import digest
 from flare_sparse.task import Examples, Task
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger

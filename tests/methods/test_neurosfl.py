@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flare_sparse.aggregate import uniform, weighted_sum
+from flare_sparse.aggregation.weighted import uniform, weighted_sum
 from flare_sparse.mask import Mask, share, top_k
 from flare_sparse.models import build
 from flare_sparse.params import Layout

@@ -11,12 +11,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
 
+from flare_sparse.assemble import initial_weights
 from flare_sparse.errors import ConfigError
+from flare_sparse.local.run import rehearse
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.models import build
-from flare_sparse.rehearsal import initial_weights, rehearse
-from flare_sparse.server import digest
+from flare_sparse.params import digest
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 

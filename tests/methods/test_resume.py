@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from flare_sparse.checkpoint.store import Store
+from flare_sparse.endpoints.server import Question, ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.federation import Federation, Reply, RoundRecord, Rules
+from flare_sparse.local.run import carry, rehearse
 from flare_sparse.methods import METHODS
-from flare_sparse.rehearsal import carry, rehearse
-from flare_sparse.server import Question, ServerDesk, digest
-from flare_sparse.site import SiteDesk
+from flare_sparse.params import digest
 from flare_sparse.wire.ledger import Ledger
 
 

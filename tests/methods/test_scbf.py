@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Patch, Update
+from flare_sparse.local.dry_run import estimate
+from flare_sparse.local.run import rehearse
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.scbf import State
 from flare_sparse.methods.scbfwp import Pruning
-from flare_sparse.params import Layout
-from flare_sparse.rehearsal import estimate, rehearse
-from flare_sparse.server import digest
+from flare_sparse.params import Layout, digest
 from flare_sparse.structure import channel_graph, kept_units, live_mask, removable
 
 EQUAL = {"training": {"optimizer": "sgd", "lr": 0.05}}
@@ -221,10 +221,10 @@ def test_an_answer_beyond_the_structure_is_refused(name: str, code: str, plain: 
 
 def test_a_site_that_joins_late_gets_the_current_structure(plain: Any) -> None:
     """Its first message is the smaller model with its structure; its answer fits."""
+    from flare_sparse.endpoints.server import ServerDesk
+    from flare_sparse.endpoints.site import SiteDesk
     from flare_sparse.federation import Federation
-    from flare_sparse.rehearsal import carry
-    from flare_sparse.server import ServerDesk
-    from flare_sparse.site import SiteDesk
+    from flare_sparse.local.run import carry
     from flare_sparse.wire.ledger import Ledger
 
     method, run, ledger = plain.method("fawp", rounds=4, prunings=2, pruning_rate=0.3), "0" * 16, Ledger()

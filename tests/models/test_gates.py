@@ -14,7 +14,7 @@ from flare_sparse.models import ModelConfig, build
 from flare_sparse.models.gates import ChannelGate, GateConfig, Gated, gated, straight_through
 from flare_sparse.params import Layout
 from flare_sparse.structure.channels import run_channels
-from flare_sparse.training.gating import channel_sparsity, observe_gates
+from flare_sparse.training.gate_sparsity import channel_sparsity, observe_gates
 
 NETWORKS = {
     "image_cnn": ({"image": (3, 16, 16), "channels": (4, 8, 8)}, ("1", "2"), (3, 16, 16)),

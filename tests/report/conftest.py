@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flare_sparse.cli.rehearse import rehearse_config
+from flare_sparse.cli.local import rehearse_config
 from flare_sparse.config import load_config
 
 METHODS = {

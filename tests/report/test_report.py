@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from flare_sparse.cli import app
 from flare_sparse.errors import ConfigError
-from flare_sparse.progress import human_bytes
 from flare_sparse.report.findings import caveat, findings
 from flare_sparse.report.page import write_report
-from flare_sparse.report.reading import Run, read_runs
+from flare_sparse.runs.progress import human_bytes
+from flare_sparse.runs.results import Run, read_runs
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from flare_sparse.models import build
 from flare_sparse.models.gates import ChannelGate, GateConfig, gated
 from flare_sparse.params import Layout
 from flare_sparse.structure.compact import compact, without
-from flare_sparse.training.gating import observe_gates
+from flare_sparse.training.gate_sparsity import observe_gates
 
 NETWORKS = {
     "image_cnn": ({"image": (3, 16, 16), "channels": (4, 8, 8)}, ("1", "2"), (3, 16, 16)),

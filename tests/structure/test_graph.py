@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flare_sparse.models import build
 from flare_sparse.params import Entry, Layout
 from flare_sparse.structure import Untraceable, channel_graph, removable
-from flare_sparse.structure.values import Pad, Sum
+from flare_sparse.structure.nodes import Pad, Sum
 
 
 class Forward(nn.Module):

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from flare_sparse.assemble import initial_weights
 from flare_sparse.exchange import Patch
 from flare_sparse.federation import Outcome
+from flare_sparse.local.run import rehearse
 from flare_sparse.methods import METHODS
 from flare_sparse.models.adapters import AdapterConfig, adapt
 from flare_sparse.models.base import drawn
-from flare_sparse.rehearsal import initial_weights, rehearse
-from flare_sparse.server import digest
+from flare_sparse.params import digest
 from flare_sparse.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger

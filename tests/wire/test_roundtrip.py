@@ -19,8 +19,8 @@ from flare_sparse.errors import WireError
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Entry, Layout
-from flare_sparse.wire.choice import pick, selection_entropy
 from flare_sparse.wire.codec import decode, encode
+from flare_sparse.wire.encoding_choice import pick, selection_entropy
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import Plan, ValueType

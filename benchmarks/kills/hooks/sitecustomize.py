@@ -94,8 +94,8 @@ def _receiving(function: Any) -> Any:
 
 PLACES: dict[str, list[tuple[str, str, Callable[[Any], Any]]]] = {
     "flare_sparse.federation.loop": [("Federation", "run", _before("before"))],
-    "flare_sparse.server": [("ServerDesk", "ask", _asking)],
-    "flare_sparse.site": [("SiteDesk", "answer", _answering)],
+    "flare_sparse.endpoints.server": [("ServerDesk", "ask", _asking)],
+    "flare_sparse.endpoints.site": [("SiteDesk", "answer", _answering)],
     "flare_sparse.flare.filters": [("DecodeUpdate", "process", _receiving)],
     "flare_sparse.flare.aggregator": [("StagingAggregator", "aggregate", _before("aggregating"))],
     "flare_sparse.checkpoint.store": [("Store", "save", _before("saving"))],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def write(path: Path, data: bytes) -> None:
@@ -53,3 +55,9 @@ def replacing(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole and on the disk, or not at all."""
+    with replacing(path) as part:
+        part.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n")

@@ -15,9 +15,9 @@ from .decrypt import decrypt
 from .estimate import estimate
 from .export import export
 from .fetch_model import fetch_model
+from .local import rehearse
 from .methods import methods
 from .phantom import phantom
-from .rehearse import rehearse
 from .report import report
 from .run import run
 from .save import save

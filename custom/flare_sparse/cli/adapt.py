@@ -11,14 +11,15 @@ from rich.table import Table
 from torch import Tensor
 
 from ..assemble import Assembly, assemble, open_site
+from ..checkpoint.writing import write_json
 from ..config import load_config, task_of
 from ..errors import ConfigError, DataError
 from ..mask import Mask
-from ..records import load_mask, load_model, save_mask, save_model, write_json
-from ..server import digest
+from ..params import digest
+from ..runs.model_files import load_mask, load_model, save_mask, save_model
+from ..seeds import threads
 from ..task import SiteData
 from ..training import Site
-from ..training.seeds import threads
 from .console import out as console
 
 

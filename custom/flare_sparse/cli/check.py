@@ -24,7 +24,7 @@ from ..training import Site
 from ..training.loop import TrainingDiverged
 from .console import exit_code
 from .console import out as console
-from .simulated import simulated_sites
+from .sites import simulated_sites
 
 T = TypeVar("T")
 
@@ -150,8 +150,8 @@ def _policy(settings: RunConfig, task: Task, examples: dict[str, Examples], said
         ConfigError: there is no such file, or it is malformed.
         PolicyRefusal: the job would be refused; every reason is listed.
     """
-    from ..flare.site.forecast import objections  # FLARE takes seconds to import
-    from ..flare.site.policy import policy_file, read_policy
+    from ..policy.check import objections  # FLARE takes seconds to import
+    from ..policy.policy import policy_file, read_policy
 
     policy = read_policy(policy_file(said))
     counts = {name: own.n_train for name, own in examples.items()}

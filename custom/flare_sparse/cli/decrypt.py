@@ -10,9 +10,9 @@ import typer
 from ..encryption import CLIENT_FILE
 from ..errors import ConfigError
 from ..report.card import write_card
-from ..report.reading import Run
-from ..trained import parts_of
-from ..unseal import unseal
+from ..runs.decrypt import unseal
+from ..runs.load import parts_of
+from ..runs.results import Run
 from .console import out as console
 
 

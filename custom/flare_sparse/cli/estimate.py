@@ -13,9 +13,9 @@ from rich.table import Table
 from ..assemble import assemble
 from ..config import RunConfig, task_of
 from ..errors import ConfigError
-from ..progress import human_bytes
-from ..records import traffic
-from ..rehearsal import estimate as dry_run
+from ..local.dry_run import estimate as dry_run
+from ..runs.folder import traffic
+from ..runs.progress import human_bytes
 from .run import with_options
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from ..assemble import assemble
 from ..config import RunConfig
 from ..encryption import Contexts
+from ..runs.decrypt import unseal
 from ..task import Task
-from ..unseal import unseal
 
 FOLDER = "he"
 

@@ -26,7 +26,7 @@ def report(
     try:
         from ..report.card import write_card
         from ..report.page import write_report
-        from ..report.reading import read_runs
+        from ..runs.results import read_runs
     except ImportError as error:
         raise ConfigError(
             f"report needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"

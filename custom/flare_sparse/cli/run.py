@@ -16,15 +16,15 @@ from ..assemble import assemble
 from ..config import RunConfig, dump_config, load_config, own_class, task_of
 from ..data.source import write_site_files
 from ..errors import ConfigError
-from ..progress import progress_line
 from ..report.card import write_card
-from ..report.reading import Run
+from ..runs.progress import progress_line
+from ..runs.results import Run
 from ..task import SiteData, Task
 from .keys import FOLDER as KEYS
 from .keys import opened, run_contexts
-from .result import show_result
-from .resuming import FOLDER, Resume, checkpoint_root
-from .simulated import simulated_sites
+from .resume import FOLDER, Resume, checkpoint_root
+from .sites import simulated_sites
+from .summary import show_result
 
 if TYPE_CHECKING:
     from ..flare.recipe import SparseRecipe
@@ -106,7 +106,7 @@ def run_in_simulator(
     config: RunConfig, file: Path, out: Path, console: Console, *, resume: bool = False
 ) -> dict[str, Any]:
     """Prepare the sites' data, run the job, follow its rounds."""
-    from ..flare.simulator import simulate  # FLARE takes seconds to import; --help must not wait for it
+    from ..flare.launch.simulator import simulate  # FLARE takes seconds to import; --help must not wait for it
 
     checkpoints = _checkpoints(config, file, out, resume=resume)
     contexts = run_contexts(config, out, resume=resume)
@@ -133,8 +133,8 @@ def run_in_poc(config: RunConfig, file: Path, out: Path, console: Console, *, re
     Raises:
         ConfigError: an encrypted run cannot be resumed here: FLARE makes new keys for every POC federation.
     """
-    from ..flare.deployed import run_deployed
-    from ..flare.poc import client_context, poc
+    from ..flare.launch.poc import client_context, poc
+    from ..flare.launch.submission import run_deployed
 
     if resume and config.encrypted:
         raise ConfigError("--resume: every POC federation has keys of its own; leave it out, or use --env sim")
@@ -152,7 +152,7 @@ def run_in_federation(
     config: RunConfig, file: Path, out: Path, console: Console, kit: Path, *, byoc: bool
 ) -> dict[str, Any]:
     """Submit the job to a running federation and wait for its result; the sites know where their data lies."""
-    from ..flare.deployed import run_deployed
+    from ..flare.launch.submission import run_deployed
 
     out.mkdir(parents=True, exist_ok=True)
     _say(console, config, f"submitted with {kit}")

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 from ..assemble import Assembly
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..runs.load import trained
 from ..task import SiteData
-from ..trained import trained
 from .console import out as console
-from .simulated import simulated_sites
+from .sites import simulated_sites
 
 
 def save(
@@ -42,7 +42,7 @@ def save(
     assembly.task.save(model, folder)
     if onnx:
         try:
-            from ..export_onnx import export_onnx
+            from ..runs.onnx_export import export_onnx
         except ImportError as error:
             raise ConfigError(
                 f"--onnx needs onnx and onnxruntime: pip install 'flare-sparse[onnx]' ({error.name})"

@@ -41,7 +41,7 @@ def allow(
 
     [dim]flare-sparse site allow /opt/flare/site-1[/]
     """
-    from ..flare.site.allow import allow as add
+    from ..flare.site.allow_list import allow as add
 
     new, gone = add(kit, also or ())
     said = [f"{what}: {', '.join(names)}" for what, names in (("allowed now", new), ("no more", gone)) if names]
@@ -81,7 +81,7 @@ def no_code(kit: Kit) -> None:
 
     [dim]flare-sparse site no-code /opt/flare/site-1[/]
     """
-    from ..flare.site.code import refuse_code
+    from ..flare.site.byoc import refuse_code
 
     roles = refuse_code(kit)
     console.print(

@@ -22,8 +22,8 @@ from ..task import Task
 from ..tasks import TASKS
 from .choice import Choice, Registries, selected
 from .problems import describe
-from .reading import not_finite, override, read
 from .schema import JobConfig, RunConfig, methods, partitions, tasks
+from .yaml_files import not_finite, override, read
 
 J = TypeVar("J", bound=JobConfig)
 

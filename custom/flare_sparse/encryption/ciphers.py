@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, RejectedMessage
 from ..exchange import Sealed
-from ..wire.sealed import join, key_of, split
+from ..wire.ciphertexts import join, key_of, split
 from .ckks import Scheme
 
 PRECISION = 2.0**-22

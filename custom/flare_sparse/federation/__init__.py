@@ -1,9 +1,9 @@
 """The rounds of a run: ask, collect, check, commit, judge. The rehearsal and FLARE's controller both run this loop."""
 
-from .answers import Reply, Transport
 from .census import Greet
 from .loop import Federation
-from .record import Best, Judgement, Outcome, RoundRecord, Snapshot
+from .records import Best, Judgement, Outcome, RoundRecord, Snapshot
+from .replies import Reply, Transport
 from .rules import Rules
 
 __all__ = [

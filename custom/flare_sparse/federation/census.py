@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..capabilities import Capabilities, heard
+from ..endpoints.server import ServerDesk
 from ..errors import LeftOut
 from ..exchange import Request
-from ..server import ServerDesk
 
 Greet = Callable[[list[str]], Mapping[str, Any]]
 """Brings back what each site says of itself, not believed in any way; sites that stay silent are absent."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..aggregation.robust import clipped
+from ..endpoints.server import ServerDesk
 from ..errors import SelectionError
 from ..exchange import Update
 from ..methods import Method
-from ..robust import clipped
-from ..server import ServerDesk
-from .answers import Tally
+from .replies import Tally
 from .rules import Rules, capped
 
 

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from ..capabilities import Capabilities
 from ..checkpoint.store import Store
+from ..endpoints.server import ServerDesk
 from ..errors import LeftOut, NotHeld, RoundFailed
 from ..exchange import VALIDATE, Request, Sealed, Update
 from ..methods import Method
-from ..server import ServerDesk
 from ..task import Metric
-from .answers import Tally, Transport, reason_of
 from .census import Census, Greet
 from .learning import Learned, learned_from
-from .record import Best, Judgement, Outcome, RoundRecord, Snapshot
+from .records import Best, Judgement, Outcome, RoundRecord, Snapshot
+from .replies import Tally, Transport, reason_of
 from .rules import Roster, Rules
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..aggregate import common_limit
+from ..aggregation.weighted import common_limit
 from ..exchange import Update
 
 LONGEST_REST = 16

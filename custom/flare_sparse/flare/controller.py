@@ -20,16 +20,18 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.aggregator import Aggregator
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
-from ..assemble import rules, run_facts
+from ..assemble import rules
+from ..checkpoint.writing import write_json
+from ..endpoints.server import Question
 from ..errors import ConfigError, FlareSparseError
 from ..federation import Federation, Reply, RoundRecord
-from ..progress import progress_line
-from ..records import ENCRYPTED, RunFolder, write_json
-from ..server import Question
-from .keeping import finish
-from .pacing import Pace
+from ..runs.folder import RunFolder, run_facts
+from ..runs.model_files import ENCRYPTED
+from ..runs.progress import progress_line
+from .analytics import announce_best, announce_round
+from .checkpoints import finish
 from .payload import HELLO, REPLY, TASK, hello_in, message_to_shareable
-from .results import announce_best, announce_round
+from .polling import Pace
 from .session import AGGREGATOR_ID, server_session, workspace_of
 
 RESULTS = "flare_sparse"

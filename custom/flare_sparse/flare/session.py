@@ -13,17 +13,16 @@ from nvflare.apis.workspace import Workspace
 from ..assemble import Assembly, assemble, checkpoints, open_site
 from ..capabilities import own
 from ..config import JobConfig, parse_job
-from ..config.reading import read
+from ..config.yaml_files import read
 from ..data.source import site_data
+from ..endpoints.server import SERVER, ServerDesk
+from ..endpoints.site import SiteDesk
 from ..errors import ConfigError, FlareSparseError
-from ..rehearsal import SERVER
-from ..server import ServerDesk
-from ..site import SiteDesk
+from ..policy.policy import POLICY_FILE, Policy, read_policy
 from ..task import Task
 from ..wire.ledger import Ledger
-from .contexts import server_cipher, site_cipher
-from .keeping import checkpoint_folder, forget_archived
-from .site.policy import POLICY_FILE, Policy, read_policy
+from .checkpoints import checkpoint_folder, forget_archived
+from .he_keys import server_cipher, site_cipher
 
 JOB_FILE = "flare_sparse.yaml"
 SITE_ID, SERVER_ID, AGGREGATOR_ID, TASK_ID = "site", "server_session", "aggregator", "task"

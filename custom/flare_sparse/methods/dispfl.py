@@ -18,8 +18,8 @@ from torch import Tensor
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask, top_k
 from ..scores.erk import erk_densities, random_mask
+from ..seeds import generator
 from ..training import Site
-from ..training.seeds import generator
 from .method import Maskable, Method, MethodConfig, sample
 
 

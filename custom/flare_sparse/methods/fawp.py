@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 from torch import Tensor
 
-from ..aggregate import by_examples, weighted_sum
+from ..aggregation.weighted import by_examples, weighted_sum
 from ..exchange import Update
 from ..mask import Mask
 from ..training import Site

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregate import by_examples, stepped
+from ..aggregation.robust import combined
+from ..aggregation.weighted import by_examples, stepped
 from ..exchange import Patch, Request, Update
-from ..robust import combined
 from ..training import Site
 from .method import AveragingConfig, Method, broadcast, sample
 

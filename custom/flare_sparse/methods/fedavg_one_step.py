@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregate import by_examples, uniform, weighted_sum
+from ..aggregation.weighted import by_examples, uniform, weighted_sum
 from ..exchange import Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
-from .adaptation import AdaptationConfig, ask_to_adapt, one_step, report
 from .fedavg import State
 from .method import Method, MethodConfig, broadcast
+from .support.adaptation import AdaptationConfig, ask_to_adapt, one_step, report
 
 
 class Config(AdaptationConfig):

@@ -10,12 +10,12 @@ from itertools import pairwise
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from ..aggregation.robust import combined
 from ..exchange import Patch, Request, Update
 from ..mask import Mask, share, shrink
-from ..robust import combined
-from ..schedules import polynomial
 from ..training import Site
 from .method import AveragingConfig, Maskable, Method, broadcast, sample
+from .support.schedules import polynomial
 
 
 class Config(AveragingConfig):

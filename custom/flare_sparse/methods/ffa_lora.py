@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..aggregate import by_examples, weighted_sum
+from ..aggregation.weighted import by_examples, weighted_sum
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
 from ..training import Site
-from .lora import LoRAConfig, LoRAMethod
 from .method import broadcast, sample
+from .support.lora import LoRAConfig, LoRAMethod
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregate import by_examples, weighted_sum
+from ..aggregation.weighted import by_examples, weighted_sum
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
-from .lora import RankedConfig, RankedMethod
 from .method import sample
+from .support.lora import RankedConfig, RankedMethod
 
 
 class Config(RankedConfig):

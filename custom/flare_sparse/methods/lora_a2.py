@@ -15,13 +15,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregate import by_examples, weighted_sum
+from ..aggregation.weighted import by_examples, weighted_sum
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..scores.ranks import Factor, choose, contribution
 from ..training import Site, TrainingConfig
-from .lora import RankedConfig, RankedMethod
 from .method import broadcast, sample
+from .support.lora import RankedConfig, RankedMethod
 
 
 class Config(RankedConfig):

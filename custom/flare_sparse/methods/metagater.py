@@ -16,15 +16,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregate import uniform, weighted_sum
+from ..aggregation.weighted import uniform, weighted_sum
 from ..exchange import Patch, Request, Update
 from ..mask import Mask
-from ..proximal import group_lasso
-from ..schedules import Steps, accelerated
 from ..training import Site
-from .adaptation import AdaptationConfig, ask_to_adapt, one_step, report
-from .gating import Gates
 from .method import Method, broadcast
+from .support.adaptation import AdaptationConfig, ask_to_adapt, one_step, report
+from .support.gates import Gates
+from .support.group_lasso import group_lasso
+from .support.schedules import Steps, accelerated
 
 Prox = Callable[[Tensor, float], Tensor]
 

@@ -16,10 +16,10 @@ from ..mask import Mask, share, top_k
 from ..params import Entry, Layout
 from ..scores.snip import saliency
 from ..training import Site
-from .adaptation import ask_to_adapt, one_step, report
 from .metagater import Config as MetaGaterConfig
 from .metagater import MetaGater, State
 from .method import Method
+from .support.adaptation import ask_to_adapt, one_step, report
 
 
 class Config(MetaGaterConfig):

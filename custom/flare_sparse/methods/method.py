@@ -36,14 +36,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from ..aggregation.robust import Combine
 from ..capabilities import Capabilities, own
 from ..errors import ConfigError
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
-from ..robust import Combine
+from ..seeds import generator
 from ..training import Site, TrainingConfig
-from ..training.seeds import generator
 
 Maskable = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
 S = TypeVar("S")

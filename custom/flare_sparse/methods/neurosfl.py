@@ -11,14 +11,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregate import by_examples, count_average, uniform, weighted_sum
+from ..aggregation.robust import combined
+from ..aggregation.weighted import by_examples, count_average, uniform, weighted_sum
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask, share, top_k, top_k_per_tensor
-from ..robust import combined
 from ..scores.erk import erk_densities, random_mask
 from ..scores.snip import keep_counts, saliency
+from ..seeds import generator
 from ..training import Site
-from ..training.seeds import generator
 from .method import AveragingConfig, Maskable, Method, broadcast, sample
 
 

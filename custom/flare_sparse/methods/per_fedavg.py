@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregate import uniform, weighted_sum
+from ..aggregation.weighted import uniform, weighted_sum
 from ..exchange import Patch, Request, Update
 from ..training import Site
-from .adaptation import AdaptationConfig, report
 from .fedavg import State
 from .fedavg_one_step import FedAvgOneStep
 from .method import MethodConfig
+from .support.adaptation import AdaptationConfig, report
 
 
 class Config(AdaptationConfig):

@@ -11,14 +11,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ..aggregate import by_examples, count_average, ones, stepped, weighted_sum
+from ..aggregation.weighted import by_examples, count_average, ones, stepped, weighted_sum
 from ..exchange import VALIDATE, Patch, Request, Update
 from ..mask import Mask, share
 from ..params import Layout
-from ..scores.groups import Biases, Groups, Selection
-from ..scores.reveal import NeuronGroups, groups
+from ..scores.scbf.groups import Biases, Groups, Selection
+from ..scores.scbf.selection import NeuronGroups, groups
+from ..seeds import generator
 from ..training import Site
-from ..training.seeds import generator
 from .method import Method, MethodConfig, broadcast, sample
 
 Aggregation = Literal["sum", "mean", "count"]

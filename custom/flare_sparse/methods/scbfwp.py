@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..exchange import Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
-from ..scores.apoz import places, pooled, without_idle, written, zero_counts
+from ..scores.scbf.apoz import places, pooled, without_idle, written, zero_counts
 from ..structure import channel_graph, kept_units, live_mask, removable
 from ..training import Site
 from . import scbf

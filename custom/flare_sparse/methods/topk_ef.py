@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregate import by_examples, weighted_sum
+from ..aggregation.weighted import by_examples, weighted_sum
 from ..exchange import Patch, Request, Update
 from ..mask import Mask, share, top_k
 from ..training import Site

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from .config import ModelConfig
 from .registry import MODELS, build
-from .section import ModelConfig
 
 __all__ = ["MODELS", "ModelConfig", "build"]

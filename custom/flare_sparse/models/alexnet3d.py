@@ -7,7 +7,7 @@ from math import prod
 from torch import nn
 
 from .blocks import convolution
-from .settings import Count, Share, Volume
+from .fields import Count, Share, Volume
 from .shapes import feature_map, windows
 
 

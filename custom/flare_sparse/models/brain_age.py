@@ -12,7 +12,7 @@ from math import prod
 from torch import nn
 
 from .blocks import convolution
-from .settings import Channels, Count, Volume
+from .fields import Channels, Count, Volume
 from .shapes import feature_map
 
 PAPER_CHANNELS = (32, 64, 128, 256, 256)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .blocks import convolution
-from .settings import Count, Image
+from .fields import Count, Image
 
 
 class Shortcut(nn.Module):

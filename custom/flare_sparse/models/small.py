@@ -8,7 +8,7 @@ from math import prod
 from torch import nn
 
 from .blocks import convolution, fully_connected
-from .settings import Channels, Count, Features, Image, Share, Units
+from .fields import Channels, Count, Features, Image, Share, Units
 from .shapes import feature_map
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..progress import human_bytes
+from ..runs.progress import human_bytes
+from ..runs.results import Run
 from .findings import caveat
-from .reading import Run
 
 FILE = "model_card.md"
 

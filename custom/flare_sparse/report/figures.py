@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .reading import Run, gains_over_alone
+from ..runs.results import Run, gains_over_alone
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959", "#a6761d")
 """Okabe and Ito's, told apart by colour-blind readers; the dashes tell more than eight apart."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from ..progress import human_bytes
-from .reading import Run, dense_beside, gains_over_alone
+from ..runs.progress import human_bytes
+from ..runs.results import Run, dense_beside, gains_over_alone
 
 
 def findings(runs: list[Run]) -> list[str]:

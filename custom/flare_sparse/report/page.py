@@ -14,10 +14,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from ..progress import human_bytes
+from ..runs.progress import human_bytes
+from ..runs.results import Run, gains_over_alone
 from . import figures
 from .findings import caveat, findings
-from .reading import Run, gains_over_alone
 
 FLOOR = (
     "Dense FedAvg: what it would have sent in each message's place. Floor: the values at their number format, and the "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .graph import ChannelGraph, channel_graph
-from .reading import Untraceable
 from .removal import Removable, extracted, kept_units, live_mask, narrowed, own_entries, removable
+from .tracing import Untraceable
 
 __all__ = [
     "ChannelGraph",

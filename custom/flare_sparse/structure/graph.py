@@ -12,8 +12,8 @@ from functools import cached_property
 from torch import fx, nn
 
 from ..params import Layout
-from .reading import Reader, Untraceable
-from .values import Value, Weighted
+from .nodes import Value, Weighted
+from .tracing import Reader, Untraceable
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..errors import SelectionError
 from ..mask import Mask
 from ..params import Layout
 from .graph import ChannelGraph, traced
-from .values import Norm, Same, Weighted
+from .nodes import Norm, Same, Weighted
 
 
 @dataclass(frozen=True)

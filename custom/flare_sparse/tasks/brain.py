@@ -14,10 +14,10 @@ from ..data.screening import screen
 from ..data.split import train_test
 from ..data.volumes import Item, Volumes, preparation, read_voxels
 from ..models import ModelConfig
-from ..models.section import reading
-from ..models.settings import Volume
+from ..models.config import reading
+from ..models.fields import Volume
 from ..task import Cohort, Examples, SiteData
-from .adapted import AdaptableTask, AdaptationConfig
+from .adaptation import AdaptableTask, AdaptationConfig
 from .age import AgeConfig, AgeTask
 from .classes import BinaryTask
 

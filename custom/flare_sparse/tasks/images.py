@@ -15,8 +15,8 @@ from ..data.images import cohort, read_images
 from ..data.split import train_test
 from ..errors import DataError
 from ..models import ModelConfig
-from ..models.section import reading
-from ..models.settings import Image
+from ..models.config import reading
+from ..models.fields import Image
 from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig
 from .classes import binary_figures
 

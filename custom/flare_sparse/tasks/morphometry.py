@@ -28,7 +28,7 @@ from ..data.split import train_test
 from ..data.tables import Table, read_table
 from ..errors import DataError
 from ..models import ModelConfig
-from ..models.section import reading
+from ..models.config import reading
 from ..task import Cohort, Examples, SiteData, Task, TaskConfig
 from .age import AgeConfig, AgeTask
 from .classes import BinaryTask

@@ -17,7 +17,7 @@ from ..data.admissions import Admissions, Wanted, read_admissions
 from ..data.split import train_test
 from ..errors import DataError
 from ..models import ModelConfig
-from ..models.section import reading
+from ..models.config import reading
 from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig
 
 BINS = 10

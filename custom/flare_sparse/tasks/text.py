@@ -18,7 +18,7 @@ from ..errors import ConfigError, DataError
 from ..models.base import base_folder, drawn
 from ..models.text import Architecture, text_classifier, tokens
 from ..task import Cohort, Examples, Metric, SiteData
-from .adapted import AdaptableTask, AdaptationConfig
+from .adaptation import AdaptableTask, AdaptationConfig
 
 
 class TextConfig(AdaptationConfig):

@@ -1,7 +1,7 @@
 """How a site trains: one loop, settings declared once, seeds that depend on run, site and round only."""
 
-from .drawn import Used
-from .local import TrainingConfig
+from .config import TrainingConfig
+from .sample_usage import Used
 from .site import Site
 
 __all__ = ["Site", "TrainingConfig", "Used"]

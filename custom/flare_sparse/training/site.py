@@ -13,16 +13,16 @@ from torch.utils.data import DataLoader
 from ..errors import ConfigError
 from ..mask import Mask
 from ..params import Layout
+from ..seeds import derive, generator, seeded
 from ..structure.compact import without
+from ..structure.observing import Watched
 from ..structure.removal import narrowed
-from ..structure.watching import Watched
 from ..task import Examples, Task, minibatches
-from .drawn import Drawn, Used
+from .config import TrainingConfig
 from .flat import FlatModel
-from .gating import channel_sparsity, observe_gates
-from .local import TrainingConfig
+from .gate_sparsity import channel_sparsity, observe_gates
 from .loop import train, without_dropout
-from .seeds import derive, generator, seeded
+from .sample_usage import Drawn, Used
 from .stages import step_in_stages
 
 WATCHED = 16

@@ -13,9 +13,9 @@ from ..errors import NotHeld, RejectedMessage, WireError
 from ..exchange import Content, Over, Patch, Sealed
 from ..mask import Mask
 from ..params import Layout
-from . import sealed as ciphertexts
+from . import ciphertexts
 from . import values as numbers
-from .choice import pick, selection_entropy
+from .encoding_choice import pick, selection_entropy
 from .encodings import CODES, Encoding
 from .envelope import HEADER_BYTES, Header, is_kind, seal, unseal
 from .plan import Plan, ValueFormat, ValueType

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..exchange import Content
-from .choice import selection_entropy
 from .codec import Decoded, Encoded
+from .encoding_choice import selection_entropy
 from .plan import Plan
 
 

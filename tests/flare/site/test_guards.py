@@ -25,8 +25,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
 
+from flare_sparse.assemble import initial_weights
 from flare_sparse.capabilities import own
 from flare_sparse.encryption import PRECISION, Contexts, ServerCipher, SiteCipher
+from flare_sparse.endpoints.server import ServerDesk
+from flare_sparse.endpoints.site import SiteDesk
 from flare_sparse.exchange import Patch, Request
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import EncodeUpdate
@@ -44,9 +47,6 @@ from flare_sparse.flare.site.guards import SiteLastGate, SitePlanAuthorizer, Sit
 from flare_sparse.flare.site.install import guard
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
-from flare_sparse.rehearsal import initial_weights
-from flare_sparse.server import ServerDesk
-from flare_sparse.site import SiteDesk
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
@@ -430,7 +430,7 @@ def test_a_job_with_filters_or_executors_of_its_own_is_refused(tmp_path: Path) -
     (tmp_path / "site" / "local" / "flare_sparse_policy.yaml").write_text("foreign_jobs: true\n")
     built(hospital, "executors.#1.executor", "custom.Overwrite")
     with pytest.raises(UnsafeComponentError, match="no class that a job may name"):
-        built(hospital, "executors.#1.executor", "flare_sparse.flare.site.allow.allow")
+        built(hospital, "executors.#1.executor", "flare_sparse.flare.site.allow_list.allow")
 
 
 def test_a_job_names_no_more_of_this_package_than_its_classes_wherever_it_does(tmp_path: Path) -> None:
@@ -439,10 +439,10 @@ def test_a_job_names_no_more_of_this_package_than_its_classes_wherever_it_does(t
     own = {"path": "our_hospital.tasks.Dose", "args": {"config": {"width": 3}}}
     built(hospital, "components.#2", "flare_sparse.flare.session.OwnTask", task=own)
     built(hospital, "components.#2.args.task", "our_hospital.tasks.Dose", config={"width": 3})
-    allow = "flare_sparse.flare.site.allow.allow"
+    allow = "flare_sparse.flare.site.allow_list.allow"
     for where, path, args in (
         ("components.#1", allow, {}),
-        ("components.#1.args.kit", "flare_sparse.flare.keeping.checkpoint_folder", {}),
+        ("components.#1.args.kit", "flare_sparse.flare.checkpoints.checkpoint_folder", {}),
         ("components.#1", "nvflare.app_common.np.np_trainer.NPTrainer", {"later": [{"class_path": allow}]}),
         ("executors.#1.executor", "flare_sparse.flare.executor.torch", {}),
     ):

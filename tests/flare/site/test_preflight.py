@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flare_sparse.config import load_config
-from flare_sparse.flare.site.allow import CLASSES, allow
+from flare_sparse.flare.site.allow_list import CLASSES, allow
 from flare_sparse.flare.site.install import guard
 from flare_sparse.flare.site.preflight import Finding, preflight
 

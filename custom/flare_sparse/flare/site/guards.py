@@ -27,9 +27,10 @@ from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.apis.shareable import Shareable
 
 from ...encryption import PRECISION
+from ...endpoints.site import SiteDesk
 from ...errors import FlareSparseError, PolicyRefusal
 from ...exchange import Patch, Request, Update
-from ...site import SiteDesk
+from ...policy.policy import POLICY_FILE, read_policy, refuse
 from ...wire.codec import Decoded, decode
 from ...wire.plan import Plan, ValueFormat
 from ..payload import (
@@ -46,8 +47,7 @@ from ..payload import (
     update_to_dxo,
 )
 from ..session import keep_at_site, policy_of, site_session
-from .allow import CLASSES, PACKAGE
-from .policy import POLICY_FILE, read_policy, refuse
+from .allow_list import CLASSES, PACKAGE
 
 APPROVED = "flare_sparse.approved"
 GUARDS = "flare_sparse.flare.site.guards."

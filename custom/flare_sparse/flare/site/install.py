@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from .allow import RESOURCES, local_folder, read_resources
-from .files import read_object, write_object, write_text
+from ...policy.policy import POLICY_FILE, Policy, policy_file, read_policy
+from .allow_list import RESOURCES, local_folder, read_resources
 from .guards import GATE, GUARDS, RESULT_POLICY
-from .policy import POLICY_FILE, Policy, policy_file, read_policy
+from .kit_files import read_object, write_object, write_text
 
 PRIVACY = "privacy.json"
 AUTHORIZER = f"{GUARDS}SitePlanAuthorizer"

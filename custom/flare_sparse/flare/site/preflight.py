@@ -17,13 +17,13 @@ from ...assemble import Assembly, assemble, open_site
 from ...config import JobConfig
 from ...data.source import site_data
 from ...errors import ConfigError, FlareSparseError
+from ...policy.check import objections
+from ...policy.policy import POLICY_FILE, read_policy
 from ...task import Task
-from .allow import CLASSES, EVERYTHING, LIST, MODE, allowed, local_folder, read_resources, too_wide
-from .code import read_permissions, who_may_send_code
-from .forecast import objections
+from .allow_list import CLASSES, EVERYTHING, LIST, MODE, allowed, local_folder, read_resources, too_wide
+from .byoc import read_permissions, who_may_send_code
 from .guards import unguarded
 from .install import LOG_STREAMING
-from .policy import POLICY_FILE, read_policy
 
 Verdict = Literal["PASS", "WARN", "FAIL"]
 FLARE_SERIES = "2.9"

@@ -1,0 +1,83 @@
+"""Who may send code to a site, as FLARE itself reads the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nvflare.fuel.sec.authz import AuthzContext, Person, Policy, parse_policy_config
+from nvflare.lighter import templates
+from nvflare.lighter.utils import load_yaml
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.flare.site.byoc import read_permissions, refuse_code, who_may_send_code
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    """A kit's folder with the authorization that FLARE 2.9 puts there."""
+    local = tmp_path / "site" / "local"
+    local.mkdir(parents=True)
+    default = load_yaml(str(Path(str(templates.__file__)).with_name("master_template.yml")))["default_authz"]
+    (local / "authorization.json.default").write_text(default)
+    return local.parent
+
+
+def may(authorization: dict[str, Any], role: str, right: str) -> bool:
+    """What FLARE answers to that role, of another organisation than the site."""
+    policy, error = parse_policy_config(authorization, {})
+    assert isinstance(policy, Policy), error
+    user = Person("someone", "elsewhere", role)
+    return bool(policy.evaluate("here", AuthzContext(right, user, user))[0])
+
+
+def test_by_flares_default_leads_and_admins_may_send_code_and_then_nobody(kit: Path) -> None:
+    before = read_permissions(kit / "local")
+    assert [role for role in before["permissions"] if may(before, role, "byoc")] == ["project_admin", "lead"]
+    assert refuse_code(kit) == ["project_admin", "lead"]
+    after = json.loads((kit / "local" / "authorization.json").read_text())
+    assert not [role for role in after["permissions"] if may(after, role, "byoc")]
+
+
+def test_every_other_right_stays(kit: Path) -> None:
+    before = read_permissions(kit / "local")
+    refuse_code(kit)
+    after = read_permissions(kit / "local")
+    rights = {right for rights in before["permissions"].values() if isinstance(rights, dict) for right in rights}
+    assert len(rights - {"byoc"}) == 8
+    for role in before["permissions"]:
+        for right in rights - {"byoc"}:
+            assert may(before, role, right) == may(after, role, right), (role, right)
+
+
+def test_a_second_time_nothing_is_written(kit: Path) -> None:
+    refuse_code(kit)
+    file = kit / "local" / "authorization.json"
+    written = file.stat().st_mtime_ns
+    assert refuse_code(kit) == []
+    assert file.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("rights", "code"),
+    [
+        ("any", True),
+        ("none", False),
+        ("o:site", True),
+        ({"byoc": "o:site"}, True),
+        ({"byoc": "none"}, False),
+        ({}, False),
+    ],
+)
+def test_a_role_may_send_code_unless_it_says_none(rights: Any, code: bool) -> None:
+    assert who_may_send_code({"permissions": {"lead": rights}}) == (["lead"] if code else [])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"permissions": 3}', "\xff"])
+def test_a_malformed_file_is_named(kit: Path, text: str) -> None:
+    (kit / "local" / "authorization.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"authorization\.json"):
+        refuse_code(kit)
+    assert (kit / "local" / "authorization.json").read_text() == text

@@ -1,0 +1,128 @@
+"""What a policy lets out, on values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.exchange import Patch
+from flare_sparse.mask import Mask
+from flare_sparse.params import Layout
+from flare_sparse.policy.policy import READY, Policy, norm, policy_file, read_policy
+from flare_sparse.training import Used
+
+LAYOUT = Layout.of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+FULL = Mask.full(LAYOUT.size)
+
+
+def refusals(policy: Policy, content: Any = "weights", **more: Any) -> list[str]:
+    given = {"used": Used(100, 10), "on": FULL, "change": torch.ones(FULL.count), "layout": LAYOUT, **more}
+    return [reason.split(":")[0] for reason in policy.refusals(content, **given)]
+
+
+def test_without_a_policy_everything_of_ours_leaves_but_what_is_not_finite() -> None:
+    assert refusals(Policy()) == refusals(Policy(), "scores") == refusals(Policy(), "nothing") == []
+    bad = torch.ones(FULL.count).index_fill_(0, torch.tensor([3]), float("inf"))
+    assert refusals(Policy(), change=bad) == ["finite"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "content", "more", "reason"),
+    [
+        ({"contents": ["weights"]}, "scores", {}, "contents"),
+        ({"min_examples": 101}, "weights", {}, "min_examples"),
+        ({"min_score_examples": 101}, "scores", {}, "min_score_examples"),
+        ({"min_score_batches": 11}, "scores", {}, "min_score_batches"),
+        ({"max_upload_bytes": 1000}, "weights", {"size": 1001}, "max_upload_bytes"),
+        ({"max_upload_share": 0.9}, "weights", {}, "max_upload_share"),
+        ({"tensors": ["0.*"]}, "weights", {}, "tensors"),
+        ({"max_norm": 4.7}, "difference", {}, "max_norm"),
+    ],
+)
+def test_each_term_refuses_what_it_names_and_nothing_else(
+    policy: dict[str, Any], content: str, more: dict[str, Any], reason: str
+) -> None:
+    assert refusals(Policy.model_validate(policy), content, **more) == [reason]
+    within = {"contents": ["weights", "difference", "scores"], "min_examples": 100, "min_score_examples": 100}
+    within["min_score_batches"] = 10
+    wide = {"max_upload_bytes": 1001, "max_upload_share": 1.0, "tensors": ["0.*", "1.*"], "max_norm": 4.9}
+    assert refusals(Policy.model_validate({**within, **wide}), content, **more) == []
+
+
+def test_metrics_alone_are_asked_for_nothing_but_that_they_may_leave() -> None:
+    tight = Policy(min_examples=1000, max_upload_share=0.01, tensors=("none",))
+    empty = Mask.none(LAYOUT.size)
+    assert refusals(tight, "nothing", used=Used(), on=empty, change=torch.zeros(0)) == []
+
+
+@given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=23), limit=st.floats(0.01, 100))
+def test_a_change_is_shortened_to_the_norm_and_keeps_its_direction(values: list[float], limit: float) -> None:
+    on = Mask(torch.arange(LAYOUT.size) < len(values))
+    patch = Patch(torch.tensor(values, dtype=torch.float32), on)
+    soft = Policy(clip_norm=limit).softened("weights", patch, LAYOUT)
+    assert norm(soft) <= limit * (1 + 1e-5)
+    if norm(patch.values) <= limit:
+        assert soft is patch.values
+    else:
+        assert torch.allclose(soft * norm(patch.values), patch.values * norm(soft), rtol=1e-4, atol=1e-4)
+
+
+def test_noise_has_the_deviation_it_says_and_is_drawn_anew() -> None:
+    layout = Layout.of(nn.Linear(1000, 50))
+    patch = Patch(torch.zeros(layout.size), Mask.full(layout.size))
+    policy = Policy(clip_norm=2.0, noise=0.05)
+    first, second = (policy.softened("difference", patch, layout) for _ in range(2))
+    assert float(first.std()) == pytest.approx(0.1, rel=0.02)
+    assert not torch.equal(first, second)
+
+
+def test_scores_are_made_coarse_or_a_channels_own() -> None:
+    scores = Patch(torch.rand(LAYOUT.size, generator=torch.Generator().manual_seed(1)), FULL)
+    coarse = LAYOUT.unflatten(Policy(score_bits=2).softened("scores", scores, LAYOUT))
+    assert all(part.unique().numel() <= 4 for part in coarse.values())
+    rows = LAYOUT.unflatten(Policy(channel_scores=True).softened("scores", scores, LAYOUT))["0.weight"]
+    assert torch.allclose(rows, scores.values[:12].view(3, 4).mean(1, keepdim=True).expand(3, 4))
+    assert Policy().softened("scores", scores, LAYOUT) is scores.values
+
+
+def test_the_ready_policies_are_each_stricter_than_the_one_before() -> None:
+    policies = {name: read_policy(policy_file(Path(name))) for name in READY}
+    assert list(policies) == ["careful", "open", "strict"]
+    assert policies["open"] == Policy()
+    careful, strict = policies["careful"], policies["strict"]
+    for term in ("min_examples", "min_score_examples", "min_score_batches", "min_test_examples"):
+        assert getattr(policies["open"], term) < getattr(careful, term) < getattr(strict, term), term
+    assert set(strict.contents) < set(careful.contents)
+
+
+def test_a_policy_is_a_file_or_the_name_of_a_ready_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"careful\.yaml: no such file, and no ready policy.*: careful, open, strict"):
+        policy_file(Path("careful.yaml"))
+    assert policy_file(Path("careful")) == READY["careful"]
+    Path("careful").write_text("min_examples: 3\n")  # the user's own comes first
+    assert read_policy(policy_file(Path("careful"))).min_examples == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_upload_byte: 3", "Did you mean 'max_upload_bytes'"),
+        ("max_norm: -1", "max_norm"),
+        ("noise: 0.1", "give clip_norm"),
+        ("contents: [everything]", "contents"),
+        ("- a\n- b", "content"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_malformed_policy_names_the_field(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_policy(tmp_path / "policy.yaml")

@@ -1,0 +1,91 @@
+"""What stands behind an answer is counted where it is read: distinct examples, minibatches, and nothing read in vain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+from toy import Toy
+
+from flare_sparse.assemble import initial_weights
+from flare_sparse.local.dry_run import DrySite
+from flare_sparse.mask import Mask
+from flare_sparse.task import Examples, minibatches
+from flare_sparse.training import Site, TrainingConfig, Used
+from flare_sparse.training.sample_usage import Drawn
+
+
+class Sum(Toy):
+    """One layer."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(6, 1)
+
+
+LAYOUT, WEIGHTS = initial_weights(Sum(), 1)
+FULL = Mask.full(LAYOUT.size)
+
+
+def data(count: int) -> TensorDataset:
+    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :1])
+
+
+def sites() -> list[Any]:
+    """One with 20 training examples, and one that says what it would read of so many."""
+    return [Site("site-1", Sum(), Examples(data(20), data(4)), LAYOUT, 1), DrySite("site-1", LAYOUT, examples=20)]
+
+
+@pytest.mark.parametrize("site", sites(), ids=["real", "dry"])
+def test_what_was_read_is_counted_until_the_next_answer(site: Any) -> None:
+    config = TrainingConfig(batch_size=8, epochs=2)
+
+    def after(read: Any) -> Used:
+        site.reset_used()
+        read()
+        used: Used = site.used
+        return used
+
+    assert after(lambda: None) == Used(0, 0)
+    assert after(lambda: list(site.gradients(WEIGHTS, 1, 1, 1))) == Used(1, 1)
+    assert after(lambda: list(site.gradients(WEIGHTS, 8, 2, 1))) == Used(16, 2)
+    assert after(lambda: list(site.gradients(WEIGHTS, 8, None, 1))) == Used(20, 3)
+    assert after(lambda: site.train(WEIGHTS, FULL, config, 1)) == Used(20, 6)
+    assert after(lambda: site.train(WEIGHTS, FULL, config, 1, steps=2)) == Used(16, 2)
+    assert after(lambda: site.step_in_stages(WEIGHTS, [FULL], config)) == Used(8, 1)
+    assert after(lambda: site.watch(WEIGHTS, [], lambda *seen: None)) == Used(20, 2)
+    assert after(lambda: site.judge(WEIGHTS)) == Used(0, 0)
+
+
+def test_an_example_that_is_read_again_counts_once_and_a_smaller_network_counts_for_the_site() -> None:
+    site = sites()[0]
+    site._with(nn.Linear(6, 1)).train(WEIGHTS, FULL, TrainingConfig(batch_size=8), 1, steps=7)
+    assert site.used == Used(20, 7)
+
+
+class AtOnce(Dataset[Any]):
+    """Reads a minibatch at once."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [10 * index for index in indices]
+
+
+def test_examples_are_read_as_without_the_count() -> None:
+    def order(examples: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in minibatches(examples, 2, torch.Generator().manual_seed(3))]
+
+    assert order(Drawn(AtOnce())) == order(AtOnce())
+    counted, plain = (
+        [x.tolist() for x, _ in minibatches(examples, 4, torch.Generator().manual_seed(3))]
+        for examples in (Drawn(data(9)), data(9))
+    )
+    assert counted == plain
