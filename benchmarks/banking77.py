@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from flare_sparse.assemble import initial_weights
+from flare_sparse.assemble import build_initial_model
 from flare_sparse.data.partition import dirichlet
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS
 from flare_sparse.task import SiteData
 from flare_sparse.tasks import TASKS
@@ -57,7 +57,7 @@ def run(alpha: float, rank: int, name: str, seed: int, options: argparse.Namespa
     settings: dict[str, Any] = {"rounds": options.rounds, "training": training}
     if name in ("lora_a2", "flexlora"):
         settings["rank"] = rank
-    layout, weights = initial_weights(task, seed)
+    layout, weights = build_initial_model(task, seed)
     method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, seed)
     parts = dirichlet(task.cohort(options.data), options.sites, alpha=alpha, seed=seed)
     sites = {
@@ -65,9 +65,9 @@ def run(alpha: float, rank: int, name: str, seed: int, options: argparse.Namespa
         for site, ids in parts.items()
     }
     began = time.monotonic()
-    outcome, ledger = rehearse(method, weights, sites, task.metric, thread_count=1)
+    outcome, ledger = run_locally(method, weights, sites, task.metric, thread_count=1)
     up = [line for line in ledger.lines if line.direction == "up"]
-    curve = [record.judgement.overall["accuracy"] for record in outcome.rounds]
+    curve = [record.evaluation.overall["accuracy"] for record in outcome.rounds]
     return {
         "seed": seed,
         "alpha": alpha,
@@ -80,8 +80,8 @@ def run(alpha: float, rank: int, name: str, seed: int, options: argparse.Namespa
         "bytes_down": sum(line.payload_bytes for line in ledger.lines if line.direction == "down"),
         "encodings": sorted({line.encoding for line in up if line.kind == "train"}),
         "seconds": time.monotonic() - began,
-        "examples": sum(site.examples for site in sites.values()),
-        "test_examples": outcome.judgement.overall["test_examples"],
+        "examples": sum(site.num_examples for site in sites.values()),
+        "test_examples": outcome.evaluation.overall["test_examples"],
         "settings": {k: str(v) for k, v in vars(options).items() if k not in ("data", "out", "only", "table", "seeds")},
     }
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from flare_sparse.assemble import initial_weights
+from flare_sparse.assemble import build_initial_model
 from flare_sparse.data.partition import iid
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS
 from flare_sparse.models.base import MODELS_VARIABLE
 from flare_sparse.task import SiteData, Task
@@ -48,14 +48,14 @@ ROWS: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any]]] = {
 
 def run(task: Task, name: str, settings: dict[str, Any], folder: Path, sites: int, seed: int) -> tuple[Any, Any, Any]:
     """Outcome, ledger and layout of a federated run over a BIDS folder cut at random."""
-    layout, weights = initial_weights(task, seed)
+    layout, weights = build_initial_model(task, seed)
     method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, seed)
     parts = iid(task.cohort(folder), sites, seed=seed)
     here = {
         site: Site(site, task, task.load(SiteData(site, folder, ids), seed), layout, seed)
         for site, ids in parts.items()
     }
-    return *rehearse(method, weights, here, task.metric), layout
+    return *run_locally(method, weights, here, task.metric), layout
 
 
 def pretrain(name: str, data: Path, models: Path, rounds: int, seed: int) -> float:
@@ -66,7 +66,7 @@ def pretrain(name: str, data: Path, models: Path, rounds: int, seed: int) -> flo
     model = task.model()
     model.load_state_dict(layout.unflatten(outcome.weights), strict=False)
     task.save(model, models / "base")
-    return float(outcome.judgement.overall[task.metric.name])
+    return float(outcome.evaluation.overall[task.metric.name])
 
 
 def main() -> None:
@@ -92,10 +92,10 @@ def main() -> None:
                 made = {"rounds": options.rounds, "training": LOCAL, **settings}
                 outcome, ledger, _ = run(task, method, made, options.data / "NSK", 3, seed)
                 up = [line for line in ledger.lines if line.direction == "up"]
-                starts.append(outcome.rounds[0].judgement.overall[metric])
+                starts.append(outcome.rounds[0].evaluation.overall[metric])
                 figures[row].append(
                     (
-                        outcome.judgement.overall[metric],
+                        outcome.evaluation.overall[metric],
                         sum(line.scalars_sent for line in up),
                         sum(line.payload_bytes for line in up),
                         sum(line.payload_bytes for line in ledger.lines if line.direction == "down"),

@@ -110,7 +110,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             sent[line["sequence"]] = total
             total += line["bytes_up"] + line["bytes_down"]
         errors = [line["metrics"]["mae"] for line in judged]
-        left.plot([line["judged_round"] for line in judged], errors, label=label)
+        left.plot([line["evaluated_round"] for line in judged], errors, label=label)
         right.plot([sent[line["sequence"]] / 1e6 for line in judged], errors, label=label)
     left.set(xlabel="rounds", ylabel="test error: MAE, years")
     right.set(xlabel="MB sent so far, all sites, both ways", xscale="log")

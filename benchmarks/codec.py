@@ -26,9 +26,9 @@ import torch
 
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
-from flare_sparse.params import Entry, Layout
+from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
-from flare_sparse.wire.encoding_choice import selection_entropy
+from flare_sparse.wire.encoding_choice import compute_selection_entropy
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.plan import Plan
 
@@ -47,16 +47,16 @@ def milliseconds(act: Callable[[], Any], runs: int = 9) -> float:
 
 def messages(layout: Layout, vector: torch.Tensor, mask: Mask, copy: np.ndarray) -> dict[str, Any]:
     """Whole messages with a mask that both ends hold, in milliseconds and in copies of the dense model."""
-    plan = Plan(layout, "0" * 16, known=mask, sequence=1, round=1, kind="train")
-    message = encode(Patch.of(vector, mask), plan)
+    plan = Plan(layout, "0" * 16, base_mask=mask, sequence=1, round=1, kind="train")
+    message = encode(Patch.from_vector(vector, mask), plan)
     patch, held = decode(message.data, plan).patch, vector.clone()
     before = milliseconds(lambda: np.copyto(copy, vector.numpy()))
     row: dict[str, Any] = {
         "encoding": message.encoding,
         "bytes": message.payload_bytes,
-        "encode_ms": milliseconds(lambda: encode(Patch.of(vector, mask), plan)),
+        "encode_ms": milliseconds(lambda: encode(Patch.from_vector(vector, mask), plan)),
         "decode_ms": milliseconds(lambda: decode(message.data, plan)),
-        "put_ms": milliseconds(lambda: patch.applied(held)),
+        "put_ms": milliseconds(lambda: patch.write_into(held)),
     }
     after = milliseconds(lambda: np.copyto(copy, vector.numpy()))
     row["memcpy_ms"] = (before + after) / 2
@@ -67,7 +67,7 @@ def messages(layout: Layout, vector: torch.Tensor, mask: Mask, copy: np.ndarray)
 
 def selections(layout: Layout, mask: Mask, draw: torch.Generator) -> dict[str, dict[str, float]]:
     """Saying a selection: bytes and milliseconds of each encoding that takes any."""
-    rows = layout.entries[0].shape[0]
+    rows = layout.tensors[0].shape[0]
     live = torch.arange(rows) < rows * mask.count // mask.size
     channels = Mask(live.repeat_interleave(layout.size // rows))
     wider = mask | Mask(torch.rand(layout.size, generator=draw) < 0.1)
@@ -76,12 +76,12 @@ def selections(layout: Layout, mask: Mask, draw: torch.Generator) -> dict[str, d
     costs = {}
     for name, (on, known) in cases.items():
         encoding = ENCODINGS[name]
-        raw = np.frombuffer(encoding.write(on, known, layout) or b"", np.uint8)
+        raw = np.frombuffer(encoding.encode(on, known, layout) or b"", np.uint8)
         costs[name] = {
             "bytes": raw.size,
-            "floor_bytes": selection_entropy(on, known),
-            "write_ms": milliseconds(partial(encoding.write, on, known, layout), 3),
-            "read_ms": milliseconds(partial(encoding.read, raw, known, layout), 3),
+            "floor_bytes": compute_selection_entropy(on, known),
+            "write_ms": milliseconds(partial(encoding.encode, on, known, layout), 3),
+            "read_ms": milliseconds(partial(encoding.decode, raw, known, layout), 3),
         }
     return costs
 
@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--millions", type=int, default=25)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    layout = Layout((Entry("w", (1000, 1000 * arguments.millions), "weight"),))
+    layout = Layout((TensorSpec("w", (1000, 1000 * arguments.millions), "weight"),))
     rows = [measured(sparsity, layout) for sparsity in (0, 0.5, 0.9, 0.99)]
     print(*map(shown, rows), sep="\n")
     if arguments.json:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from flare_sparse.encryption import PRECISION, Contexts, SiteCipher
+from flare_sparse.encryption import PRECISION, KeyContexts, SiteCipher
 from flare_sparse.exchange import Patch
 from flare_sparse.local.dry_run import DrySite
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS
 from flare_sparse.models import build
 from flare_sparse.params import Layout
@@ -48,10 +48,10 @@ def main() -> int:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         module = build("alexnet3d", volume=VOLUME, outputs=1)
-    layout = Layout.of(module)
+    layout = Layout.from_module(module)
     weights = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
     settings = {"sparsity": options.sparsity, "rounds": options.rounds}
-    contexts = Contexts.new()
+    contexts = KeyContexts.generate()
     plain, sparse_plain = run("neurosfl", settings, layout, weights, None)
     began = time.perf_counter()
     secret, sparse = run("neurosfl", settings, layout, weights, contexts)
@@ -69,7 +69,7 @@ def main() -> int:
         up, down = (message(ledger, way) for way in ("up", "down"))
         print(f"{name:34}{up:>14,}{down:>14,}")
     cipher = SiteCipher(contexts.client)
-    model = Patch(cipher.open(secret.sealed, secret.mask.count), secret.mask).vector()
+    model = Patch(cipher.decrypt(secret.sealed, secret.mask.count), secret.mask).to_vector()
     furthest = float((model.double() - plain.weights.double()).abs().max())
     largest = float(plain.weights.abs().max())
     allowed = options.rounds * 1.5**options.rounds * (PRECISION + 2.0**-23 * largest)
@@ -79,11 +79,13 @@ def main() -> int:
     return int(not cheaper or furthest > allowed)
 
 
-def run(name: str, settings: dict[str, Any], layout: Layout, weights: torch.Tensor, contexts: Contexts | None) -> Any:
+def run(
+    name: str, settings: dict[str, Any], layout: Layout, weights: torch.Tensor, contexts: KeyContexts | None
+) -> Any:
     """Outcome and ledger of a run without data."""
     method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, 1)
     sites = {site: DrySite(site, layout, 1) for site in SITES}
-    return rehearse(method, weights.clone(), sites, Metric("none", "", "min"), contexts=contexts)
+    return run_locally(method, weights.clone(), sites, Metric("none", "", "min"), contexts=contexts)
 
 
 def message(ledger: Any, way: str) -> int:

@@ -33,12 +33,12 @@ import torch
 with atheris.instrument_imports(include=["flare_sparse.wire"], enable_loader_override=False):
     from flare_sparse.wire.codec import Decoded, decode, encode
     from flare_sparse.wire.encodings import CODES, ENCODINGS
-    from flare_sparse.wire.envelope import HEADER_BYTES, seal, unseal
+    from flare_sparse.wire.envelope import HEADER_BYTES, read_header, write_header
 
 from flare_sparse.errors import RejectedMessage, WireError
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
-from flare_sparse.params import Entry, Layout
+from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.wire import envelope
 from flare_sparse.wire.plan import Plan
 
@@ -51,7 +51,7 @@ KNOWN = slice(72, 88)
 
 
 def layout(*shapes: tuple[int, ...]) -> Layout:
-    return Layout(tuple(Entry(f"t{i}", shape, "weight") for i, shape in enumerate(shapes)))
+    return Layout(tuple(TensorSpec(f"t{i}", shape, "weight") for i, shape in enumerate(shapes)))
 
 
 def some(size: int, share: float) -> Mask:
@@ -59,12 +59,14 @@ def some(size: int, share: float) -> Mask:
 
 
 SMALL, LARGE = layout((6, 5), (7,), (), (4, 2, 3)), layout((100, 60), (20, 10, 3, 3), (17,))
-SERVER = Plan(SMALL, "0123456789abcdef", known=some(SMALL.size, 0.5), base=4, sequence=7, round=3, kind="train")
+SERVER = Plan(
+    SMALL, "0123456789abcdef", base_mask=some(SMALL.size, 0.5), base_sequence=4, sequence=7, round=3, kind="train"
+)
 PLANS = (
     SERVER,
     replace(SERVER, sequence=None, round=None, kind=None),
-    replace(SERVER, known=None, base=None),
-    replace(SERVER, layout=LARGE, known=some(LARGE.size, 0.5)),
+    replace(SERVER, base_mask=None, base_sequence=None),
+    replace(SERVER, layout=LARGE, base_mask=some(LARGE.size, 0.5)),
 )
 
 
@@ -78,33 +80,35 @@ def seeds() -> list[bytes]:
     for (number, plan), share, values in product(enumerate(PLANS), (0.0, 0.02, 0.3, 1.0), ("float32", "bfloat16")):
         full = replace(plan, sequence=7, round=3, kind="train")
         masks = [some(plan.layout.size, share)]
-        if plan.known is not None:
-            masks += [plan.known, plan.known & masks[0]]
+        if plan.base_mask is not None:
+            masks += [plan.base_mask, plan.base_mask & masks[0]]
         for on in masks:
             patch = Patch(torch.ones(on.count), on)
             found += [bytes([number]) + encode(patch, full, values=values).data.tobytes()]  # type: ignore[arg-type]
             found += [bytes([number]) + forced(name, full, on).tobytes() for name in ENCODINGS if can(name, full, on)]
-        asked = encode(Patch(torch.ones(on.count), on, "held" if plan.base else "zeros"), full, trainable=on)
+        asked = encode(
+            Patch(torch.ones(on.count), on, "previous" if plan.base_sequence else "zeros"), full, trainable=on
+        )
         found.append(bytes([number]) + asked.data.tobytes())
     return sorted(set(found))
 
 
 def can(name: str, plan: Plan, on: Mask) -> bool:
-    least = ENCODINGS[name].least(on, plan.known, plan.layout)
-    return least is not None and ENCODINGS[name].write(on, plan.known, plan.layout) is not None
+    least = ENCODINGS[name].min_bytes(on, plan.base_mask, plan.layout)
+    return least is not None and ENCODINGS[name].encode(on, plan.base_mask, plan.layout) is not None
 
 
 def forced(name: str, plan: Plan, on: Mask) -> np.ndarray:
     """A message whose selection is said by one encoding, cheap or not."""
     encoding = ENCODINGS[name]
-    raw = encoding.write(on, plan.known, plan.layout)
+    raw = encoding.encode(on, plan.base_mask, plan.layout)
     assert raw is not None
-    plain = unseal(encode(Patch(torch.ones(on.count), on), replace(plan, known=None)).data)
-    known = bytes.fromhex(plan.known.fingerprint) if encoding.leans and plan.known else bytes(16)
-    header = replace(plain, encoding=encoding.code, known=known, selection_bytes=len(raw))
+    plain = read_header(encode(Patch(torch.ones(on.count), on), replace(plan, base_mask=None)).data)
+    known = bytes.fromhex(plan.base_mask.fingerprint) if encoding.requires_base and plan.base_mask else bytes(16)
+    header = replace(plain, encoding=encoding.code, base_mask=known, selection_bytes=len(raw))
     buffer = np.zeros(header.values_start + -(-4 * on.count // 8) * 8, np.uint8)
     buffer[HEADER_BYTES : HEADER_BYTES + len(raw)] = np.frombuffer(raw, np.uint8)
-    seal(header, buffer)
+    write_header(header, buffer)
     return buffer
 
 
@@ -123,8 +127,8 @@ def resealed(message: np.ndarray) -> np.ndarray:
 @cache
 def sample(plan: Plan) -> np.ndarray:
     """An empty message of this plan."""
-    full = replace(plan, known=None, sequence=7, round=3, kind="train")
-    return encode(Patch(torch.zeros(0), Mask.none(plan.layout.size)), full).data
+    full = replace(plan, base_mask=None, sequence=7, round=3, kind="train")
+    return encode(Patch(torch.zeros(0), Mask.empty(plan.layout.size)), full).data
 
 
 def introduced(message: np.ndarray, plan: Plan) -> np.ndarray:
@@ -134,8 +138,8 @@ def introduced(message: np.ndarray, plan: Plan) -> np.ndarray:
     right = sample(plan)
     for part in IDENTITY:
         message[part] = right[part]
-    leans = message[6] in CODES and CODES[int(message[6])].leans and plan.known is not None
-    held = bytes.fromhex(plan.known.fingerprint) if leans and plan.known else bytes(16)
+    requires_base = message[6] in CODES and CODES[int(message[6])].requires_base and plan.base_mask is not None
+    held = bytes.fromhex(plan.base_mask.fingerprint) if requires_base and plan.base_mask else bytes(16)
     message[KNOWN] = np.frombuffer(held, np.uint8)
     return message
 
@@ -176,8 +180,8 @@ def check(data: bytes) -> None:
 
 def harmless(said: Decoded, plan: Plan) -> None:
     patch = said.patch
-    if patch.on.size != plan.layout.size or patch.values.shape != (patch.on.count,):
-        raise Finding(f"not within the plan: {patch.on}, {tuple(patch.values.shape)}")
+    if patch.mask.size != plan.layout.size or patch.values.shape != (patch.mask.count,):
+        raise Finding(f"not within the plan: {patch.mask}, {tuple(patch.values.shape)}")
     if not torch.isfinite(patch.values).all():
         raise Finding("a value that is not finite")
     if said.trainable is not None and said.trainable.size != plan.layout.size:

@@ -31,7 +31,7 @@ from flare_sparse.methods.support.gates import Gates
 from flare_sparse.models import build
 from flare_sparse.models.gates import ChannelGate, GateConfig, gated
 from flare_sparse.params import Layout
-from flare_sparse.structure.compact import compact
+from flare_sparse.structure.compact import compact_network
 from flare_sparse.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site
 from flare_sparse.training.gate_sparsity import observe_gates
@@ -98,7 +98,7 @@ def inference(case: Case, share: float, batch: int, repeats: int) -> dict[str, t
     with torch.no_grad():
         with observe_gates(wrapped) as seen:
             expected = wrapped(x)
-        small = compact(wrapped, {layer: torch.cat(q) for layer, q in seen.items()})  # type: ignore[arg-type]
+        small = compact_network(wrapped, {layer: torch.cat(q) for layer, q in seen.items()})  # type: ignore[arg-type]
         assert torch.allclose(small(x), expected, atol=1e-4), "the compact copy computes something else"
         return ratios(
             {"ungated": lambda: plain(x), "skipping": lambda: wrapped(x), "compact": lambda: small(x)}, repeats
@@ -138,7 +138,7 @@ def adaptation(case: Case, share: float, examples: int, repeats: int) -> dict[st
     def site(*, gates: bool, for_good: bool = False) -> Callable[[], Any]:
         start = case.model(gates=gates)
         close(start, share)
-        layout = Layout.of(start)
+        layout = Layout.from_module(start)
         weights = layout.flatten(dict([*start.named_parameters(), *start.named_buffers()]))
         place = Site("site", Given(lambda: case.model(gates=gates)), data, layout, 1)
         place.weights, live = closed_for_good(layout, weights) if for_good else (weights, Mask.full(layout.size))
@@ -157,7 +157,7 @@ def adaptation(case: Case, share: float, examples: int, repeats: int) -> dict[st
 
 def closed_for_good(layout: Layout, weights: Tensor) -> tuple[Tensor, Mask]:
     """The closed channels' groups made zero, as the Group Lasso leaves them, and what then travels."""
-    gates, weights = Gates.of(layout), weights.clone()
+    gates, weights = Gates.from_layout(layout), weights.clone()
     for groups in gates.groups:
         weights[groups[weights[groups[:, -1]] < 0]] = 0
     live = ~gates.closed(weights)

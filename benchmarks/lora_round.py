@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from flare_sparse.assemble import initial_weights
-from flare_sparse.endpoints.server import ServerDesk
-from flare_sparse.endpoints.site import SiteDesk
+from flare_sparse.assemble import build_initial_model
+from flare_sparse.endpoints.server import ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.methods import METHODS
 from flare_sparse.task import Examples, SiteData
 from flare_sparse.tasks import TASKS
@@ -41,7 +41,7 @@ class Rounds:
     def __init__(self, name: str, rank: int, settings: dict[str, Any], options: argparse.Namespace):
         adapter = {"rank": rank}
         task = TASKS["text_classification"]({"base": options.base, "adapter": adapter, "max_length": 32})
-        layout, weights = initial_weights(task, 1)
+        layout, weights = build_initial_model(task, 1)
         rows = task.cohort(options.data).ids
         rows = rows[:: len(rows) // (2 * options.examples)]
         examples = task.load(SiteData("site-1", options.data, rows), 1)
@@ -50,8 +50,8 @@ class Rounds:
         training = {"epochs": 5, "batch_size": 32, "optimizer": "adamw", "lr": 5e-4, "weight_decay": 0.01}
         made = {"rounds": 1000, "training": training, **settings}
         self.method = METHODS[name](METHODS[name].Config.model_validate(made), layout, 1)
-        self.server = ServerDesk(layout, RUN, "float32", Ledger())
-        self.site = SiteDesk(site, self.method, RUN, "float32")
+        self.server = ServerEndpoint(layout, RUN, "float32", Ledger())
+        self.site = SiteEndpoint(site, self.method, RUN, "float32")
         self.state = self.method.init(weights, ["site-1"])
 
     def next(self) -> float:

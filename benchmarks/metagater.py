@@ -25,15 +25,15 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, TensorDataset
 
-from flare_sparse.assemble import initial_weights
+from flare_sparse.assemble import build_initial_model
 from flare_sparse.data.partition import few_classes, natural
 from flare_sparse.data.tables import read_table
 from flare_sparse.exchange import Patch, Request
-from flare_sparse.federation import Judgement
-from flare_sparse.local.run import rehearse
+from flare_sparse.federation import Evaluation
+from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
-from flare_sparse.runs.model_files import load_model, save_model
+from flare_sparse.runs.model_files import read_model, save_model
 from flare_sparse.task import Examples, SiteData, Task
 from flare_sparse.tasks import TASKS
 from flare_sparse.training import Site
@@ -195,7 +195,7 @@ def run(setting: Setting, label: str, arm: Arm, data: Path, rounds: int, seed: i
     task = build_task(setting, gated=arm.gated)
     sites_of = brain_sites if setting.task == "morphometry_age" else cifar_sites
     examples, targets = sites_of(setting, task, data, seed)
-    layout, weights = initial_weights(task, seed)
+    layout, weights = build_initial_model(task, seed)
     common = {"rounds": rounds, "participation": setting.participation, "targets": targets, **setting.common}
     kind, settings = METHODS[arm.method], {**common, **arm.settings}
     if arm.method == "metasnip":
@@ -205,13 +205,13 @@ def run(setting: Setting, label: str, arm: Arm, data: Path, rounds: int, seed: i
     sites = {name: Site(name, task, own, layout, seed) for name, own in examples.items()}
     result = {"label": label, "seed": seed, "rounds": rounds, "arm": asdict(arm)}
     if arm.method == "metasnip":
-        final = load_model(out / f"MetaGater without gates-{seed}.safetensors", layout)
+        final = read_model(out / f"MetaGater without gates-{seed}.safetensors", layout)
         live, figures, trained = Mask.full(layout.size), adapted(method, final, targets, sites), 0.0
     else:
-        outcome, ledger = rehearse(method, weights, sites, task.metric)
-        final, live, figures = outcome.weights, outcome.mask, outcome.judgement.overall
+        outcome, ledger = run_locally(method, weights, sites, task.metric)
+        final, live, figures = outcome.weights, outcome.mask, outcome.evaluation.overall
         trained = sum(record.seconds for record in outcome.rounds if record.kind == "train")
-        result |= {"live_share": live.count / live.size, "sites": outcome.judgement.sites, **sent(ledger)}
+        result |= {"live_share": live.count / live.size, "sites": outcome.evaluation.sites, **sent(ledger)}
     save_model(out / f"{label}-{seed}.safetensors", layout, final)
     timed = learning_seconds(method, final, live, {name: sites[name] for name in targets})
     result |= {"metrics": figures, "training_s": trained, **timed}
@@ -229,11 +229,11 @@ def sweep(setting: Setting, data: Path, seed: int, rates: list[float], out: Path
         task = build_task(setting, gated=gated)
         sites_of = brain_sites if setting.task == "morphometry_age" else cifar_sites
         examples, targets = sites_of(setting, task, data, seed)
-        layout, _ = initial_weights(task, seed)
+        layout, _ = build_initial_model(task, seed)
         sites = {name: Site(name, task, examples[name], layout, seed) for name in targets}
         for label, file in files.items():
             if file.exists():
-                arm, weights, found = setting.arms[label], load_model(file, layout), {}
+                arm, weights, found = setting.arms[label], read_model(file, layout), {}
                 for rate in rates:
                     settings = {**setting.common, **arm.settings, "adapt_lr": rate}
                     method = METHODS[arm.method](METHODS[arm.method].Config.model_validate(settings), layout, seed)
@@ -247,9 +247,9 @@ def adapted(method: Any, weights: Any, targets: list[str], sites: dict[str, Site
     updates = []
     for name in targets:
         sites[name].weights = weights.clone()
-        request = Request("adapt", 1, Patch.of(weights, method.everything), method.everything)
+        request = Request("adapt", 1, Patch.from_vector(weights, method.full_mask), method.full_mask)
         updates.append(replace(method.answer(request, sites[name]), site=name))
-    return Judgement.of(updates).overall
+    return Evaluation.from_updates(updates).overall
 
 
 def learning_seconds(method: Any, weights: Any, live: Mask, targets: dict[str, Site]) -> dict[str, float]:
@@ -263,7 +263,7 @@ def learning_seconds(method: Any, weights: Any, live: Mask, targets: dict[str, S
         adapting.append(time.thread_time() - began)
         began = time.thread_time()
         for name, site in targets.items():
-            site.judge(own[name])
+            site.evaluate(own[name])
         inferring.append(time.thread_time() - began)
     return {"adapt_s": min(adapting), "infer_s": min(inferring)}
 

@@ -80,7 +80,7 @@ def run_case(federation: Federation, proxy: Proxy, name: str, config: Path, out:
             "hit": bool(done),
             "same model": summary["model_sha256"] == digest,
             "balanced": balanced(out / "rounds.jsonl"),
-            "everyone in every round": all(line["sites_in"] == line["sites_asked"] for line in lines),
+            "everyone in every round": all(line["sites_contributed"] == line["sites_asked"] for line in lines),
             "first attempt": all(line["attempts"] == 1 for line in lines),
         },
         "what": done,

@@ -26,10 +26,10 @@ import torch
 from results_report import write
 from torch.utils.data import ConcatDataset
 
-from flare_sparse.assemble import Assembly, assemble, rules
+from flare_sparse.assemble import Assembly, assemble, build_rules
 from flare_sparse.cli.sites import simulated_sites
 from flare_sparse.config import RunConfig, load_config
-from flare_sparse.local.run import pooled, rehearse
+from flare_sparse.local.run import run_locally, train_pooled
 from flare_sparse.mask import Mask
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
@@ -148,19 +148,19 @@ def run(experiment: Experiment, arm: Arm, sparsity: float, seed: int, data: Path
 
 
 def federated(config: RunConfig, assembly: Assembly, sites: dict[str, Site]) -> dict[str, Any]:
-    outcome, ledger = rehearse(
+    outcome, ledger = run_locally(
         assembly.method,
         assembly.weights,
         sites,
         assembly.task.metric,
         values=config.wire.values,
-        run=assembly.run,
-        rules=rules(config),
+        run=assembly.run_id,
+        rules=build_rules(config),
     )
     return {
-        "overall": outcome.judgement.overall,
-        "sites": outcome.judgement.sites,
-        "curve": [record.judgement.overall.get(assembly.task.metric.name) for record in outcome.rounds],
+        "overall": outcome.evaluation.overall,
+        "sites": outcome.evaluation.sites,
+        "curve": [record.evaluation.overall.get(assembly.task.metric.name) for record in outcome.rounds],
         "bytes": sum(line.payload_bytes for line in ledger.lines),
         "dense_bytes": sum(line.dense_bytes for line in ledger.lines),
         "live": live_by_layer(assembly, outcome.mask),
@@ -169,7 +169,7 @@ def federated(config: RunConfig, assembly: Assembly, sites: dict[str, Site]) -> 
 
 def live_by_layer(assembly: Assembly, mask: Mask) -> dict[str, list[int]]:
     """Live and all entries of every tensor with two or more dimensions."""
-    parts = assembly.layout.unflatten(mask.on)
+    parts = assembly.layout.unflatten(mask.bits)
     return {name: [int(part.sum()), part.numel()] for name, part in parts.items() if part.dim() > 1}
 
 
@@ -178,8 +178,8 @@ def at_one_place(assembly: Assembly, sites: dict[str, Site], examples: dict[str,
     everything = ConcatDataset([own.train for own in examples.values()])
     method, first = assembly.method, next(iter(examples.values()))
     place = Site("pooled", assembly.task, Examples(everything, first.test), assembly.layout, method.seed)
-    weights = pooled(place, assembly.weights, method.config.training, method.config.rounds)
-    judged = {name: site.judge(weights) for name, site in sites.items()}
+    weights = train_pooled(place, assembly.weights, method.config.training, method.config.rounds)
+    judged = {name: site.evaluate(weights) for name, site in sites.items()}
     total = sum(figures["test_examples"] for figures in judged.values())
     name = assembly.task.metric.name
     overall = sum(figures[name] * figures["test_examples"] for figures in judged.values()) / total

@@ -27,7 +27,7 @@ from nvflare.recipe import SimEnv
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.config import RunConfig, user_task
+from flare_sparse.config import RunConfig, import_task_class
 from flare_sparse.flare.launch.simulator import _output_to, simulate
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
@@ -99,7 +99,7 @@ def ours(millions: int, rounds: int, folder: Path) -> list[float]:
         "task": {"class": "round_time.IdleTask", "millions": millions},
         "federation": {"min_sites": 4},
     }
-    task = user_task("round_time.IdleTask", HERE.parent)
+    task = import_task_class("round_time.IdleTask", HERE.parent)
     config = RunConfig.model_validate(settings, context={"task": {"round_time.IdleTask": task.Config}})
     sites = folder / "sites"
     sites.mkdir(parents=True)

@@ -28,7 +28,7 @@ from flare_sparse.cli.sites import simulated_sites
 from flare_sparse.config import load_config
 from flare_sparse.exchange import Update
 from flare_sparse.federation import RoundRecord
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
@@ -117,8 +117,8 @@ class Judged:
     def learn(self, state: Any, updates: Sequence[Update]) -> Any:
         after = self._method.learn(state, updates)
         if after.round > state.round:
-            weights: Tensor = self._method.model(after).vector()
-            self._curve.append(self._pooled.judge(weights))
+            weights: Tensor = self._method.model(after).to_vector()
+            self._curve.append(self._pooled.evaluate(weights))
         return after
 
 
@@ -147,7 +147,7 @@ def run(cohort: Cohort, data: Path, method: str, seed: int) -> Run:
         result.seconds += record.seconds
 
     judged: Any = Judged(assembly, pooled, result.curve)
-    rehearse(judged, assembly.weights, sites, assembly.task.metric, on_round=committed, ledger=ledger)
+    run_locally(judged, assembly.weights, sites, assembly.task.metric, on_round=committed, ledger=ledger)
     up = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
     result.uploaded = sum(line.scalars_sent for line in up) / (len(up) * assembly.layout.size)
     result.megabytes_up = sum(line.payload_bytes for line in ledger.lines if line.direction == "up") / 1e6

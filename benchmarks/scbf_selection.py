@@ -23,7 +23,7 @@ from flare_sparse.mask import Mask
 from flare_sparse.models import build
 from flare_sparse.params import Layout
 from flare_sparse.scores.scbf.groups import Groups
-from flare_sparse.scores.scbf.selection import groups
+from flare_sparse.scores.scbf.selection import build_groups
 from flare_sparse.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site, TrainingConfig
 
@@ -76,11 +76,11 @@ def main() -> int:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     worst = 0.0
     for name, (make, examples, batch) in NETWORKS.items():
-        layout = Layout.of(make())
+        layout = Layout.from_module(make())
         epoch, change = trained(make, layout, examples(), batch, 2 if name == "AlexNet3D" else repeats)
-        known = groups(layout)
-        by_rate = timed(lambda k=known, c=change: k.by_rate(c, 0.3, "positive", torch.Generator()), repeats)
-        by_budget = timed(lambda k=known, c=change: k.by_budget(c, 0.1), repeats)
+        known = build_groups(layout)
+        by_rate = timed(lambda k=known, c=change: k.select_by_rate(c, 0.3, "positive", torch.Generator()), repeats)
+        by_budget = timed(lambda k=known, c=change: k.select_by_budget(c, 0.1), repeats)
         worst = max(worst, by_rate / epoch, by_budget / epoch)
         print(
             f"| {name} ({known.threshold}) | {epoch:.2f} s | {1e3 * by_rate:.1f} ms | {by_rate / epoch:.2%} "

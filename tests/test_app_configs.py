@@ -43,10 +43,10 @@ def test_the_paper_preset_is_the_papers() -> None:
         settings["training"] | {"epochs": 4, "batch_size": 1, "optimizer": "sgd", "lr": 1e-5, "momentum": 0.0}
         == (settings["training"])
     )
-    assert Layout.of(build_task(config).model()).size == 2_950_401
+    assert Layout.from_module(build_task(config).model()).size == 2_950_401
 
 
 def test_the_network_of_neurosfl_is_the_papers() -> None:
-    layout = Layout.of(build_task(load_config(FOLDER / "neurosfl_alexnet3d.yaml")).model())
+    layout = Layout.from_module(build_task(load_config(FOLDER / "neurosfl_alexnet3d.yaml")).model())
     assert layout.trainable_size == 2_570_241
-    assert sum(entry.size for entry in layout.entries if entry.role == "weight") == 2_568_064
+    assert sum(entry.size for entry in layout.tensors if entry.role == "weight") == 2_568_064

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.capabilities import Capabilities, Versions, heard, own
-from flare_sparse.errors import LeftOut
+from flare_sparse.capabilities import Capabilities, Versions, local_capabilities, parse_hello
+from flare_sparse.errors import SiteExcluded
 from flare_sparse.version import VERSION
 from flare_sparse.wire import envelope
 
@@ -19,20 +19,20 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def code(said: Any) -> str:
-    with pytest.raises(LeftOut) as refused:
-        heard(said, "site-1")
+    with pytest.raises(SiteExcluded) as refused:
+        parse_hello(said, "site-1")
     return refused.value.code
 
 
 def test_the_version_in_the_code_is_that_of_the_package() -> None:
     assert tomllib.loads(PYPROJECT.read_text())["project"]["version"] == VERSION
-    assert (own().version, own().wire) == (VERSION, envelope.VERSION)
+    assert (local_capabilities().version, local_capabilities().wire) == (VERSION, envelope.VERSION)
 
 
 def test_what_is_said_is_what_is_heard_and_what_is_not_limited_is_not_said() -> None:
-    able = own(max_upload_bytes=1000, max_upload_share=0.5, rank=2)
-    assert heard(able.said(), "site-1") == able
-    assert own().said() == {"version": VERSION, "wire": envelope.VERSION}
+    able = local_capabilities(max_upload_bytes=1000, max_upload_share=0.5, rank=2)
+    assert parse_hello(able.to_message(), "site-1") == able
+    assert local_capabilities().to_message() == {"version": VERSION, "wire": envelope.VERSION}
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_what_is_said_is_what_is_heard_and_what_is_not_limited_is_not_said() -> 
 )
 def test_ends_of_one_series_and_one_wire_format_fit_together(version: str, wire: int, fits: bool) -> None:
     mine = Versions(version="0.1.0", wire=1)
-    assert mine.fits(Versions(version=version, wire=wire)) is fits
+    assert mine.is_compatible_with(Versions(version=version, wire=wire)) is fits
 
 
 def test_both_versions_are_named_and_what_to_install_also_when_nothing_else_can_be_read() -> None:
     said = {"version": "9.9.1", "wire": 7, "max_upload_bytes": "in another version, a text", "more": [1]}
-    with pytest.raises(LeftOut) as refused:
-        heard(said, "site-2")
+    with pytest.raises(SiteExcluded) as refused:
+        parse_hello(said, "site-2")
     assert str(refused.value) == (
         "E_VERSION: site 'site-2' is left out: it runs flare-sparse 9.9.1 (wire format 7), the server "
         f"flare-sparse {VERSION} (wire format 1): they do not fit together. Install flare-sparse {VERSION} there, or "
@@ -82,9 +82,9 @@ def test_both_versions_are_named_and_what_to_install_also_when_nothing_else_can_
 )
 def test_a_field_out_of_range_is_no_hello(spoilt: dict[str, Any]) -> None:
     if spoilt == {"version": "0.1"}:  # the one that is well formed
-        assert heard({**own().said(), **spoilt}, "site-1").version == "0.1"
+        assert parse_hello({**local_capabilities().to_message(), **spoilt}, "site-1").version == "0.1"
     else:
-        assert code({**own().said(), **spoilt}) == "E_HELLO"
+        assert code({**local_capabilities().to_message(), **spoilt}) == "E_HELLO"
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_something_else_is_no_hello(said: Any) -> None:
 
 
 def test_a_name_of_a_later_version_is_not_looked_at() -> None:
-    assert heard({**own().said(), "later": {"deep": [1]}}, "site-1") == own()
+    assert parse_hello({**local_capabilities().to_message(), "later": {"deep": [1]}}, "site-1") == local_capabilities()
 
 
 def test_what_is_shown_of_a_hello_is_short() -> None:
     for said in ("x" * 10**6, ["x" * 10**6], {"version": "x" * 10**6, "wire": 1}, {"version": [0] * 10**6, "wire": 1}):
-        with pytest.raises(LeftOut) as refused:
-            heard(said, "site-1")
+        with pytest.raises(SiteExcluded) as refused:
+            parse_hello(said, "site-1")
         assert len(str(refused.value)) < 300
 
 
@@ -115,16 +115,18 @@ anything = st.recursive(
 def test_whatever_comes_is_heard_or_refused_with_a_short_text(said: Any) -> None:
     text = ""
     try:
-        heard(said, "site-1")
-    except LeftOut as why:
+        parse_hello(said, "site-1")
+    except SiteExcluded as why:
         text = str(why)
     assert not text or text.startswith(("E_HELLO: ", "E_VERSION: "))
     assert len(text) < 500
 
 
 def test_the_caps_are_inclusive() -> None:
-    able = own(max_upload_bytes=528, max_upload_share=0.1)
-    assert able.refusal(100, 528, 1000) == ""
-    assert "at most 528 bytes, the answer has 536 or more" in able.refusal(100, 536, 1000)
-    assert "at most 10.0% of the model in a message, the answer has 10.1% or more" in able.refusal(101, 528, 1000)
-    assert own().refusal(10**9, 10**12, 10**9) == ""
+    able = local_capabilities(max_upload_bytes=528, max_upload_share=0.1)
+    assert able.find_violation(100, 528, 1000) == ""
+    assert "at most 528 bytes, the answer has 536 or more" in able.find_violation(100, 536, 1000)
+    assert "at most 10.0% of the model in a message, the answer has 10.1% or more" in able.find_violation(
+        101, 528, 1000
+    )
+    assert local_capabilities().find_violation(10**9, 10**12, 10**9) == ""

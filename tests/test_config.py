@@ -20,10 +20,10 @@ from flare_sparse.config import (
     build_method,
     build_task,
     dump_config,
-    job_dict,
+    import_task_class,
+    job_to_dict,
     load_config,
     parse_job,
-    user_task,
 )
 from flare_sparse.errors import ConfigError
 from flare_sparse.methods.neurosfl import NeuroSFL
@@ -108,7 +108,7 @@ def test_settings_arrive_and_defaults_are_filled_in(file: Path) -> None:
 def test_method_and_task_are_built_with_their_settings(file: Path) -> None:
     config = load_config(file)
     task = build_task(config)
-    method = build_method(config, Layout.of(task.model()))
+    method = build_method(config, Layout.from_module(task.model()))
     assert isinstance(method, NeuroSFL)
     assert (method.layout.size, method.config.sparsity, method.seed) == (15, 0.8, 7)
 
@@ -134,12 +134,12 @@ def test_numbers_survive_yaml_and_json(sparsity: float, lr: float, seed: int, ro
             "task": {"name": "toy"},
         }
     )
-    assert parse_job(json.loads(json.dumps(job_dict(job)))) == job
+    assert parse_job(json.loads(json.dumps(job_to_dict(job)))) == job
     assert parse_job(yaml.safe_load(dump_config(job))) == job
 
 
 def test_what_travels_says_nothing_about_the_simulator_or_any_path(file: Path) -> None:
-    travelling = job_dict(load_config(file))
+    travelling = job_to_dict(load_config(file))
     assert set(travelling) == {"name", "seed", "method", "task", "wire", "federation"}
     assert str(file.parent) not in json.dumps(travelling)
     assert parse_job(travelling) == load_config(file).job
@@ -220,8 +220,8 @@ ENCRYPTED = ("wire.encryption=ckks", "federation.min_sites=2", "method={name: ne
         ("method={name: fedsparsify}", "method fedsparsify: its server half reads", "neurosfl or fedavg"),
         ("method={name: fedavg, server_lr: 0.5}", "server_lr 0.5 is a step", "wire.encryption to none"),
         (
-            "method={name: neurosfl, combine: {rule: median, min_owners: 2}}",
-            "combine.rule median compares",
+            "method={name: neurosfl, aggregation: {rule: median, min_owners: 2}}",
+            "aggregation.rule median compares",
             "with their defaults",
         ),
         ("method={name: neurosfl, scores: individual_snip}", "scores: individual_snip gives each site", "defaults"),
@@ -305,16 +305,16 @@ def test_a_users_own_task_beside_the_file(file: Path) -> None:
     file.with_name("own_task_module.py").write_text(OWN)
     own = "task={class: own_task_module.MyTask, depth: 4}"
     config = load_config(file, [own])
-    kind = user_task("own_task_module.MyTask")
+    kind = import_task_class("own_task_module.MyTask")
     assert config.task.config.model_dump() == {"width": 3, "dropout": 0.0, "depth": 4}
-    assert job_dict(config)["task"]["class"] == "own_task_module.MyTask"
+    assert job_to_dict(config)["task"]["class"] == "own_task_module.MyTask"
     assert type(build_task(config, kind)) is kind
-    assert parse_job(job_dict(config), kind) == config.job
+    assert parse_job(job_to_dict(config), kind) == config.job
     assert "no such field. Did you mean 'depth'?" in complaints(file, own, "task.deph=1")[0]
 
 
 def test_a_dotted_path_in_a_job_is_never_imported(file: Path) -> None:
-    travelling = {**job_dict(load_config(file)), "task": {"class": "os.system", "command": "true"}}
+    travelling = {**job_to_dict(load_config(file)), "task": {"class": "os.system", "command": "true"}}
     with pytest.raises(ConfigError, match=r"task\.class: found 'os\.system'; expected one of: "):
         parse_job(travelling)
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from flare_sparse.errors import SelectionError
-from flare_sparse.mask import Mask, share, top_k, top_k_per_tensor
-from flare_sparse.params import Entry, Layout
+from flare_sparse.mask import Mask, floor_fraction, top_k, top_k_per_tensor
+from flare_sparse.params import Layout, TensorSpec
 
 SCORES = st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.0, 1.0, 2.0, float("inf")]), min_size=1, max_size=60)
 
@@ -22,8 +22,8 @@ def test_top_k_is_a_stable_sort(values: list[float], data: st.DataObject) -> Non
     scores = torch.tensor(values)
     within = Mask(torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))))
     k = data.draw(st.integers(0, within.count))
-    order = [i for i in np.argsort(-scores.numpy(), kind="stable") if within.on[i]][:k]
-    assert np.flatnonzero(top_k(scores, k, within).on.numpy()).tolist() == sorted(order)
+    order = [i for i in np.argsort(-scores.numpy(), kind="stable") if within.bits[i]][:k]
+    assert np.flatnonzero(top_k(scores, k, within).bits.numpy()).tolist() == sorted(order)
 
 
 @pytest.mark.parametrize("k", [-1, 4])
@@ -38,17 +38,17 @@ def test_scores_must_be_numbers() -> None:
 
 
 def test_every_tensor_keeps_its_best() -> None:
-    layout = Layout((Entry("a", (3,), "weight"), Entry("b", (3,), "weight")))
+    layout = Layout((TensorSpec("a", (3,), "weight"), TensorSpec("b", (3,), "weight")))
     scores = torch.tensor([9.0, 8, 7, 1, 3, 2])
-    assert top_k_per_tensor(scores, 3, layout, Mask.full(6), 1).on.tolist() == [True, True, False, False, True, False]
-    assert top_k_per_tensor(scores, 3, layout, Mask.full(6), 0).on.tolist() == [True] * 3 + [False] * 3
+    assert top_k_per_tensor(scores, 3, layout, Mask.full(6), 1).bits.tolist() == [True, True, False, False, True, False]
+    assert top_k_per_tensor(scores, 3, layout, Mask.full(6), 0).bits.tolist() == [True] * 3 + [False] * 3
     with pytest.raises(SelectionError, match="min_per_layer"):
         top_k_per_tensor(scores, 1, layout, Mask.full(6), 1)
 
 
 @pytest.mark.parametrize(("fraction", "total", "count"), [(0.1, 30, 3), (0.29, 100, 29), (0.95, 7, 6), (0, 9, 0)])
 def test_a_share_is_a_floor_that_forgives_the_last_bit(fraction: float, total: int, count: int) -> None:
-    assert share(fraction, total) == count
+    assert floor_fraction(fraction, total) == count
 
 
 def test_a_live_weight_may_be_zero() -> None:
@@ -57,8 +57,8 @@ def test_a_live_weight_may_be_zero() -> None:
     assert mask.take(torch.zeros(3)).tolist() == [0, 0]
     assert mask.put(torch.tensor([0.0, 5.0]), torch.ones(3)).tolist() == [0, 1, 5]
     assert (mask | ~mask).is_full
-    assert (mask & mask, mask - mask) == (mask, Mask.none(3))
-    assert mask.fingerprint == Mask(mask.on.clone()).fingerprint != (~mask).fingerprint
+    assert (mask & mask, mask - mask) == (mask, Mask.empty(3))
+    assert mask.fingerprint == Mask(mask.bits.clone()).fingerprint != (~mask).fingerprint
     with pytest.raises(SelectionError, match="bool"):
         Mask(torch.zeros(3))
 
@@ -73,8 +73,8 @@ def test_only_as_many_values_as_positions_are_put(mask: Mask, count: int) -> Non
 def test_a_layout_has_parameters_first_then_float_buffers() -> None:
     """C2, C8: roles come from modules; integer buffers have no place."""
     net = nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.Flatten(), nn.Linear(4, 1))
-    layout = Layout.of(net)
-    assert [(e.name, e.role) for e in layout.entries] == [
+    layout = Layout.from_module(net)
+    assert [(e.name, e.role) for e in layout.tensors] == [
         ("0.weight", "weight"), ("0.bias", "bias"), ("1.weight", "norm"), ("1.bias", "norm"),
         ("3.weight", "weight"), ("3.bias", "bias"), ("1.running_mean", "buffer"), ("1.running_var", "buffer"),
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def test_a_layout_has_parameters_first_then_float_buffers() -> None:
     named = dict([*net.named_parameters(), *net.named_buffers()])
     vector = layout.flatten(named)
     assert all(torch.equal(tensor, named[name]) for name, tensor in layout.unflatten(vector).items())
-    assert [Mask.maskable(layout, preset).count for preset in ("conv_linear_weights", "all_but_norm", "all_trainable")] == [
+    assert [Mask.from_preset(layout, preset).count for preset in ("conv_linear_weights", "all_but_norm", "all_trainable")] == [
         58, 61, 65
     ]  # fmt: skip
-    assert layout.fingerprint != Layout(layout.entries[::-1]).fingerprint
+    assert layout.fingerprint != Layout(layout.tensors[::-1]).fingerprint

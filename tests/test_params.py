@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from flare_sparse.params import Layout, frozen
+from flare_sparse.params import Layout, get_frozen_tensors
 
 
 def net(scale: float = 1.0) -> nn.Sequential:
@@ -22,21 +22,21 @@ def net(scale: float = 1.0) -> nn.Sequential:
 
 def test_a_network_that_trains_as_a_whole_has_no_base() -> None:
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
-    assert frozen(module) == {}
-    assert Layout.of(module) == Layout(Layout.of(module).entries)
-    assert len(Layout.of(module).entries) == 6
+    assert get_frozen_tensors(module) == {}
+    assert Layout.from_module(module) == Layout(Layout.from_module(module).tensors)
+    assert len(Layout.from_module(module).tensors) == 6
 
 
 def test_only_what_is_not_frozen_is_in_the_layout_statistics_included() -> None:
-    names = [entry.name for entry in Layout.of(net()).entries]
+    names = [entry.name for entry in Layout.from_module(net()).tensors]
     assert names == ["1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias", "1.0.running_mean", "1.0.running_var"]
-    assert {"0.0.weight", "0.1.running_mean", "0.1.running_var"} <= frozen(net()).keys()
+    assert {"0.0.weight", "0.1.running_mean", "0.1.running_var"} <= get_frozen_tensors(net()).keys()
 
 
 def test_the_same_tensors_over_another_base_are_another_layout() -> None:
-    ours, same, other = (Layout.of(net(scale)) for scale in (1.0, 1.0, 1.0000001))
+    ours, same, other = (Layout.from_module(net(scale)) for scale in (1.0, 1.0, 1.0000001))
     assert ours.fingerprint == same.fingerprint != other.fingerprint
-    assert ours.entries == other.entries
+    assert ours.tensors == other.tensors
     shifted = net()
     shifted[0][1].running_mean[0] += 1  # statistics are part of the base
-    assert Layout.of(shifted).fingerprint != ours.fingerprint
+    assert Layout.from_module(shifted).fingerprint != ours.fingerprint

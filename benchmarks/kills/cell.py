@@ -30,7 +30,9 @@ def place(target: str, phase: str) -> dict[str, Any]:
     return {"phase": phase, "who": who, "round": 0 if phase == "before" else ROUND}
 
 
-def run_cell(federation: Federation, config: Path, target: str, phase: str, out: Path, digest: str) -> dict[str, Any]:
+def run_cell(
+    federation: Federation, config: Path, target: str, phase: str, out: Path, compute_digest: str
+) -> dict[str, Any]:
     """Kill ``target`` in ``phase``; what must hold afterwards, and what happened on the way.
 
     Raises:
@@ -54,10 +56,10 @@ def run_cell(federation: Federation, config: Path, target: str, phase: str, out:
     (faults / "asked.jsonl").unlink(missing_ok=True)  # of the first job
     summary = resubmit(federation, config, out)
     asked = [json.loads(line) for line in (faults / "asked.jsonl").read_text().splitlines()]
-    lost = sorted({line["round"] for line in asked if line["kind"] != "validate"} & set(committed))
+    lost = sorted({line["round"] for line in asked if line["kind"] != "evaluate"} & set(committed))
     checks = {
         "hit": reached == wanted,
-        "same model": summary["model_sha256"] == digest,
+        "same model": summary["model_sha256"] == compute_digest,
         "balanced": balanced(out / "rounds.jsonl"),
         "committed rounds kept": not lost,
     }
@@ -148,7 +150,8 @@ def balanced(rounds: Path) -> bool:
     """Every site that was asked is in exactly one of the four columns of its round."""
     lines = [json.loads(line) for line in rounds.read_text().splitlines()]
     return bool(lines) and all(
-        sorted([*line["sites_in"], *line["rejected"], *line["abstained"], *line["timed_out"]]) == line["sites_asked"]
+        sorted([*line["sites_contributed"], *line["rejected"], *line["abstained"], *line["timed_out"]])
+        == line["sites_asked"]
         for line in lines
     )
 
@@ -157,7 +160,7 @@ def _rounds(record: Path) -> list[int]:
     """Rounds of training that the killed job had committed."""
     file = record / "rounds.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
-    return [line["round"] for line in map(json.loads, lines) if line["kind"] != "validate"]
+    return [line["round"] for line in map(json.loads, lines) if line["kind"] != "evaluate"]
 
 
 def _read(file: Path) -> Any:

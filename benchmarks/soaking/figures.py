@@ -43,7 +43,10 @@ def slopes(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def balanced(line: Mapping[str, Any]) -> bool:
     """Every site that was asked is in exactly one column of its round."""
-    return sorted([*line["sites_in"], *line["rejected"], *line["abstained"], *line["timed_out"]]) == line["sites_asked"]
+    return (
+        sorted([*line["sites_contributed"], *line["rejected"], *line["abstained"], *line["timed_out"]])
+        == line["sites_asked"]
+    )
 
 
 def figures(
@@ -55,9 +58,9 @@ def figures(
     silent = sum(len(line["timed_out"]) for line in lines)
     grown = slopes(samples)
     return {
-        "rounds": sum(line["kind"] != "validate" for line in lines),
+        "rounds": sum(line["kind"] != "evaluate" for line in lines),
         "asked": asked,
-        "accepted": sum(len(line["sites_in"]) for line in lines),
+        "accepted": sum(len(line["sites_contributed"]) for line in lines),
         "rejected": dict(sorted(codes.items())),
         "timed out": silent,
         "faults": round((sum(codes.values()) + silent) / asked, 4),

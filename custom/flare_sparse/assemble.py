@@ -13,12 +13,12 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from .checkpoint.store import Store
-from .config import JobConfig, build_method, build_task, job_dict
+from .config import JobConfig, build_method, build_task, job_to_dict
 from .errors import ConfigError
-from .federation import Rules
+from .federation import RoundRules
 from .methods import Method
 from .params import Layout
-from .seeds import seeded
+from .seeds import seed_torch
 from .task import SiteData, Task
 from .training import Site
 
@@ -31,28 +31,28 @@ class Assembly:
     method: Method[Any]
     layout: Layout
     weights: Tensor
-    run: str
+    run_id: str
 
 
-def assemble(job: JobConfig, own_task: Task | None = None) -> Assembly:
+def assemble(job: JobConfig, user_task: Task | None = None) -> Assembly:
     """Build a job's parts.
 
     Args:
         job: validated settings.
-        own_task: the user's own task, already built; None: the registered task that the job names.
+        user_task: the user's own task, already built; None: the registered task that the job names.
 
     Raises:
         ConfigError: the model cannot be built from the settings.
     """
-    task = own_task or build_task(job)
-    layout, weights = initial_weights(task, job.seed)
-    return Assembly(task, build_method(job, layout), layout, weights, run_id(job_dict(job), layout))
+    task = user_task or build_task(job)
+    layout, weights = build_initial_model(task, job.seed)
+    return Assembly(task, build_method(job, layout), layout, weights, compute_run_id(job_to_dict(job), layout))
 
 
-def rules(job: JobConfig) -> Rules:
+def build_rules(job: JobConfig) -> RoundRules:
     """When a round of this job counts."""
     said = job.federation
-    return Rules(
+    return RoundRules(
         min_sites=said.min_sites,
         min_weight=said.min_weight,
         retries=said.retries,
@@ -64,13 +64,13 @@ def rules(job: JobConfig) -> Rules:
     )
 
 
-def checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -> Store:
+def open_checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -> Store:
     """Where one end of a job keeps its checkpoints, below ``root``: ``"server"`` or the name of a site.
 
     The folder's name holds the run's, so that another job finds nothing there and starts afresh.
     """
-    belongs = {"run": assembly.run, "layout": assembly.layout.fingerprint, "end": end, "job": job_dict(job)}
-    return Store(root / f"{job.name}-{assembly.run}" / end, belongs)
+    belongs = {"run": assembly.run_id, "layout": assembly.layout.fingerprint, "end": end, "job": job_to_dict(job)}
+    return Store(root / f"{job.name}-{assembly.run_id}" / end, belongs)
 
 
 def open_site(assembly: Assembly, data: SiteData) -> Site:
@@ -85,7 +85,7 @@ def open_site(assembly: Assembly, data: SiteData) -> Site:
     examples = assembly.task.load(data, method.seed)
     device = str(method.config.training.torch_device)
     site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device)
-    site.choices = choices
+    site.site_settings = choices
     return site
 
 
@@ -94,25 +94,25 @@ def _chosen(method: Method[Any], data: SiteData) -> BaseModel | None:
     own = data.methods.get(method.name)
     if not own:
         return None
-    if method.Choices is None:
+    if method.SiteConfig is None:
         raise ConfigError(f"site {data.site}: methods.{method.name}: this method leaves no setting to a site")
     try:
-        return method.Choices.model_validate(own)
+        return method.SiteConfig.model_validate(own)
     except ValidationError as error:
         parts = [f"methods.{method.name}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        allowed = ", ".join(method.Choices.model_fields)
+        allowed = ", ".join(method.SiteConfig.model_fields)
         raise ConfigError(f"site {data.site}: {'; '.join(parts)}. A site may set: {allowed}") from error
 
 
-def initial_weights(task: Task, seed: int) -> tuple[Layout, Tensor]:
+def build_initial_model(task: Task, seed: int) -> tuple[Layout, Tensor]:
     """The layout of the task's model and its initial vector ``(P,)``, drawn from the run's seed."""
-    with seeded(seed):
+    with seed_torch(seed):
         module = task.model()
-    layout = Layout.of(module)
+    layout = Layout.from_module(module)
     return layout, layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
 
 
-def run_id(config: Mapping[str, Any], layout: Layout) -> str:
+def compute_run_id(config: Mapping[str, Any], layout: Layout) -> str:
     """16 hex digits that name a run: the same job on the same model has the same one."""
     text = json.dumps([config, layout.fingerprint], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

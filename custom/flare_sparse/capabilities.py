@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import LeftOut, brief
+from .errors import SiteExcluded, abbreviate
 from .version import VERSION
 from .wire.envelope import VERSION as WIRE_VERSION
 
 V = TypeVar("V", bound="Versions")
 
-MOST_NAMES = 32
+MAX_HELLO_FIELDS = 32
 """A hello with more is refused unread; names that this version does not know are not looked at."""
 
 
@@ -34,7 +34,7 @@ class Versions(BaseModel):
         """``0.1`` of ``0.1.3``: within a series a method does the same at both ends."""
         return ".".join(self.version.split(".")[:2])
 
-    def fits(self, other: Versions) -> bool:
+    def is_compatible_with(self, other: Versions) -> bool:
         """Whether two ends understand each other."""
         return self.series == other.series and self.wire == other.wire
 
@@ -51,11 +51,11 @@ class Capabilities(Versions):
     )
     rank: int | None = Field(None, ge=1, le=4096, description="rank budget of adapters")
 
-    def said(self) -> dict[str, str | int | float]:
+    def to_message(self) -> dict[str, str | int | float]:
         """The hello of a site that can this."""
         return self.model_dump(exclude_none=True)
 
-    def refusal(self, entries: int, size: int, total: int) -> str:
+    def find_violation(self, entries: int, size: int, total: int) -> str:
         """Why an answer may not leave the site; empty when it may.
 
         Args:
@@ -73,12 +73,12 @@ class Capabilities(Versions):
         return ""
 
 
-def own(**limits: Any) -> Capabilities:
+def local_capabilities(**limits: Any) -> Capabilities:
     """Those of an end that runs this version."""
     return Capabilities(version=VERSION, wire=WIRE_VERSION, **limits)
 
 
-def heard(said: Any, site: str) -> Capabilities:
+def parse_hello(said: Any, site: str) -> Capabilities:
     """What a site's hello says, checked; the versions first, since all else may mean something else in another.
 
     Args:
@@ -88,11 +88,11 @@ def heard(said: Any, site: str) -> Capabilities:
     Raises:
         LeftOut: ``E_VERSION``, the site runs a version that does not fit this one; ``E_HELLO``, this is no hello.
     """
-    if not isinstance(said, Mapping) or len(said) > MOST_NAMES:
-        raise LeftOut("E_HELLO", site, f"its hello is no short list of names and values but {brief(said)}")
-    theirs, mine = _read(Versions, said, site), own()
-    if not mine.fits(theirs):
-        raise LeftOut(
+    if not isinstance(said, Mapping) or len(said) > MAX_HELLO_FIELDS:
+        raise SiteExcluded("E_HELLO", site, f"its hello is no short list of names and values but {abbreviate(said)}")
+    theirs, mine = _read(Versions, said, site), local_capabilities()
+    if not mine.is_compatible_with(theirs):
+        raise SiteExcluded(
             "E_VERSION",
             site,
             f"it runs {theirs}, the server {mine}: they do not fit together. Install flare-sparse "
@@ -107,5 +107,5 @@ def _read(kind: type[V], said: Mapping[Any, Any], site: str) -> V:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
-        found = brief(said.get(field))
-        raise LeftOut("E_HELLO", site, f"its hello, {field}: {first['msg']}, found {found}") from error
+        found = abbreviate(said.get(field))
+        raise SiteExcluded("E_HELLO", site, f"its hello, {field}: {first['msg']}, found {found}") from error

@@ -30,7 +30,7 @@ class SelectionError(FlareSparseError, ValueError):
     code = "E_SELECTION"
 
 
-class LeftOut(FlareSparseError):
+class SiteExcluded(FlareSparseError):
     """A site is not asked, since it cannot take part; the others go on without it.
 
     Args:
@@ -83,7 +83,7 @@ class WireError(FlareSparseError, ValueError):
     def __str__(self) -> str:
         return f"{self.code}: site {self.site!r}, {self.field}: expected {self.expected}, found {self.found}"
 
-    def at(self, site: str) -> WireError:
+    def with_site(self, site: str) -> WireError:
         """The same error with the sender's name filled in."""
         return type(self)(self.code, self.field, self.expected, self.found, site)
 
@@ -92,15 +92,15 @@ class RejectedMessage(WireError):
     """The message is malformed or does not belong here; its sender is left out of the round."""
 
 
-class NotHeld(WireError):
+class MissingBase(WireError):
     """The message leans on something that the receiver does not hold: it answers "send everything"."""
 
 
-def brief(value: object) -> str:
+def abbreviate(value: object) -> str:
     """A few characters of anything that came from outside: a huge number's digits or an object's own text, which may be as
     long as a peer likes, are never asked for.
 
-    >>> brief("a" * 1000) == repr("a" * 40), brief(10**5000), brief([1])
+    >>> abbreviate("a" * 1000) == repr("a" * 40), abbreviate(10**5000), abbreviate([1])
     (True, 'int', 'list')
     """
     if isinstance(value, str):
@@ -109,10 +109,10 @@ def brief(value: object) -> str:
     return repr(value) if short else type(value).__name__
 
 
-def closest(name: str, valid: Iterable[str]) -> str:
+def suggest(name: str, valid: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` with the nearest valid name, or nothing when none is near.
 
-    >>> closest("sparsty", ["rounds", "sparsity"])
+    >>> suggest("sparsty", ["rounds", "sparsity"])
     " Did you mean 'sparsity'?"
     """
     near = get_close_matches(str(name), list(valid), n=1)

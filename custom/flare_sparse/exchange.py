@@ -13,15 +13,15 @@ from torch import Tensor
 
 from .mask import Mask
 
-Over = Literal["zeros", "held"]
-Content = Literal["weights", "difference", "scores", "nothing"]
+Base = Literal["zeros", "previous"]
+Content = Literal["weights", "delta", "scores", "metrics"]
 
-VALIDATE = "validate"
+EVALUATE = "evaluate"
 """The question that every site answers for every method: how good is this model on your test examples?"""
 
 
 @dataclass(frozen=True)
-class Sealed:
+class EncryptedValues:
     """Values that only who holds the key can read, as they travel (docs/wire-format.md).
 
     Attributes:
@@ -39,42 +39,42 @@ class Patch:
         source: float32, the values ``(on.count,)`` in the order of the layout, or the vector ``(P,)`` that they are
             entries of, which must not change while the patch is in use: a message gathers from it directly.
         on: the entries that travel, out of P.
-        over: ``"zeros"``, or ``"held"``: the vector that the receiver holds since the last message.
+        over: ``"zeros"``, or ``"previous"``: the vector that the receiver holds since the last message.
         sealed: the values, encrypted. For a receiver that cannot read them ``source`` is NaN: whatever is computed with
             it is NaN, too, and is never sent.
     """
 
     source: Tensor
-    on: Mask
-    over: Over = "zeros"
-    sealed: Sealed | None = None
+    mask: Mask
+    base: Base = "zeros"
+    encrypted: EncryptedValues | None = None
 
     @classmethod
-    def of(cls, vector: Tensor, on: Mask, over: Over = "zeros") -> Patch:
+    def from_vector(cls, vector: Tensor, on: Mask, over: Base = "zeros") -> Patch:
         """The entries ``on`` of a vector ``(P,)``."""
         return cls(vector, on, over)
 
     @classmethod
-    def unreadable(cls, sealed: Sealed, on: Mask, over: Over = "zeros") -> Patch:
+    def from_encrypted(cls, sealed: EncryptedValues, on: Mask, over: Base = "zeros") -> Patch:
         """A patch whose values the holder cannot read."""
         return cls(torch.full((on.count,), math.nan), on, over, sealed)
 
     @cached_property
     def values(self) -> Tensor:
         """float32 ``(on.count,)``, in the order of the layout."""
-        return self.source if self.source.numel() == self.on.count else self.on.take(self.source)
+        return self.source if self.source.numel() == self.mask.count else self.mask.take(self.source)
 
     @classmethod
     def empty(cls, size: int) -> Patch:
-        return cls(Tensor(), Mask.none(size))
+        return cls(Tensor(), Mask.empty(size))
 
-    def vector(self) -> Tensor:
+    def to_vector(self) -> Tensor:
         """The patch over zeros, ``(on.size,)``."""
-        return self.applied(torch.zeros(self.on.size))
+        return self.write_into(torch.zeros(self.mask.size))
 
-    def applied(self, base: Tensor) -> Tensor:
+    def write_into(self, base: Tensor) -> Tensor:
         """``base`` ``(P,)`` with this patch written into it, in place."""
-        return self.on.put(self.values, base)
+        return self.mask.put(self.values, base)
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class Request:
     """The server's question to a site.
 
     Attributes:
-        kind: what is asked; a method answers the kinds that it asks, everyone answers ``"validate"``.
+        kind: what is asked; a method answers the kinds that it asks, everyone answers ``"evaluate"``.
         round: 1-based (C1); 0 for what comes before the first round of training.
         model: what the site's vector becomes.
         trainable: the entries that may change; all others keep their value bit for bit.
-        content: what an answer must be (or ``"nothing"``); known to the server only.
+        content: what an answer must be (or ``"metrics"``); known to the server only.
         expected: the very entries that an answer must carry; None: any. Known to the server only.
         fits: says whether the selection of a site's answer may be one, where ``expected`` cannot. Known to the server
             only.
@@ -133,6 +133,6 @@ class Update:
     max_share: float = 1.0
 
     @property
-    def own_examples(self) -> int:
+    def reported_examples(self) -> int:
         """The examples that the values were made of, as the site says."""
         return self.examples if self.claimed is None else self.claimed

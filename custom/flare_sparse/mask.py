@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import SelectionError
-from .params import MASKABLE, Entry, Layout
+from .params import MASKABLE, Layout, TensorSpec
 
 
 class Mask:
@@ -21,41 +21,41 @@ class Mask:
     (count, indices, fingerprint) is computed once.
 
     Attributes:
-        on: bool tensor ``(P,)``.
+        bits: bool tensor ``(P,)``.
     """
 
-    def __init__(self, on: Tensor):
-        if on.dtype != torch.bool or on.dim() != 1:
-            raise SelectionError(f"a mask is a bool tensor of shape (P,), found {on.dtype} {tuple(on.shape)}")
-        self.on = on.contiguous()
+    def __init__(self, bits: Tensor):
+        if bits.dtype != torch.bool or bits.dim() != 1:
+            raise SelectionError(f"a mask is a bool tensor of shape (P,), found {bits.dtype} {tuple(bits.shape)}")
+        self.bits = bits.contiguous()
 
     @classmethod
     def full(cls, size: int) -> Mask:
         return cls(torch.ones(size, dtype=torch.bool))
 
     @classmethod
-    def none(cls, size: int) -> Mask:
+    def empty(cls, size: int) -> Mask:
         return cls(torch.zeros(size, dtype=torch.bool))
 
     @classmethod
-    def of(cls, layout: Layout, wanted: Callable[[Entry], bool]) -> Mask:
+    def from_tensors(cls, layout: Layout, wanted: Callable[[TensorSpec], bool]) -> Mask:
         """All entries of the tensors that satisfy ``wanted``."""
-        return cls(layout.where(wanted))
+        return cls(layout.select(wanted))
 
     @classmethod
-    def maskable(cls, layout: Layout, preset: str) -> Mask:
+    def from_preset(cls, layout: Layout, preset: str) -> Mask:
         """The entries that ``preset`` (a key of ``params.MASKABLE``) allows to be masked (C2)."""
-        return cls.of(layout, lambda entry: entry.role in MASKABLE[preset])
+        return cls.from_tensors(layout, lambda entry: entry.role in MASKABLE[preset])
 
     @property
     def size(self) -> int:
         """P."""
-        return self.on.numel()
+        return self.bits.numel()
 
     @cached_property
     def count(self) -> int:
         """Number of selected entries."""
-        return int(np.count_nonzero(self.on.numpy()))
+        return int(np.count_nonzero(self.bits.numpy()))
 
     @property
     def is_full(self) -> bool:
@@ -64,12 +64,12 @@ class Mask:
     @cached_property
     def indices(self) -> Tensor:
         """Selected positions, ascending, int64 ``(count,)``."""
-        return torch.from_numpy(np.flatnonzero(self.on.numpy()))
+        return torch.from_numpy(np.flatnonzero(self.bits.numpy()))
 
     @cached_property
     def packed(self) -> bytes:
         """One bit per entry, the first entry in the highest bit of the first byte; padding bits are zero."""
-        return np.packbits(self.on.numpy()).tobytes()
+        return np.packbits(self.bits.numpy()).tobytes()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -95,23 +95,23 @@ class Mask:
         return into.scatter_(0, self.indices, values.to(into.dtype))
 
     def __and__(self, other: Mask) -> Mask:
-        return Mask(self.on & other.on)
+        return Mask(self.bits & other.bits)
 
     def __or__(self, other: Mask) -> Mask:
-        return Mask(self.on | other.on)
+        return Mask(self.bits | other.bits)
 
     def __sub__(self, other: Mask) -> Mask:
-        return Mask(self.on & ~other.on)
+        return Mask(self.bits & ~other.bits)
 
     def __invert__(self) -> Mask:
-        return Mask(~self.on)
+        return Mask(~self.bits)
 
     def __le__(self, other: Mask) -> bool:
         """Nested: every entry of this mask is in ``other``."""
-        return not bool((self.on & ~other.on).any())
+        return not bool((self.bits & ~other.bits).any())
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Mask) and torch.equal(self.on, other.on))
+        return self is other or (isinstance(other, Mask) and torch.equal(self.bits, other.bits))
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
@@ -120,7 +120,7 @@ class Mask:
         return f"Mask({self.count} of {self.size}, {self.fingerprint[:8]})"
 
 
-def share(fraction: float, total: int) -> int:
+def floor_fraction(fraction: float, total: int) -> int:
     """``floor(fraction * total)``, forgiving the last bit of a decimal fraction: ``share(0.1, 30) == 3``."""
     return int(np.floor(fraction * total + 1e-9))
 
@@ -157,24 +157,24 @@ def top_k_per_tensor(scores: Tensor, k: int, layout: Layout, within: Mask, at_le
     Raises:
         SelectionError: ``k`` is too small for ``at_least`` entries of every tensor.
     """
-    kept = Mask.none(layout.size)
+    kept = Mask.empty(layout.size)
     if at_least:
-        for entry in layout.entries:
-            candidates = Mask.of(layout, lambda e, wanted=entry: e is wanted) & within  # type: ignore[misc]
+        for entry in layout.tensors:
+            candidates = Mask.from_tensors(layout, lambda e, wanted=entry: e is wanted) & within  # type: ignore[misc]
             kept = kept | top_k(scores, min(at_least, candidates.count), candidates)
     if kept.count > k:
         raise SelectionError(f"min_per_layer {at_least} needs {kept.count} live entries, the sparsity leaves {k}")
     return kept | top_k(scores, k - kept.count, within - kept)
 
 
-def shrink(mask: Mask, scores: Tensor, sparsity: float, pool: Mask) -> Mask:
+def prune_mask(mask: Mask, scores: Tensor, sparsity: float, pool: Mask) -> Mask:
     """Turn off the lowest-scored live entries of ``pool`` until ``floor(sparsity * |pool|)`` of it are off.
 
     Ties are turned off from the lowest index (FedSparsify's purge). The result is nested in ``mask``: nothing that
     was off comes back, and a pool that is sparse enough stays as it is.
     """
     live = mask & pool
-    off = share(sparsity, pool.count)
+    off = floor_fraction(sparsity, pool.count)
     surplus = live.count - (pool.count - off)
     if surplus <= 0:
         return mask

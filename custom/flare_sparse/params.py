@@ -43,7 +43,7 @@ MASKABLE: dict[str, tuple[Role, ...]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorSpec:
     """One tensor of a layout: ``role`` says what it does in its module."""
 
     name: str
@@ -70,26 +70,26 @@ class Layout:
             connect; None where only the tensors are known. Two layouts are equal whatever their skeletons.
     """
 
-    entries: tuple[Entry, ...]
+    tensors: tuple[TensorSpec, ...]
     base: str = ""
     skeleton: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, module: nn.Module) -> Layout:
+    def from_module(cls, module: nn.Module) -> Layout:
         """Layout of a module: all that is not its frozen base.
 
         Raises:
             ConfigError: a parameter is not float32.
         """
-        roles, base = _roles(module), frozen(module)
+        roles, base = _roles(module), get_frozen_tensors(module)
         for name, p in module.named_parameters():
             if p.dtype != torch.float32:
                 raise ConfigError(f"parameter {name!r} is {p.dtype}; expected torch.float32: call model.float()")
         parameters = [
-            Entry(n, tuple(p.shape), roles.get(n, "other")) for n, p in module.named_parameters() if n not in base
+            TensorSpec(n, tuple(p.shape), roles.get(n, "other")) for n, p in module.named_parameters() if n not in base
         ]
         buffers = [
-            Entry(n, tuple(b.shape), "buffer")
+            TensorSpec(n, tuple(b.shape), "buffer")
             for n, b in module.named_buffers()
             if b is not None and b.is_floating_point() and n not in base
         ]
@@ -98,17 +98,17 @@ class Layout:
     @cached_property
     def size(self) -> int:
         """P, the number of scalars."""
-        return sum(entry.size for entry in self.entries)
+        return sum(entry.size for entry in self.tensors)
 
     @cached_property
     def trainable_size(self) -> int:
         """Number of scalars that are parameters; they come first in a vector, buffers after them."""
-        return sum(entry.size for entry in self.entries if entry.role != "buffer")
+        return sum(entry.size for entry in self.tensors if entry.role != "buffer")
 
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits that differ for any other names, shapes, roles, order or frozen base."""
-        listed: list[object] = [[e.name, list(e.shape), e.role] for e in self.entries]
+        listed: list[object] = [[e.name, list(e.shape), e.role] for e in self.tensors]
         text = json.dumps(listed + ([self.base] if self.base else []), separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -116,25 +116,25 @@ class Layout:
     def offsets(self) -> tuple[int, ...]:
         """Start of each entry in a vector, and P at the end."""
         starts = [0]
-        for entry in self.entries:
+        for entry in self.tensors:
             starts.append(starts[-1] + entry.size)
         return tuple(starts)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The vector ``(P,)`` of named tensors; a copy."""
-        if not self.entries:
+        if not self.tensors:
             return torch.zeros(0)
-        return torch.cat([tensors[entry.name].detach().reshape(-1) for entry in self.entries])
+        return torch.cat([tensors[entry.name].detach().reshape(-1) for entry in self.tensors])
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of ``vector`` ``(P,)``, one per tensor; nothing is copied."""
-        pieces = vector.split([entry.size for entry in self.entries])
-        return {e.name: piece.view(e.shape) for e, piece in zip(self.entries, pieces, strict=True)}
+        pieces = vector.split([entry.size for entry in self.tensors])
+        return {e.name: piece.view(e.shape) for e, piece in zip(self.tensors, pieces, strict=True)}
 
-    def where(self, wanted: Callable[[Entry], bool]) -> Tensor:
+    def select(self, wanted: Callable[[TensorSpec], bool]) -> Tensor:
         """Bool vector ``(P,)``: the entries of the tensors that satisfy ``wanted``."""
         on = torch.zeros(self.size, dtype=torch.bool)
-        for entry, start in zip(self.entries, self.offsets, strict=False):
+        for entry, start in zip(self.tensors, self.offsets, strict=False):
             on[start : start + entry.size] = wanted(entry)
         return on
 
@@ -146,7 +146,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, shapes)
 
 
-def frozen(module: nn.Module) -> dict[str, Tensor]:
+def get_frozen_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The base of an adapted network, by name: parameters that require no gradient, and with them the float buffers of
     modules that own no other parameter. Empty for a network that trains as a whole.
     """
@@ -181,6 +181,6 @@ def _roles(module: nn.Module) -> dict[str, Role]:
     return roles
 
 
-def digest(weights: Tensor) -> str:
+def compute_digest(weights: Tensor) -> str:
     """sha256 of a vector's float32 bytes, little-endian."""
     return hashlib.sha256(weights.to(torch.float32).numpy().astype("<f4", copy=False).tobytes()).hexdigest()

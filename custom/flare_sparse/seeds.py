@@ -9,19 +9,19 @@ from contextlib import contextmanager
 import torch
 
 
-def derive(seed: int, *labels: object) -> int:
+def derive_seed(seed: int, *labels: object) -> int:
     """A 63-bit seed for the stream that the labels name, e.g. ``derive(1, "train", "site-2", 7)``."""
     text = "\x1f".join(str(part) for part in (seed, *labels))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def generator(seed: int, *labels: object) -> torch.Generator:
+def make_generator(seed: int, *labels: object) -> torch.Generator:
     """A generator of its own for one stream."""
-    return torch.Generator().manual_seed(derive(seed, *labels))
+    return torch.Generator().manual_seed(derive_seed(seed, *labels))
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seed_torch(seed: int) -> Iterator[None]:
     """Torch's global generator (dropout, initialisation) starts at ``seed`` inside, and goes on as before after."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
@@ -29,7 +29,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
+def limit_threads(count: int) -> Iterator[None]:
     """A fixed number of torch threads: another number ends in other bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)

@@ -30,7 +30,7 @@ class Metric:
     unit: str
     mode: Literal["min", "max"]
 
-    def better(self, new: float, old: float) -> bool:
+    def is_better(self, new: float, old: float) -> bool:
         return new < old if self.mode == "min" else new > old
 
 
@@ -153,6 +153,6 @@ class Task(ABC):
         return self.metrics(predictions, targets)
 
 
-def minibatches(dataset: Dataset[Any], batch_size: int, generator: torch.Generator) -> Iterator[Any]:
+def iterate_minibatches(dataset: Dataset[Any], batch_size: int, make_generator: torch.Generator) -> Iterator[Any]:
     """One pass over the data in random order; the last batch may be smaller."""
-    yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=generator)
+    yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=make_generator)

@@ -15,19 +15,19 @@ import pytest
 import torch
 import toy
 
-from flare_sparse.aggregation.weighted import by_examples, weighted_sum
-from flare_sparse.endpoints.server import ServerDesk
-from flare_sparse.endpoints.site import SiteDesk
+from flare_sparse.aggregation.weighted import weigh_by_examples, weighted_sum
+from flare_sparse.endpoints.server import ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import WireError
 from flare_sparse.exchange import Patch, Request, Update
-from flare_sparse.federation import Federation, Outcome, Rules
+from flare_sparse.federation import Federation, Outcome, RoundRules
 from flare_sparse.mask import Mask
 from flare_sparse.methods import Method
 from flare_sparse.methods.method import MethodConfig, broadcast
-from flare_sparse.params import digest
+from flare_sparse.params import compute_digest
 from flare_sparse.wire import codec
 from flare_sparse.wire.encodings import ENCODINGS
-from flare_sparse.wire.envelope import HEADER_BYTES, Header, seal, unseal
+from flare_sparse.wire.envelope import HEADER_BYTES, Header, read_header, write_header
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
 
@@ -45,7 +45,7 @@ class Parts:
 
     @classmethod
     def of(cls, message: np.ndarray) -> Parts:
-        header = unseal(message)
+        header = read_header(message)
         cut = HEADER_BYTES + header.selection_bytes
         width = 4 if header.values == 1 else 2
         values = message[header.values_start : header.values_start + width * header.scalars]
@@ -57,7 +57,7 @@ class Parts:
         buffer = np.zeros(header.values_start + -(-len(self.values) // 8) * 8, np.uint8)
         buffer[HEADER_BYTES : HEADER_BYTES + len(self.selection)] = np.frombuffer(self.selection, np.uint8)
         buffer[header.values_start : header.values_start + len(self.values)] = np.frombuffer(self.values, np.uint8)
-        seal(replace(header, **fields), buffer)
+        write_header(replace(header, **fields), buffer)
         return buffer
 
 
@@ -70,8 +70,8 @@ class Sent:
     metrics: Any
     request: Request
     update: Update
-    site: SiteDesk
-    server: ServerDesk
+    site: SiteEndpoint
+    server: ServerEndpoint
 
     @property
     def parts(self) -> Parts:
@@ -87,7 +87,7 @@ class Sent:
 
     def on(self, encoding: str, on: Mask, values: ValueType = "float32") -> Sent:
         """Ones on other entries than were asked for, in a given encoding."""
-        update = replace(self.update, patch=Patch.of(torch.ones(on.size), on))
+        update = replace(self.update, patch=Patch.from_vector(torch.ones(on.size), on))
         with forced(encoding), patch.object(self.site, "values", values):
             return replace(self, message=self.site.encode(self.request, update).data)
 
@@ -104,7 +104,9 @@ def forced(name: str | None) -> Any:
     if name is None:
         return nullcontext()
     encoding = ENCODINGS[name]
-    return patch.object(codec, "pick", lambda on, known, layout: (encoding, encoding.write(on, known, layout)))
+    return patch.object(
+        codec, "choose_encoding", lambda on, known, layout: (encoding, encoding.encode(on, known, layout))
+    )
 
 
 @dataclass(frozen=True)
@@ -128,19 +130,17 @@ class Picked(Method[State]):
         if state.round > self.config.rounds:
             return None
         expected = None if self.free else self.on
-        return broadcast(
-            sites, Request("train", state.round, self.model(state), self.trainable, "difference", expected)
-        )
+        return broadcast(sites, Request("train", state.round, self.model(state), self.trainable, "delta", expected))
 
     def answer(self, request: Request, site: Any) -> Update:
         trained = site.train(site.weights, request.trainable, self.config.training, request.round)
-        return Update(Patch.of(trained - site.weights, self.on), "difference", site.examples)
+        return Update(Patch.from_vector(trained - site.weights, self.on), "delta", site.num_examples)
 
     def learn(self, state: State, updates: Any) -> State:
-        return State(state.round + 1, state.weights + weighted_sum(updates, by_examples))
+        return State(state.round + 1, state.weights + weighted_sum(updates, weigh_by_examples))
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, self.everything)
+        return Patch.from_vector(state.weights, self.full_mask)
 
 
 def _random(size: int, share: float, seed: int) -> Mask:
@@ -186,24 +186,24 @@ class Wire:
         attack: Callable[[int, Sent], Any] = lambda t, sent: sent,
         rounds: int = 2,
         sites: list[str] = SITES,
-        rules: Rules | None = None,
+        rules: RoundRules | None = None,
         hostile: tuple[str, ...] = (HOSTILE,),
     ) -> tuple[Outcome, Ledger]:
         """A run in which the hostile sites answer questions of training with what ``attack`` makes of their answer."""
         method, ledger = self.method(rounds), Ledger()
-        server = ServerDesk(self.layout, RUN, self.values, ledger)
+        server = ServerEndpoint(self.layout, RUN, self.values, ledger)
         made = self.bench.sites()
-        desks = {name: SiteDesk(made[name], method, RUN, self.values) for name in sites}
+        endpoints = {name: SiteEndpoint(made[name], method, RUN, self.values) for name in sites}
 
         def answered(name: str, message: Any) -> Any:
-            desk = desks[name]
-            request = desk.receive(message)
-            update = desk.answer(request)
-            if request.kind == "validate":
-                return server.decode(name, desk.encode(request, update).data, update.examples, update.metrics)
+            endpoint = endpoints[name]
+            request = endpoint.receive(message)
+            update = endpoint.answer(request)
+            if request.kind == "evaluate":
+                return server.decode(name, endpoint.encode(request, update).data, update.examples, update.metrics)
             with forced(self.encoding):
-                data = desk.encode(request, update).data.copy()
-            sent = Sent(data, update.examples, update.metrics, request, update, desk, server)
+                data = endpoint.encode(request, update).data.copy()
+            sent = Sent(data, update.examples, update.metrics, request, update, endpoint, server)
             sent = attack(request.round, sent) if name in hostile else sent
             if not isinstance(sent, Sent):
                 return sent
@@ -220,7 +220,7 @@ class Wire:
                     replies[name] = reply
             return replies
 
-        rules = rules or Rules(quarantine_after=0)
+        rules = rules or RoundRules(quarantine_after=0)
         federation = Federation(method, server, self.bench.task.metric, rules)
         return federation.run(self.bench.weights, lambda: sites, carry), ledger
 
@@ -230,10 +230,10 @@ class Wire:
         outcome, ledger = self.play(lambda t, sent: attacks[t - 1][1](sent), rounds)
         *training, last = outcome.rounds
         assert [record.rejected for record in training] == [{HOSTILE: code} for code, _ in attacks]
-        assert all(record.sites_in == OTHERS and record.balances for record in training)
-        assert last.sites_in == SITES, "the job lives, and the site may go on"
+        assert all(record.sites_contributed == OTHERS and record.is_balanced for record in training)
+        assert last.sites_contributed == SITES, "the job lives, and the site may go on"
         assert not [line for line in ledger.lines if (line.site, line.direction, line.kind) == (HOSTILE, "up", "train")]
-        assert digest(outcome.weights) == self.without(rounds)
+        assert compute_digest(outcome.weights) == self.without(rounds)
 
     def without(self, rounds: int = 2) -> str:
         """The model's digest of a run that the site has no part in."""
@@ -241,12 +241,12 @@ class Wire:
 
     def undisturbed(self, rounds: int = 2) -> str:
         """The model's digest of a run in which all three sites are honest."""
-        return digest(self.play(rounds=rounds)[0].weights)
+        return compute_digest(self.play(rounds=rounds)[0].weights)
 
 
 @lru_cache
 def _without(encoding: str, values: ValueType, free: bool, rounds: int) -> str:
-    return digest(Wire(encoding, values, free=free).play(rounds=rounds, sites=OTHERS)[0].weights)
+    return compute_digest(Wire(encoding, values, free=free).play(rounds=rounds, sites=OTHERS)[0].weights)
 
 
 class Ready(Wire):
@@ -264,7 +264,7 @@ class Ready(Wire):
         return made
 
     def without(self, rounds: int = 2) -> str:
-        return digest(self.play(rounds=rounds, sites=OTHERS)[0].weights)
+        return compute_digest(self.play(rounds=rounds, sites=OTHERS)[0].weights)
 
 
 @pytest.fixture

@@ -27,14 +27,14 @@ from nvflare.fuel.utils import fobs
 from flare_sparse.assemble import assemble
 from flare_sparse.config import parse_job
 from flare_sparse.data.phantom import write_phantoms
-from flare_sparse.endpoints.server import ServerDesk
-from flare_sparse.federation import Federation, Outcome, Rules
+from flare_sparse.endpoints.server import ServerEndpoint
+from flare_sparse.federation import Federation, Outcome, RoundRules
 from flare_sparse.flare.checkpoints import CHECKPOINTS_VARIABLE
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import DecodeRequest, DecodeUpdate, EncodeUpdate
 from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
 from flare_sparse.flare.session import ServerSession, SiteSession
-from flare_sparse.params import digest
+from flare_sparse.params import compute_digest
 from flare_sparse.wire.ledger import Ledger
 
 SHAPE = (12, 16, 12)
@@ -108,7 +108,7 @@ class Hospitals:
         job = {"name": "data", "seed": 1, "method": method, "task": task}
         assembly = assemble(parse_job(job))
         session = ServerSession()
-        session.desk = ServerDesk(assembly.layout, assembly.run, "float32", Ledger())
+        session.endpoint = ServerEndpoint(assembly.layout, assembly.run_id, "float32", Ledger())
         engine = SimpleNamespace(get_component=lambda name: session, fire_event=lambda *event: None)
         server = FLContextManager(engine=engine, identity_name="server", job_id="job").new_context()
         self.hospitals = {name: self._hospital(name, job) for name in sites}
@@ -123,8 +123,8 @@ class Hospitals:
                 replies[name] = DecodeUpdate().process(result, server)[REPLY]
             return replies
 
-        rules = Rules(quarantine_after=0)
-        federation = Federation(assembly.method, session.desk, assembly.task.metric, rules)
+        rules = RoundRules(quarantine_after=0)
+        federation = Federation(assembly.method, session.endpoint, assembly.task.metric, rules)
         return federation.run(assembly.weights, lambda: sites, carry)
 
     def _hospital(self, name: str, job: dict[str, Any]) -> Hospital:
@@ -143,12 +143,12 @@ class Hospitals:
             damage(self.file(number))
         outcome = self.run()
         assert all(record.rejected == {HOSTILE: "E_DATA"} for record in outcome.rounds)
-        assert all(record.sites_in == OTHERS and record.balances for record in outcome.rounds)
+        assert all(record.sites_contributed == OTHERS and record.is_balanced for record in outcome.rounds)
         said = self.hospitals[HOSTILE].error
         for number, (finding, _) in enumerate(damages):
             assert f"{self.subjects[number]}: {finding}" in said.replace(self.file(number).name, "FILE"), said
         assert not any(CANARY.encode() in sent for sent in self.left)
-        assert digest(outcome.weights) == digest(self.run(OTHERS).weights)
+        assert compute_digest(outcome.weights) == compute_digest(self.run(OTHERS).weights)
         return said
 
 
@@ -269,7 +269,7 @@ def test_row_40_a_site_without_examples(hospitals: Hospitals, catalogue: Any) ->
     wire.bench.sites = lambda bench=wire.bench: {**catalogue.toy.Bench.sites(bench), HOSTILE: bench.site(2, 0)}
     outcome, _ = wire.play()
     assert [record.abstained for record in outcome.rounds] == [[HOSTILE], [HOSTILE], []]
-    assert digest(outcome.weights) == wire.without()
+    assert compute_digest(outcome.weights) == wire.without()
     hospitals.subset = []
     assert "there are no subjects" in hospitals.refuses()
 
@@ -280,11 +280,11 @@ def test_row_41_a_site_of_one_class(hospitals: Hospitals) -> None:
     table = hospitals.damaged / "participants.tsv"
     table.write_text(table.read_text().replace("\tM\t", "\tF\t"))
     outcome = hospitals.run()
-    assert all(record.sites_in == SITES for record in outcome.rounds)
-    figures = outcome.judgement.sites[HOSTILE]
+    assert all(record.sites_contributed == SITES for record in outcome.rounds)
+    figures = outcome.evaluation.sites[HOSTILE]
     assert "auc" not in figures
     assert math.isfinite(figures["accuracy"])
-    assert digest(outcome.weights) != digest(hospitals.run(OTHERS).weights)
+    assert compute_digest(outcome.weights) != compute_digest(hospitals.run(OTHERS).weights)
 
 
 def test_row_42_labels_outside_the_classes(hospitals: Hospitals) -> None:
@@ -299,7 +299,7 @@ def test_row_43_a_subjects_name_leaves_neither_in_answers_nor_in_logs(
 ) -> None:
     """In a run that goes well and in one that does not; over mTLS and on the server's disk: test_deployed.py."""
     caplog.set_level(logging.DEBUG)
-    assert all(record.sites_in == SITES for record in hospitals.run().rounds)
+    assert all(record.sites_contributed == SITES for record in hospitals.run().rounds)
     hospitals.refuses(("corrupt file FILE", flipped(0.5)))
     assert CANARY in str(hospitals.file(0))
     assert CANARY not in caplog.text

@@ -14,9 +14,9 @@ import zstandard
 
 from flare_sparse.errors import RejectedMessage, RoundFailed, WireError
 from flare_sparse.exchange import Patch
-from flare_sparse.federation import Rules
+from flare_sparse.federation import RoundRules
 from flare_sparse.mask import Mask
-from flare_sparse.params import Entry, Layout, digest
+from flare_sparse.params import Layout, TensorSpec, compute_digest
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES
 
@@ -89,7 +89,7 @@ def test_row_01_claims_and_bombs_beyond_the_model(wire: Any, encoding: str) -> N
     bomb = b"\1" + zstandard.compress(bytes(50_000_000))
     bombs = [("E_SIZE", sparing(lambda sent: sent.said(bomb)))] if encoding in ("bitmap", "shrink") else []
     wire.refuses(
-        ("E_SIZE", sparing(lambda sent: sent.sealed(scalars=sent.request.model.on.size + 1))),
+        ("E_SIZE", sparing(lambda sent: sent.sealed(scalars=sent.request.model.mask.size + 1))),
         ("E_SIZE", sparing(lambda sent: sent.sealed(scalars=2**60))),
         ("E_LEN", sparing(lambda sent: sent.sealed(selection_bytes=2**60))),
         *bombs,
@@ -140,14 +140,20 @@ def test_row_04_indices_that_are_unsorted_double_negative_or_too_large(wire: Any
 def test_row_05_a_second_way_to_write_the_same(wire: Any, encoding: str) -> None:
     """There are no varints. Every message has fields that must be zero; bits have padding, slices have modes."""
     own: dict[str, list[Any]] = {
-        "bitmap": [lambda sent: repacked(sent, lambda b: b.put(-1, 1)), lambda sent: sent.said(b"\7" + bytes(18))],
-        "shrink": [lambda sent: repacked(sent, lambda b: b.put(-1, 1)), lambda sent: sent.said(b"\7" + bytes(18))],
+        "bitmap": [
+            lambda sent: repacked(sent, lambda b: b.put(-1, 1)),
+            lambda sent: sent.said(b"\7" + bytes(18)),
+        ],
+        "shrink": [
+            lambda sent: repacked(sent, lambda b: b.put(-1, 1)),
+            lambda sent: sent.said(b"\7" + bytes(18)),
+        ],
         "slices": [lambda sent: sent.said(b"\7" + sent.parts.selection[1:])],
     }
-    leans = encoding in ("shared", "shrink")
-    named = [] if leans else [lambda sent: sent.sealed(known=bytes(15) + b"\1")]
+    requires_base = encoding in ("shared", "shrink")
+    named = [] if requires_base else [lambda sent: sent.sealed(base_mask=bytes(15) + b"\1")]
     wire.refuses(
-        ("E_CANON", lambda sent: sent.sealed(base=3)),
+        ("E_CANON", lambda sent: sent.sealed(base_sequence=3)),
         ("E_CANON", lambda sent: patched(sent, 11, b"\1")),
         *(("E_CANON", attack) for attack in [*named, *own.get(encoding, [])]),
     )
@@ -162,7 +168,7 @@ def test_row_06_an_index_outside_the_broadcast_mask(catalogue: Any, encoding: st
     wire = catalogue.Wire("shrink")
     asked, trainable = wire.on, wire.trainable
     beyond = Mask(torch.arange(asked.size) == int((~trainable).indices[0]))
-    rows = Mask(wire.layout.where(lambda entry: entry.name == "0.bias"))
+    rows = Mask(wire.layout.select(lambda entry: entry.name == "0.bias"))
     other = {
         "dense": Mask.full(asked.size),
         "shared": trainable,
@@ -185,8 +191,8 @@ def test_row_07_other_numbers_than_the_jobs(wire: Any, encoding: str) -> None:
     arrays = [np.float64, np.bool_, np.complex64, object]
     wire.refuses(
         ("E_DTYPE", lambda sent: sent.sealed(values=9)),
-        ("E_DTYPE", lambda sent: sent.on(encoding, sent.update.patch.on, "float16")),
-        ("E_DTYPE", lambda sent: sent.on(encoding, sent.update.patch.on, "bfloat16")),
+        ("E_DTYPE", lambda sent: sent.on(encoding, sent.update.patch.mask, "float16")),
+        ("E_DTYPE", lambda sent: sent.on(encoding, sent.update.patch.mask, "bfloat16")),
         ("E_LEN", doubles),
         *(("E_DTYPE", lambda sent, kind=kind: replace(sent, message=sent.message.astype(kind))) for kind in arrays),
     )
@@ -238,15 +244,15 @@ def test_row_10_the_memory_that_values_come_from_does_not_show(wire: Any, encodi
     def rewritten(t: int, sent: Any) -> Any:
         source = forms[t](sent.update.patch.values)
         assert not source.is_contiguous()
-        plain = replace(sent.update, patch=Patch(source.contiguous(), sent.update.patch.on))
-        strided = replace(sent.update, patch=Patch(source, sent.update.patch.on))
+        plain = replace(sent.update, patch=Patch(source.contiguous(), sent.update.patch.mask))
+        strided = replace(sent.update, patch=Patch(source, sent.update.patch.mask))
         message, expected = (sent.site.encode(sent.request, update).data for update in (strided, plain))
         assert message.tobytes() == expected.tobytes()
         return sent
 
     outcome, _ = wire.play(lambda t, s: replace(rewritten(t, s), message=np.repeat(s.message, 2)[::2]), rounds=3)
     assert all(record.rejected == {} for record in outcome.rounds)
-    assert digest(outcome.weights) == wire.undisturbed(3)
+    assert compute_digest(outcome.weights) == wire.undisturbed(3)
 
 
 def refused_each(sent: Any, messages: Any) -> set[str]:
@@ -295,24 +301,24 @@ def test_row_13_a_tensor_that_is_missing(wire: Any, encoding: str) -> None:
 
     def without_last(sent: Any) -> Any:
         if encoding not in ("dense", "shared"):
-            bias = Mask(wire.layout.where(lambda entry: entry.name in ("0.bias", "2.weight")))
-            return sent.on(encoding, sent.update.patch.on - bias)
+            bias = Mask(wire.layout.select(lambda entry: entry.name in ("0.bias", "2.weight")))
+            return sent.on(encoding, sent.update.patch.mask - bias)
         parts = replace(sent.parts, values=sent.parts.values[:-4])
         return replace(sent, message=parts.sealed(scalars=sent.parts.header.scalars - 1))
 
     wire.refuses(("E_NNZ" if encoding in ("dense", "shared") else "E_MASK", without_last))
 
 
-def of_another(wire: Any, change: Callable[[list[Entry]], list[Entry]]) -> tuple[str, Callable[[Any], Any]]:
+def of_another(wire: Any, change: Callable[[list[TensorSpec]], list[TensorSpec]]) -> tuple[str, Callable[[Any], Any]]:
     """A message of a site whose network has other tensors; their names never travel, their fingerprint does."""
-    fingerprint = Layout(tuple(change(list(wire.layout.entries)))).fingerprint
+    fingerprint = Layout(tuple(change(list(wire.layout.tensors)))).fingerprint
     return "E_LAYOUT", lambda sent: sent.sealed(layout=bytes.fromhex(fingerprint))
 
 
 @every_encoding
 def test_row_14_extra_double_and_look_alike_tensors(wire: Any, encoding: str) -> None:
     wire.refuses(
-        of_another(wire, lambda entries: [*entries, Entry("extra", (2, 2), "weight")]),
+        of_another(wire, lambda entries: [*entries, TensorSpec("extra", (2, 2), "weight")]),
         of_another(wire, lambda entries: [*entries, entries[0]]),
         of_another(wire, lambda entries: [replace(entries[0], name="0.w\u0435ight"), *entries[1:]]),
         of_another(wire, lambda entries: [replace(entries[0], name="0" * 2**20), *entries[1:]]),
@@ -333,14 +339,14 @@ def test_row_16_an_empty_selection_abstains(catalogue: Any, encoding: str) -> No
     def empty(t: int, sent: Any) -> Any:
         if t == 1 or encoding in ("dense", "shared"):
             return sent.sealed(content=3)
-        return sent.on(encoding, Mask.none(sent.update.patch.on.size))
+        return sent.on(encoding, Mask.empty(sent.update.patch.mask.size))
 
     outcome, _ = wire.play(empty)
     *training, last = outcome.rounds
-    assert all(record.abstained == ["site-2"] and record.rejected == {} and record.balances for record in training)
-    assert all(record.sites_in == ["site-1", "site-3"] for record in training)
-    assert len(last.sites_in) == 3
-    assert digest(outcome.weights) == wire.without()
+    assert all(record.abstained == ["site-2"] and record.rejected == {} and record.is_balanced for record in training)
+    assert all(record.sites_contributed == ["site-1", "site-3"] for record in training)
+    assert len(last.sites_contributed) == 3
+    assert compute_digest(outcome.weights) == wire.without()
 
 
 @every_encoding
@@ -355,9 +361,9 @@ def test_row_17_a_round_in_which_all_are_empty(wire: Any, encoding: str) -> None
     everybody = ("site-1", "site-2", "site-3")
     outcome, _ = wire.play(first_time, hostile=everybody)
     assert [record.attempts for record in outcome.rounds] == [1, 2, 1]
-    assert digest(outcome.weights) == wire.undisturbed()
+    assert compute_digest(outcome.weights) == wire.undisturbed()
     with pytest.raises(RoundFailed, match="0 of 3 sites contributed") as caught:
-        wire.play(lambda t, sent: sent.sealed(content=3), hostile=everybody, rules=Rules(retries=1))
+        wire.play(lambda t, sent: sent.sealed(content=3), hostile=everybody, rules=RoundRules(retries=1))
     assert caught.value.code == "E_QUORUM"
 
 
@@ -367,16 +373,16 @@ def test_row_18_other_ranks_than_a_sites_own(catalogue: Any, method: str) -> Non
     ranks = {} if method == "ffa_lora" else {"rank": 3, "ranks": {"site-2": 2}}
     wire = catalogue.Ready(method, task="Adapted", **ranks)
     slots = wire.method(1).slots
-    uneven = (slots.first(2) & slots.factors["A"]) | (slots.first(1) & slots.factors["B"])
-    wrong = [slots.rest, slots.first(slots.rank) | slots.rest, uneven | slots.rest]
+    uneven = (slots.select_first(2) & slots.factors["A"]) | (slots.select_first(1) & slots.factors["B"])
+    wrong = [slots.rest, slots.select_first(slots.rank) | slots.rest, uneven | slots.rest]
     if method != "hetlora":  # whose sites may give up their last rank
-        wrong.append(slots.first(1) | slots.rest)
+        wrong.append(slots.select_first(1) | slots.rest)
     if method != "ffa_lora":  # whose sites send all of B
         wrong.append(slots.factors["B"] | slots.rest)
     wrong.append(slots.factors["A"] | slots.rest)
 
     def part_of_a_slot(sent: Any) -> Any:
-        on = sent.update.patch.on
+        on = sent.update.patch.mask
         return sent.on("bitmap", on - Mask(torch.arange(on.size) == int(on.indices[0])))
 
     wire.refuses(
@@ -399,5 +405,5 @@ def test_row_20_unknown_versions_and_flags(wire: Any, encoding: str) -> None:
         ("E_VERSION", lambda sent: sent.sealed(encoding=99)),
         ("E_VERSION", lambda sent: sent.sealed(trainable=99)),
         ("E_VERSION", lambda sent: sent.sealed(content=9)),
-        ("E_VERSION", lambda sent: sent.sealed(over=9)),
+        ("E_VERSION", lambda sent: sent.sealed(base=9)),
     )

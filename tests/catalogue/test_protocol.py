@@ -18,16 +18,16 @@ from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 
 from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.server import Held, ServerDesk
-from flare_sparse.endpoints.site import SiteDesk
-from flare_sparse.errors import NotHeld, RejectedMessage
+from flare_sparse.endpoints.server import ServerEndpoint, SiteBase
+from flare_sparse.endpoints.site import SiteEndpoint
+from flare_sparse.errors import MissingBase, RejectedMessage
 from flare_sparse.exchange import Patch, Request
 from flare_sparse.flare.aggregator import StagingAggregator
 from flare_sparse.flare.filters import DecodeUpdate
 from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
 from flare_sparse.flare.session import ServerSession
 from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, digest
+from flare_sparse.params import Layout, compute_digest
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.ledger import Ledger
 
@@ -54,21 +54,24 @@ def test_row_22_an_answer_under_another_mask(wire: Any, encoding: str) -> None:
 
     The others say their entries themselves and must name no mask; other entries than asked for are row 6.
     """
-    leans = encoding in ("shared", "shrink")
+    requires_base = encoding in ("shared", "shrink")
     wire.refuses(
-        *[("E_NOT_HELD" if leans else "E_CANON", lambda sent: sent.sealed(known=b"another mask....")) for _ in "12"]
+        *[
+            ("E_NOT_HELD" if requires_base else "E_CANON", lambda sent: sent.sealed(base_mask=b"another mask...."))
+            for _ in "12"
+        ]
     )
-    if leans:
+    if requires_base:
         asked: list[int] = []
 
         def once(t: int, sent: Any) -> Any:
             asked.append(t)
-            return sent.sealed(known=b"another mask....") if asked.count(t) == 1 else sent
+            return sent.sealed(base_mask=b"another mask....") if asked.count(t) == 1 else sent
 
         outcome, _ = wire.play(once)
         assert asked == [1, 1, 2, 2]
         assert [record.attempts for record in outcome.rounds] == [1, 1, 1]
-        assert digest(outcome.weights) == wire.undisturbed()
+        assert compute_digest(outcome.weights) == wire.undisturbed()
 
 
 @pytest.mark.parametrize("values", ["float32", "float16", "bfloat16"])
@@ -79,7 +82,7 @@ def test_row_22_a_site_that_asks_for_everything_again_changes_nobody_elses_bits(
     """What a short format has rounded off is not spent on the site that lost its mask, nor is a patch sent whole."""
 
     def asks_again(sent: Any) -> Any:
-        raise NotHeld("E_NOT_HELD", "known", "a mask", "nothing")
+        raise MissingBase("E_NOT_HELD", "known", "a mask", "nothing")
 
     catalogue.Ready(name, values).refuses(*[("E_NOT_HELD", asks_again)] * 3)
 
@@ -87,11 +90,11 @@ def test_row_22_a_site_that_asks_for_everything_again_changes_nobody_elses_bits(
 @every_encoding
 def test_row_23_another_base(wire: Any, encoding: str) -> None:
     """Of a frozen base, of the vector that the site was sent, and of one that no answer may lean on."""
-    other = Layout(wire.layout.entries, base="0" * 64)
+    other = Layout(wire.layout.tensors, base="0" * 64)
     wire.refuses(
         ("E_LAYOUT", lambda sent: sent.sealed(layout=bytes.fromhex(other.fingerprint))),
         ("E_REPLAY", lambda sent: sent.sealed(sequence=sent.parts.header.sequence - 1)),
-        ("E_NOT_HELD", lambda sent: sent.sealed(over=1, base=1)),
+        ("E_NOT_HELD", lambda sent: sent.sealed(base=1, base_sequence=1)),
         ("E_RUN", lambda sent: sent.sealed(run=bytes(7) + b"\1")),
     )
 
@@ -111,7 +114,7 @@ def test_row_24_the_same_answer_again(wire: Any, encoding: str) -> None:
     outcome, _ = wire.play(again, rounds=3)
     assert [record.rejected for record in outcome.rounds] == [{}, {"site-2": "E_ROUND"}, {"site-2": "E_REPLAY"}, {}]
     silent, _ = wire.play(lambda t, sent: sent if t == 1 else None, rounds=3)
-    assert digest(outcome.weights) == digest(silent.weights)
+    assert compute_digest(outcome.weights) == compute_digest(silent.weights)
 
 
 @every_encoding
@@ -131,7 +134,7 @@ def test_row_25_two_answers_in_one_round(wire: Any, encoding: str) -> None:
         return first
 
     outcome, _ = wire.play(twice)
-    assert digest(outcome.weights) == wire.undisturbed()
+    assert compute_digest(outcome.weights) == wire.undisturbed()
 
 
 def from_(site: str, result: Shareable | None = None) -> Shareable:
@@ -160,7 +163,7 @@ def test_row_26_a_site_that_calls_itself_another_or_was_not_asked(wire: Any, enc
 
     def as_site_1(sent: Any) -> Any:
         session = ServerSession()
-        session.desk = sent.server
+        session.endpoint = sent.server
         engine = SimpleNamespace(get_component=lambda name: session, fire_event=lambda *event: None)
         peer = FLContextManager(identity_name="site-1").new_context()
         context = FLContextManager(engine=engine, identity_name="server", job_id="job").new_context()
@@ -181,7 +184,7 @@ def test_row_27_weights_where_differences_were_asked_for(wire: Any, encoding: st
     wire.refuses(
         ("E_KIND", lambda sent: sent.sealed(content=0)),
         ("E_KIND", lambda sent: sent.sealed(content=2)),
-        ("E_KIND", lambda sent: sent.sealed(kind="validate")),
+        ("E_KIND", lambda sent: sent.sealed(kind="evaluate")),
         ("E_KIND", lambda sent: replace(sent, message=question(sent))),
     )
 
@@ -191,11 +194,16 @@ def question(sent: Any) -> np.ndarray:
     from flare_sparse.wire.codec import encode
     from flare_sparse.wire.plan import Plan
 
-    request, desk = sent.request, sent.server
+    request, endpoint = sent.request, sent.server
     plan = Plan(
-        desk.layout, desk.run, known=request.trainable, sequence=desk._sequence, round=request.round, kind="train"
+        endpoint.layout,
+        endpoint.run,
+        base_mask=request.trainable,
+        sequence=endpoint._sequence,
+        round=request.round,
+        kind="train",
     )
-    return encode(sent.update.patch, plan, content="difference", trainable=sent.update.patch.on).data
+    return encode(sent.update.patch, plan, content="delta", trainable=sent.update.patch.mask).data
 
 
 class Asked:
@@ -207,8 +215,8 @@ class Asked:
         settings = {"rank": 4, "ranks": {"site-2": 2}} if method in ("flexlora", "hetlora", "lora_a2") else {}
         self.made = self.bench.method(method, **settings)
         self.site = self.bench.site(2)
-        self.desk = SiteDesk(self.site, self.made, catalogue.RUN, "float32")
-        self.server = ServerDesk(self.bench.layout, catalogue.RUN, "float32", Ledger())
+        self.endpoint = SiteEndpoint(self.site, self.made, catalogue.RUN, "float32")
+        self.server = ServerEndpoint(self.bench.layout, catalogue.RUN, "float32", Ledger())
         self.trained = 0
         train = self.site.train
 
@@ -226,19 +234,19 @@ def test_row_28_a_site_refuses_what_it_cannot_check(catalogue: Any) -> None:
     """A mask that it does not hold, weights that are no numbers, a question that was changed: no step is trained."""
     asked = Asked(catalogue)
     everything = Mask.full(asked.bench.layout.size)
-    good = asked.message(Patch.of(asked.bench.weights, everything), everything)
+    good = asked.message(Patch.from_vector(asked.bench.weights, everything), everything)
     changed = good.copy()
     changed[-12] ^= 1
     parts = catalogue.Parts.of(good)
     part = Mask(torch.arange(everything.size) % 2 == 0)
-    asked.server._held["site-2"] = Held(part, 0)
-    leaning = asked.message(Patch.of(asked.bench.weights, part), part)
+    asked.server._held["site-2"] = SiteBase(part, 0)
+    leaning = asked.message(Patch.from_vector(asked.bench.weights, part), part)
     nan = replace(parts, values=np.full(1, np.nan, "<f4").tobytes() + parts.values[4:]).sealed()
     for code, bad in (("E_CRC", changed), ("E_FINITE", nan), ("E_NOT_HELD", leaning)):
-        with pytest.raises((RejectedMessage, NotHeld), match=code):
-            asked.desk.receive(bad)
+        with pytest.raises((RejectedMessage, MissingBase), match=code):
+            asked.endpoint.receive(bad)
     assert asked.trained == 0
-    asked.desk.answer(asked.desk.receive(good))
+    asked.endpoint.answer(asked.endpoint.receive(good))
     assert asked.trained == 1
 
 
@@ -247,12 +255,14 @@ def test_row_28_a_site_refuses_a_rank_beyond_its_own(catalogue: Any, method: str
     """The rank stands in the site's copy of the job; with lora_a2 the site chooses by it and no question says another."""
     asked = Asked(catalogue, method, "Adapted")
     beyond = asked.made.held(3)
-    request = asked.desk.receive(asked.message(Patch.of(asked.bench.weights, beyond), beyond))
+    request = asked.endpoint.receive(asked.message(Patch.from_vector(asked.bench.weights, beyond), beyond))
     with pytest.raises(RejectedMessage, match="E_MASK"):
-        asked.desk.answer(request)
+        asked.endpoint.answer(request)
     assert asked.trained == 0
     within = asked.made.held(2)
-    asked.desk.answer(asked.desk.receive(asked.message(Patch.of(asked.bench.weights, within), within, 2)))
+    asked.endpoint.answer(
+        asked.endpoint.receive(asked.message(Patch.from_vector(asked.bench.weights, within), within, 2))
+    )
     assert asked.trained == 1
 
 
@@ -260,18 +270,18 @@ def test_row_29_a_server_that_goes_back(catalogue: Any, tmp_path: Path) -> None:
     """A site that is running refuses an earlier question; one that was started anew goes back with the server."""
     asked = Asked(catalogue)
     everything = Mask.full(asked.bench.layout.size)
-    asked.desk.store = Store(tmp_path / "site", {})
-    messages = [asked.message(Patch.of(asked.bench.weights, everything), everything, t) for t in (1, 2)]
+    asked.endpoint.store = Store(tmp_path / "site", {})
+    messages = [asked.message(Patch.from_vector(asked.bench.weights, everything), everything, t) for t in (1, 2)]
     answers = []
     for message in messages:
-        request = asked.desk.receive(message)
-        answers.append(asked.desk.encode(request, asked.desk.answer(request)).data.tobytes())
+        request = asked.endpoint.receive(message)
+        answers.append(asked.endpoint.encode(request, asked.endpoint.answer(request)).data.tobytes())
     for message in messages:
         with pytest.raises(RejectedMessage, match="E_REPLAY"):
-            asked.desk.receive(message)
-    anew = SiteDesk(asked.bench.site(2), asked.made, catalogue.RUN, "float32", Store(tmp_path / "site", {}))
+            asked.endpoint.receive(message)
+    anew = SiteEndpoint(asked.bench.site(2), asked.made, catalogue.RUN, "float32", Store(tmp_path / "site", {}))
     request = anew.receive(messages[1])
     assert anew.encode(request, anew.answer(request)).data.tobytes() == answers[1]
-    of_another_run = SiteDesk(asked.bench.site(2), asked.made, "f" * 16, "float32")
+    of_another_run = SiteEndpoint(asked.bench.site(2), asked.made, "f" * 16, "float32")
     with pytest.raises(RejectedMessage, match="E_RUN"):
         of_another_run.receive(messages[0])

@@ -101,7 +101,7 @@ def test_whatever_call_fails_the_old_or_the_new_one_is_there_whole(
 def test_the_last_two_are_kept_and_a_damaged_one_is_passed_over(store: Store) -> None:
     for number in (1, 2, 3):
         store.save(number, content(number))
-    assert store.numbers() == [2, 3]
+    assert store.list_numbers() == [2, 3]
     for name in (TENSORS, MANIFEST):
         path = store.folder / "00000003" / name
         whole = path.read_bytes()
@@ -118,15 +118,15 @@ def test_the_last_two_are_kept_and_a_damaged_one_is_passed_over(store: Store) ->
 def test_one_that_is_spared_stays_as_long_as_it_is(store: Store) -> None:
     for number in (1, 2, 3, 4):
         store.save(number, content(number), spared=1)
-    assert store.numbers() == [1, 3, 4]
+    assert store.list_numbers() == [1, 3, 4]
     store.save(5, content(5))
-    assert store.numbers() == [4, 5]
+    assert store.list_numbers() == [4, 5]
 
 
 def test_none_is_found_where_none_is(store: Store) -> None:
     assert store.load(Content) is None
     store.save(4, content(4))
-    store.drop(4)
+    store.delete(4)
     assert store.load(Content) is None
 
 

@@ -17,8 +17,8 @@ from flare_sparse.cli import app
 from flare_sparse.cli.local import rehearse_config
 from flare_sparse.config import load_config
 from flare_sparse.errors import ConfigError
-from flare_sparse.params import Entry, Layout
-from flare_sparse.runs.model_files import load_mask, load_model, save_model
+from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.runs.model_files import load_mask, read_model, save_model
 
 
 def write_images(path: Path, seed: int, count: int = 24) -> None:
@@ -123,11 +123,11 @@ def test_a_model_and_its_mask_are_read_back_and_not_mistaken_for_each_other(fini
     from flare_sparse.assemble import assemble
 
     assembly = assemble(load_config(finished / "run" / "config.yaml"))
-    vector = load_model(finished / "run" / "model.safetensors", assembly.layout)
+    vector = read_model(finished / "run" / "model.safetensors", assembly.layout)
     assert vector.shape == (assembly.layout.size,)
     assert load_mask(finished / "run" / "mask.safetensors", assembly.layout).size == assembly.layout.size
     with pytest.raises(ConfigError, match=r"expected tensors of torch\.bool"):
         load_mask(finished / "run" / "model.safetensors", assembly.layout)
-    save_model(tmp_path / "m", Layout((Entry("a", (2,)),)), vector[:2])
+    save_model(tmp_path / "m", Layout((TensorSpec("a", (2,)),)), vector[:2])
     with pytest.raises(ConfigError, match="another network"):
-        load_model(tmp_path / "m", Layout((Entry("b", (2,)),)))
+        read_model(tmp_path / "m", Layout((TensorSpec("b", (2,)),)))

@@ -42,7 +42,7 @@ class LineConfig(TaskConfig):
     scale: float = Field(1.0, description="of the numbers in an example")
 
 
-class Line(Task):
+class LedgerLine(Task):
     """Predict the sum of a few numbers; each site's folder must hold a file ``ok``."""
 
     Config = LineConfig
@@ -75,7 +75,7 @@ class Line(Task):
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two sites, both with data."""
-    monkeypatch.setitem(TASKS, "line", Line)
+    monkeypatch.setitem(TASKS, "line", LedgerLine)
     for site in ("site-1", "site-2"):
         (tmp_path / site).mkdir()
         (tmp_path / site / "ok").touch()

@@ -17,7 +17,7 @@ from flare_sparse.data.volumes import preparation, read_voxels
 from flare_sparse.errors import DataError
 
 
-def digest(folder: Path, pattern: str = "**/*") -> dict[str, str]:
+def compute_digest(folder: Path, pattern: str = "**/*") -> dict[str, str]:
     files = sorted(file for file in folder.glob(pattern) if file.is_file())
     return {str(f.relative_to(folder)): sha256(f.read_bytes()).hexdigest() for f in files}
 
@@ -41,11 +41,11 @@ def test_it_is_bids(tmp_path: Path) -> None:
 def test_same_seed_same_bytes_and_more_subjects_leave_the_others(tmp_path: Path) -> None:
     shape = (20, 24, 20)
     one, two = (write_phantoms(tmp_path / name, 2, 2, seed=7, shape=shape) for name in ("one", "two"))
-    assert digest(one) == digest(two)
-    more = digest(write_phantoms(tmp_path / "more", 3, 4, seed=7, shape=shape), "sub-*/**/*")
-    assert digest(one, "sub-*/**/*").items() <= more.items()
+    assert compute_digest(one) == compute_digest(two)
+    more = compute_digest(write_phantoms(tmp_path / "more", 3, 4, seed=7, shape=shape), "sub-*/**/*")
+    assert compute_digest(one, "sub-*/**/*").items() <= more.items()
     other = write_phantoms(tmp_path / "other", 2, 2, seed=8, shape=shape)
-    assert not set(digest(one, "sub-*/**/*").values()) & set(digest(other, "sub-*/**/*").values())
+    assert not set(compute_digest(one, "sub-*/**/*").values()) & set(compute_digest(other, "sub-*/**/*").values())
 
 
 def test_ventricles_widen_and_the_cortex_thins_with_age() -> None:

@@ -11,24 +11,24 @@ import torch
 import toy
 
 from flare_sparse.checkpoint.store import Store
-from flare_sparse.encryption import PRECISION, Contexts, ServerCipher, SiteCipher
-from flare_sparse.endpoints.server import ServerDesk
-from flare_sparse.endpoints.site import SiteDesk
+from flare_sparse.encryption import PRECISION, KeyContexts, ServerCipher, SiteCipher
+from flare_sparse.endpoints.server import ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import RejectedMessage, RoundFailed
-from flare_sparse.exchange import Patch, Sealed, Update
+from flare_sparse.exchange import EncryptedValues, Patch, Update
 from flare_sparse.federation import Federation
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS
 from flare_sparse.wire.ledger import Ledger
 
 RUN = "0" * 16
-SUMMABLE = [name for name in METHODS if not METHODS[name].Config().against_encryption]
+SUMMABLE = [name for name in METHODS if not METHODS[name].Config().encryption_blocker]
 SGD = {"optimizer": "sgd", "lr": 0.01}
 
 
 @cache
-def contexts() -> Contexts:
-    return Contexts.new()
+def contexts() -> KeyContexts:
+    return KeyContexts.generate()
 
 
 def run(name: str, *, encrypted: bool, **more: Any) -> Any:
@@ -36,12 +36,12 @@ def run(name: str, *, encrypted: bool, **more: Any) -> Any:
     settings = {"rounds": 3, "training": SGD, **more.pop("settings", {})}
     method, sites = bench.method(name, **settings), bench.sites()
     keys = contexts() if encrypted else None
-    return rehearse(method, bench.weights, sites, bench.task.metric, contexts=keys, **more)
+    return run_locally(method, bench.weights, sites, bench.task.metric, contexts=keys, **more)
 
 
 def opened(outcome: Any) -> torch.Tensor:
     cipher = SiteCipher(contexts().client)
-    return Patch(cipher.open(outcome.sealed, outcome.mask.count), outcome.mask).vector()
+    return Patch(cipher.decrypt(outcome.encrypted, outcome.mask.count), outcome.mask).to_vector()
 
 
 def test_which_methods_sum_only() -> None:
@@ -65,7 +65,7 @@ def test_a_whole_run_ends_where_the_plain_one_does(name: str) -> None:
     plain, _ = run(name, encrypted=False)
     secret, _ = run(name, encrypted=True)
     assert torch.allclose(opened(secret), plain.weights, rtol=0, atol=1e-5)
-    assert secret.judgement.overall == pytest.approx(plain.judgement.overall, rel=1e-4)
+    assert secret.evaluation.overall == pytest.approx(plain.evaluation.overall, rel=1e-4)
     assert secret.best.round == plain.best.round
 
 
@@ -74,9 +74,9 @@ def test_the_server_holds_no_weight_that_it_could_read(name: str) -> None:
     """Everywhere a trained value would stand there is NaN; zeros are the masked entries, which are known to be zero."""
     secret, _ = run(name, encrypted=True)
     for weights, mask in ((secret.weights, secret.mask), (secret.best.weights, secret.best.mask)):
-        assert bool(weights[mask.on].isnan().all())
-        assert not bool(weights[~mask.on].any())
-    assert bool(secret.state.weights[secret.mask.on].isnan().all())
+        assert bool(weights[mask.bits].isnan().all())
+        assert not bool(weights[~mask.bits].any())
+    assert bool(secret.state.weights[secret.mask.bits].isnan().all())
 
 
 def test_the_ledger_counts_ciphertexts() -> None:
@@ -89,7 +89,7 @@ def test_the_ledger_counts_ciphertexts() -> None:
         assert line.scalars_sent == secret.mask.count
         assert 230_000 < line.payload_bytes < 240_000 if fresh else 125_000 < line.payload_bytes < 135_000
         assert line.payload_bytes - 200 < line.floor_bytes <= line.payload_bytes
-    assert {line.content for line in ledger.lines if line.values != "ckks"} == {"scores", "weights", "nothing"}
+    assert {line.content for line in ledger.lines if line.values != "ckks"} == {"scores", "weights", "metrics"}
 
 
 class Loop:
@@ -98,10 +98,10 @@ class Loop:
     def __init__(self, strangers: tuple[str, ...] = ()):
         self.bench = toy.Bench()
         self.method = self.bench.method("neurosfl", training=SGD)
-        self.server = ServerDesk(self.bench.layout, RUN, "float32", Ledger(), ServerCipher(contexts().server))
-        keys = {True: Contexts.new(), False: contexts()}
-        self.desks = {
-            name: SiteDesk(site, self.method, RUN, "float32", cipher=SiteCipher(keys[name in strangers].client))
+        self.server = ServerEndpoint(self.bench.layout, RUN, "float32", Ledger(), ServerCipher(contexts().server))
+        keys = {True: KeyContexts.generate(), False: contexts()}
+        self.endpoints = {
+            name: SiteEndpoint(site, self.method, RUN, "float32", cipher=SiteCipher(keys[name in strangers].client))
             for name, site in self.bench.sites().items()
         }
         self.spoil: dict[tuple[int, str], Any] = {}
@@ -109,12 +109,12 @@ class Loop:
     def carry(self, question: Any) -> dict[str, Any]:
         replies: dict[str, Any] = {}
         for name, message in question.messages.items():
-            desk = self.desks[name]
+            endpoint = self.endpoints[name]
             try:
-                request = desk.receive(message)
-                update = desk.answer(request)
-                update = self.spoil.get((question.round, name), lambda desk, update: update)(desk, update)
-                data = desk.encode(request, update).data
+                request = endpoint.receive(message)
+                update = endpoint.answer(request)
+                update = self.spoil.get((question.round, name), lambda endpoint, update: update)(endpoint, update)
+                data = endpoint.encode(request, update).data
                 replies[name] = self.server.decode(name, data, update.examples, update.metrics)
             except RejectedMessage as error:
                 replies[name] = error
@@ -122,35 +122,35 @@ class Loop:
 
     def run(self) -> Any:
         federation = Federation(self.method, self.server, self.bench.task.metric)
-        return federation.run(self.bench.weights, lambda: sorted(self.desks), self.carry)
+        return federation.run(self.bench.weights, lambda: sorted(self.endpoints), self.carry)
 
 
-def in_the_clear(desk: SiteDesk, update: Update) -> Update:
-    desk.cipher = None
+def in_the_clear(endpoint: SiteEndpoint, update: Update) -> Update:
+    endpoint.cipher = None
     return update
 
 
-def not_a_number(desk: SiteDesk, update: Update) -> Update:
+def not_a_number(endpoint: SiteEndpoint, update: Update) -> Update:
     values = update.patch.values.clone()
     values[3] = float("nan")
-    return Update(Patch(values, update.patch.on), update.content, update.examples, update.metrics)
+    return Update(Patch(values, update.patch.mask), update.content, update.examples, update.metrics)
 
 
-def too_large(desk: SiteDesk, update: Update) -> Update:
-    return Update(Patch(update.patch.values + 1e6, update.patch.on), update.content, update.examples, update.metrics)
+def too_large(endpoint: SiteEndpoint, update: Update) -> Update:
+    return Update(Patch(update.patch.values + 1e6, update.patch.mask), update.content, update.examples, update.metrics)
 
 
 class Broken(SiteCipher):
     """Spoils what it encrypts."""
 
-    def seal(self, values: torch.Tensor) -> Sealed:
-        data = super().seal(values).data.clone()
+    def encrypt(self, values: torch.Tensor) -> EncryptedValues:
+        data = super().encrypt(values).data.clone()
         data[-200:-100] = 0
-        return Sealed(data)
+        return EncryptedValues(data)
 
 
-def garbage(desk: SiteDesk, update: Update) -> Update:
-    desk.cipher = Broken(contexts().client)
+def garbage(endpoint: SiteEndpoint, update: Update) -> Update:
+    endpoint.cipher = Broken(contexts().client)
     return update
 
 
@@ -163,14 +163,14 @@ def test_a_bad_answer_is_left_out_of_the_sum(spoil: Any, code: str) -> None:
     loop.spoil = {(2, "site-2"): spoil}
     outcome = loop.run()
     assert outcome.rounds[2].rejected == {"site-2": code}
-    assert outcome.rounds[2].sites_in == ["site-1", "site-3"]
+    assert outcome.rounds[2].sites_contributed == ["site-1", "site-3"]
     assert bool(opened(outcome).isfinite().all())
 
 
 def test_a_site_with_another_key_is_named_and_the_others_go_on() -> None:
     outcome = Loop(strangers=("site-1",)).run()
     assert outcome.rounds[1].rejected == {"site-1": "E_KEY"}
-    assert outcome.rounds[1].sites_in == ["site-2", "site-3"]
+    assert outcome.rounds[1].sites_contributed == ["site-2", "site-3"]
     assert bool(opened(outcome).isfinite().all())
 
 
@@ -206,12 +206,12 @@ def test_a_run_does_not_go_on_under_other_keys(tmp_path: Path) -> None:
     bench = toy.Bench()
     method = bench.method("neurosfl", training=SGD)
     with pytest.raises(RoundFailed, match="E_KEY"):
-        rehearse(
+        run_locally(
             method,
             bench.weights,
             bench.sites(),
             bench.task.metric,
             stores=stores,
             resume=True,
-            contexts=Contexts.new(),
+            contexts=KeyContexts.generate(),
         )

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flare_sparse.endpoints.server import Question
+from flare_sparse.endpoints.server import Attempt
 from flare_sparse.errors import WireError
 from flare_sparse.exchange import Patch, Update
-from flare_sparse.federation import Rules
-from flare_sparse.federation.learning import learned_from
-from flare_sparse.federation.replies import Tally, reason_of
+from flare_sparse.federation import RoundRules
+from flare_sparse.federation.learning import learn_from
+from flare_sparse.federation.replies import AttemptResult, get_reason_code
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.params import Layout
 
-LAYOUT = Layout.of(nn.Linear(3, 1))
+LAYOUT = Layout.from_module(nn.Linear(3, 1))
 FULL = Mask.full(LAYOUT.size)
 METHOD = METHODS["fedavg"](METHODS["fedavg"].Config(rounds=1), LAYOUT, 1)
 
@@ -30,10 +30,10 @@ class Desk:
     largest: float = 2.0**60
     light: frozenset[str] = frozenset()
 
-    def sayable(self, model: Patch) -> bool:
+    def is_encodable(self, model: Patch) -> bool:
         return bool((model.values.abs() <= self.largest).all())
 
-    def too_light(self, updates: list[Update]) -> set[str]:
+    def find_underweight_sites(self, updates: list[Update]) -> set[str]:
         return set(self.light)
 
 
@@ -41,19 +41,21 @@ def answer(site: str, value: float, examples: int = 10) -> Update:
     return Update(Patch(torch.full((LAYOUT.size,), value), FULL), "weights", examples, site=site)
 
 
-def tally(*answers: Update) -> Tally:
-    return Tally(Question(1, "train", 1, {}), list(answers), {}, [])
+def tally(*answers: Update) -> AttemptResult:
+    return AttemptResult(Attempt(1, "train", 1, {}), list(answers), {}, [])
 
 
-def learned(desk: Desk, rules: Rules, *answers: Update, quorum: int = 1) -> tuple[Tally, Tensor | None]:
+def learned(
+    endpoint: Desk, rules: RoundRules, *answers: Update, quorum: int = 1
+) -> tuple[AttemptResult, Tensor | None]:
     state = METHOD.init(torch.zeros(LAYOUT.size), [])
-    after, found = learned_from(tally(*answers), state, METHOD, desk, rules, lambda them: len(them) >= quorum)  # type: ignore[arg-type]
+    after, found = learn_from(tally(*answers), state, METHOD, endpoint, rules, lambda them: len(them) >= quorum)  # type: ignore[arg-type]
     return after, None if found is None else found.state.weights
 
 
 def test_the_answer_with_the_largest_values_is_refused_until_there_is_a_model() -> None:
     loud = [answer("a", 1.0), answer("b", 3.0), answer("c", 5.0)]
-    after, weights = learned(Desk(largest=1.5), Rules(), *loud)
+    after, weights = learned(Desk(largest=1.5), RoundRules(), *loud)
     assert after.rejected == {"c": "E_RANGE", "b": "E_RANGE"}
     assert [update.site for update in after.answered] == ["a"]
     assert weights is not None
@@ -61,15 +63,15 @@ def test_the_answer_with_the_largest_values_is_refused_until_there_is_a_model() 
 
 
 def test_below_the_quorum_nothing_is_learned() -> None:
-    after, weights = learned(Desk(largest=1.5), Rules(), answer("a", 1.0), answer("b", 3.0), quorum=2)
+    after, weights = learned(Desk(largest=1.5), RoundRules(), answer("a", 1.0), answer("b", 3.0), quorum=2)
     assert (after.rejected, weights) == ({"b": "E_RANGE"}, None)
 
 
 def test_answers_are_weighed_and_shortened_before_they_are_learned_from() -> None:
     state = METHOD.init(torch.zeros(LAYOUT.size), [])
     sites = [answer("a", 1.0, 10), answer("b", 1.0, 10), answer("c", 100.0, 1000), answer("d", 9.0, 10)]
-    rules = Rules(max_share=0.5, clip_norm=4.0)
-    _, found = learned_from(
+    rules = RoundRules(max_share=0.5, clip_norm=4.0)
+    _, found = learn_from(
         tally(*sites),
         state,
         METHOD,
@@ -85,12 +87,12 @@ def test_answers_are_weighed_and_shortened_before_they_are_learned_from() -> Non
 
 
 def test_what_carries_nothing_is_no_contribution() -> None:
-    empty = Update(Patch.empty(LAYOUT.size), "nothing", 10, site="a")
+    empty = Update(Patch.empty(LAYOUT.size), "metrics", 10, site="a")
     answers = tally(empty, answer("b", 1.0), answer("c", 1.0, 0))
     assert [update.site for update in answers.contributed] == ["b"]
 
 
 def test_a_rejection_has_a_code_whatever_it_was() -> None:
-    assert reason_of("E_SITE") == "E_SITE"
-    assert reason_of(ValueError("x")) == "ValueError"
-    assert reason_of(WireError("E_SHORT", "header", 128, 3, "a")) == "E_SHORT"
+    assert get_reason_code("E_SITE") == "E_SITE"
+    assert get_reason_code(ValueError("x")) == "ValueError"
+    assert get_reason_code(WireError("E_SHORT", "header", 128, 3, "a")) == "E_SHORT"

@@ -10,16 +10,16 @@ import pytest
 import torch
 import toy
 
-from flare_sparse.aggregation.weighted import by_examples, count_average, uniform, weighted_sum
+from flare_sparse.aggregation.weighted import average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
 from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.server import ServerDesk
-from flare_sparse.endpoints.site import SiteDesk
-from flare_sparse.errors import CheckpointError, NotHeld, RejectedMessage, RoundFailed
+from flare_sparse.endpoints.server import ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
+from flare_sparse.errors import CheckpointError, MissingBase, RejectedMessage, RoundFailed
 from flare_sparse.exchange import Patch, Update
-from flare_sparse.federation import Federation, Rules
-from flare_sparse.local.run import rehearse
+from flare_sparse.federation import Federation, RoundRules
+from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
-from flare_sparse.params import digest
+from flare_sparse.params import compute_digest
 from flare_sparse.wire.ledger import Ledger
 
 RUN = "0" * 16
@@ -28,10 +28,10 @@ RUN = "0" * 16
 class Loop:
     """A federation in this process, with a hand in every message."""
 
-    def __init__(self, bench: Any, name: str = "fedsparsify", rules: Rules | None = None, **settings: Any):
+    def __init__(self, bench: Any, name: str = "fedsparsify", rules: RoundRules | None = None, **settings: Any):
         self.bench, self.method = bench, bench.method(name, **settings)
-        self.server = ServerDesk(bench.layout, RUN, "float32", Ledger())
-        self.desks = {n: SiteDesk(site, self.method, RUN, "float32") for n, site in bench.sites().items()}
+        self.server = ServerEndpoint(bench.layout, RUN, "float32", Ledger())
+        self.endpoints = {n: SiteEndpoint(site, self.method, RUN, "float32") for n, site in bench.sites().items()}
         self.federation = Federation(self.method, self.server, bench.task.metric, rules)
         self.tamper: Callable[[int, str, Any], Any] = lambda sequence, site, reply: reply
         self.forget: set[tuple[int, str]] = set()
@@ -40,21 +40,21 @@ class Loop:
         replies: dict[str, Any] = {}
         for name, message in question.messages.items():
             if (question.sequence, name) in self.forget:
-                self.desks[name] = SiteDesk(self.bench.sites()[name], self.method, RUN, "float32")
-            desk = self.desks[name]
+                self.endpoints[name] = SiteEndpoint(self.bench.sites()[name], self.method, RUN, "float32")
+            endpoint = self.endpoints[name]
             try:
-                request = desk.receive(message)
-                update = desk.answer(request)
-                sent = [desk.encode(request, update).data.copy(), update.examples, update.metrics]
+                request = endpoint.receive(message)
+                update = endpoint.answer(request)
+                sent = [endpoint.encode(request, update).data.copy(), update.examples, update.metrics]
                 sent = self.tamper(question.sequence, name, sent)
                 if sent is not None:
                     replies[name] = self.server.decode(name, *sent)
-            except (RejectedMessage, NotHeld) as error:
+            except (RejectedMessage, MissingBase) as error:
                 replies[name] = error
         return replies
 
     def run(self) -> Any:
-        return self.federation.run(self.bench.weights, lambda: sorted(self.desks), self.carry)
+        return self.federation.run(self.bench.weights, lambda: sorted(self.endpoints), self.carry)
 
 
 def bench() -> Any:
@@ -66,24 +66,24 @@ def test_a_site_that_lost_what_it_held_is_sent_everything_in_the_same_round(name
     loop = Loop(bench(), name)
     loop.forget = {(3, "site-2")}
     outcome = loop.run()
-    assert all(record.sites_in == ["site-1", "site-2", "site-3"] for record in outcome.rounds)
-    assert digest(outcome.weights) == digest(Loop(bench(), name).run().weights)
+    assert all(record.sites_contributed == ["site-1", "site-2", "site-3"] for record in outcome.rounds)
+    assert compute_digest(outcome.weights) == compute_digest(Loop(bench(), name).run().weights)
 
 
 def test_a_round_below_the_quorum_is_asked_again_and_then_stops_the_run() -> None:
-    loop = Loop(bench(), rules=Rules(min_sites=3, retries=2))
+    loop = Loop(bench(), rules=RoundRules(min_sites=3, retries=2))
     loop.tamper = lambda q, site, sent: None if site == "site-3" and q in (2, 3) else sent
     outcome = loop.run()
     assert outcome.rounds[1].attempts == 3
-    assert digest(outcome.weights) == digest(Loop(bench()).run().weights)
-    loop = Loop(bench(), rules=Rules(min_sites=3, retries=1))
+    assert compute_digest(outcome.weights) == compute_digest(Loop(bench()).run().weights)
+    loop = Loop(bench(), rules=RoundRules(min_sites=3, retries=1))
     loop.tamper = lambda q, site, sent: None if site == "site-3" else sent
     with pytest.raises(RoundFailed, match=r"2 of 3 sites contributed.*silent: \['site-3'\]"):
         loop.run()
 
 
 def test_no_answer_at_all_never_becomes_a_model() -> None:
-    loop = Loop(bench(), rules=Rules(min_sites=1, retries=0))
+    loop = Loop(bench(), rules=RoundRules(min_sites=1, retries=0))
     loop.tamper = lambda *_: None
     with pytest.raises(RoundFailed, match="0 of 3"):
         loop.run()
@@ -98,37 +98,40 @@ def updates() -> list[Update]:
 
 
 def test_a_sum_counts_absent_entries_as_zero_and_a_count_average_does_not() -> None:
-    assert weighted_sum(updates(), by_examples).tolist() == [0.25, 5.0, 0.0]
-    assert weighted_sum(updates(), uniform).tolist() == [0.5, 4.0, 0.0]
-    assert count_average(updates(), by_examples, torch.full((3,), 9.0)).tolist() == [1.0, 5.0, 9.0]
+    assert weighted_sum(updates(), weigh_by_examples).tolist() == [0.25, 5.0, 0.0]
+    assert weighted_sum(updates(), weigh_equally).tolist() == [0.5, 4.0, 0.0]
+    assert average_over_owners(updates(), weigh_by_examples, torch.full((3,), 9.0)).tolist() == [1.0, 5.0, 9.0]
 
 
 def test_arrival_order_does_not_show() -> None:
     draw = torch.Generator().manual_seed(1)
     on = Mask.full(1000)
     parts = [Update(Patch(torch.randn(1000, generator=draw), on), "weights", n, site=f"s{n}") for n in range(1, 9)]
-    digests = {digest(weighted_sum([parts[i] for i in torch.randperm(8).tolist()], by_examples)) for _ in range(50)}
+    digests = {
+        compute_digest(weighted_sum([parts[i] for i in torch.randperm(8).tolist()], weigh_by_examples))
+        for _ in range(50)
+    }
     assert len(digests) == 1
 
 
 def test_a_sum_needs_one_update_a_site() -> None:
     with pytest.raises(ValueError, match="one update of each site"):
-        weighted_sum([], uniform)
+        weighted_sum([], weigh_equally)
     with pytest.raises(ValueError, match="one update of each site"):
-        weighted_sum([updates()[0], updates()[0]], uniform)
+        weighted_sum([updates()[0], updates()[0]], weigh_equally)
 
 
 def test_equal_updates_average_to_themselves() -> None:
     values = torch.randn(50)
     parts = [Update(Patch(values, Mask.full(50)), "weights", n, site=f"s{n}") for n in (1, 5, 7)]
-    assert torch.allclose(weighted_sum(parts, by_examples), values)
+    assert torch.allclose(weighted_sum(parts, weigh_by_examples), values)
 
 
 @pytest.mark.parametrize("values", ["bfloat16", "float16"])
 def test_short_formats_halve_the_bytes_and_end_near_float32(values: str) -> None:
     made = bench()
-    exact, dense = rehearse(made.method("fedavg"), made.weights, made.sites(), made.task.metric)
-    short, half = rehearse(
+    exact, dense = run_locally(made.method("fedavg"), made.weights, made.sites(), made.task.metric)
+    short, half = run_locally(
         made.method("fedavg"), made.weights, made.sites(), made.task.metric, values=values  # type: ignore[arg-type]
     )  # fmt: skip
     assert {line.values for line in half.lines if line.scalars_sent} == {values}
@@ -138,24 +141,24 @@ def test_short_formats_halve_the_bytes_and_end_near_float32(values: str) -> None
 
 def test_a_quorum_by_weight_is_asked_again_and_then_stops_the_run() -> None:
     """site-1 and site-2 have 56 of 96 examples."""
-    loop = Loop(bench(), rules=Rules(min_weight=0.6, retries=1))
+    loop = Loop(bench(), rules=RoundRules(min_weight=0.6, retries=1))
     loop.tamper = lambda q, site, sent: None if site == "site-3" and q == 2 else sent
     assert loop.run().rounds[1].attempts == 2
-    loop = Loop(bench(), rules=Rules(min_weight=0.6, retries=1))
+    loop = Loop(bench(), rules=RoundRules(min_weight=0.6, retries=1))
     loop.tamper = lambda q, site, sent: None if site == "site-3" and q > 1 else sent
     with pytest.raises(RoundFailed, match="with 60% of the examples"):
         loop.run()
-    assert [record.sites_in for record in loop.federation._records] == [["site-1", "site-2", "site-3"]]
+    assert [record.sites_contributed for record in loop.federation._records] == [["site-1", "site-2", "site-3"]]
 
 
 def test_an_absent_site_rests_and_every_round_balances() -> None:
-    loop = Loop(bench(), rules=Rules(quarantine_after=2), rounds=8)
+    loop = Loop(bench(), rules=RoundRules(quarantine_after=2), rounds=8)
     loop.tamper = lambda q, site, sent: None if site == "site-3" and q < 6 else sent
     rounds = loop.run().rounds
-    assert all(record.balances for record in rounds)
+    assert all(record.is_balanced for record in rounds)
     assert [record.timed_out for record in rounds[:4]] == [["site-3"], ["site-3"], [], ["site-3"]]
-    assert [record.resting for record in rounds] == [[], [], ["site-3"], [], ["site-3"], ["site-3"], [], [], []]
-    assert rounds[6].sites_in == ["site-1", "site-2", "site-3"]
+    assert [record.quarantined for record in rounds] == [[], [], ["site-3"], [], ["site-3"], ["site-3"], [], [], []]
+    assert rounds[6].sites_contributed == ["site-1", "site-2", "site-3"]
 
 
 def test_a_round_in_which_everybody_fails_leaves_the_model_as_it_was_and_is_asked_again() -> None:
@@ -163,7 +166,7 @@ def test_a_round_in_which_everybody_fails_leaves_the_model_as_it_was_and_is_aske
     loop.tamper = lambda q, site, sent: [sent[0][:-8], *sent[1:]] if q == 2 else sent
     outcome = loop.run()
     assert outcome.rounds[1].attempts == 2
-    assert digest(outcome.weights) == digest(Loop(bench()).run().weights)
+    assert compute_digest(outcome.weights) == compute_digest(Loop(bench()).run().weights)
 
 
 def test_fifty_orders_of_arrival_end_in_one_model() -> None:
@@ -174,16 +177,16 @@ def test_fifty_orders_of_arrival_end_in_one_model() -> None:
     for order in range(50):
         loop = Loop(bench(), "fedavg", rounds=1)
         sites = loop.bench.sites(8)
-        loop.desks = {n: SiteDesk(site, loop.method, RUN, "float32") for n, site in sites.items()}
-        names = list(loop.desks)
+        loop.endpoints = {n: SiteEndpoint(site, loop.method, RUN, "float32") for n, site in sites.items()}
+        names = list(loop.endpoints)
         random.Random(order).shuffle(names)
-        loop.desks = {name: loop.desks[name] for name in names}
+        loop.endpoints = {name: loop.endpoints[name] for name in names}
         carry = loop.carry
         shuffled = lambda question, names=names, carry=carry: carry(  # noqa: E731
             type(question)(question.sequence, question.kind, question.round, {n: question.messages[n] for n in names})
         )
         outcome = loop.federation.run(loop.bench.weights, lambda names=names: names, shuffled)
-        digests.add(digest(outcome.weights))
+        digests.add(compute_digest(outcome.weights))
     assert len(digests) == 1
 
 
@@ -207,5 +210,5 @@ def test_a_commit_that_cannot_be_written_is_no_commit(tmp_path: Path, monkeypatc
     monkeypatch.undo()
     again = Loop(bench())
     again.federation.store = store
-    outcome = again.federation.run(again.bench.weights, lambda: sorted(again.desks), again.carry, resume=True)
-    assert digest(outcome.weights) == digest(Loop(bench()).run().weights)
+    outcome = again.federation.run(again.bench.weights, lambda: sorted(again.endpoints), again.carry, resume=True)
+    assert compute_digest(outcome.weights) == compute_digest(Loop(bench()).run().weights)

@@ -12,14 +12,14 @@ import torch
 import toy
 
 from flare_sparse.checkpoint.store import Store
-from flare_sparse.encryption import Contexts, ServerCipher, SiteCipher
-from flare_sparse.endpoints.server import Question, ServerDesk
-from flare_sparse.endpoints.site import SiteDesk
+from flare_sparse.encryption import KeyContexts, ServerCipher, SiteCipher
+from flare_sparse.endpoints.server import Attempt, ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import RoundFailed, WireError
 from flare_sparse.exchange import Patch, Update
-from flare_sparse.federation import Federation, Outcome, Rules
+from flare_sparse.federation import Federation, Outcome, RoundRules
 from flare_sparse.mask import Mask
-from flare_sparse.params import digest
+from flare_sparse.params import compute_digest
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
 
@@ -32,21 +32,21 @@ def honest(update: Update, examples: Any, metrics: dict[str, Any]) -> Said:
     return update, examples, metrics
 
 
-def nobody(site: str, question: Question) -> bool:
+def nobody(site: str, question: Attempt) -> bool:
     return False
 
 
 def play(
     name: str,
     attack: Attack = honest,
-    rules: Rules | None = None,
+    rules: RoundRules | None = None,
     *,
     bench: Any = None,
     sites: int = 8,
-    silent: Callable[[str, Question], bool] = nobody,
+    silent: Callable[[str, Attempt], bool] = nobody,
     store: Store | None = None,
     resume: bool = False,
-    contexts: Contexts | None = None,
+    contexts: KeyContexts | None = None,
     values: ValueType = "float32",
     **settings: Any,
 ) -> Outcome:
@@ -54,32 +54,32 @@ def play(
     bench = bench or toy.Bench(toy.Plain())
     method = bench.method(name, **settings)
     cipher = SiteCipher(contexts.client) if contexts else None
-    server = ServerDesk(bench.layout, RUN, values, Ledger(), ServerCipher(contexts.server) if contexts else None)
-    desks = {n: SiteDesk(site, method, RUN, values, cipher=cipher) for n, site in bench.sites(sites).items()}
+    server = ServerEndpoint(bench.layout, RUN, values, Ledger(), ServerCipher(contexts.server) if contexts else None)
+    endpoints = {n: SiteEndpoint(site, method, RUN, values, cipher=cipher) for n, site in bench.sites(sites).items()}
 
-    def carry(question: Question) -> dict[str, Any]:
+    def carry(question: Attempt) -> dict[str, Any]:
         replies: dict[str, Any] = {}
         for site, message in question.messages.items():
             if silent(site, question):
                 continue
-            request = desks[site].receive(message)
-            update = desks[site].answer(request)
+            request = endpoints[site].receive(message)
+            update = endpoints[site].answer(request)
             said = (update, update.examples, update.metrics)
             update, examples, metrics = attack(*said) if site == HOSTILE else said
             try:
-                replies[site] = server.decode(site, desks[site].encode(request, update).data, examples, metrics)
+                replies[site] = server.decode(site, endpoints[site].encode(request, update).data, examples, metrics)
             except WireError as error:
                 replies[site] = error
         return replies
 
     federation = Federation(method, server, bench.task.metric, rules, store=store)
-    return federation.run(bench.weights, lambda: sorted(desks), carry, resume=resume)
+    return federation.run(bench.weights, lambda: sorted(endpoints), carry, resume=resume)
 
 
 def sending(make: Callable[[torch.Tensor], torch.Tensor], content: str = "weights") -> Attack:
     def attack(update: Update, examples: Any, metrics: dict[str, Any]) -> Said:
         if update.content == content:
-            update = replace(update, patch=Patch(make(update.patch.values), update.patch.on))
+            update = replace(update, patch=Patch(make(update.patch.values), update.patch.mask))
         return update, examples, metrics
 
     return attack
@@ -89,7 +89,7 @@ def claiming(examples: int) -> Attack:
     return lambda update, _, metrics: (update, examples, metrics)
 
 
-def silent_site(site: str, question: Question) -> bool:
+def silent_site(site: str, question: Attempt) -> bool:
     return site == HOSTILE and question.kind == "train"
 
 
@@ -101,43 +101,43 @@ HUGE = sending(lambda values: torch.full_like(values, 3e38))
 
 def test_an_answer_whose_product_is_infinite_is_refused_and_the_result_is_that_of_the_others(tmp_path: Path) -> None:
     """FlexLoRA: 3e38 is a number, a product of two such is none. Nothing of it is committed, so a run goes on."""
-    bench, rules = toy.Bench(toy.Adapted()), Rules(quarantine_after=0)
+    bench, rules = toy.Bench(toy.Adapted()), RoundRules(quarantine_after=0)
     store = Store(tmp_path / "server", {"run": RUN})
     outcome = play("flexlora", HUGE, rules, bench=bench, sites=3, store=store)
     assert [record.rejected for record in outcome.rounds] == [*[{HOSTILE: "E_RANGE"}] * 3, {}]
-    assert all(record.balances for record in outcome.rounds)
+    assert all(record.is_balanced for record in outcome.rounds)
     without = play("flexlora", honest, rules, bench=bench, sites=3, silent=silent_site)
-    assert digest(outcome.weights) == digest(without.weights)
+    assert compute_digest(outcome.weights) == compute_digest(without.weights)
     again = play("flexlora", honest, rules, bench=bench, sites=3, store=store, resume=True)
-    assert digest(again.weights) == digest(outcome.weights)
+    assert compute_digest(again.weights) == compute_digest(outcome.weights)
 
 
 @pytest.mark.parametrize(("values", "largest"), [("float16", 65504.0), ("bfloat16", 3.38e38), ("float32", 3.4e38)])
 def test_a_model_that_the_wires_format_cannot_hold_is_none(values: ValueType, largest: float) -> None:
     bench = toy.Bench(toy.Plain())
-    server = ServerDesk(bench.layout, RUN, values, Ledger())
+    server = ServerEndpoint(bench.layout, RUN, values, Ledger())
     for value, fits in ((largest, True), (1.1 * largest, False)):
         model = Patch(torch.tensor([1.0, -value]), Mask(torch.tensor([True, True])))
-        assert server.sayable(model) is fits
+        assert server.is_encodable(model) is fits
 
 
 def test_where_no_sum_is_finite_the_round_is_asked_again_and_the_last_model_is_left(tmp_path: Path) -> None:
     store, bench = Store(tmp_path / "server", {"run": RUN}), toy.Bench(toy.Adapted())
     with pytest.raises(RoundFailed, match=r"2 of 3 sites contributed.*rejected: \{'site-3': 'E_RANGE'\}"):
-        play("flexlora", HUGE, Rules(min_sites=3), bench=bench, sites=3, store=store)
-    assert store.numbers() == []
+        play("flexlora", HUGE, RoundRules(min_sites=3), bench=bench, sites=3, store=store)
+    assert store.list_numbers() == []
 
 
 def test_who_gave_no_scores_has_no_mask_and_is_not_drawn() -> None:
     """A quarter of four sites is one; two of them have none."""
 
-    def away(site: str, question: Question) -> bool:
+    def away(site: str, question: Attempt) -> bool:
         return question.kind == "score" and site in ("site-1", "site-2")
 
     settings = {"participation": 0.25, "rounds": 6, "scores": "individual_snip"}
-    outcome = play("neurosfl", rules=Rules(), sites=4, silent=away, **settings)
+    outcome = play("neurosfl", rules=RoundRules(), sites=4, silent=away, **settings)
     assert outcome.state.owners == ("site-3", "site-4")
-    assert [len(record.sites_in) for record in outcome.rounds] == [2, *[1] * 6, 2]
+    assert [len(record.sites_contributed) for record in outcome.rounds] == [2, *[1] * 6, 2]
 
 
 def test_who_came_after_the_start_has_no_personal_model_and_is_not_drawn() -> None:
@@ -151,15 +151,15 @@ def test_who_came_after_the_start_has_no_personal_model_and_is_not_drawn() -> No
 def test_a_question_to_nobody_is_a_failed_attempt() -> None:
     bench = toy.Bench(toy.Plain())
     method = bench.method("dispfl")
-    server = ServerDesk(bench.layout, RUN, "float32", Ledger())
+    server = ServerEndpoint(bench.layout, RUN, "float32", Ledger())
     there = iter([["site-1"], *[["site-2"]] * 9])
-    federation = Federation(method, server, bench.task.metric, Rules(retries=1))
-    desk = SiteDesk(bench.sites()["site-1"], method, RUN, "float32")
+    federation = Federation(method, server, bench.task.metric, RoundRules(retries=1))
+    endpoint = SiteEndpoint(bench.sites()["site-1"], method, RUN, "float32")
 
-    def carry(question: Question) -> dict[str, Any]:
-        request = desk.receive(question.messages["site-1"])
-        update = desk.answer(request)
-        return {"site-1": server.decode("site-1", desk.encode(request, update).data, 24, update.metrics)}
+    def carry(question: Attempt) -> dict[str, Any]:
+        request = endpoint.receive(question.messages["site-1"])
+        update = endpoint.answer(request)
+        return {"site-1": server.decode("site-1", endpoint.encode(request, update).data, 24, update.metrics)}
 
     with pytest.raises(RoundFailed, match=r"none of the sites present \(site-2\).* in 2 attempts"):
         federation.run(bench.weights, lambda: next(there), carry)
@@ -168,20 +168,22 @@ def test_a_question_to_nobody_is_a_failed_attempt() -> None:
 def test_a_registered_claim_does_not_stop_a_quorum_by_weight() -> None:
     """It says 2^52, then nothing: the other seven are enough."""
 
-    def gone(site: str, question: Question) -> bool:
+    def gone(site: str, question: Attempt) -> bool:
         return site == HOSTILE and question.round >= 2
 
-    rules = Rules(min_sites=3, min_weight=0.5, max_share=0.5)
+    rules = RoundRules(min_sites=3, min_weight=0.5, max_share=0.5)
     outcome = play("fedavg", claiming(2**52), rules, silent=gone, rounds=3)
-    assert [len(record.sites_in) for record in outcome.rounds] == [8, 7, 7, 7]
+    assert [len(record.sites_contributed) for record in outcome.rounds] == [8, 7, 7, 7]
 
 
 @pytest.mark.parametrize("examples", [2**47, 2**52])
 def test_who_weighs_too_little_to_be_encrypted_is_left_out_of_the_sum_and_named(examples: int) -> None:
-    contexts = Contexts.new()
-    outcome = play("fedavg", claiming(examples), Rules(min_sites=2), sites=3, contexts=contexts, rounds=2)
+    contexts = KeyContexts.generate()
+    outcome = play("fedavg", claiming(examples), RoundRules(min_sites=2), sites=3, contexts=contexts, rounds=2)
     assert [record.capped for record in outcome.rounds] == [*[{"site-1": 0, "site-2": 0}] * 2, {}]
-    capped = play("fedavg", claiming(examples), Rules(min_sites=2, max_share=0.5), sites=3, contexts=contexts, rounds=2)
+    capped = play(
+        "fedavg", claiming(examples), RoundRules(min_sites=2, max_share=0.5), sites=3, contexts=contexts, rounds=2
+    )
     assert [record.capped for record in capped.rounds] == [*[{HOSTILE: 56}] * 2, {}]
 
 
@@ -196,10 +198,10 @@ def test_test_examples_do_not_make_a_model_the_best() -> None:
         rounds.append(1)
         return update, examples, {"mse": 4e-14 if len(rounds) == 1 else 1e6, "test_examples": 2**52}
 
-    rules = Rules(max_share=0.2, quarantine_after=0)
+    rules = RoundRules(max_share=0.2, quarantine_after=0)
     outcome = play("fedavg", lie, rules, rounds=5)
-    assert outcome.judgement.overall["test_examples"] == 8 * 7 + 14
-    grown = play("fedavg", lambda u, n, m: (u, n, {**m, "test_examples": 80.0 if u.patch.on.count else 8.0}), rules)
+    assert outcome.evaluation.overall["test_examples"] == 8 * 7 + 14
+    grown = play("fedavg", lambda u, n, m: (u, n, {**m, "test_examples": 80.0 if u.patch.mask.count else 8.0}), rules)
     assert [record.rejected for record in grown.rounds] == [*[{}] * 3, {HOSTILE: "E_METRICS"}]
 
 
@@ -208,13 +210,13 @@ def test_a_scaled_adapter_weighs_no_more_than_its_share_in_hetlora(monkeypatch: 
     weigh, seen = kind._by_size, []
     monkeypatch.setattr(kind, "_by_size", lambda self, updates: seen.append(weigh(self, updates)) or seen[-1])
     louder, settings = sending(lambda values: values * 30), {"bench": toy.Bench(toy.Adapted()), "rounds": 1}
-    play("hetlora", louder, Rules(max_share=0.34), **settings)
-    play("hetlora", louder, Rules(), **settings)
+    play("hetlora", louder, RoundRules(max_share=0.34), **settings)
+    play("hetlora", louder, RoundRules(), **settings)
     assert seen[0][2] == pytest.approx(0.34)
     assert seen[1][2] > 0.9
 
 
-def pruned(attack: Attack, rules: Rules, bench: Any) -> Mask:
+def pruned(attack: Attack, rules: RoundRules, bench: Any) -> Mask:
     settings = {"rounds": 3, "pruning_rate": 0.4, "prunings": 1, "rate": 1.0}
     return play("scbfwp", attack, rules, bench=bench, **settings).mask
 
@@ -226,19 +228,19 @@ def test_claimed_positions_give_no_weight_when_units_go() -> None:
     def claim(update: Update, examples: Any, metrics: dict[str, Any]) -> Said:
         if update.content != "scores":
             return update, examples, metrics
-        vector = update.patch.vector()
+        vector = update.patch.to_vector()
         vector[at[:, :2]], vector[at[:, 2]] = 0.0, 1e12
         vector[at[:4, 0]] = 1e15
-        return replace(update, patch=Patch.of(vector, update.patch.on)), examples, metrics
+        return replace(update, patch=Patch.from_vector(vector, update.patch.mask)), examples, metrics
 
-    rules = Rules(max_share=0.2)
+    rules = RoundRules(max_share=0.2)
     claimed = pruned(claim, rules, bench)
     usual = pruned(honest, rules, bench)
     assert (claimed & usual).count > 0.75 * usual.count
-    assert pruned(honest, Rules(max_share=0.18), bench) == usual == pruned(honest, Rules(), bench)
+    assert pruned(honest, RoundRules(max_share=0.18), bench) == usual == pruned(honest, RoundRules(), bench)
 
 
-ROBUST = {"combine": {"rule": "median"}, "sparsity": 0.7, "rounds": 1}
+ROBUST = {"aggregation": {"rule": "median"}, "sparsity": 0.7, "rounds": 1}
 
 
 def test_saliencies_below_zero_are_refused() -> None:
@@ -261,7 +263,7 @@ def test_one_sites_scores_do_not_choose_the_mask_under_a_robust_rule(combine: di
         return torch.where(picked, 1e30, values)
 
     attack = sending(huge, "scores")
-    usual, held = masks(honest, combine=combine), masks(attack, combine=combine)
+    usual, held = masks(honest, aggregation=combine), masks(attack, aggregation=combine)
     assert (held & usual).count > 0.8 * usual.count
-    alone = masks(attack, combine={"rule": "mean"})
+    alone = masks(attack, aggregation={"rule": "mean"})
     assert (alone & usual).count < 0.6 * usual.count

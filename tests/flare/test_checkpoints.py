@@ -10,7 +10,7 @@ import pytest
 from nvflare.apis.workspace import Workspace
 
 from flare_sparse.checkpoint.store import Store
-from flare_sparse.flare.checkpoints import finish, forget_archived
+from flare_sparse.flare.checkpoints import delete_archived, mark_job_finished
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def workspace(tmp_path: Path) -> Workspace:
 def ended(root: Path, name: str, workspace: Workspace, job: str) -> Store:
     store = Store(root / name / "server", {})
     store.save(1, Content(1))
-    finish(store, workspace, job)
+    mark_job_finished(store, workspace, job)
     return store
 
 
@@ -37,13 +37,13 @@ def test_what_was_archived_is_forgotten_and_nothing_else(workspace: Workspace, t
     archived, not_yet = ended(root, "a-1", workspace, "job-1"), ended(root, "b-2", workspace, "job-2")
     running = Store(root / "c-3" / "server", {})
     running.save(1, Content(1))
-    forget_archived(root)
-    assert [store.numbers() for store in (archived, not_yet, running)] == [[1], [1], [1]]
+    delete_archived(root)
+    assert [store.list_numbers() for store in (archived, not_yet, running)] == [[1], [1], [1]]
     shutil.rmtree(tmp_path / "job-1")  # as FLARE does when the archive is written
-    forget_archived(root)
-    assert [store.numbers() for store in (archived, not_yet, running)] == [[], [1], [1]]
-    assert archived.finished() is None
-    assert not_yet.finished() == tmp_path / "job-2"
+    delete_archived(root)
+    assert [store.list_numbers() for store in (archived, not_yet, running)] == [[], [1], [1]]
+    assert archived.get_finished() is None
+    assert not_yet.get_finished() == tmp_path / "job-2"
 
 
 def test_a_job_that_runs_again_is_left_alone(workspace: Workspace, tmp_path: Path) -> None:
@@ -51,16 +51,16 @@ def test_a_job_that_runs_again_is_left_alone(workspace: Workspace, tmp_path: Pat
     again = ended(root, "a-1", workspace, "job-1")
     shutil.rmtree(tmp_path / "job-1")
     again.claim()
-    forget_archived(root)
-    assert again.numbers() == [1]
+    delete_archived(root)
+    assert again.list_numbers() == [1]
     again.release()
-    forget_archived(root)
-    assert again.numbers() == []
+    delete_archived(root)
+    assert again.list_numbers() == []
 
 
 def test_a_run_that_goes_on_is_not_over(workspace: Workspace, tmp_path: Path) -> None:
     store = ended(tmp_path / "checkpoints", "a-1", workspace, "job-1")
-    store.reopen()
+    store.clear_finished()
     shutil.rmtree(tmp_path / "job-1")
-    forget_archived(tmp_path / "checkpoints")
-    assert store.numbers() == [1]
+    delete_archived(tmp_path / "checkpoints")
+    assert store.list_numbers() == [1]

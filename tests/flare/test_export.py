@@ -11,9 +11,9 @@ import yaml
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from nvflare.job_config.fed_job_config import FedJobConfig
 
-from flare_sparse.config import RunConfig, job_dict, load_config
+from flare_sparse.config import RunConfig, job_to_dict, load_config
 from flare_sparse.flare import aggregator, controller, executor, filters, session
-from flare_sparse.flare.export import SIGNATURES, differences, export_job
+from flare_sparse.flare.export import SIGNATURES, export_job, find_differences
 from flare_sparse.flare.site.allow_list import CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
@@ -22,7 +22,7 @@ COMPONENTS = [
     controller.FederatedController(task_check_period=0.123),
     session.ServerSession(),
     session.SiteSession(),
-    session.OwnTask({"path": "my_tasks.MyTask", "args": {"config": {"width": 3}}}),
+    session.UserTask({"path": "my_tasks.MyTask", "args": {"config": {"width": 3}}}),
     aggregator.StagingAggregator(),
     executor.SparseExecutor(),
     filters.DecodeRequest(),
@@ -60,7 +60,7 @@ def test_an_installed_job_carries_settings_and_no_code(config: RunConfig, tmp_pa
     app = export_job(config, tmp_path) / "app"
     files = sorted(str(path.relative_to(app)) for path in app.rglob("*") if path.is_file())
     assert files == ["config/config_fed_client.json", "config/config_fed_server.json", "config/flare_sparse.yaml"]
-    assert yaml.safe_load((app / "config" / "flare_sparse.yaml").read_text()) == job_dict(config)
+    assert yaml.safe_load((app / "config" / "flare_sparse.yaml").read_text()) == job_to_dict(config)
 
 
 def test_a_job_names_the_classes_that_sites_allow_and_some_of_flares_default_list(
@@ -70,7 +70,7 @@ def test_a_job_names_the_classes_that_sites_allow_and_some_of_flares_default_lis
     text = "".join((app / "config" / f"config_fed_{side}.json").read_text() for side in ("server", "client"))
     paths = {line.split('"')[3] for line in text.splitlines() if '"path":' in line}
     ours = {path for path in paths if path.startswith("flare_sparse.")}
-    assert ours == {*CLASSES} - {"flare_sparse.flare.session.OwnTask"}  # only where the task is the user's own
+    assert ours == {*CLASSES} - {"flare_sparse.flare.session.UserTask"}  # only where the task is the user's own
     assert paths - ours <= {*DEFAULT_CLASS_ALLOW_LIST}
     assert "simulator" not in text
 
@@ -92,15 +92,15 @@ def test_polling_is_nested_where_flare_reads_it(config: RunConfig, tmp_path: Pat
 
 
 def test_differences_are_found(config: RunConfig, tmp_path: Path) -> None:
-    assert differences(config, tmp_path) == ["neurosfl_brain_age: missing"]
+    assert find_differences(config, tmp_path) == ["neurosfl_brain_age: missing"]
     job = export_job(config, tmp_path)
     for folder in (job, job / "app", job / "app" / "config"):
         for name in SIGNATURES:  # the folder was submitted
             (folder / name).write_text("signed")
-    assert differences(config, tmp_path) == []
+    assert find_differences(config, tmp_path) == []
     (job / "app" / "config" / "flare_sparse.yaml").write_text("seed: 7\n")
     (job / "extra").write_text("")
-    assert differences(config, tmp_path) == [
+    assert find_differences(config, tmp_path) == [
         "neurosfl_brain_age/app/config/flare_sparse.yaml: differs",
         "neurosfl_brain_age/extra: not exported any more",
     ]

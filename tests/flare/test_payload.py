@@ -18,14 +18,14 @@ from flare_sparse.flare.payload import (
     update_to_dxo,
 )
 from flare_sparse.mask import Mask
-from flare_sparse.params import Entry, Layout
+from flare_sparse.params import Layout, TensorSpec
 
-LAYOUT = Layout((Entry("a.weight", (2, 3), "weight"), Entry("a.bias", (2,), "bias")))
+LAYOUT = Layout((TensorSpec("a.weight", (2, 3), "weight"), TensorSpec("a.bias", (2,), "bias")))
 ON = Mask(torch.tensor([1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool))
 
 
 def update(content: str = "weights") -> Update:
-    return Update(Patch.of(torch.arange(8.0) + 1, ON), content, 5, {"mae": 2.0})  # type: ignore[arg-type]
+    return Update(Patch.from_vector(torch.arange(8.0) + 1, ON), content, 5, {"mae": 2.0})  # type: ignore[arg-type]
 
 
 def test_a_message_passes_through_a_shareable() -> None:
@@ -52,7 +52,7 @@ def test_anything_else_is_rejected_with_the_site_and_the_field(shareable: Sharea
 
 
 @pytest.mark.parametrize(
-    ("content", "kind"), [("weights", "WEIGHTS"), ("difference", "WEIGHT_DIFF"), ("scores", "WEIGHT_DIFF")]
+    ("content", "kind"), [("weights", "WEIGHTS"), ("delta", "WEIGHT_DIFF"), ("scores", "WEIGHT_DIFF")]
 )
 def test_an_update_is_an_ordinary_dxo_of_named_arrays(content: str, kind: str) -> None:
     dxo = update_to_dxo(update(content), LAYOUT, torch.ones(8))
@@ -81,8 +81,8 @@ def test_a_site_filter_that_writes_in_place_or_replaces_is_obeyed() -> None:
 
 
 def test_a_transposed_view_of_the_same_memory_counts_as_changed() -> None:
-    square = Layout((Entry("w", (2, 2), "weight"),))
-    sent = Update(Patch.of(torch.arange(4.0), Mask.full(4)), "weights", 1)
+    square = Layout((TensorSpec("w", (2, 2), "weight"),))
+    sent = Update(Patch.from_vector(torch.arange(4.0), Mask.full(4)), "weights", 1)
     vector = torch.ones(4)
     dxo = update_to_dxo(sent, square, vector)
     dxo.data["w"] = dxo.data["w"].T.copy().T.T

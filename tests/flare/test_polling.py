@@ -8,12 +8,12 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.flare.polling import LONGEST_S, SHARE, Pace, next_request_s
+from flare_sparse.flare.polling import LONGEST_S, SHARE, TaskPolling, compute_request_interval
 
 
 @given(st.floats(0, 1e6), st.floats(0.01, 60))
 def test_nobody_is_later_than_a_share_of_what_it_waited_unless_it_is_told_to_be(waited: float, shortest: float) -> None:
-    wait = next_request_s(waited, shortest)
+    wait = compute_request_interval(waited, shortest)
     assert shortest <= wait <= max(shortest, LONGEST_S)
     assert wait <= max(shortest, SHARE * waited)
 
@@ -21,7 +21,7 @@ def test_nobody_is_later_than_a_share_of_what_it_waited_unless_it_is_told_to_be(
 def requests_in(round_s: float) -> int:
     asked, now = 0, 0.0
     while now < round_s:
-        asked, now = asked + 1, now + next_request_s(now, 0.05)
+        asked, now = asked + 1, now + compute_request_interval(now, 0.05)
     return asked
 
 
@@ -36,7 +36,7 @@ def test_the_server_is_told_while_a_question_is_out_and_anew_with_the_next() -> 
     runner = SimpleNamespace(config=SimpleNamespace(task_request_interval=2.0))
     said = []
     with patch("time.monotonic", side_effect=[0.0, 100.0, 100.0, 110.0, 200.0, 200.0]):
-        pace = Pace(runner, 0.05)
+        pace = TaskPolling(runner, 0.05)
         for step in (pace.begin, pace.go_on, pace.begin):
             step()
             said.append(runner.config.task_request_interval)

@@ -29,12 +29,12 @@ def garbage(message: np.ndarray) -> Shareable:
 
 def forged(message: np.ndarray, value: float, count: int = 1) -> np.ndarray:
     """The first values changed and the checksums put right, as a forger would."""
-    from flare_sparse.wire.envelope import seal, unseal
+    from flare_sparse.wire.envelope import read_header, write_header
 
     message = message.copy()
-    header = unseal(message)
+    header = read_header(message)
     message[header.values_start : header.values_start + 4 * count] = np.full(count, value, "<f4").view(np.uint8)
-    seal(header, message)
+    write_header(header, message)
     return message
 
 

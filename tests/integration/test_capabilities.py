@@ -49,13 +49,13 @@ def test_the_server_plans_with_what_the_sites_say_and_the_job_goes_on_with_those
     rehearsal = rehearse_config(load_config(file, ["simulator.sites=2"]), file, tmp_path / "rehearsal")
     assert flare["model_sha256"] == rehearsal["model_sha256"]
     *rounds, last = jsonl(tmp_path / "flare" / "rounds.jsonl")
-    assert all(line["sites_in"] == ["site-1", "site-2"] and line["rejected"] == {} for line in rounds)
-    assert last["sites_in"] == ["site-1", "site-2", "site-4"]
+    assert all(line["sites_contributed"] == ["site-1", "site-2"] and line["rejected"] == {} for line in rounds)
+    assert last["sites_contributed"] == ["site-1", "site-2", "site-4"]
     for line in rounds:
-        assert line["left_out"]["site-3"].startswith("E_VERSION")
-        assert "flare-sparse 0.0.9 (wire format 1), the server flare-sparse 0.1.0" in line["left_out"]["site-3"]
-        assert line["left_out"]["site-4"].startswith("E_CAP")
-        assert "at most 200 bytes" in line["left_out"]["site-4"]
+        assert line["excluded"]["site-3"].startswith("E_VERSION")
+        assert "flare-sparse 0.0.9 (wire format 1), the server flare-sparse 0.1.0" in line["excluded"]["site-3"]
+        assert line["excluded"]["site-4"].startswith("E_CAP")
+        assert "at most 200 bytes" in line["excluded"]["site-4"]
     log = (tmp_path / "flare" / "flare.log").read_text()
     assert log.count("E_VERSION: site 'site-3' is left out") == 1
     assert log.count("E_CAP: site 'site-4' is left out") == 1

@@ -21,17 +21,17 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from flare_sparse.assemble import assemble, open_site, rules
+from flare_sparse.assemble import assemble, build_rules, open_site
 from flare_sparse.cli import app
 from flare_sparse.cli.local import rehearse_config
-from flare_sparse.config import build_task, load_config, user_task
+from flare_sparse.config import build_task, import_task_class, load_config
 from flare_sparse.flare.launch.simulator import JobFailed
 from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.flare.site.byoc import AUTHORIZATION, refuse_code
-from flare_sparse.local.run import rehearse
-from flare_sparse.params import digest
+from flare_sparse.flare.site.byoc import AUTHORIZATION, revoke_code_right
+from flare_sparse.local.run import run_locally
+from flare_sparse.params import compute_digest
 from flare_sparse.task import SiteData
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def config(federation: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def own_task(federation: Path, tmp_path: Path) -> Path:
+def user_task(federation: Path, tmp_path: Path) -> Path:
     """A configuration whose task nobody has installed: it travels as code."""
     (tmp_path / "own_task.py").write_text((Path(__file__).parent / "own_task.py").read_text())
     file = tmp_path / "own.yaml"
@@ -163,13 +163,13 @@ def shown_to_the_server(federation: Path) -> list[str]:
 def rehearsed_without(file: Path, absent: str) -> str:
     """Digest of the model of a FedAvg run of the other sites alone."""
     config = load_config(file, [FEDAVG])
-    assembly = assemble(config, build_task(config, user_task(config.task.name, file.parent)))
+    assembly = assemble(config, build_task(config, import_task_class(config.task.name, file.parent)))
     data = {name: SiteData(name, file.parent) for name in SITES if name != absent}
     sites = {name: open_site(assembly, where) for name, where in data.items()}
-    outcome, _ = rehearse(
-        assembly.method, assembly.weights, sites, assembly.task.metric, run=assembly.run, rules=rules(config)
+    outcome, _ = run_locally(
+        assembly.method, assembly.weights, sites, assembly.task.metric, run=assembly.run_id, rules=build_rules(config)
     )
-    return digest(outcome.weights)
+    return compute_digest(outcome.weights)
 
 
 @pytest.mark.slow
@@ -231,24 +231,24 @@ def test_a_job_that_fails_at_a_site_shows_the_server_a_code_and_no_subject(
 
 @pytest.mark.long
 def test_a_job_that_brings_its_code_needs_no_allow_list_and_ends_with_the_bits_of_the_rehearsal(
-    own_task: Path, federation: Path, tmp_path: Path
+    user_task: Path, federation: Path, tmp_path: Path
 ) -> None:
     with nobody_allows(federation):
-        done = run(own_task, federation, tmp_path / "prod")
+        done = run(user_task, federation, tmp_path / "prod")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "prod" / "summary.json").read_text())
-    rehearsed = rehearse_config(load_config(own_task), own_task, tmp_path / "rehearsal")
+    rehearsed = rehearse_config(load_config(user_task), user_task, tmp_path / "rehearsal")
     assert summary["model_sha256"] == rehearsed["model_sha256"]
     assert list((tmp_path / "prod" / "job").rglob("custom/own_task.py"))
 
 
 @pytest.mark.long
-def test_a_site_that_takes_no_code_refuses_it(own_task: Path, federation: Path, tmp_path: Path) -> None:
+def test_a_site_that_takes_no_code_refuses_it(user_task: Path, federation: Path, tmp_path: Path) -> None:
     site = federation / "workspace" / "sparse" / "prod_00" / "site-3"
-    assert refuse_code(site) == ["project_admin", "lead"]
+    assert revoke_code_right(site) == ["project_admin", "lead"]
     try:
         restart(site)  # FLARE reads it when a site starts
-        done = run(own_task, federation, tmp_path / "refused")
+        done = run(user_task, federation, tmp_path / "refused")
     finally:
         (site / "local" / AUTHORIZATION).unlink()
         restart(site)
@@ -258,12 +258,12 @@ def test_a_site_that_takes_no_code_refuses_it(own_task: Path, federation: Path, 
 
 
 @pytest.fixture
-def overwriting(own_task: Path, monkeypatch: pytest.MonkeyPatch) -> SparseRecipe:
+def overwriting(user_task: Path, monkeypatch: pytest.MonkeyPatch) -> SparseRecipe:
     """FedAvg with a filter of the job's own that writes 777 over the answers of site-2."""
-    folder = own_task.parent
+    folder = user_task.parent
     (folder / "hostile_site.py").write_text((Path(__file__).parent / "hostile_site.py").read_text())
     monkeypatch.syspath_prepend(str(folder))
-    config = load_config(own_task, [FEDAVG, "federation={min_sites: 2, quarantine_after: 0, task_timeout_s: 60}"])
+    config = load_config(user_task, [FEDAVG, "federation={min_sites: 2, quarantine_after: 0, task_timeout_s: 60}"])
     recipe = SparseRecipe(config, packaging="byoc", modules=(folder / "own_task.py", folder / "hostile_site.py"))
     recipe.add_client_output_filter(importlib.import_module("hostile_site").Overwriter("site-2"), tasks=[TASK])
     return recipe
@@ -271,7 +271,7 @@ def overwriting(own_task: Path, monkeypatch: pytest.MonkeyPatch) -> SparseRecipe
 
 @pytest.mark.long
 def test_what_a_filter_of_the_job_writes_over_an_answer_never_leaves_the_hospital(
-    overwriting: SparseRecipe, own_task: Path, federation: Path, tmp_path: Path
+    overwriting: SparseRecipe, user_task: Path, federation: Path, tmp_path: Path
 ) -> None:
     """Only the gate is in its way here: code may travel, and the authorizer is gone with ``resources.json``."""
     kits, out = federation / "workspace" / "sparse" / "prod_00", tmp_path / "prod"
@@ -281,7 +281,7 @@ def test_what_a_filter_of_the_job_writes_over_an_answer_never_leaves_the_hospita
     assert [line["rejected"] for line in training] == [{"site-2": "E_POLICY"}] * 2
     said = "".join(file.read_text() for file in (kits / "site-2").glob("*/site_error.txt"))
     assert "a filter of the job changed it" in said
-    assert summary["model_sha256"] == rehearsed_without(own_task, "site-2")
+    assert summary["model_sha256"] == rehearsed_without(user_task, "site-2")
     written = np.full(4, 777, "<f4").tobytes()
     assert not [path for path in held_by_the_server(federation) if written in path.read_bytes()]
 
@@ -316,13 +316,13 @@ def test_one_configuration_in_three_ways_ends_in_one_model(config: Path, federat
 
 @pytest.mark.long
 def test_poc_takes_a_task_of_the_users_own_and_ends_with_the_bits_of_the_rehearsal(
-    own_task: Path, tmp_path: Path
+    user_task: Path, tmp_path: Path
 ) -> None:
     """FLARE's own proof of concept; it needs the ports 8002 and 8003."""
-    done = command("run", str(own_task), "--env", "poc", "--out", str(tmp_path / "poc"))
+    done = command("run", str(user_task), "--env", "poc", "--out", str(tmp_path / "poc"))
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "poc" / "summary.json").read_text())
-    rehearsed = rehearse_config(load_config(own_task), own_task, tmp_path / "rehearsal")
+    rehearsed = rehearse_config(load_config(user_task), user_task, tmp_path / "rehearsal")
     assert summary["model_sha256"] == rehearsed["model_sha256"]
     assert summary["traffic"] == rehearsed["traffic"]
 

@@ -19,7 +19,7 @@ from flare_sparse.cli import app
 from flare_sparse.cli.local import rehearse_config
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
-from flare_sparse.encryption import CLIENT_FILE, Contexts
+from flare_sparse.encryption import CLIENT_FILE, KeyContexts
 
 ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 TOLERANCE = 1e-5
@@ -84,7 +84,7 @@ def test_the_simulator_ends_where_the_plain_run_does(config: Path, tmp_path: Pat
     refused = CliRunner().invoke(app, ["save", str(out)])
     assert refused.exit_code == 2
     key = tmp_path / "other.tenseal"
-    key.write_bytes(Contexts.new().client)
+    key.write_bytes(KeyContexts.generate().client)
     assert CliRunner().invoke(app, ["decrypt", str(out), "--context", str(key)]).exit_code == 1
     opened = CliRunner().invoke(app, ["decrypt", str(out), "--context", str(out / "he" / CLIENT_FILE)])
     assert opened.exit_code == 0, opened.output

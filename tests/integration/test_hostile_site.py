@@ -10,14 +10,14 @@ from types import ModuleType
 import pytest
 import yaml
 
-from flare_sparse.assemble import assemble, open_site, rules
-from flare_sparse.config import RunConfig, build_task, load_config, user_task
+from flare_sparse.assemble import assemble, build_rules, open_site
+from flare_sparse.config import RunConfig, build_task, import_task_class, load_config
 from flare_sparse.data.source import write_site_files
 from flare_sparse.flare.launch.simulator import simulate
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.local.run import rehearse
-from flare_sparse.params import digest
+from flare_sparse.local.run import run_locally
+from flare_sparse.params import compute_digest
 from flare_sparse.task import SiteData
 
 HERE = Path(__file__).parent
@@ -54,11 +54,13 @@ def places(folder: Path) -> dict[str, SiteData]:
 
 def rehearsed(config: RunConfig, data: dict[str, SiteData], folder: Path) -> str:
     """The model's digest of a run of the other sites alone."""
-    assembly = assemble(config, build_task(config, user_task(config.task.name, folder)))
+    assembly = assemble(config, build_task(config, import_task_class(config.task.name, folder)))
     sites = {name: open_site(assembly, data[name]) for name in OTHERS}
     metric = assembly.task.metric
-    outcome, _ = rehearse(assembly.method, assembly.weights, sites, metric, run=assembly.run, rules=rules(config))
-    return digest(outcome.weights)
+    outcome, _ = run_locally(
+        assembly.method, assembly.weights, sites, metric, run=assembly.run_id, rules=build_rules(config)
+    )
+    return compute_digest(outcome.weights)
 
 
 @pytest.mark.slow
@@ -71,7 +73,7 @@ def test_a_hostile_site_is_refused_in_every_round_and_leaves_no_trace(tmp_path: 
     record = (out / "rounds.jsonl").read_text()
     *training, last = [json.loads(line) for line in record.splitlines()]
     assert [line["rejected"] for line in training] == [{HOSTILE: code} for code, _ in attacks.ATTACKS]
-    assert all(line["sites_in"] == OTHERS for line in training)
-    assert last["sites_in"] == SITES
+    assert all(line["sites_contributed"] == OTHERS for line in training)
+    assert last["sites_contributed"] == SITES
     assert "CANARY-4711" not in record, "a site's own words are not repeated"
     assert summary["model_sha256"] == rehearsed(config, data, tmp_path)

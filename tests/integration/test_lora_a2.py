@@ -20,14 +20,14 @@ from flare_sparse.cli import app
 from flare_sparse.cli.local import rehearse_config
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
-from flare_sparse.endpoints.server import ServerDesk
-from flare_sparse.endpoints.site import SiteDesk
+from flare_sparse.endpoints.server import ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import RejectedMessage
 from flare_sparse.exchange import Request, Update
 from flare_sparse.local.dry_run import DrySite
 from flare_sparse.methods.lora_a2 import LoRAA2
 from flare_sparse.models.base import drawn
-from flare_sparse.runs.model_files import load_model
+from flare_sparse.runs.model_files import read_model
 from flare_sparse.scores.ranks import Slots
 from flare_sparse.tasks.adaptation import AdaptableTask
 from flare_sparse.training import Site
@@ -82,7 +82,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], int]:
 
     def recorded(self: LoRAA2, request: Request, site: Site) -> Update:
         update, active = answer(self, request, site), self.active(request.round)
-        slots = self.slots.chosen(update.patch.on, active)
+        slots = self.slots.find_slots(update.patch.mask, active)
         assert slots is not None
         assert int(slots.sum()) == BUDGETS[site.name] * self.slots.modules
         sums[request.round, site.name] = int(self.slots.widths(active)[slots].sum())
@@ -122,7 +122,7 @@ def test_01_a_run_moves_adapters_only_and_its_model_opens_with_peft(configuratio
     result = CliRunner().invoke(app, ["save", str(tmp_path / "run"), "--to", str(tmp_path / "adapter")])
     assert result.exit_code == 0, result.output
     assembly = assemble(config)
-    weights = load_model(tmp_path / "run" / "model.safetensors", assembly.layout)
+    weights = read_model(tmp_path / "run" / "model.safetensors", assembly.layout)
     model = assembly.task.model().eval()
     model.load_state_dict(assembly.layout.unflatten(weights), strict=False)
     assert isinstance(assembly.task, AdaptableTask)
@@ -142,13 +142,13 @@ def test_an_end_with_another_base_is_told_so(configuration: Path, models_folder:
     tensors["encoder.layer.0.attention.self.query.weight"][0, 0] += 1e-4
     save_file(tensors, file, metadata={"format": "pt"})
     site = assemble(config)
-    assert [e.name for e in site.layout.entries] == [e.name for e in server.layout.entries]
-    question = ServerDesk(server.layout, server.run, "float32", Ledger()).ask(
+    assert [e.name for e in site.layout.tensors] == [e.name for e in server.layout.tensors]
+    question = ServerEndpoint(server.layout, server.run_id, "float32", Ledger()).ask(
         server.method.ask(server.method.init(server.weights, ["site-1"]), ["site-1"]) or {}
     )
-    desk = SiteDesk(DrySite("site-1", site.layout), site.method, site.run, "float32")
+    endpoint = SiteEndpoint(DrySite("site-1", site.layout), site.method, site.run_id, "float32")
     with pytest.raises(RejectedMessage, match="E_LAYOUT"):
-        desk.receive(question.messages["site-1"])
+        endpoint.receive(question.messages["site-1"])
 
 
 def test_a_run_whose_base_is_gone_is_not_saved(configuration: Path, tmp_path: Path, models_folder: Path) -> None:

@@ -93,8 +93,8 @@ def test_a_site_that_cannot_read_its_data_is_left_out_and_not_named_beyond_its_o
     rounds = jsonl(out / "rounds.jsonl")
     # After three misses in a row the site is left out of one round, then asked again.
     assert [line["rejected"].get("site-2", "") for line in rounds] == [code, code, code, "", code]
-    assert [line["resting"] for line in rounds] == [[], [], [], ["site-2"], []]
-    assert all(line["sites_in"] == ["site-1", "site-3"] for line in rounds)
+    assert [line["quarantined"] for line in rounds] == [[], [], [], ["site-2"], []]
+    assert all(line["sites_contributed"] == ["site-1", "site-3"] for line in rounds)
     assert sorted(summary["final"]["sites"]) == ["site-1", "site-3"]
     held = [p for p in out.rglob("*") if p.is_file() and "CANARY-4711" in p.read_text(errors="replace")]
     assert [p.name for p in held] == ["site_error.txt"]
@@ -152,7 +152,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     for direction in ("down", "up"):
         lines = [line for line in ledger if line["direction"] == direction]
         assert summary["traffic"][direction]["payload_bytes"] == sum(line["payload_bytes"] for line in lines)
-    assert [line["kind"] for line in jsonl(out / "rounds.jsonl")] == ["score", "train", "train", "train", "validate"]
+    assert [line["kind"] for line in jsonl(out / "rounds.jsonl")] == ["score", "train", "train", "train", "evaluate"]
     metrics = json.loads((out / "metrics_summary.json").read_text())
     assert metrics["best_round"] == summary["best"]["round"]
     app = out / "workspace" / "sum" / "server" / "simulate_job" / "app_server"

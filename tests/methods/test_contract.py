@@ -13,10 +13,10 @@ import torch
 from flare_sparse.checkpoint.packing import pack, unpack
 from flare_sparse.exchange import Patch, Request, Update
 from flare_sparse.local.dry_run import estimate
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS, Method
 from flare_sparse.methods.method import broadcast
-from flare_sparse.params import digest
+from flare_sparse.params import compute_digest
 
 
 def _saved_and_restored(state: Any) -> Any:
@@ -39,7 +39,7 @@ class Restarting:
         return self._method.ask(_saved_and_restored(state), sites)
 
     def planned(self, able: Any) -> Restarting:
-        return Restarting(self._method.planned(able))
+        return Restarting(self._method.configured_for(able))
 
     def learn(self, state: Any, updates: Sequence[Update]) -> Any:
         return _saved_and_restored(self._method.learn(_saved_and_restored(state), updates))
@@ -48,7 +48,7 @@ class Restarting:
 @pytest.mark.parametrize("name", METHODS)
 def test_the_same_seed_gives_the_same_bits_in_any_order_of_sites(name: str, bench: Any) -> None:
     backwards = dict(reversed(bench.sites().items()))
-    assert bench.digest(name) == bench.digest(name) == bench.digest(name, backwards)
+    assert bench.compute_digest(name) == bench.compute_digest(name) == bench.compute_digest(name, backwards)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -58,15 +58,15 @@ def test_state_is_a_value(name: str, bench: Any) -> None:
     state = method.init(bench.weights, ["site-1", "site-2", "site-3"])
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.weights = bench.weights
-    restarted, _ = rehearse(Restarting(method), bench.weights, bench.sites(), bench.task.metric)  # type: ignore[arg-type]
-    assert digest(restarted.weights) == bench.digest(name)
+    restarted, _ = run_locally(Restarting(method), bench.weights, bench.sites(), bench.task.metric)  # type: ignore[arg-type]
+    assert compute_digest(restarted.weights) == bench.compute_digest(name)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_round_is_committed_and_every_message_costs_at_least_its_floor(name: str, bench: Any) -> None:
     outcome, ledger = bench.run(name)
-    assert outcome.judgement.sites.keys() == {"site-1", "site-2", "site-3"}
-    assert all(record.sites_in == ["site-1", "site-2", "site-3"] for record in outcome.rounds)
+    assert outcome.evaluation.sites.keys() == {"site-1", "site-2", "site-3"}
+    assert all(record.sites_contributed == ["site-1", "site-2", "site-3"] for record in outcome.rounds)
     assert all(line.payload_bytes >= line.floor_bytes + 128 for line in ledger.lines)
     assert len(ledger.lines) == 6 * len(outcome.rounds)
 
@@ -110,17 +110,17 @@ class Ballot(Method[Votes]):
     def ask(self, state: Votes, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        return broadcast(sites, Request("vote", state.round, self.model(state), self.everything, "difference"))
+        return broadcast(sites, Request("vote", state.round, self.model(state), self.full_mask, "delta"))
 
     def answer(self, request: Request, site: Any) -> Update:
-        return Update(Patch.of(torch.ones(site.layout.size), request.trainable), "difference", site.examples)
+        return Update(Patch.from_vector(torch.ones(site.layout.size), request.trainable), "delta", site.num_examples)
 
     def learn(self, state: Votes, updates: Sequence[Update]) -> Votes:
         votes = sum((update.patch.values for update in updates), torch.zeros(self.layout.size))
         return Votes(state.round + 1, state.total + votes)
 
     def model(self, state: Votes) -> Patch:
-        return Patch.of(state.total, self.everything)
+        return Patch.from_vector(state.total, self.full_mask)
 
 
 def test_a_new_method_runs_from_a_configuration_without_touching_shared_code(
@@ -132,5 +132,5 @@ def test_a_new_method_runs_from_a_configuration_without_touching_shared_code(
     file = tmp_path / "ballot_brain_age.yaml"
     file.write_text("name: ballot\nmethod: {name: ballot, rounds: 4}\ntask: {name: brain_age}\n")
     method = build_method(load_config(file), bench.layout)
-    outcome, _ = rehearse(method, bench.weights, bench.sites(), bench.task.metric)
+    outcome, _ = run_locally(method, bench.weights, bench.sites(), bench.task.metric)
     assert outcome.weights.tolist() == [12.0] * bench.layout.size

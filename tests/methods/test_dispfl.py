@@ -10,7 +10,7 @@ import torch
 
 from flare_sparse.mask import Mask
 from flare_sparse.methods.dispfl import Config, State
-from flare_sparse.scores.erk import erk_densities
+from flare_sparse.scores.erk import compute_erk_densities
 
 
 def test_vector_8_the_share_that_moves() -> None:
@@ -29,7 +29,7 @@ def test_11_live_counts_per_tensor_never_change(bench: Any, regrow: str) -> None
         updates = []
         for index, name in enumerate(names, start=1):
             site = bench.site(index)
-            site.weights = asked[name].model.vector()
+            site.weights = asked[name].model.to_vector()
             updates.append(replace(method.answer(asked[name], site), site=name))
         after = method.learn(state, updates)
         moved |= not torch.equal(after.masks, state.masks)
@@ -47,13 +47,13 @@ def test_11_equal_masks_and_all_neighbours_are_a_plain_average(bench: Any) -> No
     owners = ("site-1", "site-2", "site-3")
     state = State(1, owners, weights * mask, mask.expand(3, -1).clone())
     request = method.ask(state, owners)["site-2"]
-    assert torch.allclose(request.model.vector(), (weights * mask).double().mean(0).float())
+    assert torch.allclose(request.model.to_vector(), (weights * mask).double().mean(0).float())
 
 
 def test_erk_densities_meet_the_whole(bench: Any) -> None:
-    pool = Mask.maskable(bench.layout, "all_trainable")
-    densities = erk_densities(bench.layout, pool, 0.4)
-    sizes = {e.name: e.size for e in bench.layout.entries if e.role != "buffer"}
+    pool = Mask.from_preset(bench.layout, "all_trainable")
+    densities = compute_erk_densities(bench.layout, pool, 0.4)
+    sizes = {e.name: e.size for e in bench.layout.tensors if e.role != "buffer"}
     assert sum(densities[n] * sizes[n] for n in sizes) == pytest.approx(0.4 * pool.count)
     assert all(0 < d <= 1 for d in densities.values())
 
@@ -68,8 +68,8 @@ def test_top_k_remembers_what_it_did_not_send(bench: Any) -> None:
         site.weights = state.weights.clone()
         change = site.train(site.weights, request.trainable, method.config.training, request.round) - site.weights
         update = replace(method.answer(request, site), site="site-1")
-        assert update.patch.on.count == int(0.1 * bench.layout.size)
-        assert torch.equal(update.patch.vector() + site.memory["residual"], change + owed)
+        assert update.patch.mask.count == int(0.1 * bench.layout.size)
+        assert torch.equal(update.patch.to_vector() + site.memory["residual"], change + owed)
         owed = site.memory["residual"]
         state = method.learn(state, [update])
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.mask import Mask, shrink
+from flare_sparse.mask import Mask, prune_mask
 from flare_sparse.methods.fedsparsify import Config, FedSparsify, centralised_one_shot
-from flare_sparse.params import Entry, Layout
+from flare_sparse.params import Layout, TensorSpec
 
-PAPER = Layout((Entry("w", (2_950_401,), "weight"),))
+PAPER = Layout((TensorSpec("w", (2_950_401,), "weight"),))
 OPTIMIZERS = [
     {"optimizer": "sgd", "lr": 0.05},
     {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
@@ -28,13 +28,13 @@ def test_1_masks_are_nested_and_pruned_weights_are_zero_everywhere(bench: Any, t
     state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
     while (asked := method.ask(state, ["site-1"])) is not None:
         request = asked["site-1"]
-        site.weights = request.model.vector()
+        site.weights = request.model.to_vector()
         trained = site.train(site.weights, request.trainable, method.config.training, request.round)
-        assert not trained[~request.trainable.on].any()
+        assert not trained[~request.trainable.bits].any()
         update = method.answer(request, site)
         after = method.learn(state, [update])
         assert after.mask <= state.mask
-        assert not after.weights[~after.mask.on].any()
+        assert not after.weights[~after.mask.bits].any()
         state = after
     assert state.round == 6
 
@@ -47,18 +47,18 @@ def test_2_6_8_a_purge_is_exact_by_magnitude_and_idempotent(data: st.DataObject)
         Mask(torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))) for _ in range(2)
     )
     sparsity = data.draw(st.floats(0, 0.99))
-    new = shrink(mask, weights.abs(), sparsity, pool)
+    new = prune_mask(mask, weights.abs(), sparsity, pool)
     zeros = pool.count - (mask & pool).count
     assert new <= mask
     assert pool.count - (new & pool).count == max(zeros, int(sparsity * pool.count + 1e-9))
-    kept, cut = weights.abs()[(new & pool).on], weights.abs()[(mask - new).on]
+    kept, cut = weights.abs()[(new & pool).bits], weights.abs()[(mask - new).bits]
     assert not len(kept) or not len(cut) or kept.min() >= cut.max()
-    assert shrink(new, weights.abs(), sparsity, pool) == new
-    assert shrink(mask, (-4 * weights).abs(), sparsity, pool) == new
+    assert prune_mask(new, weights.abs(), sparsity, pool) == new
+    assert prune_mask(mask, (-4 * weights).abs(), sparsity, pool) == new
 
 
 def test_3_sparsity_0_is_fedavg_bit_for_bit(bench: Any) -> None:
-    assert bench.digest("fedsparsify", sparsity=0) == bench.digest("fedavg")
+    assert bench.compute_digest("fedsparsify", sparsity=0) == bench.compute_digest("fedavg")
 
 
 def test_5_live_counts_of_the_paper() -> None:
@@ -83,7 +83,7 @@ def test_5_live_counts_of_the_paper() -> None:
 def test_5_the_papers_communication_to_the_digit(sparsity: float, scalars: int, final: int) -> None:
     """Vector 3, eight learners."""
     method = FedSparsify(Config(rounds=40, sparsity=sparsity), PAPER)
-    assert method.paper_scalars(8) == scalars
+    assert method.count_paper_scalars(8) == scalars
     assert PAPER.size - int(sparsity * PAPER.size + 1e-9) == final
 
 
@@ -91,20 +91,20 @@ def test_7_one_learner_is_centralised_gradual_pruning(bench: Any) -> None:
     method = bench.method("fedsparsify", sparsity=0.7, rounds=4)
     outcome, _ = bench.run("fedsparsify", {"site-1": bench.site(1)}, sparsity=0.7, rounds=4)
     site, weights, mask = bench.site(1), bench.weights, Mask.full(bench.layout.size)
-    pool = Mask.maskable(bench.layout, "all_but_norm")
+    pool = Mask.from_preset(bench.layout, "all_but_norm")
     for t in range(1, 5):
         weights = site.train(weights, mask, method.config.training, t)
-        mask = shrink(mask, weights.abs(), method.config.sparsity_after(t), pool)
-        weights = weights * mask.on
+        mask = prune_mask(mask, weights.abs(), method.config.sparsity_after(t), pool)
+        weights = weights * mask.bits
     assert torch.equal(outcome.weights, weights)
 
 
 def test_9_an_update_has_zeros_where_the_mask_is_off(bench: Any) -> None:
     outcome, ledger = bench.run("fedsparsify", sparsity=0.9, rounds=4)
-    assert not outcome.weights[~outcome.mask.on].any()
+    assert not outcome.weights[~outcome.mask.bits].any()
     up = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
     assert {line.encoding for line in up} <= {"dense", "shared"}
-    pool = Mask.maskable(bench.layout, "all_but_norm")
+    pool = Mask.from_preset(bench.layout, "all_but_norm")
     assert pool.count - (outcome.mask & pool).count == int(0.9 * pool.count)
 
 
@@ -112,21 +112,21 @@ def test_vector_14_a_purge_by_hand() -> None:
     weights = torch.tensor([0.5, -0.1, 0.3, 0, 0.2, -0.4])
     mask = Mask(torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.bool))
     everything = Mask.full(6)
-    assert shrink(mask, weights.abs(), 0.5, everything).on.tolist() == [True, False, True, False, False, True]
-    assert shrink(mask, weights.abs(), 1 / 6, everything) is mask
+    assert prune_mask(mask, weights.abs(), 0.5, everything).bits.tolist() == [True, False, True, False, False, True]
+    assert prune_mask(mask, weights.abs(), 1 / 6, everything) is mask
 
 
 def test_norm_parameters_and_buffers_are_never_pruned(bench: Any) -> None:
     outcome, _ = bench.run("fedsparsify", sparsity=0.99)
-    outside = ~Mask.maskable(bench.layout, "all_but_norm")
+    outside = ~Mask.from_preset(bench.layout, "all_but_norm")
     assert outside <= outcome.mask
-    assert {entry.role for entry in bench.layout.entries} == {"weight", "bias", "norm", "buffer"}
+    assert {entry.role for entry in bench.layout.tensors} == {"weight", "bias", "norm", "buffer"}
 
 
 def test_the_centralised_baseline_prunes_once(bench: Any) -> None:
     config = Config(rounds=4)
     state = centralised_one_shot(bench.site(1), bench.weights, 0.6, config=config, dense=3, finetune=2)
-    pool = Mask.maskable(bench.layout, "all_but_norm")
+    pool = Mask.from_preset(bench.layout, "all_but_norm")
     assert pool.count - (state.mask & pool).count == int(0.6 * pool.count)
-    assert not state.weights[~state.mask.on].any()
+    assert not state.weights[~state.mask.bits].any()
     assert state.round == 6

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from flare_sparse.exchange import Patch, Update
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.methods.lora_a2 import LoRAA2, State
 from flare_sparse.models.adapters import AdapterConfig, adapt
 from flare_sparse.models.base import drawn
-from flare_sparse.params import digest
+from flare_sparse.params import compute_digest
 from flare_sparse.scores.ranks import Factor, Slots
 from flare_sparse.training import Site
 
@@ -76,9 +76,9 @@ def test_01_one_factor_moves_at_a_time_bitwise_and_nothing_else(adapted: Any) ->
     for (state, updates), (after, _) in itertools.pairwise(seen):
         active: Factor = "B" if state.round % 2 else "A"
         still = ~(made.slots.factors[active] | made.slots.rest)
-        assert torch.equal(state.weights[still.on], after.weights[still.on])
+        assert torch.equal(state.weights[still.bits], after.weights[still.bits])
         assert not torch.equal(state.weights, after.weights)
-        assert all(not (update.patch.on & still).count for update in updates)
+        assert all(not (update.patch.mask & still).count for update in updates)
 
 
 def test_01_the_base_of_a_site_is_what_it_was(uneven: Any) -> None:
@@ -96,7 +96,7 @@ def test_02_the_average_of_the_products_is_the_product_of_the_averages(uneven: A
         after = made.learn(state, updates)
         shares = [update.examples / sum(u.examples for u in updates) for update in updates]
         for module in range(made.slots.modules):
-            moved = [product(made.slots, state.weights + update.patch.vector(), module) for update in updates]
+            moved = [product(made.slots, state.weights + update.patch.to_vector(), module) for update in updates]
             exact = sum((w * m for w, m in zip(shares, moved, strict=True)), torch.zeros_like(moved[0]))
             assert torch.allclose(product(made.slots, after.weights, module), exact, atol=1e-6)
 
@@ -108,13 +108,13 @@ def test_03_every_site_sends_its_budget_and_leaves_other_slots_bitwise(uneven: A
     for state, updates in rounds(made, uneven, 2)[:2]:
         active = made.active(state.round)
         for update in updates:
-            chosen = made.slots.chosen(update.patch.on, active)
+            chosen = made.slots.find_slots(update.patch.mask, active)
             assert chosen is not None
             assert int(chosen.sum()) == min(made.config.rank_of(update.site), RANK) * 3
             site = uneven.sites()[update.site]
-            trained = site.train(state.weights, update.patch.on, made._training(active), state.round)
-            assert torch.equal(trained[~update.patch.on.on], state.weights[~update.patch.on.on])
-            assert torch.equal((trained - state.weights)[update.patch.on.on], update.patch.values)
+            trained = site.train(state.weights, update.patch.mask, made._training(active), state.round)
+            assert torch.equal(trained[~update.patch.mask.bits], state.weights[~update.patch.mask.bits])
+            assert torch.equal((trained - state.weights)[update.patch.mask.bits], update.patch.values)
 
 
 def test_04_a_budget_of_all_ranks_is_plain_alternating_averaging(uneven: Any) -> None:
@@ -125,7 +125,7 @@ def test_04_a_budget_of_all_ranks_is_plain_alternating_averaging(uneven: Any) ->
         total = sum(update.examples for update in updates)
         expected = state.weights.double().clone()
         for update in updates:
-            assert update.patch.on == made.slots.factors[active]
+            assert update.patch.mask == made.slots.factors[active]
             site = uneven.sites()[update.site]
             trained = site.train(state.weights, made.slots.factors[active], made._training(active), state.round)
             expected += (trained - state.weights).double() * update.examples / total
@@ -133,21 +133,21 @@ def test_04_a_budget_of_all_ranks_is_plain_alternating_averaging(uneven: Any) ->
 
 
 def test_04_it_does_not_depend_on_the_trial(uneven: Any) -> None:
-    long = uneven.digest("lora_a2", rank=RANK, training=TRAINING, trial_epochs=5)
-    assert long == uneven.digest("lora_a2", rank=RANK, training=TRAINING)
-    assert long == uneven.digest("lora_a2", rank=RANK, training=TRAINING, trial="gradient")
+    long = uneven.compute_digest("lora_a2", rank=RANK, training=TRAINING, trial_epochs=5)
+    assert long == uneven.compute_digest("lora_a2", rank=RANK, training=TRAINING)
+    assert long == uneven.compute_digest("lora_a2", rank=RANK, training=TRAINING, trial="gradient")
 
 
 def test_04_always_b_with_all_ranks_is_ffa_lora_bit_for_bit(uneven: Any, adapted: Any) -> None:
     for bench in (uneven, adapted):
-        always = bench.digest("lora_a2", rank=RANK, training=TRAINING, schedule="b_only", b_lr_ratio=1.0)
-        assert always == bench.digest("ffa_lora", training=TRAINING)
+        always = bench.compute_digest("lora_a2", rank=RANK, training=TRAINING, schedule="b_only", b_lr_ratio=1.0)
+        assert always == bench.compute_digest("ffa_lora", training=TRAINING)
 
 
 def test_05_without_a_learning_rate_nothing_changes(uneven: Any) -> None:
     made = method(uneven)
     made.config = made.config.model_copy(update={"training": made.config.training.model_copy(update={"lr": 0.0})})
-    outcome, _ = rehearse(made, uneven.weights, uneven.sites(), uneven.task.metric)
+    outcome, _ = run_locally(made, uneven.weights, uneven.sites(), uneven.task.metric)
     assert torch.equal(outcome.weights, uneven.weights)
 
 
@@ -162,30 +162,32 @@ def test_05_the_start_is_the_base_and_one_round_adds_the_mean_of_db_times_a(unev
     (state, updates), (after, _) = rounds(made, uneven, 1)
     total = sum(update.examples for update in updates)
     for index, adapter in enumerate(made.slots.adapters):
-        mean = sum(update.examples / total * adapter.matrix(update.patch.vector(), "B").double() for update in updates)
+        mean = sum(
+            update.examples / total * adapter.matrix(update.patch.to_vector(), "B").double() for update in updates
+        )
         expected = mean @ adapter.matrix(state.weights, "A").double()
         assert torch.allclose(product(made.slots, after.weights, index), expected, atol=1e-7)
 
 
 def test_08_a_slot_that_nobody_chose_keeps_its_bits_and_a_lone_choice_counts_with_its_weight(uneven: Any) -> None:
     made = method(uneven)
-    state = State(1, torch.full((uneven.layout.size,), -0.0), made.everything)
+    state = State(1, torch.full((uneven.layout.size,), -0.0), made.full_mask)
     first, second = torch.zeros(12, dtype=torch.bool), torch.zeros(12, dtype=torch.bool)
     first[[0, 5]], second[[5, 7]] = True, True
     delta = torch.randn(uneven.layout.size, generator=torch.Generator().manual_seed(1))
     updates = [
-        Update(Patch.of(delta, made.slots.mask(first, "B")), "difference", 1, site="a"),
-        Update(Patch.of(delta, made.slots.mask(second, "B")), "difference", 3, site="b"),
+        Update(Patch.from_vector(delta, made.slots.mask(first, "B")), "delta", 1, site="a"),
+        Update(Patch.from_vector(delta, made.slots.mask(second, "B")), "delta", 3, site="b"),
     ]
     after = made.learn(state, updates).weights
     lone, both = made.slots.mask(first & ~second, "B"), made.slots.mask(first & second, "B")
     untouched = ~made.slots.mask(first | second, "B")
-    assert torch.equal(after[lone.on], (delta.double() * 0.25).float()[lone.on])
-    assert torch.allclose(after[both.on], delta[both.on])
-    assert not after[untouched.on].any()
+    assert torch.equal(after[lone.bits], (delta.double() * 0.25).float()[lone.bits])
+    assert torch.allclose(after[both.bits], delta[both.bits])
+    assert not after[untouched.bits].any()
     held = torch.randn(uneven.layout.size, generator=torch.Generator().manual_seed(2))
-    again = made.learn(State(1, held, made.everything), updates).weights
-    assert torch.equal(again[untouched.on], held[untouched.on])
+    again = made.learn(State(1, held, made.full_mask), updates).weights
+    assert torch.equal(again[untouched.bits], held[untouched.bits])
 
 
 def test_09_merged_weights_give_the_same_output(uneven: Any) -> None:
@@ -208,9 +210,9 @@ def test_10_the_ledger_is_the_sum_over_the_chosen_slots(uneven: Any, budget: str
     expected = {}
     for state, updates in rounds(made, uneven, 2)[:2]:
         for update in updates:
-            chosen = made.slots.chosen(update.patch.on, made.active(state.round))
+            chosen = made.slots.find_slots(update.patch.mask, made.active(state.round))
             expected[state.round, update.site] = int(widths[made.active(state.round)][chosen].sum())
-    _, ledger = rehearse(made, uneven.weights, uneven.sites(), uneven.task.metric)
+    _, ledger = run_locally(made, uneven.weights, uneven.sites(), uneven.task.metric)
     sent = {(line.round, line.site): line.scalars_sent for line in ledger.lines if line.direction == "up"}
     assert {key: sent[key] for key in expected} == expected
     if budget == "scalars":
@@ -220,7 +222,7 @@ def test_10_the_ledger_is_the_sum_over_the_chosen_slots(uneven: Any, budget: str
 
 def test_only_the_factor_that_changed_travels_down_and_a_newcomer_gets_both(uneven: Any) -> None:
     made = method(uneven, rounds=4, participation=0.67)  # two of three sites a round
-    _, ledger = rehearse(made, uneven.weights, uneven.sites(), uneven.task.metric)
+    _, ledger = run_locally(made, uneven.weights, uneven.sites(), uneven.task.metric)
     down = {(line.round, line.site): line for line in ledger.lines if line.direction == "down"}
     seen = set()
     for t in range(1, 5):
@@ -239,8 +241,8 @@ def test_only_the_factor_that_changed_travels_down_and_a_newcomer_gets_both(unev
 def test_every_score_learns_and_the_trial_leaves_no_trace_but_the_choice(uneven: Any, score: str, trial: str) -> None:
     settings = {"rank": 2, "training": {**TRAINING, "epochs": 5}, "rounds": 6, "score": score, "trial": trial}
     outcome, _ = uneven.run("lora_a2", **settings)
-    before = outcome.rounds[0].judgement.overall["mse"]
-    assert outcome.judgement.overall["mse"] < before
+    before = outcome.rounds[0].evaluation.overall["mse"]
+    assert outcome.evaluation.overall["mse"] < before
 
 
 def test_the_first_round_trains_b_at_five_times_the_rate_of_a(uneven: Any) -> None:
@@ -255,12 +257,12 @@ def test_a_head_that_trains_travels_whole_with_every_answer(adapted: Any) -> Non
     made = method(adapted, rank=1)
     for state, updates in rounds(made, adapted, 2)[:2]:
         assert made.slots.rest.count == 13
-        assert all(made.slots.rest <= update.patch.on for update in updates)
-        assert all(made._allowed(made.active(state.round), u.site, u.patch.on) for u in updates)
-        assert not made._allowed(made.active(state.round), "site-1", updates[0].patch.on - made.slots.rest)
+        assert all(made.slots.rest <= update.patch.mask for update in updates)
+        assert all(made._allowed(made.active(state.round), u.site, u.patch.mask) for u in updates)
+        assert not made._allowed(made.active(state.round), "site-1", updates[0].patch.mask - made.slots.rest)
 
 
 def test_digests_differ_where_settings_do(uneven: Any) -> None:
-    one, two = (uneven.digest("lora_a2", rank=rank, training=TRAINING) for rank in (1, 2))
+    one, two = (uneven.compute_digest("lora_a2", rank=rank, training=TRAINING) for rank in (1, 2))
     assert one != two
-    assert digest(uneven.weights) != one
+    assert compute_digest(uneven.weights) != one

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.aggregation.weighted import by_examples
+from flare_sparse.aggregation.weighted import weigh_by_examples
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.methods.flexlora import factorise
 from flare_sparse.methods.hetlora import State
@@ -23,7 +23,7 @@ def updates(made: Any, state: Any, bench: Any) -> list[Update]:
     sites = bench.sites()
     asked = made.ask(state, sorted(sites))
     for name, site in sites.items():
-        site.weights = asked[name].model.vector()
+        site.weights = asked[name].model.to_vector()
     return [replace(made.answer(asked[name], site), site=name) for name, site in sites.items()]
 
 
@@ -41,7 +41,7 @@ def test_fl_lora_is_fedavg_of_both_factors_and_discords(adapted: Any) -> None:
     for adapter in lora.slots.adapters:
         exact = sum(
             w * adapter.matrix(u.patch.values, "B") @ adapter.matrix(u.patch.values, "A")
-            for w, u in zip(by_examples(sent), sent, strict=True)
+            for w, u in zip(weigh_by_examples(sent), sent, strict=True)
         )
         assert not torch.allclose(adapter.matrix(after, "B") @ adapter.matrix(after, "A"), exact, atol=1e-5)
 
@@ -80,7 +80,7 @@ def test_flexlora_averages_the_products(adapted: Any) -> None:
     for adapter in made.slots.adapters:
         exact = sum(
             w * adapter.matrix(v, "B").double() @ adapter.matrix(v, "A").double()
-            for w, v in zip(by_examples(sent), [u.patch.vector() for u in sent], strict=True)
+            for w, v in zip(weigh_by_examples(sent), [u.patch.to_vector() for u in sent], strict=True)
         )
         left, strengths, right = torch.linalg.svd(exact)
         best = left[:, :4] * strengths[:4] @ right[:4]
@@ -102,14 +102,16 @@ def test_a_site_holds_and_sends_the_ranks_it_can_afford(adapted: Any, name: str)
 def test_hetlora_weighs_by_the_size_of_the_product(adapted: Any) -> None:
     made = adapted.method("hetlora", rank=4)
     vectors = [torch.randn(adapted.layout.size, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    parts = [Update(Patch.of(v, made.everything), "weights", n, site=f"s{n}") for n, v in enumerate(vectors, start=1)]
+    parts = [
+        Update(Patch.from_vector(v, made.full_mask), "weights", n, site=f"s{n}") for n, v in enumerate(vectors, start=1)
+    ]
     sizes = [
         sum(float((a.matrix(v, "B") @ a.matrix(v, "A")).double().square().sum()) for a in made.slots.adapters) ** 0.5
         for v in vectors
     ]
     assert made._by_size(parts) == pytest.approx([size / sum(sizes) for size in sizes])
-    zero = [replace(part, patch=Patch.of(torch.zeros(adapted.layout.size), made.everything)) for part in parts]
-    assert made._by_size(zero) == by_examples(zero)
+    zero = [replace(part, patch=Patch.from_vector(torch.zeros(adapted.layout.size), made.full_mask)) for part in parts]
+    assert made._by_size(zero) == weigh_by_examples(zero)
 
 
 def test_hetlora_gives_up_ranks_that_shrink_and_is_asked_for_the_rest(adapted: Any) -> None:
@@ -117,10 +119,10 @@ def test_hetlora_gives_up_ranks_that_shrink_and_is_asked_for_the_rest(adapted: A
     large = torch.full((adapted.layout.size,), 3.0)
     state = State(1, large, (), ())
     sent = updates(made, state, adapted)
-    assert {made._rank(update.patch.on) for update in sent} == {2}  # weight decay shrinks all of it
+    assert {made._rank(update.patch.mask) for update in sent} == {2}  # weight decay shrinks all of it
     after = made.learn(state, sent)
     assert after.ranks == (2, 2, 2)
     again = made.ask(after, ["site-1"])["site-1"]
-    assert again.model.on == made.slots.first(2) | made.slots.rest
+    assert again.model.mask == made.slots.select_first(2) | made.slots.rest
     assert again.fits("site-1", made.held(1))
     assert not again.fits("site-1", made.held(4))

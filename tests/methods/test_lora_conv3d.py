@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from flare_sparse.assemble import initial_weights
-from flare_sparse.local.run import rehearse
+from flare_sparse.assemble import build_initial_model
+from flare_sparse.local.run import run_locally
 from flare_sparse.methods.lora_a2 import LoRAA2
 from flare_sparse.task import Examples
 from flare_sparse.tasks import TASKS
@@ -27,12 +27,12 @@ def brains(seed: int) -> Examples:
 def test_01_03_10_base_and_unchosen_slots_stay_and_the_ledger_is_the_sum_of_the_chosen(budget: str) -> None:
     settings = {"shape": (16, 16, 16), "downsample": 1, "adapter": {"rank": 8, "head": "trained"}}
     task = TASKS["brain_age"](settings)
-    layout, weights = initial_weights(task, 1)
+    layout, weights = build_initial_model(task, 1)
     sites = {f"site-{i}": Site(f"site-{i}", task, brains(i), layout, 1) for i in (1, 2)}
     base = {n: p.clone() for n, p in sites["site-1"]._model.module.named_parameters() if "lora" not in n}
     config = {"rounds": 2, "rank": 2, "budget": budget, "training": TRAINING}
     method = LoRAA2(LoRAA2.Config.model_validate(config), layout, 1)
-    outcome, ledger = rehearse(method, weights, sites, task.metric)
+    outcome, ledger = run_locally(method, weights, sites, task.metric)
     slots = method.slots
     assert slots.modules == 6
     assert [a.width("A") for a in slots.adapters] == [27, 16 * 27, 32 * 27, 64 * 27, 64 * 27, 64]
@@ -49,7 +49,7 @@ def test_01_03_10_base_and_unchosen_slots_stay_and_the_ledger_is_the_sum_of_the_
         for name, site in again.items():
             site.weights = state.weights.clone()
             update = method.answer(requests[name], site)
-            chosen = slots.chosen(update.patch.on, active)
+            chosen = slots.find_slots(update.patch.mask, active)
             assert chosen is not None
             widths = slots.widths(active)
             assert up[t, name] == int(widths[chosen].sum()) + slots.rest.count
@@ -58,7 +58,7 @@ def test_01_03_10_base_and_unchosen_slots_stay_and_the_ledger_is_the_sum_of_the_
             else:
                 assert int(chosen.sum()) == 2 * 6
             updates.append(type(update)(update.patch, update.content, update.examples, site=name))
-        moved = torch.stack([u.patch.on.on for u in updates]).any(0)
+        moved = torch.stack([u.patch.mask.bits for u in updates]).any(0)
         following = method.learn(state, updates)
         assert torch.equal(following.weights[~moved], state.weights[~moved])
         state = following

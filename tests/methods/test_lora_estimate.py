@@ -9,7 +9,7 @@ import torch
 
 from flare_sparse.local.dry_run import estimate
 from flare_sparse.methods import METHODS
-from flare_sparse.params import Entry, Layout
+from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.scores.ranks import Slots
 from flare_sparse.tasks import TASKS
 
@@ -27,7 +27,7 @@ def adapted() -> dict[int, Layout]:
         with torch.device("meta"):  # shapes only: nothing is drawn, so no digest of the base either
             model = task.model()
         named = model.named_parameters()
-        found[rank] = Layout(tuple(Entry(name, tuple(p.shape), "weight") for name, p in named if p.requires_grad))
+        found[rank] = Layout(tuple(TensorSpec(name, tuple(p.shape), "weight") for name, p in named if p.requires_grad))
     return found
 
 

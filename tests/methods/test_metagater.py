@@ -12,18 +12,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
 
-from flare_sparse.assemble import initial_weights
+from flare_sparse.assemble import build_initial_model
 from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.federation import Outcome
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.metagater import State, advance, predict
-from flare_sparse.methods.support.adaptation import one_step
+from flare_sparse.methods.support.adaptation import take_one_step
 from flare_sparse.methods.support.schedules import accelerated
 from flare_sparse.models import ModelConfig
-from flare_sparse.params import digest
+from flare_sparse.params import compute_digest
 from flare_sparse.task import Examples, Task
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
@@ -74,7 +74,7 @@ class Net:
 
     def __init__(self, task: Task, examples: dict[str, Examples], start: float | None = None):
         self.task, self.examples = task, examples
-        self.layout, self.weights = initial_weights(task, 1)
+        self.layout, self.weights = build_initial_model(task, 1)
         if start is not None:
             self.weights.fill_(start)
 
@@ -87,7 +87,7 @@ class Net:
 
     def run(self, name: str = "metagater", **settings: Any) -> tuple[Outcome, Ledger]:
         sites = {site: self.site(site) for site in self.examples}
-        return rehearse(self.method(name, **settings), self.weights, sites, self.task.metric)
+        return run_locally(self.method(name, **settings), self.weights, sites, self.task.metric)
 
     def states(self, rounds: int, **settings: Any) -> list[State]:
         """States before every round, and after the last."""
@@ -101,7 +101,7 @@ class Net:
 def answers(method: Any, state: Any, sites: dict[str, Site]) -> list[Update]:
     updates = []
     for name, request in sorted((method.ask(state, sorted(sites)) or {}).items()):
-        sites[name].weights = request.model.vector()
+        sites[name].weights = request.model.to_vector()
         updates.append(replace(method.answer(request, sites[name]), site=name))
     return updates
 
@@ -157,7 +157,7 @@ def test_2_the_first_model_sent_is_the_initial_one_bit_for_bit(gated: Net) -> No
     method = gated.method()
     state = method.init(gated.weights, ["site-1"])
     assert torch.equal(state.ag, gated.weights)
-    assert torch.equal(method.ask(state, ["site-1"])["site-1"].model.vector(), gated.weights)
+    assert torch.equal(method.ask(state, ["site-1"])["site-1"].model.to_vector(), gated.weights)
     assert torch.equal(gated.states(1)[1].sent, gated.weights)
 
 
@@ -172,7 +172,7 @@ def test_3_without_acceleration_it_is_fedprox_or_fedavg(gated: Net, local_proxim
         sites = {name: gated.site(name) for name in gated.examples}
         start = state.w
         alone = [
-            s.train(start, method.everything, method.config.training, t, steps=3, pull=pull) for s in sites.values()
+            s.train(start, method.full_mask, method.config.training, t, steps=3, pull=pull) for s in sites.values()
         ]
         state = method.learn(state, answers(method, state, sites))
         assert torch.allclose(state.w, torch.stack(alone).mean(0), atol=1e-6)
@@ -188,7 +188,7 @@ def test_3_uniform_fedavg_as_the_baseline_has_it(gated: Net) -> None:
         gated.layout,
         1,
     )
-    theirs, _ = rehearse(method, gated.weights, sites, gated.task.metric)
+    theirs, _ = run_locally(method, gated.weights, sites, gated.task.metric)
     assert torch.allclose(ours.weights, theirs.weights, atol=1e-5)
 
 
@@ -196,21 +196,21 @@ def test_3_uniform_fedavg_as_the_baseline_has_it(gated: Net) -> None:
 def test_3_a_shorter_step_is_reptile(gated: Net, epsilon: float) -> None:
     before, after = gated.states(1, acceleration=False, step=epsilon / 0.2, local_proximity=0.0, local_steps=4)
     method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
-    ends = [s.train(before.w, method.everything, method.config.training, 1, steps=4) for s in sites.values()]
+    ends = [s.train(before.w, method.full_mask, method.config.training, 1, steps=4) for s in sites.values()]
     assert torch.allclose(after.w, before.w + epsilon * (torch.stack(ends).mean(0) - before.w), atol=1e-6)
 
 
 def test_4_one_local_step_is_the_mean_gradient(gated: Net) -> None:
     method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
     state = method.init(gated.weights, sorted(sites))
-    change = torch.stack([u.patch.vector() for u in answers(method, state, sites)]).mean(0)
-    gradients = [next(s.gradients(gated.weights, 1000, 1, 1)) for s in sites.values()]
+    change = torch.stack([u.patch.to_vector() for u in answers(method, state, sites)]).mean(0)
+    gradients = [next(s.compute_gradients(gated.weights, 1000, 1, 1)) for s in sites.values()]
     assert torch.allclose(-0.2 * change, 0.2 * 0.3 * torch.stack(gradients).mean(0), atol=1e-6)
 
 
 def test_5_sites_that_move_nothing_leave_everything_to_interpolation(gated: Net) -> None:
     method = gated.method()
-    zero = Update(Patch.of(torch.zeros(gated.layout.size), method.everything), "difference", 1, site="a")
+    zero = Update(Patch.from_vector(torch.zeros(gated.layout.size), method.full_mask), "delta", 1, site="a")
     first = method.learn(method.init(gated.weights, ["a"]), [zero])
     assert all(torch.equal(x, gated.weights) for x in (first.w, first.ag, first.sent))
     apart = State(4, gated.weights, gated.weights + 1, gated.weights)
@@ -222,14 +222,14 @@ def test_5_sites_that_move_nothing_leave_everything_to_interpolation(gated: Net)
 def test_7_the_backbone_does_not_feel_the_penalty_of_this_round(gated: Net) -> None:
     with_h, without = (gated.states(1, lasso=mu)[1] for mu in (0.05, 0.0))
     phi = gated.method()._gates.phi
-    assert torch.equal(with_h.w[~phi.on], without.w[~phi.on])
-    assert torch.equal(with_h.ag[~phi.on], without.ag[~phi.on])
-    assert not torch.equal(with_h.w[phi.on], without.w[phi.on])
+    assert torch.equal(with_h.w[~phi.bits], without.w[~phi.bits])
+    assert torch.equal(with_h.ag[~phi.bits], without.ag[~phi.bits])
+    assert not torch.equal(with_h.w[phi.bits], without.w[phi.bits])
 
 
 def test_7_without_gates_the_penalty_changes_nothing(ungated: Net) -> None:
     assert ungated.method()._gates.phi.count == 0
-    assert digest(ungated.run(lasso=0.5)[0].weights) == digest(ungated.run(lasso=0.0)[0].weights)
+    assert compute_digest(ungated.run(lasso=0.5)[0].weights) == compute_digest(ungated.run(lasso=0.0)[0].weights)
 
 
 def zero_group(net: Net, layer: str, channel: int) -> torch.Tensor:
@@ -253,7 +253,7 @@ def test_9_a_closed_channel_stays_home_with_its_filter(gated: Net) -> None:
     assert not named["2.gate.open.weight"][4].any()
     assert not named["2.body.0.conv.weight"][4].any()
     assert named["2.body.0.conv.weight"][3].any()
-    assert all(0 < figures["channel_sparsity"] < 1 for figures in outcome.judgement.sites.values())
+    assert all(0 < figures["channel_sparsity"] < 1 for figures in outcome.evaluation.sites.values())
 
 
 def test_9_as_in_the_paper_a_closed_channel_travels_and_may_reopen(gated: Net) -> None:
@@ -275,14 +275,14 @@ def test_10_stage_one_keeps_the_backbone_and_stage_two_the_gates_bit_for_bit(gat
     method, site = gated.method(adapt_lr=0.5), gated.site("site-1")
     phi, theta = method._gates.phi, ~method._gates.phi
     site.weights = gated.weights
-    first = one_step(site, gated.weights, [phi], method.config)
-    assert torch.equal(first[theta.on], gated.weights[theta.on])
-    assert not torch.equal(first[phi.on], gated.weights[phi.on])
-    adapted = method.adapt(site, method.everything)
-    assert torch.equal(adapted[phi.on], first[phi.on])
-    assert not torch.equal(adapted[theta.on], gated.weights[theta.on])
-    gradient = next(site.gradients(first, 1000, 1, 0))
-    assert torch.allclose(adapted[theta.on], (first - 0.5 * gradient)[theta.on], atol=1e-6)
+    first = take_one_step(site, gated.weights, [phi], method.config)
+    assert torch.equal(first[theta.bits], gated.weights[theta.bits])
+    assert not torch.equal(first[phi.bits], gated.weights[phi.bits])
+    adapted = method.adapt(site, method.full_mask)
+    assert torch.equal(adapted[phi.bits], first[phi.bits])
+    assert not torch.equal(adapted[theta.bits], gated.weights[theta.bits])
+    gradient = next(site.compute_gradients(first, 1000, 1, 0))
+    assert torch.allclose(adapted[theta.bits], (first - 0.5 * gradient)[theta.bits], atol=1e-6)
 
 
 @pytest.mark.parametrize("detach", [False, True])
@@ -313,11 +313,11 @@ def test_10_adaptation_without_the_channels_closed_for_good_is_the_same(closed: 
     site = net.site("site-1")
     site.weights = weights
     adapted = method.adapt(site, live)
-    whole = one_step(site, weights, [gates.phi & live, live - gates.phi], method.config)
-    assert site.without_channels(gates.channels_off(live))[1].is_full == (len(closed) == 6)
+    whole = take_one_step(site, weights, [gates.phi & live, live - gates.phi], method.config)
+    assert site.remove_channels(gates.channels_off(live))[1].is_full == (len(closed) == 6)
     assert torch.allclose(adapted, whole, atol=1e-6)
     assert not torch.equal(adapted, weights)
-    assert not adapted[~live.on].any()
+    assert not adapted[~live.bits].any()
 
 
 def test_10_adaptation_is_free_of_noise() -> None:
@@ -383,10 +383,10 @@ def test_unscaled_shrinking_uses_beta_for_both_sequences(gated: Net) -> None:
 
 def test_running_statistics_are_plain_means(bench: Any) -> None:
     method = bench.method("metagater", rounds=4)
-    buffers = bench.layout.where(lambda entry: entry.role == "buffer")
+    buffers = bench.layout.select(lambda entry: entry.role == "buffer")
     state = replace(method.init(bench.weights, ["a"]), round=3)
     change = torch.randn(bench.layout.size)
-    updates = [Update(Patch.of(change * k, method.everything), "difference", 1, site=str(k)) for k in (1, 2)]
+    updates = [Update(Patch.from_vector(change * k, method.full_mask), "delta", 1, site=str(k)) for k in (1, 2)]
     after = method.learn(state, updates)
     for vector in (after.w, after.ag):
         assert torch.allclose(vector[buffers], (bench.weights + 1.5 * change)[buffers], atol=1e-6)
@@ -397,7 +397,7 @@ def test_targets_take_no_part_in_training_and_only_adapt(gated: Net) -> None:
     assert {line.site for line in ledger.lines if line.kind == "train"} == {"site-1", "site-2"}
     assert {line.site for line in ledger.lines if line.kind == "adapt"} == {"site-3"}
     assert [(line.scalars_sent, line.direction) for line in ledger.lines if line.site == "site-3"][-1] == (0, "up")
-    figures = outcome.judgement.sites["site-3"]
+    figures = outcome.evaluation.sites["site-3"]
     assert figures["mse"] < figures["mse_before"]
     assert {"channel_sparsity", "channel_sparsity_before", "test_examples"} <= figures.keys()
     with pytest.raises(ConfigError, match="all sites present"):
@@ -418,10 +418,10 @@ def test_a_run_continued_from_a_saved_state_equals_the_uninterrupted_one(gated: 
     sites = {name: gated.site(name) for name in gated.examples}  # new processes: nothing is remembered at a site
     for _ in range(stop, 6):
         state = method.learn(state, answers(method, state, sites))
-    assert digest(method.model(state).vector()) == digest(gated.run(**settings)[0].weights)
+    assert compute_digest(method.model(state).to_vector()) == compute_digest(gated.run(**settings)[0].weights)
     assert all(torch.equal(getattr(state, n), getattr(states[6], n)) for n in ("w", "ag", "sent"))
 
 
 def test_scalars_as_the_paper_would_count_them(gated: Net) -> None:
     method = gated.method(rounds=10, participation=0.5)
-    assert method.paper_scalars(4) == 2 * 10 * 2 * gated.layout.size
+    assert method.count_paper_scalars(4) == 2 * 10 * 2 * gated.layout.size

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from flare_sparse.aggregation.weighted import uniform, weighted_sum
-from flare_sparse.mask import Mask, share, top_k
+from flare_sparse.aggregation.weighted import weigh_equally, weighted_sum
+from flare_sparse.mask import Mask, floor_fraction, top_k
 from flare_sparse.models import build
 from flare_sparse.params import Layout
-from flare_sparse.scores.snip import keep_counts, saliency
+from flare_sparse.scores.snip import compute_keep_counts, compute_saliency
 from flare_sparse.training import Site
 
 OPTIMIZERS = [
@@ -25,13 +25,13 @@ OPTIMIZERS = [
 def mask_of(bench: Any, sites: dict[str, Site] | None = None, **settings: Any) -> Mask:
     """The mask after phase 1, without what is never masked."""
     outcome, _ = bench.run("neurosfl", sites, rounds=1, **{"sparsity": 0.7, "min_per_layer": 0, **settings})
-    return outcome.mask & Mask.maskable(bench.layout, "conv_linear_weights")
+    return outcome.mask & Mask.from_preset(bench.layout, "conv_linear_weights")
 
 
 def test_1_exactly_k_weights_live_and_the_mask_never_changes(bench: Any) -> None:
     outcome, ledger = bench.run("neurosfl", sparsity=0.7, rounds=4)
-    maskable = Mask.maskable(bench.layout, "conv_linear_weights")
-    assert (outcome.mask & maskable).count == share(1 - 0.7, maskable.count)
+    maskable = Mask.from_preset(bench.layout, "conv_linear_weights")
+    assert (outcome.mask & maskable).count == floor_fraction(1 - 0.7, maskable.count)
     assert ~maskable <= outcome.mask
     train = [line for line in ledger.lines if line.kind == "train"]
     assert {line.scalars_sent for line in train} == {outcome.mask.count}
@@ -40,14 +40,14 @@ def test_1_exactly_k_weights_live_and_the_mask_never_changes(bench: Any) -> None
 
 @pytest.mark.parametrize("scores", ["snip", "random"])
 def test_2_sparsity_0_is_fedavg_bit_for_bit(bench: Any, scores: str) -> None:
-    assert bench.digest("neurosfl", sparsity=0, scores=scores) == bench.digest("fedavg")
+    assert bench.compute_digest("neurosfl", sparsity=0, scores=scores) == bench.compute_digest("fedavg")
 
 
 def test_3_one_site_is_local_snip_and_equal_sites_have_equal_masks(bench: Any) -> None:
     site = bench.site(1)
-    scores = saliency(site, bench.weights, batch_size=8, batches=1, t=0)
-    maskable = Mask.maskable(bench.layout, "conv_linear_weights")
-    assert mask_of(bench, {"site-1": bench.site(1)}) == top_k(scores, share(0.3, maskable.count), maskable)
+    scores = compute_saliency(site, bench.weights, batch_size=8, batches=1, t=0)
+    maskable = Mask.from_preset(bench.layout, "conv_linear_weights")
+    assert mask_of(bench, {"site-1": bench.site(1)}) == top_k(scores, floor_fraction(0.3, maskable.count), maskable)
     same = {"saliency_batches": None, "training": {"batch_size": 24}}
     twins = {f"site-{i}": bench.site(i, data=9) for i in (1, 2)}
     one = {"site-1": bench.site(1, data=9)}
@@ -57,7 +57,7 @@ def test_3_one_site_is_local_snip_and_equal_sites_have_equal_masks(bench: Any) -
 
 def test_4_the_mask_ignores_the_scale_the_mean_the_order_and_silent_sites(bench: Any) -> None:
     method = bench.method("neurosfl", sparsity=0.7)
-    maskable = Mask.maskable(bench.layout, "conv_linear_weights")
+    maskable = Mask.from_preset(bench.layout, "conv_linear_weights")
     draw = torch.Generator().manual_seed(5)
     a, b = (bench.scores(torch.rand(bench.layout.size, generator=draw), maskable, f"s{i}") for i in (1, 2))
     start = method.init(bench.weights, ["s1", "s2"])
@@ -69,14 +69,14 @@ def test_4_the_mask_ignores_the_scale_the_mean_the_order_and_silent_sites(bench:
     silent = replace(a, site="s3", patch=replace(a.patch, source=torch.zeros(maskable.count)))
     assert chosen(a, b) == chosen(b, a) == chosen(*scaled) == chosen(a, b, silent)
     total = weighted_sum([a, b], lambda updates: [1.0] * len(updates))
-    mean = weighted_sum([a, b], uniform)
+    mean = weighted_sum([a, b], weigh_equally)
     assert top_k(total, 20, maskable) == top_k(mean, 20, maskable)
 
 
 def test_5_signed_weighted_full_batch_scores_are_snip_of_the_pooled_loss(plain: Any) -> None:
     one, two = plain.site(1, 16), plain.site(2, 32)
     settings = {"batch_size": 64, "batches": None, "t": 0, "signed": True}
-    s1, s2 = (saliency(site, plain.weights, **settings) for site in (one, two))
+    s1, s2 = (compute_saliency(site, plain.weights, **settings) for site in (one, two))
     module = plain.task.model()
     weights = plain.weights.clone().requires_grad_()
     pairs = [site._examples.train.tensors for site in (one, two)]
@@ -89,12 +89,12 @@ def test_5_signed_weighted_full_batch_scores_are_snip_of_the_pooled_loss(plain: 
 @pytest.mark.parametrize("training", OPTIMIZERS, ids=["momentum", "adam", "adamw"])
 def test_6_masked_weights_stay_zero(bench: Any, training: dict[str, Any]) -> None:
     outcome, _ = bench.run("neurosfl", sparsity=0.8, training=training)
-    assert not outcome.weights[~outcome.mask.on].any()
+    assert not outcome.weights[~outcome.mask.bits].any()
 
 
 def test_7_the_score_is_the_derivative_by_a_multiplicative_mask(plain: Any) -> None:
     site = plain.site(1)
-    score = saliency(site, plain.weights, batch_size=64, batches=1, t=0)
+    score = compute_saliency(site, plain.weights, batch_size=64, batches=1, t=0)
     gate = torch.ones(plain.layout.size, requires_grad=True)
     x, y = site._examples.train.tensors
     tensors = plain.layout.unflatten(plain.weights * gate)
@@ -116,12 +116,12 @@ def test_9_progressive_iter_snip_shrinks_step_by_step(bench: Any) -> None:
     progressive = {"scores": "iter_snip", "iter_snip": "progressive"}
     assert mask_of(bench, iterations=1, **progressive) == mask_of(bench)
     method = bench.method("neurosfl", sparsity=0.7, iterations=4, min_per_layer=0, **progressive)
-    maskable = Mask.maskable(bench.layout, "conv_linear_weights")
-    counts = keep_counts(maskable.count, share(0.3, maskable.count), 4)
+    maskable = Mask.from_preset(bench.layout, "conv_linear_weights")
+    counts = compute_keep_counts(maskable.count, floor_fraction(0.3, maskable.count), 4)
     state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
     for count in counts:
         request = method.ask(state, ["site-1"])["site-1"]
-        site.weights = request.model.vector()
+        site.weights = request.model.to_vector()
         after = method.learn(state, [replace(method.answer(request, site), site="site-1")])
         assert after.masks[0] <= state.masks[0]
         assert (after.masks[0] & maskable).count == count
@@ -130,8 +130,8 @@ def test_9_progressive_iter_snip_shrinks_step_by_step(bench: Any) -> None:
 
 
 def test_9_step_sizes() -> None:
-    assert keep_counts(1000, 10, 3) == [215, 46, 10]
-    assert keep_counts(1000, 10, 3, exponential=False) == [670, 340, 10]
+    assert compute_keep_counts(1000, 10, 3) == [215, 46, 10]
+    assert compute_keep_counts(1000, 10, 3, exponential=False) == [670, 340, 10]
 
 
 @pytest.mark.parametrize("layers", ["uniform", "erk"])
@@ -139,7 +139,7 @@ def test_10_a_random_mask_needs_no_data(bench: Any, layers: str) -> None:
     settings = {"scores": "random", "random_layers": layers}
     mask = mask_of(bench, **settings)
     assert mask == mask_of(bench, {"site-9": bench.site(9)}, **settings)
-    exact = share(0.3, Mask.maskable(bench.layout, "conv_linear_weights").count)
+    exact = floor_fraction(0.3, Mask.from_preset(bench.layout, "conv_linear_weights").count)
     assert mask.count == exact if layers == "uniform" else exact - 2 <= mask.count <= exact
 
 
@@ -148,16 +148,16 @@ def test_vector_12_absolute_and_signed_scores(bench: Any) -> None:
     first, second = theta * torch.tensor([0.1, 0.2, -0.3]), theta * torch.tensor([-0.1, 0.3, 0.2])
     absolute, signed = first.abs() + second.abs(), first + second
     assert torch.allclose(absolute, torch.tensor([0.2, 1.0, 1.5]))
-    assert top_k(absolute, 1).on.tolist() == [False, False, True]
-    assert top_k(signed.abs(), 1).on.tolist() == [False, True, False]
+    assert top_k(absolute, 1).bits.tolist() == [False, False, True]
+    assert top_k(signed.abs(), 1).bits.tolist() == [False, True, False]
     assert bench is not None
 
 
 def test_vector_7_live_weights_of_alexnet3d() -> None:
-    layout = Layout.of(build("alexnet3d", volume=(121, 145, 121), outputs=1))
-    maskable = Mask.maskable(layout, "conv_linear_weights").count
+    layout = Layout.from_module(build("alexnet3d", volume=(121, 145, 121), outputs=1))
+    maskable = Mask.from_preset(layout, "conv_linear_weights").count
     assert (layout.trainable_size, maskable) == (2_570_241, 2_568_064)
-    assert [share(1 - p, maskable) for p in (0.5, 0.8, 0.9, 0.95)] == [1284032, 513612, 256806, 128403]
+    assert [floor_fraction(1 - p, maskable) for p in (0.5, 0.8, 0.9, 0.95)] == [1284032, 513612, 256806, 128403]
 
 
 def test_individual_masks_travel_alone_and_zeros_are_counted(bench: Any) -> None:
@@ -170,7 +170,7 @@ def test_individual_masks_travel_alone_and_zeros_are_counted(bench: Any) -> None
 
 def test_no_layer_dies_at_high_sparsity(bench: Any) -> None:
     outcome, _ = bench.run("neurosfl", sparsity=0.97, min_per_layer=1)
-    live = bench.layout.unflatten(outcome.mask.on)
+    live = bench.layout.unflatten(outcome.mask.bits)
     assert all(part.any() for part in live.values())
 
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
 
-from flare_sparse.assemble import initial_weights
+from flare_sparse.assemble import build_initial_model
 from flare_sparse.errors import ConfigError
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.models import build
-from flare_sparse.params import digest
+from flare_sparse.params import compute_digest
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 
@@ -41,14 +41,14 @@ class Picture(Quadratic):
 
 def quadratic() -> tuple[Site, torch.Tensor, torch.Tensor, torch.Tensor]:
     task = Quadratic()
-    layout, weights = initial_weights(task, 1)
+    layout, weights = build_initial_model(task, 1)
     a, b = torch.randn(12, 3), torch.randn(12, 1)
     return Site("site-1", task, Examples(TensorDataset(a, b), TensorDataset(a, b)), layout, 1), weights, a, b
 
 
 def picture() -> tuple[Site, torch.Tensor]:
     task = Picture()
-    layout, weights = initial_weights(task, 1)
+    layout, weights = build_initial_model(task, 1)
     x = torch.randn(12, 1, 8, 8)
     data = TensorDataset(x, x.mean((1, 2, 3)).unsqueeze(1))
     site = Site("site-1", task, Examples(data, data), layout, 1)
@@ -76,11 +76,11 @@ def test_per_fedavgs_meta_gradient_on_a_parabola(variant: str) -> None:
 def test_per_fedavg_descends_on_the_loss_after_a_step() -> None:
     site, w, _, _ = quadratic()
     federated = method("per_fedavg", site, rounds=5, local_steps=2, adapt_lr=0.1, variant="hessian_free")
-    outcome, _ = rehearse(federated, w, {"site-1": site}, site.task.metric)
+    outcome, _ = run_locally(federated, w, {"site-1": site}, site.task.metric)
     site.weights = w.clone()
-    started = site.judge(federated.adapt(site, Mask.full(3)))["mse"]
-    assert outcome.judgement.sites["site-1"]["mse"] < started
-    assert outcome.judgement.sites["site-1"]["mse"] < outcome.judgement.sites["site-1"]["mse_before"]
+    started = site.evaluate(federated.adapt(site, Mask.full(3)))["mse"]
+    assert outcome.evaluation.sites["site-1"]["mse"] < started
+    assert outcome.evaluation.sites["site-1"]["mse"] < outcome.evaluation.sites["site-1"]["mse_before"]
 
 
 def test_per_fedavg_clips_its_inner_step_as_the_target_does() -> None:
@@ -94,14 +94,14 @@ def test_per_fedavg_clips_its_inner_step_as_the_target_does() -> None:
 def test_per_fedavg_draws_its_batches_anew_in_every_step() -> None:
     site, w, _, _ = quadratic()
     small = method("per_fedavg", site, training={**SGD, "batch_size": 2})
-    assert len({digest(small.meta_gradient(site, w, stream)) for stream in (0, 3, 6)}) == 3
-    assert digest(small.meta_gradient(site, w, 3)) == digest(small.meta_gradient(site, w, 3))
+    assert len({compute_digest(small.meta_gradient(site, w, stream)) for stream in (0, 3, 6)}) == 3
+    assert compute_digest(small.meta_gradient(site, w, 3)) == compute_digest(small.meta_gradient(site, w, 3))
 
 
 def test_fedavg_plus_one_step_is_fedavg_and_a_step(bench: Any) -> None:
     plain, _ = bench.run("fedavg")
     stepped, ledger = bench.run("fedavg_one_step", local_steps=None, adapt_lr=0.05)
-    assert digest(plain.weights) == digest(stepped.weights)
+    assert compute_digest(plain.weights) == compute_digest(stepped.weights)
     assert [line.scalars_sent for line in ledger.lines if line.kind == "adapt" and line.direction == "up"] == [0, 0, 0]
 
 
@@ -117,7 +117,7 @@ def test_metasnip_prunes_the_channels_of_least_saliency() -> None:
     """Score of a filter: sum of |w * grad| over filter and bias; 34 % of 6 channels are 2."""
     site, weights = picture()
     snip = method("metasnip", site, sparsity=0.34, layers=["1.0.conv"], adapt_lr=0.1)
-    gradient = next(site.gradients(weights, 1000, 1, 0))
+    gradient = next(site.compute_gradients(weights, 1000, 1, 0))
     named = {k: (weights * gradient).abs()[v] for k, v in indices(site).items()}
     scores = named["1.0.conv.weight"].reshape(6, -1).sum(1) + named["1.0.conv.bias"]
     gone = sorted(scores.argsort()[:2].tolist())
@@ -138,7 +138,7 @@ def test_metasnip_prunes_single_weights_on_demand_and_nothing_at_zero() -> None:
 
 
 def test_metasnip_trains_as_metagater_without_gates(bench: Any) -> None:
-    assert bench.digest("metasnip") == bench.digest("metagater")
+    assert bench.compute_digest("metasnip") == bench.compute_digest("metagater")
 
 
 def test_a_layer_that_is_not_there_is_refused() -> None:
@@ -153,11 +153,11 @@ def test_a_method_without_adaptation_says_so(bench: Any) -> None:
 
 
 def indices(site: Site) -> dict[str, torch.Tensor]:
-    places = zip(site.layout.entries, site.layout.offsets, strict=False)
+    places = zip(site.layout.tensors, site.layout.offsets, strict=False)
     return {entry.name: torch.arange(start, start + entry.size) for entry, start in places}
 
 
 def replace_kind(snip: Any, site: Site) -> Any:
-    request = snip.judge(replace(snip.init(site.weights, ["site-1"]), round=99), ["site-1"])["site-1"]
+    request = snip.ask_final(replace(snip.init(site.weights, ["site-1"]), round=99), ["site-1"])["site-1"]
     assert request.kind == "adapt"
     return request

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.server import Question, ServerDesk
-from flare_sparse.endpoints.site import SiteDesk
-from flare_sparse.federation import Federation, Reply, RoundRecord, Rules
-from flare_sparse.local.run import carry, rehearse
+from flare_sparse.endpoints.server import Attempt, ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
+from flare_sparse.federation import Federation, Reply, RoundRecord, RoundRules
+from flare_sparse.local.run import deliver, run_locally
 from flare_sparse.methods import METHODS
-from flare_sparse.params import digest
+from flare_sparse.params import compute_digest
 from flare_sparse.wire.ledger import Ledger
 
 
@@ -42,13 +42,21 @@ def run(bench: Any, name: str, folder: Path, **more: Any) -> Any:
     """With sites, desks and loop of its own, as after a restart; returns digest, judgement, rounds, messages."""
     settings = {"fraction": 0.2} if name == "topk_ef" else {}
     method = bench.method(name, **settings)
-    outcome, ledger = rehearse(method, bench.weights, bench.sites(), bench.task.metric, stores=stores(folder), **more)
+    outcome, ledger = run_locally(
+        method, bench.weights, bench.sites(), bench.task.metric, stores=stores(folder), **more
+    )
     return facts(outcome, ledger)
 
 
 def facts(outcome: Any, ledger: Ledger) -> Any:
     best = (outcome.best.round, outcome.best.metrics)
-    return digest(outcome.weights), outcome.judgement, best, [timeless(r) for r in outcome.rounds], ledger.lines
+    return (
+        compute_digest(outcome.weights),
+        outcome.evaluation,
+        best,
+        [timeless(r) for r in outcome.rounds],
+        ledger.lines,
+    )
 
 
 class Lossy:
@@ -80,35 +88,35 @@ class Lossy:
         self.method = bench.method(name, **settings)
         self.losing, self.killed_after, self.anew = losing, killed_after, anew
         self.commits = self.calls = 0
-        self.server = ServerDesk(self.method.layout, "0" * 16, values, Ledger())
-        self.desks = self._desks()
+        self.server = ServerEndpoint(self.method.layout, "0" * 16, values, Ledger())
+        self.endpoints = self._desks()
 
-    def _desks(self) -> dict[str, SiteDesk]:
+    def _desks(self) -> dict[str, SiteEndpoint]:
         kept = stores(self.folder)
-        return {n: SiteDesk(s, self.method, "0" * 16, self.values, kept(n)) for n, s in self.bench.sites().items()}
+        return {n: SiteEndpoint(s, self.method, "0" * 16, self.values, kept(n)) for n, s in self.bench.sites().items()}
 
     def run(self, *, resume: bool = False) -> Any:
         federation = Federation(
             self.method,
             self.server,
             self.bench.task.metric,
-            Rules(min_sites=3),
+            RoundRules(min_sites=3),
             self._committed,
             stores(self.folder)("server"),
         )
-        greet = lambda names: {name: self.desks[name].hello() for name in names}  # noqa: E731
+        greet = lambda names: {name: self.endpoints[name].build_hello() for name in names}  # noqa: E731
         outcome = federation.run(
-            self.bench.weights, lambda: sorted(self.desks), self._carry, greet=greet, resume=resume
+            self.bench.weights, lambda: sorted(self.endpoints), self._carry, handshake=greet, resume=resume
         )
         return facts(outcome, self.server.ledger)
 
     def _committed(self, record: RoundRecord) -> None:
         self.commits, self.calls = self.commits + 1, 0
 
-    def _carry(self, question: Question) -> Mapping[str, Reply]:
+    def _carry(self, question: Attempt) -> Mapping[str, Reply]:
         if self.anew:
-            self.desks = self._desks()
-        replies = dict(carry(question, self.server, self.desks))
+            self.endpoints = self._desks()
+        replies = dict(deliver(question, self.server, self.endpoints))
         self.calls += 1
         if self.calls == 1 and self.losing(self.commits):
             del replies[max(replies)]
@@ -164,10 +172,10 @@ def test_killed_in_the_last_of_three_attempts(values: str, bench: Any, tmp_path:
     cut = Lossy(bench, "topk_ef", values, tmp_path / "cut", killed_after=1)
     lossy = cut._carry
 
-    def twice_lost(question: Question) -> Mapping[str, Reply]:
+    def twice_lost(question: Attempt) -> Mapping[str, Reply]:
         if cut.commits == 1 and cut.calls < 2:
             cut.calls += 1
-            replies = dict(carry(question, cut.server, cut.desks))
+            replies = dict(deliver(question, cut.server, cut.endpoints))
             return {site: reply for site, reply in replies.items() if site != "site-3"}
         return lossy(question)
 
@@ -184,7 +192,7 @@ def test_sites_that_lost_their_checkpoints_are_sent_everything(name: str, bench:
     with pytest.raises(Killed):
         run(bench, name, tmp_path / "cut", on_round=killed_after(1))
     for site in ("site-1", "site-2", "site-3"):
-        Store(tmp_path / "cut" / site, {}).drop()
+        Store(tmp_path / "cut" / site, {}).delete()
     resumed = run(bench, name, tmp_path / "cut", resume=True)
     assert (resumed[0] == whole[0]) is (name != "topk_ef")
 
@@ -201,5 +209,5 @@ def test_the_sites_may_be_a_question_ahead_of_the_server(bench: Any, tmp_path: P
     whole = run(bench, "topk_ef", tmp_path / "whole")
     with pytest.raises(Killed):
         run(bench, "topk_ef", tmp_path / "cut", on_round=killed_after(2))
-    Store(tmp_path / "cut" / "server", {}).drop(2)
+    Store(tmp_path / "cut" / "server", {}).delete(2)
     assert run(bench, "topk_ef", tmp_path / "cut", resume=True) == whole

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.local.dry_run import estimate
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.scbf import State
 from flare_sparse.methods.scbfwp import Pruning
-from flare_sparse.params import Layout, digest
-from flare_sparse.structure import channel_graph, kept_units, live_mask, removable
+from flare_sparse.params import Layout, compute_digest
+from flare_sparse.structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
 
 EQUAL = {"training": {"optimizer": "sgd", "lr": 0.05}}
 
 
 def update(values: Tensor, on: Tensor, site: str, examples: int = 1) -> Update:
     mask = Mask(on)
-    return Update(Patch.of(mask.take(values), mask), "weights", examples, {}, site)
+    return Update(Patch.from_vector(mask.take(values), mask), "weights", examples, {}, site)
 
 
 def test_2_at_rate_1_the_server_adds_every_change(plain: Any) -> None:
@@ -37,7 +37,7 @@ def test_2_at_rate_1_the_server_adds_every_change(plain: Any) -> None:
     changed = [before + torch.randn(plain.layout.size) for _ in range(3)]
     everything = torch.ones(plain.layout.size, dtype=torch.bool)
     updates = [update(w, everything, f"site-{i}") for i, w in enumerate(changed)]
-    state = method.learn(State(1, before, method.everything, method.everything), updates)
+    state = method.learn(State(1, before, method.full_mask, method.full_mask), updates)
     expected = before.double() + sum(w.double() - before.double() for w in changed)
     torch.testing.assert_close(state.weights, expected.float(), rtol=0, atol=3e-7)
 
@@ -45,7 +45,7 @@ def test_2_at_rate_1_the_server_adds_every_change(plain: Any) -> None:
 @pytest.mark.parametrize("name", ["scbf", "dssgd"])
 def test_2_at_rate_1_with_mean_it_is_fedavg_bit_for_bit(name: str, bench: Any) -> None:
     """With batch normalisation and dropout, sites of different sizes, through the real wire."""
-    assert bench.digest(name, rate=1.0, aggregation="mean") == bench.digest("fedavg")
+    assert bench.compute_digest(name, rate=1.0, aggregation="mean") == bench.compute_digest("fedavg")
 
 
 @pytest.mark.parametrize("sites", [1, 3])
@@ -60,7 +60,7 @@ def test_2_at_rate_1_the_sum_is_fedavg_with_a_k_fold_server_step(sites: int, pla
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**20))
 def test_3_what_no_site_revealed_keeps_its_bits(aggregation: str, seed: int) -> None:
-    layout = Layout.of(nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 1)))
+    layout = Layout.from_module(nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 1)))
     kind = METHODS["scbf"]
     method = kind(kind.Config.model_validate({"aggregation": aggregation}), layout, 0)
     random = torch.Generator().manual_seed(seed)
@@ -68,7 +68,7 @@ def test_3_what_no_site_revealed_keeps_its_bits(aggregation: str, seed: int) -> 
     before[::7] = -0.0
     ons = [torch.rand(layout.size, generator=random) < 0.3 for _ in range(3)]
     updates = [update(before + 1, on, f"site-{i}", 3 + i) for i, on in enumerate(ons)]
-    after = method.learn(State(1, before, method.everything, method.everything), updates).weights
+    after = method.learn(State(1, before, method.full_mask, method.full_mask), updates).weights
     outside = ~(ons[0] | ons[1] | ons[2])
     assert torch.equal(after[outside].view(torch.int32), before[outside].view(torch.int32))
     parameters = torch.arange(layout.size) < layout.trainable_size
@@ -84,7 +84,7 @@ def test_6_without_a_change_the_server_stays_as_it_is(plain: Any) -> None:
     before = torch.randn(plain.layout.size)
     on = torch.rand(plain.layout.size) < 0.5
     after = method.learn(
-        State(1, before, method.everything, method.everything), [update(before, on, s) for s in ("a", "b")]
+        State(1, before, method.full_mask, method.full_mask), [update(before, on, s) for s in ("a", "b")]
     )
     assert torch.equal(after.weights, before)
 
@@ -95,7 +95,7 @@ def test_an_upload_is_what_the_selection_reveals(plain: Any) -> None:
     ups = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
     site, method = plain.site(1, 24), plain.method("scbf", rate=0.3)
     site.weights = plain.weights
-    trained = site.train(plain.weights, method.everything, method.config.training, 1)
+    trained = site.train(plain.weights, method.full_mask, method.config.training, 1)
     revealed = method.revealed(trained - plain.weights, site, 1)
     assert 0 < revealed.count < plain.layout.size
     assert ups[0].scalars_sent == revealed.count
@@ -118,15 +118,15 @@ def test_only_what_changed_travels_down(plain: Any) -> None:
             fresh = held[line.site] == line.sequence - 1 > 0
             assert line.scalars_sent < 0.25 * plain.layout.size if fresh else line.scalars_sent == plain.layout.size
             held[line.site] = line.sequence
-    assert any(line.scalars_sent < plain.layout.size for line in ledger.lines if line.kind == "validate")
+    assert any(line.scalars_sent < plain.layout.size for line in ledger.lines if line.kind == "evaluate")
     again, _ = plain.run("scbf", budget=0.1, aggregation="count", participation=0.67, rounds=4)
-    assert digest(outcome.weights) == digest(again.weights)
+    assert compute_digest(outcome.weights) == compute_digest(again.weights)
 
 
 def test_a_site_may_set_its_own_rate(plain: Any) -> None:
     sites = plain.sites()
-    sites["site-2"].choices = METHODS["scbf"].Choices.model_validate({"budget": 0.1})  # type: ignore[union-attr]
-    sites["site-3"].choices = METHODS["scbf"].Choices.model_validate({"rate": 1.0})  # type: ignore[union-attr]
+    sites["site-2"].site_settings = METHODS["scbf"].SiteConfig.model_validate({"budget": 0.1})  # type: ignore[union-attr]
+    sites["site-3"].site_settings = METHODS["scbf"].SiteConfig.model_validate({"rate": 1.0})  # type: ignore[union-attr]
     _, ledger = plain.run("scbf", sites, budget=0.5)
     sent = {line.site: line.scalars_sent for line in ledger.lines if line.direction == "up" and line.kind == "train"}
     assert sent == {"site-1": plain.layout.size // 2, "site-2": plain.layout.size // 10, "site-3": plain.layout.size}
@@ -145,11 +145,11 @@ def test_running_statistics_are_averaged_when_changes_are_added(bench: Any) -> N
 def test_9_units_after_p_prunings(name: str, plain: Any) -> None:
     """round(N_0 (1 - theta)^p), and what is removed is zero in the model and absent from the mask."""
     outcome, _ = plain.run(name, rounds=5, prunings=3, pruning_rate=0.2)
-    left = kept_units(plain.layout, removable(channel_graph(plain.layout)), outcome.mask)
+    left = get_kept_units(plain.layout, find_removable_layers(build_channel_graph(plain.layout)), outcome.mask)
     assert [int(units.sum()) for units in left] == [round(10 * 0.8**3)]
-    assert bool((outcome.weights[~outcome.mask.on] == 0).all())
+    assert bool((outcome.weights[~outcome.mask.bits] == 0).all())
     kinds = [record.kind for record in outcome.rounds]
-    assert kinds == ["train", "count"] * 3 + ["train", "train", "validate"]
+    assert kinds == ["train", "count"] * 3 + ["train", "train", "evaluate"]
 
 
 def test_vector_5_prunings_and_units() -> None:
@@ -164,8 +164,8 @@ def test_vector_5_prunings_and_units() -> None:
 
 def test_10_without_pruning_it_is_scbf(bench: Any) -> None:
     for nothing in ({"prunings": 0}, {"pruned_share": 0.0}):
-        assert bench.digest("scbfwp", **nothing) == bench.digest("scbf")
-    assert bench.digest("fawp", prunings=0) == bench.digest("fedavg")
+        assert bench.compute_digest("scbfwp", **nothing) == bench.compute_digest("scbf")
+    assert bench.compute_digest("fawp", prunings=0) == bench.compute_digest("fedavg")
 
 
 def test_messages_fall_with_the_structure_which_travels_once(plain: Any) -> None:
@@ -187,8 +187,8 @@ def test_messages_fall_with_the_structure_which_travels_once(plain: Any) -> None
         ("train", "up", five, False),
         ("train", "down", five, True),
         ("train", "up", five, False),
-        ("validate", "down", five, False),
-        ("validate", "up", 0, True),
+        ("evaluate", "down", five, False),
+        ("evaluate", "up", 0, True),
     ]
 
 
@@ -209,27 +209,27 @@ def test_an_answer_beyond_the_structure_is_refused(name: str, code: str, plain: 
     """A removed unit does not come back because a site sends it; where everything must be sent, less is refused."""
     method = plain.method(name, prunings=1, pruning_rate=0.3)
     state = method.init(plain.weights, ["site-1", "site-2"])
-    layers = removable(channel_graph(plain.layout))
+    layers = find_removable_layers(build_channel_graph(plain.layout))
     units = [torch.arange(layer.units) > 2 for layer in layers]
-    live = live_mask(plain.layout, layers, units)
+    live = build_live_mask(plain.layout, layers, units)
     asked = method.ask(replace(state, live=live, prunings=1, round=2), ["site-1", "site-2"])
     fits = asked["site-1"].fits
-    wrong = Mask.full(live.size) if code == "more" else Mask.none(live.size)
+    wrong = Mask.full(live.size) if code == "more" else Mask.empty(live.size)
     assert fits("site-1", live)
     assert not fits("site-1", wrong)
 
 
 def test_a_site_that_joins_late_gets_the_current_structure(plain: Any) -> None:
     """Its first message is the smaller model with its structure; its answer fits."""
-    from flare_sparse.endpoints.server import ServerDesk
-    from flare_sparse.endpoints.site import SiteDesk
+    from flare_sparse.endpoints.server import ServerEndpoint
+    from flare_sparse.endpoints.site import SiteEndpoint
     from flare_sparse.federation import Federation
-    from flare_sparse.local.run import carry
+    from flare_sparse.local.run import deliver
     from flare_sparse.wire.ledger import Ledger
 
     method, run, ledger = plain.method("fawp", rounds=4, prunings=2, pruning_rate=0.3), "0" * 16, Ledger()
-    server = ServerDesk(plain.layout, run, "float32", ledger)
-    desks = {name: SiteDesk(site, method, run, "float32") for name, site in plain.sites().items()}
+    server = ServerEndpoint(plain.layout, run, "float32", ledger)
+    endpoints = {name: SiteEndpoint(site, method, run, "float32") for name, site in plain.sites().items()}
     present = ["site-1", "site-2"]
 
     def sites() -> list[str]:
@@ -238,8 +238,8 @@ def test_a_site_that_joins_late_gets_the_current_structure(plain: Any) -> None:
         return present
 
     federation = Federation(method, server, plain.task.metric)
-    outcome = federation.run(plain.weights, sites, lambda q: dict(carry(q, server, desks)))
-    assert [record.sites_in for record in outcome.rounds][-3:] == [["site-1", "site-2", "site-3"]] * 3
+    outcome = federation.run(plain.weights, sites, lambda q: dict(deliver(q, server, endpoints)))
+    assert [record.sites_contributed for record in outcome.rounds][-3:] == [["site-1", "site-2", "site-3"]] * 3
     first = next(line for line in ledger.lines if line.site == "site-3")
     assert 0 < first.scalars_sent < plain.layout.size
     assert first.selection_bytes > 0
@@ -248,7 +248,7 @@ def test_a_site_that_joins_late_gets_the_current_structure(plain: Any) -> None:
 def test_a_network_without_hidden_relu_cannot_be_pruned(plain: Any) -> None:
     kind = METHODS["scbfwp"]
     with pytest.raises(ConfigError, match="no hidden layer with a ReLU"):
-        kind(kind.Config(), Layout.of(nn.Sequential(nn.Linear(3, 2))), 0)
+        kind(kind.Config(), Layout.from_module(nn.Sequential(nn.Linear(3, 2))), 0)
 
 
 def test_dssgd_uploads_the_largest_changes_one_by_one(bench: Any) -> None:
@@ -256,9 +256,11 @@ def test_dssgd_uploads_the_largest_changes_one_by_one(bench: Any) -> None:
     change = torch.randn(bench.layout.size)
     revealed = method.revealed(change, site, 1)
     size = bench.layout.trainable_size
-    assert int(revealed.on[:size].sum()) == int(0.25 * size)
-    assert bool(revealed.on[size:].all())
-    assert float(change[:size][revealed.on[:size]].abs().min()) >= float(change[:size][~revealed.on[:size]].abs().max())
+    assert int(revealed.bits[:size].sum()) == int(0.25 * size)
+    assert bool(revealed.bits[size:].all())
+    assert float(change[:size][revealed.bits[:size]].abs().min()) >= float(
+        change[:size][~revealed.bits[:size]].abs().max()
+    )
 
 
 def test_a_residual_network_trains_pruned(bench: Any) -> None:
@@ -282,13 +284,13 @@ def test_a_residual_network_trains_pruned(bench: Any) -> None:
     pictures = type(bench)(Pictures())
     sites = pictures.sites()
     outcome, _ = pictures.run("scbfwp", sites, rounds=3, prunings=2, pruning_rate=0.3, aggregation="mean")
-    left = kept_units(pictures.layout, removable(channel_graph(pictures.layout)), outcome.mask)
+    left = get_kept_units(pictures.layout, find_removable_layers(build_channel_graph(pictures.layout)), outcome.mask)
     assert sum(int(units.sum()) for units in left) == round(12 * 0.7**2)
     site = sites["site-1"]
     site.weights = outcome.weights
-    small = site.narrowed(outcome.mask)
+    small = site.narrow(outcome.mask)
     assert small.layout.size == outcome.mask.count < pictures.layout.size
-    assert small.judge(small.weights)["mse"] == pytest.approx(site.judge(outcome.weights)["mse"], rel=1e-4)
+    assert small.evaluate(small.weights)["mse"] == pytest.approx(site.evaluate(outcome.weights)["mse"], rel=1e-4)
 
 
 def test_an_estimate_needs_no_data(bench: Any) -> None:
@@ -309,6 +311,8 @@ def test_the_note_says_how_the_threshold_is_found(bench: Any) -> None:
 def test_the_same_seed_gives_the_same_bits_with_drawn_channels(bench: Any) -> None:
     settings = {"listed_channels": 1, "drawn_channels": 5000}
     first, second = (
-        rehearse(bench.method("scbf", **settings), bench.weights, bench.sites(), bench.task.metric) for _ in range(2)
+        run_locally(bench.method("scbf", **settings), bench.weights, bench.sites(), bench.task.metric) for _ in range(2)
     )
-    assert digest(first[0].weights) == digest(second[0].weights) != bench.digest("scbf", rate=0.9)
+    assert (
+        compute_digest(first[0].weights) == compute_digest(second[0].weights) != bench.compute_digest("scbf", rate=0.9)
+    )

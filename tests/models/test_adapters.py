@@ -71,7 +71,7 @@ def test_05_an_adapted_network_starts_as_its_base_bit_for_bit(
     x = torch.randn(1, 1, *shape, generator=torch.Generator().manual_seed(2))
     before = output(make(), x)
     adapted = adapt(make(), AdapterConfig(rank=2))
-    slots = Slots(Layout.of(adapted))
+    slots = Slots(Layout.from_module(adapted))
     assert slots.modules == modules
     assert slots.rest.count == 0
     assert torch.equal(output(adapted, x), before)
@@ -85,7 +85,7 @@ def test_09_the_adapter_of_a_convolution_is_its_kernel_as_a_matrix() -> None:
         network = nn.Sequential(nn.Conv3d(3, 5, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(40, 1))
     adapted = adapt(network, AdapterConfig(rank=4, alpha=16))
     train_a_little(adapted)
-    layout = Layout.of(adapted)
+    layout = Layout.from_module(adapted)
     (adapter,) = Slots(layout).adapters
     named = dict(adapted.named_parameters())
     vector = layout.flatten(named)
@@ -112,9 +112,9 @@ def test_what_peft_saves_peft_opens_with_equal_outputs(make: object, head: str, 
 
 
 def test_a_head_that_trains_is_the_rest_of_the_layout() -> None:
-    layout = Layout.of(adapt(brain(), AdapterConfig(rank=2, head="trained")))
+    layout = Layout.from_module(adapt(brain(), AdapterConfig(rank=2, head="trained")))
     slots = Slots(layout)
-    rest = [entry.name for entry in layout.entries if "lora_" not in entry.name]
+    rest = [entry.name for entry in layout.tensors if "lora_" not in entry.name]
     assert rest == [
         "base_model.model.7.modules_to_save.default.weight",
         "base_model.model.7.modules_to_save.default.bias",
@@ -127,14 +127,14 @@ def test_the_base_does_not_depend_on_the_runs_seed_and_the_adapters_do() -> None
     for seed in (1, 2):
         torch.manual_seed(seed)
         made.append(adapt(brain(), AdapterConfig(rank=2)))
-    one, two = (Layout.of(network) for network in made)
+    one, two = (Layout.from_module(network) for network in made)
     assert one.fingerprint == two.fingerprint
     a, b = (layout.flatten(dict(network.named_parameters())) for layout, network in zip((one, two), made, strict=True))
     assert not torch.equal(a, b)
 
 
 def test_targets_are_ends_of_names() -> None:
-    slots = Slots(Layout.of(adapt(vit(), AdapterConfig(rank=2, targets=("qkv", "mlp.linear1")))))
+    slots = Slots(Layout.from_module(adapt(vit(), AdapterConfig(rank=2, targets=("qkv", "mlp.linear1")))))
     assert [adapter.module.rpartition("model.")[2] for adapter in slots.adapters] == [
         "blocks.0.mlp.linear1",
         "blocks.0.attn.qkv",

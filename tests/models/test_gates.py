@@ -14,7 +14,7 @@ from flare_sparse.models import ModelConfig, build
 from flare_sparse.models.gates import ChannelGate, GateConfig, Gated, gated, straight_through
 from flare_sparse.params import Layout
 from flare_sparse.structure.channels import run_channels
-from flare_sparse.training.gate_sparsity import channel_sparsity, observe_gates
+from flare_sparse.training.gate_sparsity import compute_channel_sparsity, observe_gates
 
 NETWORKS = {
     "image_cnn": ({"image": (3, 16, 16), "channels": (4, 8, 8)}, ("1", "2"), (3, 16, 16)),
@@ -161,8 +161,8 @@ def test_running_statistics_see_every_example_also_where_gates_are_closed() -> N
 
 def test_channel_sparsity_counts_over_layers_and_examples() -> None:
     seen = {"a": [torch.tensor([[1.0, 0.0], [1.0, 1.0]])], "b": [torch.tensor([[0.0, 0.0]])]}
-    assert channel_sparsity(seen) == pytest.approx(3 / 6)
-    assert channel_sparsity({}) is None
+    assert compute_channel_sparsity(seen) == pytest.approx(3 / 6)
+    assert compute_channel_sparsity({}) is None
 
 
 def test_noise_is_there_in_training_only() -> None:
@@ -187,14 +187,14 @@ def test_the_backbone_of_a_gated_network_starts_as_without_gates() -> None:
     plain, wrapped, _ = network("image_cnn")
     shared = {name: p for name, p in wrapped.named_parameters() if ".gate." not in name}
     assert [p.sum().item() for p in plain.parameters()] == [p.sum().item() for p in shared.values()]
-    sizes = [e.size for e in Layout.of(wrapped).entries if ".gate." in e.name]
+    sizes = [e.size for e in Layout.from_module(wrapped).tensors if ".gate." in e.name]
     assert sum(sizes) == (4 * 16 + 16 + 16 * 8 + 8) + (8 * 16 + 16 + 16 * 8 + 8)
 
 
 def test_a_gate_from_64_to_128_channels_has_3216_scalars() -> None:
     section = {"name": "image_cnn", "channels": [32, 64, 128], "gates": {"layers": ["2"]}}
-    layout = Layout.of(ModelConfig.model_validate(section).build(image=(3, 32, 32), outputs=10))
-    assert sum(e.size for e in layout.entries if ".gate." in e.name) == 3216
+    layout = Layout.from_module(ModelConfig.model_validate(section).build(image=(3, 32, 32), outputs=10))
+    assert sum(e.size for e in layout.tensors if ".gate." in e.name) == 3216
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flare_sparse.params import Layout
 )
 def test_cifar_resnets_have_the_known_size(name: str, parameters: int) -> None:
     """Option A shortcuts have no parameters: He et al.'s 0.46 M, 0.66 M, 0.85 M and 1.7 M (Table 6)."""
-    assert Layout.of(build(name)).trainable_size == parameters
+    assert Layout.from_module(build(name)).trainable_size == parameters
 
 
 def test_resnet_takes_grey_images_of_any_size() -> None:
@@ -35,14 +35,14 @@ def test_shortcut_takes_every_second_pixel_and_adds_zero_channels() -> None:
 
 def test_mlp_sizes() -> None:
     network = build("mlp", features=10, outputs=2, hidden=(8, 4))
-    assert Layout.of(network).size == (10 * 8 + 8) + (8 * 4 + 4) + (4 * 2 + 2)
+    assert Layout.from_module(network).size == (10 * 8 + 8) + (8 * 4 + 4) + (4 * 2 + 2)
     assert network(torch.randn(3, 10)).shape == (3, 2)
-    assert Layout.of(build("mlp", features=10, hidden=())).size == 11
+    assert Layout.from_module(build("mlp", features=10, hidden=())).size == 11
 
 
 def test_image_cnn_sizes() -> None:
     network = build("image_cnn", image=(1, 28, 28), outputs=2)
-    assert Layout.of(network).size == (9 * 32 + 32) + (9 * 32 * 64 + 64) + (64 * 49 * 2 + 2)
+    assert Layout.from_module(network).size == (9 * 32 + 32) + (9 * 32 * 64 + 64) + (64 * 49 * 2 + 2)
     assert network(torch.randn(3, 1, 28, 28)).shape == (3, 2)
 
 
@@ -53,7 +53,7 @@ def test_image_cnn_names_the_smallest_image() -> None:
 
 def test_metagaters_networks_have_the_papers_sizes() -> None:
     """784-100-10; three convolutions of 32, 64 and 128 channels before 2048 inputs of the linear layer."""
-    assert Layout.of(build("image_mlp", image=(1, 28, 28), outputs=10)).size == 784 * 100 + 100 + 100 * 10 + 10
+    assert Layout.from_module(build("image_mlp", image=(1, 28, 28), outputs=10)).size == 784 * 100 + 100 + 100 * 10 + 10
     small = build("image_cnn", image=(3, 32, 32), outputs=10, channels=(32, 64, 128))
     assert small[-1].in_features == 2048
     six = build("image_cnn6", image=(3, 32, 32), outputs=10)

@@ -24,14 +24,14 @@ def maps(network: nn.Sequential, shape: tuple[int, ...]) -> list[tuple[int, ...]
 def maskable(network: nn.Module) -> int:
     """Convolution and linear weights."""
     roles = MASKABLE["conv_linear_weights"]
-    return sum(entry.size for entry in Layout.of(network).entries if entry.role in roles)
+    return sum(entry.size for entry in Layout.from_module(network).tensors if entry.role in roles)
 
 
 def test_parameters_of_the_paper() -> None:
-    layout = Layout.of(build("brain_age_cnn"))
+    layout = Layout.from_module(build("brain_age_cnn"))
     assert layout.size == 2_950_401
-    assert sum(e.size for e in layout.entries if e.role == "norm") == 1_600
-    assert sum(e.size for e in layout.entries if e.role in ("weight", "bias")) == 2_948_801
+    assert sum(e.size for e in layout.tensors if e.role == "norm") == 1_600
+    assert sum(e.size for e in layout.tensors if e.role in ("weight", "bias")) == 2_948_801
 
 
 def test_feature_maps_of_the_paper() -> None:
@@ -51,7 +51,7 @@ def test_feature_maps_of_the_paper() -> None:
 
 def test_paper_network_counts_do_not_depend_on_the_volume() -> None:
     network = build("brain_age_cnn", volume=(32, 64, 32))
-    assert Layout.of(network).size == 2_950_401
+    assert Layout.from_module(network).size == 2_950_401
     assert network(torch.randn(2, 1, 32, 64, 32)).shape == (2, 1)
 
 
@@ -99,10 +99,10 @@ def test_paper_network_starts_glorot_uniform_without_bias() -> None:
 
 
 def test_alexnet_parameters_of_the_paper() -> None:
-    layout = Layout.of(build("alexnet3d"))
+    layout = Layout.from_module(build("alexnet3d"))
     assert layout.trainable_size == 2_570_241
-    assert sum(e.size for e in layout.entries if e.role in MASKABLE["conv_linear_weights"]) == 2_568_064
-    assert sum(e.size for e in layout.entries if e.role == "buffer") == 2 * 704
+    assert sum(e.size for e in layout.tensors if e.role in MASKABLE["conv_linear_weights"]) == 2_568_064
+    assert sum(e.size for e in layout.tensors if e.role == "buffer") == 2 * 704
 
 
 def test_alexnet_feature_maps_of_the_paper() -> None:

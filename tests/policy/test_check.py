@@ -15,13 +15,13 @@ from flare_sparse.local.dry_run import DrySite, dry_run
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.neurosfl import NeuroSFL
 from flare_sparse.params import Layout
-from flare_sparse.policy.check import foreseen, objections
+from flare_sparse.policy.check import find_policy_conflicts, iterate_conflicts
 from flare_sparse.policy.policy import Policy, policy_file, read_policy
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
 BUILDABLE = sorted(file.stem for file in CONFIGS.glob("*.yaml") if "\n  base: " not in file.read_text())
 """All but those that start from a pre-trained network, which is not part of the project."""
-LAYOUT = Layout.of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+LAYOUT = Layout.from_module(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
 
 
 def test_a_job_is_held_against_what_its_own_settings_would_read() -> None:
@@ -32,7 +32,7 @@ def test_a_job_is_held_against_what_its_own_settings_would_read() -> None:
         dry = {name: DrySite(name, LAYOUT, examples=count) for name, count in {"site-1": 200, "site-2": 10}.items()}
         _, ledger = dry_run(method, torch.ones(LAYOUT.size), dry, "float32")
         used = {name: site.answers for name, site in dry.items()}
-        return [reason.split(";")[0] for reason in foreseen(policy, "neurosfl", ledger.lines, used, LAYOUT)]
+        return [reason.split(";")[0] for reason in iterate_conflicts(policy, "neurosfl", ledger.lines, used, LAYOUT)]
 
     small = [
         "min_examples: scores of 10, wanted are 20 (site-2)",
@@ -53,7 +53,9 @@ def test_the_main_job_passes_the_careful_policy_once_it_scores_enough_subjects()
 
     def refused(examples: int, *overrides: str) -> list[str]:
         job = load_config(CONFIGS / "neurosfl_brain_age.yaml", list(overrides))
-        return [reason.split(":")[0] for reason in objections(careful, job, assemble(job), {"site-1": examples})]
+        return [
+            reason.split(":")[0] for reason in find_policy_conflicts(careful, job, assemble(job), {"site-1": examples})
+        ]
 
     assert refused(64) == ["min_examples", "min_score_examples", "min_score_batches"]
     assert refused(64, "method.saliency_batches=null") == []
@@ -65,7 +67,7 @@ def test_every_published_job_passes_an_open_policy_also_at_a_site_that_only_judg
     job = load_config(CONFIGS / f"{name}.yaml")
     assembly = assemble(job)
     for examples in (200, 0):
-        assert objections(Policy(), job, assembly, {"hospital": examples}) == []
+        assert find_policy_conflicts(Policy(), job, assembly, {"hospital": examples}) == []
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_every_published_job_passes_an_open_policy_also_at_a_site_that_only_judg
         ({"encrypted": True}, "encrypted: weights leave encrypted only"),
         (
             {"tensors": ("nothing_like_it*",)},
-            f"tensors: {LAYOUT.entries[0].name} may not leave, and a message has the whole model",
+            f"tensors: {LAYOUT.tensors[0].name} may not leave, and a message has the whole model",
         ),
         ({}, None),
     ],
@@ -83,5 +85,7 @@ def test_a_whole_model_in_the_clear_is_held_against_the_terms_for_it(terms: dict
     method = METHODS["fedavg"](METHODS["fedavg"].Config(rounds=2), LAYOUT, 1)
     sites = {"site-1": DrySite("site-1", LAYOUT, examples=200)}
     _, ledger = dry_run(method, torch.ones(LAYOUT.size), sites, "float32")
-    reasons = [reason.split(";")[0] for reason in foreseen(Policy(**terms), "fedavg", ledger.lines, {}, LAYOUT)]
+    reasons = [
+        reason.split(";")[0] for reason in iterate_conflicts(Policy(**terms), "fedavg", ledger.lines, {}, LAYOUT)
+    ]
     assert reasons == ([said] if said else [])

@@ -15,20 +15,20 @@ from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout
-from flare_sparse.policy.policy import READY, Policy, norm, policy_file, read_policy
-from flare_sparse.training import Used
+from flare_sparse.policy.policy import PRESETS, Policy, norm, policy_file, read_policy
+from flare_sparse.training import SampleUsage
 
-LAYOUT = Layout.of(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+LAYOUT = Layout.from_module(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
 FULL = Mask.full(LAYOUT.size)
 
 
 def refusals(policy: Policy, content: Any = "weights", **more: Any) -> list[str]:
-    given = {"used": Used(100, 10), "on": FULL, "change": torch.ones(FULL.count), "layout": LAYOUT, **more}
+    given = {"used": SampleUsage(100, 10), "on": FULL, "change": torch.ones(FULL.count), "layout": LAYOUT, **more}
     return [reason.split(":")[0] for reason in policy.refusals(content, **given)]
 
 
 def test_without_a_policy_everything_of_ours_leaves_but_what_is_not_finite() -> None:
-    assert refusals(Policy()) == refusals(Policy(), "scores") == refusals(Policy(), "nothing") == []
+    assert refusals(Policy()) == refusals(Policy(), "scores") == refusals(Policy(), "metrics") == []
     bad = torch.ones(FULL.count).index_fill_(0, torch.tensor([3]), float("inf"))
     assert refusals(Policy(), change=bad) == ["finite"]
 
@@ -43,23 +43,23 @@ def test_without_a_policy_everything_of_ours_leaves_but_what_is_not_finite() -> 
         ({"max_upload_bytes": 1000}, "weights", {"size": 1001}, "max_upload_bytes"),
         ({"max_upload_share": 0.9}, "weights", {}, "max_upload_share"),
         ({"tensors": ["0.*"]}, "weights", {}, "tensors"),
-        ({"max_norm": 4.7}, "difference", {}, "max_norm"),
+        ({"max_norm": 4.7}, "delta", {}, "max_norm"),
     ],
 )
 def test_each_term_refuses_what_it_names_and_nothing_else(
     policy: dict[str, Any], content: str, more: dict[str, Any], reason: str
 ) -> None:
     assert refusals(Policy.model_validate(policy), content, **more) == [reason]
-    within = {"contents": ["weights", "difference", "scores"], "min_examples": 100, "min_score_examples": 100}
+    within = {"contents": ["weights", "delta", "scores"], "min_examples": 100, "min_score_examples": 100}
     within["min_score_batches"] = 10
     wide = {"max_upload_bytes": 1001, "max_upload_share": 1.0, "tensors": ["0.*", "1.*"], "max_norm": 4.9}
     assert refusals(Policy.model_validate({**within, **wide}), content, **more) == []
 
 
 def test_metrics_alone_are_asked_for_nothing_but_that_they_may_leave() -> None:
-    tight = Policy(min_examples=1000, max_upload_share=0.01, tensors=("none",))
-    empty = Mask.none(LAYOUT.size)
-    assert refusals(tight, "nothing", used=Used(), on=empty, change=torch.zeros(0)) == []
+    tight = Policy(min_examples=1000, max_upload_share=0.01, tensors=("nothing",))
+    empty = Mask.empty(LAYOUT.size)
+    assert refusals(tight, "metrics", used=SampleUsage(), on=empty, change=torch.zeros(0)) == []
 
 
 @given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=23), limit=st.floats(0.01, 100))
@@ -75,10 +75,10 @@ def test_a_change_is_shortened_to_the_norm_and_keeps_its_direction(values: list[
 
 
 def test_noise_has_the_deviation_it_says_and_is_drawn_anew() -> None:
-    layout = Layout.of(nn.Linear(1000, 50))
+    layout = Layout.from_module(nn.Linear(1000, 50))
     patch = Patch(torch.zeros(layout.size), Mask.full(layout.size))
     policy = Policy(clip_norm=2.0, noise=0.05)
-    first, second = (policy.softened("difference", patch, layout) for _ in range(2))
+    first, second = (policy.softened("delta", patch, layout) for _ in range(2))
     assert float(first.std()) == pytest.approx(0.1, rel=0.02)
     assert not torch.equal(first, second)
 
@@ -93,7 +93,7 @@ def test_scores_are_made_coarse_or_a_channels_own() -> None:
 
 
 def test_the_ready_policies_are_each_stricter_than_the_one_before() -> None:
-    policies = {name: read_policy(policy_file(Path(name))) for name in READY}
+    policies = {name: read_policy(policy_file(Path(name))) for name in PRESETS}
     assert list(policies) == ["careful", "open", "strict"]
     assert policies["open"] == Policy()
     careful, strict = policies["careful"], policies["strict"]
@@ -106,7 +106,7 @@ def test_a_policy_is_a_file_or_the_name_of_a_ready_one(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"careful\.yaml: no such file, and no ready policy.*: careful, open, strict"):
         policy_file(Path("careful.yaml"))
-    assert policy_file(Path("careful")) == READY["careful"]
+    assert policy_file(Path("careful")) == PRESETS["careful"]
     Path("careful").write_text("min_examples: 3\n")  # the user's own comes first
     assert read_policy(policy_file(Path("careful"))).min_examples == 3
 

@@ -8,25 +8,25 @@ import pytest
 import torch
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.params import Entry, Layout
-from flare_sparse.runs.model_files import load_model, save_model
+from flare_sparse.params import TensorSpec, Layout
+from flare_sparse.runs.model_files import read_model, save_model
 
-LAYOUT = Layout((Entry("b", (3,)), Entry("a", (2, 2))))
+LAYOUT = Layout((TensorSpec("b", (3,)), TensorSpec("a", (2, 2))))
 
 
 def test_a_model_comes_back_bit_for_bit(tmp_path: Path) -> None:
     weights = torch.randn(LAYOUT.size)
     save_model(tmp_path / "model.safetensors", LAYOUT, weights)
-    assert torch.equal(load_model(tmp_path / "model.safetensors", LAYOUT), weights)
+    assert torch.equal(read_model(tmp_path / "model.safetensors", LAYOUT), weights)
 
 
 def test_a_model_over_another_base_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_model(file, LAYOUT, torch.zeros(LAYOUT.size))
     with pytest.raises(ConfigError, match="the base under the adapters"):
-        load_model(file, Layout(LAYOUT.entries, base="0" * 64))
+        read_model(file, Layout(LAYOUT.tensors, base="0" * 64))
     file.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_model(file, LAYOUT)
+        read_model(file, LAYOUT)
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_model(tmp_path / "none.safetensors", LAYOUT)
+        read_model(tmp_path / "none.safetensors", LAYOUT)

@@ -10,7 +10,7 @@ from flare_sparse.errors import ConfigError
 from flare_sparse.models import build
 from flare_sparse.models.gates import ChannelGate, GateConfig, gated
 from flare_sparse.params import Layout
-from flare_sparse.structure.compact import compact, without
+from flare_sparse.structure.compact import compact_network, remove_channels
 from flare_sparse.training.gate_sparsity import observe_gates
 
 NETWORKS = {
@@ -62,7 +62,7 @@ def test_a_compact_network_is_the_same_function_without_the_closed_channels(name
     wrapped, x = network(name)
     close(wrapped, [1, 2])
     seen, expected = seen_by(wrapped, x)
-    small = compact(wrapped, seen)
+    small = compact_network(wrapped, seen)
     assert not gates(small)  # what is left is always open
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in wrapped.parameters())
     assert torch.allclose(small(x), expected, atol=1e-5)
@@ -75,7 +75,7 @@ def test_a_compact_network_keeps_the_gates_that_still_decide(name: str) -> None:
     close(wrapped, [0], weight=3.0)
     seen, expected = seen_by(wrapped, x)
     assert any(len(q.unique(dim=0)) > 1 for q in seen.values())
-    small = compact(wrapped, seen)
+    small = compact_network(wrapped, seen)
     assert gates(small)
     assert all(gate.open.out_features < 8 for gate in gates(small))
     assert torch.allclose(small(x), expected, atol=1e-5)
@@ -84,10 +84,10 @@ def test_a_compact_network_keeps_the_gates_that_still_decide(name: str) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_without_closed_channels_output_and_gradients_stay_and_entries_keep_their_order(name: str) -> None:
     wrapped, x = network(name)
-    small, live = without(wrapped, close(wrapped, [1, 3], weight=3.0))
+    small, live = remove_channels(wrapped, close(wrapped, [1, 3], weight=3.0))
     assert len(gates(small)) == len(gates(wrapped))
-    whole = Layout.of(wrapped).flatten(dict([*wrapped.named_parameters(), *wrapped.named_buffers()]))
-    left = Layout.of(small).flatten(dict([*small.named_parameters(), *small.named_buffers()]))
+    whole = Layout.from_module(wrapped).flatten(dict([*wrapped.named_parameters(), *wrapped.named_buffers()]))
+    left = Layout.from_module(small).flatten(dict([*small.named_parameters(), *small.named_buffers()]))
     assert torch.equal(live.take(whole), left)
     assert live.count < live.size
     assert torch.allclose(small(x), wrapped(x), atol=1e-5)
@@ -95,18 +95,18 @@ def test_without_closed_channels_output_and_gradients_stay_and_entries_keep_thei
     for model in (wrapped, small):
         model(x).square().mean().backward()
         parts = {n: p.new_zeros(p.shape) if p.grad is None else p.grad for n, p in model.named_parameters()}
-        gradients.append(Layout.of(model).flatten({**parts, **dict(model.named_buffers())}))
+        gradients.append(Layout.from_module(model).flatten({**parts, **dict(model.named_buffers())}))
     assert torch.allclose(live.take(gradients[0]), gradients[1], atol=1e-4)
 
 
 def test_what_cannot_be_made_smaller_is_refused() -> None:
     wrapped, _ = network("image_cnn")
     with pytest.raises(ConfigError, match="'0' is not a gated layer; gated are: 1, 2"):
-        compact(wrapped, {"0": torch.ones(1, 4)})
+        compact_network(wrapped, {"0": torch.ones(1, 4)})
     with pytest.raises(ConfigError, match="every channel is closed"):
-        compact(wrapped, {"1": torch.zeros(1, 8)})
+        compact_network(wrapped, {"1": torch.zeros(1, 8)})
     with pytest.raises(ConfigError, match="every channel is closed"):
-        without(wrapped, {"1": torch.ones(8, dtype=torch.bool)})
+        remove_channels(wrapped, {"1": torch.ones(8, dtype=torch.bool)})
     last = gated(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()), GateConfig(layers=("0",)))
     with pytest.raises(ConfigError, match="must be the next convolution or linear layer"):
-        compact(last, {"0": torch.eye(4)[:2]})  # type: ignore[arg-type]
+        compact_network(last, {"0": torch.eye(4)[:2]})  # type: ignore[arg-type]

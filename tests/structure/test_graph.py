@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from flare_sparse.models import build
-from flare_sparse.params import Entry, Layout
-from flare_sparse.structure import Untraceable, channel_graph, removable
+from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.structure import Untraceable, build_channel_graph, find_removable_layers
 from flare_sparse.structure.nodes import Pad, Sum
 
 
@@ -35,17 +35,17 @@ def conv() -> nn.Module:
 
 
 def graph(network: nn.Module):  # type: ignore[no-untyped-def]  # noqa: ANN201
-    return channel_graph(Layout.of(network))
+    return build_channel_graph(Layout.from_module(network))
 
 
 def test_a_layout_keeps_the_skeleton_of_its_network_and_no_numbers() -> None:
     network = build("mlp", features=5)
-    layout = Layout.of(network)
+    layout = Layout.from_module(network)
     assert layout.skeleton is not None
     assert {p.device.type for p in layout.skeleton.parameters()} == {"meta"}
-    assert layout == Layout(layout.entries)
-    assert hash(layout) == hash(Layout(layout.entries))
-    assert Layout.of(layout.skeleton) == layout
+    assert layout == Layout(layout.tensors)
+    assert hash(layout) == hash(Layout(layout.tensors))
+    assert Layout.from_module(layout.skeleton) == layout
 
 
 @pytest.mark.parametrize(("name", "layers", "sums"), [("resnet32", 32, 15), ("resnet110", 110, 54)])
@@ -74,7 +74,7 @@ def test_ways_to_pool_and_scale() -> None:
         x = nn.functional.max_pool2d(torch.relu(self.conv(x)), 2) * 0.5 + 1.0
         return self.head(nn.functional.dropout(x.mean((2, 3)), 0.1, self.training))
 
-    found = removable(graph(Forward(run, conv=conv(), head=nn.Linear(4, 2))))
+    found = find_removable_layers(graph(Forward(run, conv=conv(), head=nn.Linear(4, 2))))
     assert [(layer.module, layer.units, layer.readers) for layer in found] == [("conv", 4, ("head",))]
 
 
@@ -101,4 +101,4 @@ def test_what_cannot_be_followed_is_refused_with_its_place(why: str, network: nn
 
 def test_a_layout_without_a_network_has_no_graph() -> None:
     with pytest.raises(Untraceable, match="was not made of a network"):
-        channel_graph(Layout((Entry("w", (3,), "weight"),)))
+        build_channel_graph(Layout((TensorSpec("w", (3,), "weight"),)))

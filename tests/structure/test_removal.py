@@ -12,7 +12,14 @@ from flare_sparse.errors import SelectionError
 from flare_sparse.mask import Mask
 from flare_sparse.models import build
 from flare_sparse.params import Layout
-from flare_sparse.structure import channel_graph, extracted, kept_units, live_mask, narrowed, removable
+from flare_sparse.structure import (
+    build_channel_graph,
+    build_live_mask,
+    extract_network,
+    find_removable_layers,
+    get_kept_units,
+    narrow_network,
+)
 from flare_sparse.training.flat import FlatModel
 
 NETWORKS: dict[str, tuple[nn.Module, Tensor]] = {
@@ -26,45 +33,45 @@ NETWORKS: dict[str, tuple[nn.Module, Tensor]] = {
 
 def units(name: str, seed: int) -> tuple[Layout, Mask, list[Tensor]]:
     """A random choice of units to keep, one at least in every layer."""
-    layout = Layout.of(NETWORKS[name][0])
+    layout = Layout.from_module(NETWORKS[name][0])
     random = torch.Generator().manual_seed(seed)
-    layers = removable(channel_graph(layout))
+    layers = find_removable_layers(build_channel_graph(layout))
     kept = [torch.rand(layer.units, generator=random) < 0.6 for layer in layers]
     for layer in kept:
         layer[int(torch.randint(len(layer), (1,), generator=random))] = True
-    return layout, live_mask(layout, layers, kept), kept
+    return layout, build_live_mask(layout, layers, kept), kept
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_9_the_smaller_network_computes_what_the_masked_one_does(name: str) -> None:
     layout, live, _ = units(name, 1)
     network, inputs = NETWORKS[name]
-    smaller = narrowed(network, live)
-    small = Layout.of(smaller)
+    smaller = narrow_network(network, live)
+    small = Layout.from_module(smaller)
     assert small.size == live.count < layout.size
     weights = torch.randn(layout.size, generator=torch.Generator().manual_seed(2)) * 0.1
     named = layout.unflatten(weights)
-    for entry in layout.entries:
+    for entry in layout.tensors:
         if entry.name.endswith("running_var"):
             named[entry.name].abs_().add_(1)
-    masked, removed = FlatModel(narrowed(network, Mask.full(layout.size)), layout), FlatModel(smaller, small)
-    masked.load(weights * live.on)
+    masked, removed = FlatModel(narrow_network(network, Mask.full(layout.size)), layout), FlatModel(smaller, small)
+    masked.load(weights * live.bits)
     removed.load(live.take(weights))
     with torch.no_grad():
         expected, found = masked.module.eval()(inputs), removed.module.eval()(inputs)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(removed.vector(), live.take(weights))
+    assert torch.equal(removed.to_vector(), live.take(weights))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_smaller_network_takes_its_weights_along(name: str) -> None:
     network, inputs = NETWORKS[name]
     _, live, _ = units(name, 4)
-    whole = FlatModel(narrowed(network, Mask.full(live.size)), Layout.of(network))
-    vector = Layout.of(network).flatten({**dict(network.named_parameters()), **dict(network.named_buffers())})
-    whole.load(vector * live.on)
+    whole = FlatModel(narrow_network(network, Mask.full(live.size)), Layout.from_module(network))
+    vector = Layout.from_module(network).flatten({**dict(network.named_parameters()), **dict(network.named_buffers())})
+    whole.load(vector * live.bits)
     with torch.no_grad():
-        found = extracted(whole.module, live).eval()(inputs)
+        found = extract_network(whole.module, live).eval()(inputs)
         torch.testing.assert_close(found, whole.module.eval()(inputs), rtol=1e-4, atol=1e-5)
 
 
@@ -73,12 +80,12 @@ def test_the_smaller_network_takes_its_weights_along(name: str) -> None:
 @given(seed=st.integers(0, 2**20))
 def test_the_mask_says_which_units_are_left(name: str, seed: int) -> None:
     layout, live, kept = units(name, seed)
-    found = kept_units(layout, removable(channel_graph(layout)), live)
+    found = get_kept_units(layout, find_removable_layers(build_channel_graph(layout)), live)
     assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
 
 
 def test_residual_streams_and_outputs_cannot_lose_units() -> None:
-    found = removable(channel_graph(Layout.of(build("resnet32"))))
+    found = find_removable_layers(build_channel_graph(Layout.from_module(build("resnet32"))))
     assert [layer.module.split(".")[1] for layer in found] == ["first"] * 15
 
 
@@ -88,12 +95,12 @@ def test_residual_streams_and_outputs_cannot_lose_units() -> None:
 def test_units_that_others_depend_on_stay(norm: nn.Module) -> None:
     active = nn.Identity() if isinstance(norm, nn.Identity) else nn.ReLU()
     network = nn.Sequential(nn.Conv2d(1, 4, 3), norm, active, nn.Flatten(), nn.Linear(144, 1))
-    assert removable(channel_graph(Layout.of(network))) == ()
+    assert find_removable_layers(build_channel_graph(Layout.from_module(network))) == ()
 
 
 def test_a_mask_of_single_entries_has_no_smaller_network() -> None:
     network, _ = NETWORKS["mlp"]
-    on = torch.ones(Layout.of(network).size, dtype=torch.bool)
+    on = torch.ones(Layout.from_module(network).size, dtype=torch.bool)
     on[3] = False
     with pytest.raises(SelectionError, match="removes more than whole units"):
-        narrowed(network, Mask(on))
+        narrow_network(network, Mask(on))

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.assemble import initial_weights
+from flare_sparse.assemble import build_initial_model
 from flare_sparse.exchange import Patch
 from flare_sparse.federation import Outcome
-from flare_sparse.local.run import rehearse
+from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS
 from flare_sparse.models.adapters import AdapterConfig, adapt
 from flare_sparse.models.base import drawn
-from flare_sparse.params import digest
+from flare_sparse.params import compute_digest
 from flare_sparse.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
@@ -64,7 +64,7 @@ class Bench:
 
     def __init__(self, task: Task | None = None, seed: int = 1):
         self.task, self.seed = task or Toy(), seed
-        self.layout, self.weights = initial_weights(self.task, seed)
+        self.layout, self.weights = build_initial_model(self.task, seed)
 
     def site(self, index: int, examples: int = 24, data: int | None = None) -> Site:
         draw = torch.Generator().manual_seed(index if data is None else data)
@@ -81,12 +81,12 @@ class Bench:
         return kind(kind.Config.model_validate({"rounds": 3, **settings}), self.layout, self.seed)
 
     def run(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> tuple[Outcome, Ledger]:
-        return rehearse(self.method(name, **settings), self.weights, sites or self.sites(), self.task.metric)
+        return run_locally(self.method(name, **settings), self.weights, sites or self.sites(), self.task.metric)
 
-    def digest(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> str:
-        return digest(self.run(name, sites, **settings)[0].weights)
+    def compute_digest(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> str:
+        return compute_digest(self.run(name, sites, **settings)[0].weights)
 
     def scores(self, values: torch.Tensor, on: Any, site: str, examples: int = 1) -> Any:
         from flare_sparse.exchange import Update
 
-        return Update(Patch.of(values, on), "scores", examples, site=site)
+        return Update(Patch.from_vector(values, on), "scores", examples, site=site)

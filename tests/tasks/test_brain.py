@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from flare_sparse.data.phantom import write_phantoms
 from flare_sparse.errors import DataError
-from flare_sparse.task import SiteData, Task, minibatches
+from flare_sparse.task import SiteData, Task, iterate_minibatches
 from flare_sparse.tasks import TASKS
 
 SHAPE = (16, 20, 16)
@@ -134,7 +134,7 @@ def test_a_step_of_training_lowers_the_loss(brains: Path, name: str) -> None:
     learn = task(name)
     examples = learn.load(SiteData("a", brains), seed=0)
     model = learn.model()
-    batch = next(minibatches(examples.train, 8, torch.Generator().manual_seed(0)))
+    batch = next(iterate_minibatches(examples.train, 8, torch.Generator().manual_seed(0)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(10):

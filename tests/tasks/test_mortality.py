@@ -11,7 +11,7 @@ import torch
 
 from flare_sparse.data.admissions import Wanted, read_admissions
 from flare_sparse.errors import DataError
-from flare_sparse.task import SiteData, minibatches
+from flare_sparse.task import SiteData, iterate_minibatches
 from flare_sparse.tasks import TASKS
 from flare_sparse.tasks.mortality import one_hot, risk_figures
 
@@ -151,7 +151,7 @@ def test_medications_of_the_first_day_tell_who_dies(shared_data: Path) -> None:
     model, order = learn.model(), torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(6):
-        for batch in minibatches(examples.train, 32, order):
+        for batch in iterate_minibatches(examples.train, 32, order):
             optimizer.zero_grad()
             learn.loss(model, batch).backward()
             optimizer.step()

@@ -10,7 +10,7 @@ import torch
 
 from flare_sparse.data.tables import Table
 from flare_sparse.errors import DataError
-from flare_sparse.task import SiteData, Task, minibatches
+from flare_sparse.task import SiteData, Task, iterate_minibatches
 from flare_sparse.tasks import TASKS
 from flare_sparse.tasks.classes import binary_figures
 from flare_sparse.tasks.morphometry import scaled
@@ -28,7 +28,7 @@ def trained(learn: Task, data: SiteData, epochs: int, batch_size: int = 16) -> d
     model, order = learn.model(), torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(epochs):
-        for batch in minibatches(examples.train, batch_size, order):
+        for batch in iterate_minibatches(examples.train, batch_size, order):
             optimizer.zero_grad()
             learn.loss(model, batch).backward()
             optimizer.step()
@@ -104,7 +104,7 @@ def test_resnet_takes_colour_images(shared_data: Path) -> None:
     ids = tuple(f"train/{i}" for i in range(10))
     examples = learn.load(SiteData("a", shared_data / "cifar10" / "cifar10_jpeg.npz", ids), seed=0)
     assert (examples.n_train, examples.n_test) == (8, 2)
-    batch = next(minibatches(examples.train, 4, torch.Generator()))
+    batch = next(iterate_minibatches(examples.train, 4, torch.Generator()))
     assert learn.predict(learn.model(), batch)[0].shape == (4, 10)
 
 

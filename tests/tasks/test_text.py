@@ -33,7 +33,7 @@ def queries(tmp_path: Path) -> Path:
 def test_minilm_has_36_adapted_modules_and_starts_as_it_is(models_folder: Path) -> None:
     made = task()
     model = made.model().eval()
-    layout = Layout.of(model)
+    layout = Layout.from_module(model)
     slots = Slots(layout)
     assert (slots.modules, slots.rank, slots.rest.count) == (36, 16, 0)
     assert layout.size == 16 * 6 * (4 * 768 + 2 * 1920)  # four 384 x 384, two between 384 and 1536, in six layers

@@ -49,11 +49,11 @@ class Gating(Task):
 
 def test_a_judgement_says_which_share_of_the_gates_is_closed() -> None:
     task = Gating()
-    layout = Layout.of(task.model())
+    layout = Layout.from_module(task.model())
     x = torch.tensor([[1.0, -1.0], [2.0, 3.0], [-1.0, -1.0]])
     data = TensorDataset(x, x[:, :1])
     site = Site("site-1", task, Examples(data, data), layout, 1)
-    figures = site.judge(torch.zeros(layout.size))
+    figures = site.evaluate(torch.zeros(layout.size))
     assert figures["channel_sparsity"] == pytest.approx(3 / 6)
     assert figures["test_examples"] == 3
     assert not site._model.module[0].gate._forward_hooks

@@ -38,7 +38,7 @@ class Normed(Task):
 def site() -> tuple[Site, torch.Tensor]:
     task = Normed()
     module = task.model()
-    layout = Layout.of(module)
+    layout = Layout.from_module(module)
     data = TensorDataset(torch.randn(24, 4), torch.zeros(24, 1))
     start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
     return Site("site-1", task, Examples(data, data), layout, 1), start
@@ -59,10 +59,10 @@ def test_frozen_entries_keep_their_value_after_every_step(settings: dict[str, An
     trainable = Mask(torch.rand(start.numel()) < 0.5)
     for steps in range(1, 5):
         trained = local.train(start, trainable, TrainingConfig(batch_size=8, **settings), 1, steps=steps)
-        frozen = ~trainable.on
+        frozen = ~trainable.bits
         assert torch.equal(trained[frozen], start[frozen])
         moved = trained[: local.layout.trainable_size] != start[: local.layout.trainable_size]
-        assert moved[trainable.on[: local.layout.trainable_size]].any()
+        assert moved[trainable.bits[: local.layout.trainable_size]].any()
 
 
 def test_running_statistics_travel_when_they_are_trainable() -> None:
@@ -96,7 +96,7 @@ def test_a_pull_keeps_the_weights_near_the_start() -> None:
 
 def test_gradients_leave_running_statistics_alone() -> None:
     local, start = site()
-    first, second = (list(local.gradients(start, 8, 3, 0)) for _ in range(2))
+    first, second = (list(local.compute_gradients(start, 8, 3, 0)) for _ in range(2))
     assert len(first) == 3
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not first[0][local.layout.trainable_size :].any()
@@ -110,7 +110,7 @@ def test_a_loss_that_is_not_a_number_stops_training() -> None:
 
 
 def test_the_learning_rate_decays_by_round() -> None:
-    assert TrainingConfig(lr=0.1, lr_decay=0.5).learning_rate(3) == pytest.approx(0.025)
+    assert TrainingConfig(lr=0.1, lr_decay=0.5).compute_learning_rate(3) == pytest.approx(0.025)
 
 
 class Adapted(Normed):
@@ -126,14 +126,14 @@ class Adapted(Normed):
 def test_a_frozen_base_stays_as_it_is_statistics_and_integers_included() -> None:
     task = Adapted()
     module = task.model()
-    layout = Layout.of(module)
+    layout = Layout.from_module(module)
     draw = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(16, 4, generator=draw), torch.zeros(16, 1))
     here = Site("site-1", task, Examples(data, data), layout, 1)
     before = {name: value.clone() for name, value in here._model.module.state_dict().items() if name.startswith("0.")}
     start = torch.ones(layout.size)
     trained = here.train(start, Mask.full(layout.size), TrainingConfig(lr=0.1), 1)
-    next(here.gradients(start, 4, 1, 1))
+    next(here.compute_gradients(start, 4, 1, 1))
     after = here._model.module.state_dict()
     assert layout.size == 7
     assert not torch.equal(trained, start)

@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from toy import Toy
 
-from flare_sparse.assemble import initial_weights
+from flare_sparse.assemble import build_initial_model
 from flare_sparse.local.dry_run import DrySite
 from flare_sparse.mask import Mask
-from flare_sparse.task import Examples, minibatches
-from flare_sparse.training import Site, TrainingConfig, Used
-from flare_sparse.training.sample_usage import Drawn
+from flare_sparse.task import Examples, iterate_minibatches
+from flare_sparse.training import SampleUsage, Site, TrainingConfig
+from flare_sparse.training.sample_usage import CountingDataset
 
 
 class Sum(Toy):
@@ -25,7 +25,7 @@ class Sum(Toy):
         return nn.Linear(6, 1)
 
 
-LAYOUT, WEIGHTS = initial_weights(Sum(), 1)
+LAYOUT, WEIGHTS = build_initial_model(Sum(), 1)
 FULL = Mask.full(LAYOUT.size)
 
 
@@ -43,27 +43,27 @@ def sites() -> list[Any]:
 def test_what_was_read_is_counted_until_the_next_answer(site: Any) -> None:
     config = TrainingConfig(batch_size=8, epochs=2)
 
-    def after(read: Any) -> Used:
-        site.reset_used()
+    def after(read: Any) -> SampleUsage:
+        site.reset_usage()
         read()
-        used: Used = site.used
+        used: SampleUsage = site.usage
         return used
 
-    assert after(lambda: None) == Used(0, 0)
-    assert after(lambda: list(site.gradients(WEIGHTS, 1, 1, 1))) == Used(1, 1)
-    assert after(lambda: list(site.gradients(WEIGHTS, 8, 2, 1))) == Used(16, 2)
-    assert after(lambda: list(site.gradients(WEIGHTS, 8, None, 1))) == Used(20, 3)
-    assert after(lambda: site.train(WEIGHTS, FULL, config, 1)) == Used(20, 6)
-    assert after(lambda: site.train(WEIGHTS, FULL, config, 1, steps=2)) == Used(16, 2)
-    assert after(lambda: site.step_in_stages(WEIGHTS, [FULL], config)) == Used(8, 1)
-    assert after(lambda: site.watch(WEIGHTS, [], lambda *seen: None)) == Used(20, 2)
-    assert after(lambda: site.judge(WEIGHTS)) == Used(0, 0)
+    assert after(lambda: None) == SampleUsage(0, 0)
+    assert after(lambda: list(site.compute_gradients(WEIGHTS, 1, 1, 1))) == SampleUsage(1, 1)
+    assert after(lambda: list(site.compute_gradients(WEIGHTS, 8, 2, 1))) == SampleUsage(16, 2)
+    assert after(lambda: list(site.compute_gradients(WEIGHTS, 8, None, 1))) == SampleUsage(20, 3)
+    assert after(lambda: site.train(WEIGHTS, FULL, config, 1)) == SampleUsage(20, 6)
+    assert after(lambda: site.train(WEIGHTS, FULL, config, 1, steps=2)) == SampleUsage(16, 2)
+    assert after(lambda: site.step_in_stages(WEIGHTS, [FULL], config)) == SampleUsage(8, 1)
+    assert after(lambda: site.observe_units(WEIGHTS, [], lambda *seen: None)) == SampleUsage(20, 2)
+    assert after(lambda: site.evaluate(WEIGHTS)) == SampleUsage(0, 0)
 
 
 def test_an_example_that_is_read_again_counts_once_and_a_smaller_network_counts_for_the_site() -> None:
     site = sites()[0]
     site._with(nn.Linear(6, 1)).train(WEIGHTS, FULL, TrainingConfig(batch_size=8), 1, steps=7)
-    assert site.used == Used(20, 7)
+    assert site.usage == SampleUsage(20, 7)
 
 
 class AtOnce(Dataset[Any]):
@@ -81,11 +81,11 @@ class AtOnce(Dataset[Any]):
 
 def test_examples_are_read_as_without_the_count() -> None:
     def order(examples: Any) -> list[list[int]]:
-        return [batch.tolist() for batch in minibatches(examples, 2, torch.Generator().manual_seed(3))]
+        return [batch.tolist() for batch in iterate_minibatches(examples, 2, torch.Generator().manual_seed(3))]
 
-    assert order(Drawn(AtOnce())) == order(AtOnce())
+    assert order(CountingDataset(AtOnce())) == order(AtOnce())
     counted, plain = (
-        [x.tolist() for x, _ in minibatches(examples, 4, torch.Generator().manual_seed(3))]
-        for examples in (Drawn(data(9)), data(9))
+        [x.tolist() for x, _ in iterate_minibatches(examples, 4, torch.Generator().manual_seed(3))]
+        for examples in (CountingDataset(data(9)), data(9))
     )
     assert counted == plain

@@ -48,7 +48,7 @@ class Deep(Task):
 
 def opened(task: Task) -> tuple[Site, torch.Tensor]:
     module = task.model()
-    layout = Layout.of(module)
+    layout = Layout.from_module(module)
     x = torch.randn(10, 4)
     data = TensorDataset(x, x[:, :1])
     start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
@@ -60,14 +60,14 @@ def step(batch_size: int = 100, clip_norm: float | None = None) -> TrainingConfi
 
 
 def below(site: Site, *prefixes: str) -> Mask:
-    return Mask.of(site.layout, lambda entry: entry.name.startswith(prefixes) and entry.role != "buffer")
+    return Mask.from_tensors(site.layout, lambda entry: entry.name.startswith(prefixes) and entry.role != "buffer")
 
 
 def slowly(site: Site, start: torch.Tensor, stages: list[Mask], rate: float) -> torch.Tensor:
     """One full gradient after another."""
     for stage in stages:
-        gradient = next(site.gradients(start, 100, 1, 0))
-        start = torch.where(stage.on, start - rate * gradient, start)
+        gradient = next(site.compute_gradients(start, 100, 1, 0))
+        start = torch.where(stage.bits, start - rate * gradient, start)
     return start
 
 
@@ -78,7 +78,7 @@ def test_stages_are_steps_one_after_another(norm: bool, stages: tuple[str, ...])
     masks = [below(site, prefix) for prefix in stages]
     found = site.step_in_stages(start, masks, step(100))
     assert torch.allclose(found, slowly(site, start, masks, 0.1), atol=1e-6)
-    untouched = ~torch.stack([mask.on for mask in masks]).any(0)
+    untouched = ~torch.stack([mask.bits for mask in masks]).any(0)
     assert torch.equal(found[untouched], start[untouched])
 
 
@@ -87,7 +87,7 @@ def test_part_of_a_tensor_may_change() -> None:
     some = Mask(torch.rand(start.numel()) < 0.5)
     found = site.step_in_stages(start, [some], step(100))
     assert torch.allclose(found, slowly(site, start, [some], 0.1), atol=1e-6)
-    assert torch.equal(found[~some.on], start[~some.on])
+    assert torch.equal(found[~some.bits], start[~some.bits])
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,12 @@ class Shift(nn.Module):
 def test_a_change_outside_the_leaves_drops_everything() -> None:
     network = nn.Sequential(nn.Linear(3, 3), Shift())
     tape, x = Tape(network), torch.randn(2, 3)
-    with tape.playing():
+    with tape.replay():
         network(x)
-    tape.forget({"1"})
+    tape.invalidate({"1"})
     with torch.no_grad():
         network[1].shift.add_(1)
-    with tape.playing():
+    with tape.replay():
         again = network(x)
     assert torch.equal(again, network(x))
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from flare_sparse.errors import NotHeld
+from flare_sparse.errors import MissingBase
 from flare_sparse.mask import Mask
-from flare_sparse.params import Entry, Layout
+from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, VERSION
@@ -34,8 +34,10 @@ def expected(file: str) -> tuple[Plan, dict[str, Any]]:
     """The plan of both ends, and what this message means."""
     path = FOLDER / file
     told = json.loads((path.parent / "expected.json").read_text())
-    layout = Layout(tuple(Entry(name, tuple(shape), role) for name, shape, role in told["layout"]))
-    plan = Plan(layout, told["run"], known=bits(told["known"], layout.size), base=told["base"])
+    layout = Layout(tuple(TensorSpec(name, tuple(shape), role) for name, shape, role in told["layout"]))
+    plan = Plan(
+        layout, told["run"], base_mask=bits(told["base_mask"], layout.size), base_sequence=told["base_sequence"]
+    )
     return plan, told["messages"][path.stem]
 
 
@@ -47,7 +49,7 @@ def test_it_still_means_what_it_meant(file: str) -> None:
     read = decode((FOLDER / file).read_bytes(), plan)
     assert (read.encoding, read.values, read.content) == (means["encoding"], means["values"], means["content"])
     assert (read.kind, read.round, read.sequence) == (means["kind"], means["round"], means["sequence"])
-    assert (read.patch.over, read.patch.on) == (means["over"], bits(means["on"], size))
+    assert (read.patch.base, read.patch.mask) == (means["base"], bits(means["mask"], size))
     assert read.trainable == (bits(means["trainable"], size) if means["trainable"] is not None else None)
     assert read.patch.values.numpy().tobytes().hex() == means["numbers"]
 
@@ -57,8 +59,8 @@ def test_it_still_means_what_it_meant(file: str) -> None:
 )
 def test_what_it_leans_on_must_be_held(file: str) -> None:
     plan, _ = expected(file)
-    with pytest.raises(NotHeld):
-        decode((FOLDER / file).read_bytes(), replace(plan, known=None, base=None))
+    with pytest.raises(MissingBase):
+        decode((FOLDER / file).read_bytes(), replace(plan, base_mask=None, base_sequence=None))
 
 
 def test_the_format_page_says_what_the_code_does() -> None:

@@ -13,63 +13,63 @@ import pytest
 import torch
 import zstandard
 
-from flare_sparse.errors import NotHeld, RejectedMessage, WireError
+from flare_sparse.errors import MissingBase, RejectedMessage, WireError
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
-from flare_sparse.params import Entry, Layout
+from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.wire import envelope
 from flare_sparse.wire.codec import Decoded, decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
-from flare_sparse.wire.envelope import HEADER_BYTES, seal, unseal
+from flare_sparse.wire.envelope import HEADER_BYTES, read_header, write_header
 from flare_sparse.wire.plan import Plan
 
-LAYOUT = Layout((Entry("w", (6, 5), "weight"), Entry("b", (7,), "bias"), Entry("s", (), "other")))
+LAYOUT = Layout((TensorSpec("w", (6, 5), "weight"), TensorSpec("b", (7,), "bias"), TensorSpec("s", (), "other")))
 SIZE = LAYOUT.size
 ON = Mask(torch.rand(SIZE, generator=torch.Generator().manual_seed(3)) < 0.4)
 KNOWN = ON | Mask(torch.arange(SIZE) < 9)
 RUN = "0123456789abcdef"
-PLAN = Plan(LAYOUT, RUN, known=KNOWN, base=4, sequence=7, round=3, kind="train")
+PLAN = Plan(LAYOUT, RUN, base_mask=KNOWN, base_sequence=4, sequence=7, round=3, kind="train")
 
 
 def message(on: Mask = ON, known: Mask | None = KNOWN, **more: Any) -> np.ndarray:
-    over = more.pop("over", "zeros")
-    return encode(Patch.of(torch.arange(1.0, SIZE + 1), on, over), replace(PLAN, known=known), **more).data
+    over = more.pop("base", "zeros")
+    return encode(Patch.from_vector(torch.arange(1.0, SIZE + 1), on, over), replace(PLAN, base_mask=known), **more).data
 
 
 def forced(name: str, raw: bytes | None = None, on: Mask = ON) -> np.ndarray:
     """A message whose selection is said by a given encoding, or by given bytes, with checksums that hold."""
     encoding = ENCODINGS[name]
-    raw = encoding.write(on, KNOWN, LAYOUT) if raw is None else raw
+    raw = encoding.encode(on, KNOWN, LAYOUT) if raw is None else raw
     assert raw is not None
     header = replace(
-        unseal(message(on, None)),
+        read_header(message(on, None)),
         encoding=encoding.code,
-        known=bytes.fromhex(KNOWN.fingerprint) if encoding.leans else bytes(16),
+        base_mask=bytes.fromhex(KNOWN.fingerprint) if encoding.requires_base else bytes(16),
         selection_bytes=len(raw),
     )
     buffer = np.zeros(header.values_start + -(-4 * on.count // 8) * 8, np.uint8)
     buffer[HEADER_BYTES : HEADER_BYTES + len(raw)] = np.frombuffer(raw, np.uint8)
     values = on.take(torch.arange(1.0, SIZE + 1)).numpy().view(np.uint8)
     buffer[header.values_start : header.values_start + values.size] = values
-    seal(header, buffer)
+    write_header(header, buffer)
     return buffer
 
 
 def tampered(**fields: Any) -> np.ndarray:
     """A message with other header fields and checksums that hold."""
     buffer = message().copy()
-    header = replace(unseal(buffer), **fields)
+    header = replace(read_header(buffer), **fields)
     start = min(header.values_start, buffer.size)
-    if start != unseal(buffer).values_start:
+    if start != read_header(buffer).values_start:
         return _sealed_unchecked(buffer, header)
-    seal(header, buffer)
+    write_header(header, buffer)
     return buffer
 
 
 def _sealed_unchecked(buffer: np.ndarray, header: Any) -> np.ndarray:
     """Lengths that do not fit: the checksum cannot be right, and need not be, since lengths are looked at first."""
     scratch = np.zeros(HEADER_BYTES, np.uint8)
-    seal(replace(header, selection_bytes=0, trainable_bytes=0), scratch)
+    write_header(replace(header, selection_bytes=0, trainable_bytes=0), scratch)
     scratch[96:112] = np.frombuffer(
         np.array([header.selection_bytes, header.trainable_bytes], "<u8").tobytes(), np.uint8
     )
@@ -82,7 +82,7 @@ def bitmap(bits: np.ndarray, flag: int = 0) -> bytes:
 
 
 def csr(change: Callable[[np.ndarray], None]) -> bytes:
-    numbers = np.frombuffer(ENCODINGS["csr"].write(ON, None, LAYOUT) or b"", "<i4").copy()
+    numbers = np.frombuffer(ENCODINGS["csr"].encode(ON, None, LAYOUT) or b"", "<i4").copy()
     change(numbers)
     return numbers.astype("<i4").tobytes()
 
@@ -108,8 +108,8 @@ def _pointer(numbers: np.ndarray) -> None:
     numbers[6] = 2**30
 
 
-WRONG_BITS = np.concatenate([ON.on.numpy(), [True]])
-FLIPPED = np.where(np.arange(SIZE) == 0, ~ON.on.numpy(), ON.on.numpy())
+WRONG_BITS = np.concatenate([ON.bits.numpy(), [True]])
+FLIPPED = np.where(np.arange(SIZE) == 0, ~ON.bits.numpy(), ON.bits.numpy())
 
 CASES: dict[str, tuple[str, np.ndarray]] = {
     "empty": ("E_LEN", np.zeros(0, np.uint8)),
@@ -120,7 +120,7 @@ CASES: dict[str, tuple[str, np.ndarray]] = {
     "unknown trainable encoding": ("E_VERSION", tampered(trainable=99)),
     "unknown value type": ("E_DTYPE", tampered(values=9)),
     "unknown content": ("E_VERSION", tampered(content=9)),
-    "unknown over": ("E_VERSION", tampered(over=9)),
+    "unknown over": ("E_VERSION", tampered(base=9)),
     "another run": ("E_RUN", tampered(run=bytes(8))),
     "another layout": ("E_LAYOUT", tampered(layout=bytes(16))),
     "another kind": ("E_KIND", tampered(kind="score")),
@@ -134,11 +134,11 @@ CASES: dict[str, tuple[str, np.ndarray]] = {
     "one scalar more": ("E_NNZ", forced("bitmap", bitmap(FLIPPED))),
     "2**60 bytes of selection": ("E_LEN", tampered(selection_bytes=2**60)),
     "2**60 bytes of trainable": ("E_LEN", tampered(trainable_bytes=2**60)),
-    "a base that is not needed": ("E_CANON", tampered(base=3)),
+    "a base that is not needed": ("E_CANON", tampered(base_sequence=3)),
     "dense with a selection": ("E_LEN", forced("dense", b"x")),
     "padding bits set": ("E_CANON", forced("bitmap", bitmap(WRONG_BITS))),
-    "unknown bitmap flag": ("E_CANON", forced("bitmap", bitmap(ON.on.numpy(), flag=7))),
-    "bitmap too short": ("E_LEN", forced("bitmap", bitmap(ON.on.numpy())[:-1])),
+    "unknown bitmap flag": ("E_CANON", forced("bitmap", bitmap(ON.bits.numpy(), flag=7))),
+    "bitmap too short": ("E_LEN", forced("bitmap", bitmap(ON.bits.numpy())[:-1])),
     "bitmap without a byte": ("E_LEN", forced("bitmap", b"")),
     "zstd of another size": ("E_SIZE", forced("bitmap", b"\1" + zstandard.compress(bytes(10_000_000)))),
     "zstd that is none": ("E_LEN", forced("bitmap", b"\1garbage")),
@@ -178,9 +178,9 @@ def test_magic_and_version(at: int, byte: bytes) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_must_be_finite_at_both_ends(value: float) -> None:
     data = message().copy()
-    header = unseal(data)
+    header = read_header(data)
     data[header.values_start : header.values_start + 4] = np.array([value], "<f4").view(np.uint8)
-    seal(header, data)
+    write_header(header, data)
     with pytest.raises(RejectedMessage, match="E_FINITE"):
         decode(data, PLAN)
     with pytest.raises(RejectedMessage, match="E_FINITE"):
@@ -198,13 +198,13 @@ def test_what_is_not_held_is_asked_for_and_not_guessed() -> None:
     leaning = message(KNOWN, KNOWN)
     assert decode(leaning, PLAN).encoding == "shared"
     for known in (None, ON):
-        with pytest.raises(NotHeld, match="mask"):
-            decode(leaning, replace(PLAN, known=known))
-    patch = message(over="held")
-    assert decode(patch, PLAN).patch.over == "held"
+        with pytest.raises(MissingBase, match="mask"):
+            decode(leaning, replace(PLAN, base_mask=known))
+    patch = message(base="previous")
+    assert decode(patch, PLAN).patch.base == "previous"
     for base in (None, 3):
-        with pytest.raises(NotHeld, match="base"):
-            decode(patch, replace(PLAN, base=base))
+        with pytest.raises(MissingBase, match="base"):
+            decode(patch, replace(PLAN, base_sequence=base))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_buffer_of_another_form(data: Any) -> None:
 SAMPLES = {name: forced(name) for name in ("shrink", "bitmap", "csr")}
 SAMPLES["shared"] = message(KNOWN)
 SAMPLES["dense"] = message(Mask.full(SIZE), trainable=ON)
-SAMPLES["slices"] = message(Mask(LAYOUT.where(lambda entry: entry.name == "b")), None, trainable=ON, values="bfloat16")
+SAMPLES["slices"] = message(Mask(LAYOUT.select(lambda entry: entry.name == "b")), None, trainable=ON, values="bfloat16")
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -256,16 +256,16 @@ def _harmless(data: np.ndarray) -> None:
     except WireError:
         return
     patch = decoded.patch
-    assert patch.on.size == SIZE
-    assert patch.values.shape == (patch.on.count,)
+    assert patch.mask.size == SIZE
+    assert patch.values.shape == (patch.mask.count,)
     assert torch.isfinite(patch.values).all()
 
 
 @pytest.mark.parametrize("block", [8, 64, 4096, 2**20])
 def test_blocks_that_changed_places_are_found(block: int) -> None:
     """A sum alone would not see it, and transports cut messages into blocks."""
-    layout = Layout((Entry("w", (1000, 700), "weight"),))
-    plan = replace(PLAN, layout=layout, known=None)
+    layout = Layout((TensorSpec("w", (1000, 700), "weight"),))
+    plan = replace(PLAN, layout=layout, base_mask=None)
     data = encode(Patch(torch.arange(700_000.0), Mask.full(layout.size)), plan).data
     swapped = data.copy()
     first, second = HEADER_BYTES, HEADER_BYTES + block
@@ -279,8 +279,8 @@ def test_blocks_that_changed_places_are_found(block: int) -> None:
     [
         (Patch(torch.ones(3), ON), PLAN, "patch.source"),
         (Patch(torch.ones(ON.count, 1), ON), PLAN, "patch.source"),
-        (Patch(torch.ones(4), Mask.full(4)), PLAN, "patch.on"),
-        (Patch(torch.ones(SIZE), ON, "held"), replace(PLAN, base=None), "plan.base"),
+        (Patch(torch.ones(4), Mask.full(4)), PLAN, "patch.mask"),
+        (Patch(torch.ones(SIZE), ON, "previous"), replace(PLAN, base_sequence=None), "plan.base_sequence"),
         (Patch(torch.ones(SIZE), ON), replace(PLAN, sequence=None), "sequence"),
         (Patch(torch.ones(SIZE), ON), replace(PLAN, kind=""), "kind"),
         (Patch(torch.ones(SIZE), ON), replace(PLAN, kind="a" * 17), "kind"),

@@ -14,27 +14,31 @@ import torch
 from flare_sparse.errors import WireError
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
-from flare_sparse.params import Entry, Layout
+from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.wire import envelope
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.envelope import HEADER_BYTES
 from flare_sparse.wire.plan import Plan
 
-LAYOUT = Layout((Entry("conv", (8, 4, 3, 3), "weight"), Entry("fc", (10, 20), "weight"), Entry("b", (8,), "bias")))
+LAYOUT = Layout(
+    (TensorSpec("conv", (8, 4, 3, 3), "weight"), TensorSpec("fc", (10, 20), "weight"), TensorSpec("b", (8,), "bias"))
+)
 SIZE = LAYOUT.size
 DRAW = torch.Generator().manual_seed(5)
 KNOWN = Mask(torch.rand(SIZE, generator=DRAW) < 0.7)
 ON = Mask(torch.rand(SIZE, generator=DRAW) < 0.4)
-PLAN = Plan(LAYOUT, "0123456789abcdef", known=KNOWN, base=4, sequence=7, round=3, kind="train")
+PLAN = Plan(LAYOUT, "0123456789abcdef", base_mask=KNOWN, base_sequence=4, sequence=7, round=3, kind="train")
 VECTOR = torch.randn(SIZE, generator=DRAW)
 
 
 def messages() -> dict[str, np.ndarray]:
     """One answer with a selection of its own, one over a known mask, one question with both sections."""
     return {
-        "bitmap": encode(Patch.of(VECTOR, ON), replace(PLAN, known=None)).data,
-        "shrink": encode(Patch.of(VECTOR, ON & KNOWN), PLAN).data,
-        "question": encode(Patch.of(VECTOR, Mask.full(SIZE), "held"), PLAN, trainable=ON, values="bfloat16").data,
+        "bitmap": encode(Patch.from_vector(VECTOR, ON), replace(PLAN, base_mask=None)).data,
+        "shrink": encode(Patch.from_vector(VECTOR, ON & KNOWN), PLAN).data,
+        "question": encode(
+            Patch.from_vector(VECTOR, Mask.full(SIZE), "previous"), PLAN, trainable=ON, values="bfloat16"
+        ).data,
     }
 
 
@@ -94,8 +98,8 @@ def verdict(data: np.ndarray) -> str:
     except WireError as error:
         return error.code
     patch = said.patch
-    assert patch.on.size == SIZE
-    assert patch.values.shape == (patch.on.count,)
+    assert patch.mask.size == SIZE
+    assert patch.values.shape == (patch.mask.count,)
     assert torch.isfinite(patch.values).all()
     assert said.trainable is None or said.trainable.size == SIZE
     return "harmless"

@@ -62,19 +62,19 @@ def _before(phase: str) -> Callable[[Any], Any]:
 
 def _answering(function: Any) -> Any:
     @functools.wraps(function)
-    def answer(desk: Any, request: Any) -> Any:
-        _now["round"] = -1 if request.kind == "validate" else request.round
+    def answer(endpoint: Any, request: Any) -> Any:
+        _now["round"] = -1 if request.kind == "evaluate" else request.round
         place("training")
-        return function(desk, request)
+        return function(endpoint, request)
 
     return answer
 
 
 def _asking(function: Any) -> Any:
     @functools.wraps(function)
-    def ask(desk: Any, requests: Any) -> Any:
-        question = function(desk, requests)
-        _now["round"] = -1 if question.kind == "validate" else question.round
+    def ask(endpoint: Any, requests: Any) -> Any:
+        question = function(endpoint, requests)
+        _now["round"] = -1 if question.kind == "evaluate" else question.round
         line = {"pid": os.getpid(), "round": question.round, "kind": question.kind, "sites": sorted(requests)}
         with (FAULTS / "asked.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

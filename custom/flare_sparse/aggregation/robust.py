@@ -16,12 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ..exchange import Patch, Update
-from .weighted import by_examples, weighted_sum
+from .weighted import weigh_by_examples, weighted_sum
 
 _CHUNK = 2**18
 
 
-class Combine(BaseModel):
+class AggregationRule(BaseModel):
     """How answers become one model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,33 +36,33 @@ class Combine(BaseModel):
     )
 
     @property
-    def sees_single_answers(self) -> bool:
+    def needs_single_updates(self) -> bool:
         """Whether the server must be able to read each site's own values."""
         return self.rule != "mean"
 
     @property
-    def fewest_sites(self) -> int:
+    def min_sites_needed(self) -> int:
         """Answers without which the rule protects from nobody."""
         if self.rule == "trimmed_mean":
             return max(self.min_owners, math.ceil(1 / self.trim))
         return self.min_owners if self.rule == "median" else 1
 
 
-def combined(updates: Sequence[Update], before: Tensor, combine: Combine) -> Tensor:
+def aggregate(updates: Sequence[Update], before: Tensor, rule: AggregationRule) -> Tensor:
     """The new weights ``(P,)`` from the sites' weights.
 
     Args:
         updates: one per site, of content ``weights``.
         before: ``(P,)`` what a coordinate stays when too few sites own it.
-        combine: the rule; ``mean`` is :func:`~flare_sparse.aggregation.weighted.weighted_sum`, bit for bit.
+        rule: ``mean`` is :func:`~flare_sparse.aggregation.weighted.weighted_sum`, bit for bit.
     """
-    if combine.rule == "mean":
-        return weighted_sum(updates, by_examples)
-    shared = updates[0].patch.on
-    support = shared if all(u.patch.on == shared for u in updates) else type(shared).full(shared.size)
+    if rule.rule == "mean":
+        return weighted_sum(updates, weigh_by_examples)
+    shared = updates[0].patch.mask
+    support = shared if all(u.patch.mask == shared for u in updates) else type(shared).full(shared.size)
     held = before[support.indices]
-    pieces = [_robust(rows, kept, combine) for rows, kept in _chunks(updates, support.indices, held, shared.size)]
-    return support.put(torch.cat(pieces) if pieces else held, before.clone() * support.on)
+    pieces = [_robust(rows, kept, rule) for rows, kept in _chunks(updates, support.indices, held, shared.size)]
+    return support.put(torch.cat(pieces) if pieces else held, before.clone() * support.bits)
 
 
 def _chunks(updates: Sequence[Update], places: Tensor, held: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -71,24 +71,26 @@ def _chunks(updates: Sequence[Update], places: Tensor, held: Tensor, size: int) 
     vectors = []
     for update in ordered:
         vector = torch.full((size,), math.nan)
-        vectors.append(update.patch.on.put(update.patch.values, vector))
+        vectors.append(update.patch.mask.put(update.patch.values, vector))
     for start in range(0, places.numel(), _CHUNK):
         here = places[start : start + _CHUNK]
         yield torch.stack([vector[here] for vector in vectors]), held[start : start + _CHUNK]
 
 
-def _robust(rows: Tensor, kept: Tensor, combine: Combine) -> Tensor:
+def _robust(rows: Tensor, kept: Tensor, rule: AggregationRule) -> Tensor:
     """``(coordinates,)``; NaN sorts last, so the owners' values stand first."""
     owners = (~rows.isnan()).sum(0)
     ordered = rows.double().sort(dim=0).values.nan_to_num(0.0)
-    left_out = (owners - 1) // 2 if combine.rule == "median" else (combine.trim * owners + 1e-9).floor().long()
+    trimmed = (owners - 1) // 2 if rule.rule == "median" else (rule.trim * owners + 1e-9).floor().long()
     rank = torch.arange(rows.shape[0]).unsqueeze(1)
-    inner = (rank >= left_out) & (rank < owners - left_out)
+    inner = (rank >= trimmed) & (rank < owners - trimmed)
     middle = (ordered * inner).sum(0) / inner.sum(0).clamp_min(1)
-    return torch.where(owners >= combine.min_owners, middle.float(), kept)
+    return torch.where(owners >= rule.min_owners, middle.float(), kept)
 
 
-def clipped(updates: Sequence[Update], before: Tensor, limit: float | None) -> tuple[list[Update], dict[str, float]]:
+def clip_deltas(
+    updates: Sequence[Update], before: Tensor, limit: float | None
+) -> tuple[list[Update], dict[str, float]]:
     """No change is longer than ``limit`` (L2); returns the updates and the length that those shortened came with.
 
     Args:
@@ -100,14 +102,14 @@ def clipped(updates: Sequence[Update], before: Tensor, limit: float | None) -> t
         return list(updates), {}
     kept, cut = [], {}
     for update in updates:
-        if update.content not in ("weights", "difference"):
+        if update.content not in ("weights", "delta"):
             kept.append(update)
             continue
-        start = update.patch.on.take(before) if update.content == "weights" else torch.zeros(())
+        start = update.patch.mask.take(before) if update.content == "weights" else torch.zeros(())
         change = update.patch.values - start
         length = float(change.double().square().sum().sqrt())
         if length > limit:
             cut[update.site] = length
-            update = replace(update, patch=Patch(start + change * (limit / length), update.patch.on))  # noqa: PLW2901
+            update = replace(update, patch=Patch(start + change * (limit / length), update.patch.mask))  # noqa: PLW2901
         kept.append(update)
     return kept, cut

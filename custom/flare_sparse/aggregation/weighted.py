@@ -15,28 +15,28 @@ Weights = Callable[[Sequence[Update]], list[float]]
 """How much each update counts; gets the updates in site-name order."""
 
 
-def by_examples(updates: Sequence[Update]) -> list[float]:
+def weigh_by_examples(updates: Sequence[Update]) -> list[float]:
     """n_k over the sum of n_k of this round's participants."""
     total = sum(update.examples for update in updates)
     return [update.examples / total for update in updates]
 
 
-def uniform(updates: Sequence[Update]) -> list[float]:
+def weigh_equally(updates: Sequence[Update]) -> list[float]:
     """1 / K."""
     return [1 / len(updates)] * len(updates)
 
 
-def ones(updates: Sequence[Update]) -> list[float]:
+def weigh_by_one(updates: Sequence[Update]) -> list[float]:
     """A plain sum."""
     return [1.0] * len(updates)
 
 
-def common_limit(numbers: Sequence[float], max_share: float) -> float:
+def compute_common_cap(numbers: Sequence[float], max_share: float) -> float:
     """What the largest of ``numbers`` are cut to, so that none is more than ``max_share`` (below 1) of the sum of all.
 
     The largest number that keeps the rule; the smallest of ``numbers`` where there are too few of them for it.
 
-    >>> common_limit([10, 960, 30], 0.5)
+    >>> compute_common_cap([10, 960, 30], 0.5)
     40.0
     """
     ascending = sorted(numbers)
@@ -50,21 +50,21 @@ def common_limit(numbers: Sequence[float], max_share: float) -> float:
     return ascending[0]
 
 
-def limited(numbers: Sequence[float], max_share: float) -> list[float]:
+def cap(numbers: Sequence[float], max_share: float) -> list[float]:
     """The numbers, the largest cut so that none is more than ``max_share`` of the sum of all."""
     if max_share >= 1 or not numbers:
         return list(numbers)
-    limit = common_limit(numbers, max_share)
+    limit = compute_common_cap(numbers, max_share)
     return [min(number, limit) for number in numbers]
 
 
-def within(weights: Sequence[float], max_share: float) -> list[float]:
+def normalize_capped(weights: Sequence[float], max_share: float) -> list[float]:
     """Weights over their sum, none above ``max_share``; all equal where too few are above 0 for that.
 
-    >>> within([1.0, 3.0, 96.0], 0.5)
+    >>> normalize_capped([1.0, 3.0, 96.0], 0.5)
     [0.125, 0.375, 0.5]
     """
-    cut = limited(weights, max_share)
+    cut = cap(weights, max_share)
     if max_share < 1 and not any(cut):
         cut = [1.0] * len(cut)
     total = sum(cut)
@@ -84,7 +84,7 @@ def weighted_sum(updates: Sequence[Update], weights: Weights) -> Tensor:
     return values.float() if on.is_full else on.put(values, torch.zeros(on.size))
 
 
-def stepped(updates: Sequence[Update], weights: Weights, before: Tensor) -> Tensor:
+def apply_deltas(updates: Sequence[Update], weights: Weights, before: Tensor) -> Tensor:
     """``before`` plus the weighted sum of the updates' changes to it; absent entries have not changed.
 
     Args:
@@ -95,23 +95,23 @@ def stepped(updates: Sequence[Update], weights: Weights, before: Tensor) -> Tens
     Returns:
         float32 ``(P,)``; differences and their sum are taken in float64, in site-name order.
     """
-    on, change = _sum(updates, weights, lambda u: u.patch.values.double() - u.patch.on.take(before).double())
+    on, change = _sum(updates, weights, lambda u: u.patch.values.double() - u.patch.mask.take(before).double())
     return on.put((on.take(before).double() + change).float(), before.clone())
 
 
-def count_average(updates: Sequence[Update], weights: Weights, otherwise: Tensor) -> Tensor:
+def average_over_owners(updates: Sequence[Update], weights: Weights, fallback: Tensor) -> Tensor:
     """As :func:`weighted_sum`, divided per coordinate by the weight of those that hold it.
 
     Args:
         updates: one per site.
         weights: how much each counts.
-        otherwise: ``(P,)`` values where nobody holds a coordinate.
+        fallback: ``(P,)`` values where nobody holds a coordinate.
     """
     on, total = _sum(updates, weights, lambda update: update.patch.values.double())
-    _, held = _sum(updates, weights, lambda update: torch.ones(update.patch.on.count, dtype=torch.float64))
+    _, held = _sum(updates, weights, lambda update: torch.ones(update.patch.mask.count, dtype=torch.float64))
     somewhere = held > 0
-    average = torch.where(somewhere, total / held.where(somewhere, torch.ones(())), on.take(otherwise).double())
-    return on.put(average, otherwise.clone())
+    average = torch.where(somewhere, total / held.where(somewhere, torch.ones(())), on.take(fallback).double())
+    return on.put(average, fallback.clone())
 
 
 def _sum(updates: Sequence[Update], weights: Weights, values: Callable[[Update], Tensor]) -> tuple[Mask, Tensor]:
@@ -119,13 +119,13 @@ def _sum(updates: Sequence[Update], weights: Weights, values: Callable[[Update],
     ordered = sorted(updates, key=lambda update: update.site)
     if not ordered or len({update.site for update in ordered}) != len(ordered):
         raise ValueError(f"need one update of each site, found {[update.site for update in ordered]}")
-    shared = ordered[0].patch.on
-    same = all(update.patch.on == shared for update in ordered)
+    shared = ordered[0].patch.mask
+    same = all(update.patch.mask == shared for update in ordered)
     support = shared if same else Mask.full(shared.size)
     total = torch.zeros(support.count, dtype=torch.float64)
     for update, weight in zip(ordered, weights(ordered), strict=True):
         if same:
             total.add_(values(update), alpha=weight)
         else:
-            total.index_add_(0, update.patch.on.indices, values(update), alpha=weight)
+            total.index_add_(0, update.patch.mask.indices, values(update), alpha=weight)
     return support, total

@@ -33,7 +33,7 @@ class _Packer:
         if value is None or isinstance(value, _PLAIN):
             return value
         if isinstance(value, Mask):
-            return self._name(value.on)
+            return self._name(value.bits)
         if isinstance(value, Tensor):
             return self._name(value)
         if isinstance(value, Mapping):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .packing import pack, unpack
-from .writing import replacing, sync, write
+from .writing import replace_atomically, sync_to_disk, write_new_file
 
 FORMAT = 2
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
@@ -70,26 +70,26 @@ class Store:
         """Give back what :meth:`claim` holds."""
         os.close(self._lock)
 
-    def finish(self, result: Path) -> None:
+    def mark_finished(self, result: Path) -> None:
         """Say, on the disk, that the run is over and that its result lies in ``result``; the checkpoints stay.
 
         Raises:
             CheckpointError: it could not be written.
         """
         try:
-            with replacing(self.folder / FINISHED) as part:
+            with replace_atomically(self.folder / FINISHED) as part:
                 part.write_text(str(result), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{self.folder / FINISHED}: {error.strerror or error}") from error
 
-    def finished(self) -> Path | None:
+    def get_finished(self) -> Path | None:
         """Where the result of the run lies, or lay, if it is over."""
         try:
             return Path((self.folder / FINISHED).read_text(encoding="utf-8"))
         except OSError:
             return None
 
-    def reopen(self) -> None:
+    def clear_finished(self) -> None:
         """The run goes on, or starts anew."""
         (self.folder / FINISHED).unlink(missing_ok=True)
 
@@ -110,16 +110,16 @@ class Store:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             for name, data in self._files(content).items():
-                write(unfinished / name, data)
-            sync(unfinished)
+                write_new_file(unfinished / name, data)
+            sync_to_disk(unfinished)
             unfinished.replace(self.folder / f"{number:08d}")
-            sync(self.folder)
+            sync_to_disk(self.folder)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
                 f"{self.folder}: the checkpoint could not be written: {error.strerror or error}. The ones before are intact"
             ) from error
-        for old in [number for number in self.numbers()[: -self.keep] if number != spared]:
+        for old in [number for number in self.list_numbers()[: -self.keep] if number != spared]:
             shutil.rmtree(self.folder / f"{old:08d}", ignore_errors=True)
 
     def _files(self, content: Any) -> dict[str, bytes]:
@@ -144,7 +144,7 @@ class Store:
         Raises:
             CheckpointError: it is of another run, model or version; the text names what differs.
         """
-        for number in reversed(self.numbers()):
+        for number in reversed(self.list_numbers()):
             if below is not None and number >= below:
                 continue
             said = self._whole(self.folder / f"{number:08d}")
@@ -158,18 +158,18 @@ class Store:
         """Raises:
         CheckpointError: the newest whole checkpoint is of another run, model or version.
         """
-        for number in reversed(self.numbers()):
+        for number in reversed(self.list_numbers()):
             if (said := self._whole(self.folder / f"{number:08d}")) is not None:
                 return self._check(said)
         return None
 
-    def drop(self, at_least: int = 0) -> None:
+    def delete(self, at_least: int = 0) -> None:
         """Forget the checkpoints with this number and above: of a run that is over, or was given up."""
-        for number in self.numbers():
+        for number in self.list_numbers():
             if number >= at_least:
                 shutil.rmtree(self.folder / f"{number:08d}", ignore_errors=True)
 
-    def numbers(self) -> list[int]:
+    def list_numbers(self) -> list[int]:
         """Of the checkpoints that are there, ascending, whole or not."""
         if not self.folder.is_dir():
             return []
@@ -191,18 +191,18 @@ class Store:
                 f"{self.folder}: written in format {said['format']}, this version reads {FORMAT}. Go on with the version "
                 "that wrote it, or start afresh"
             )
-        if differing := list(differences(said["belongs"], self.belongs)):
+        if differing := list(find_differences(said["belongs"], self.belongs)):
             raise CheckpointError(
                 f"{self.folder}: of another job: {'; '.join(differing[:6])}. Go on with the settings that it was written "
                 "with, or start afresh in another folder"
             )
 
 
-def differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
+def find_differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
     """``path: found -> wanted`` wherever two JSON values differ."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() | wanted.keys()):
-            yield from differences(found.get(name), wanted.get(name), f"{where}.{name}".strip("."))
+            yield from find_differences(found.get(name), wanted.get(name), f"{where}.{name}".strip("."))
     elif found != wanted:
         yield f"{where}: {found!r} in the checkpoint, {wanted!r} now"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write(path: Path, data: bytes) -> None:
+def write_new_file(path: Path, data: bytes) -> None:
     """All of it, on the disk when this returns.
 
     Raises:
@@ -26,7 +26,7 @@ def write(path: Path, data: bytes) -> None:
         os.close(file)
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """What is in a file, or the names in a folder, on the disk.
 
     Raises:
@@ -40,7 +40,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_atomically(path: Path) -> Iterator[Path]:
     """A name to write to; afterwards it is ``path``, on the disk: a reader finds the old content or the new.
 
     Raises:
@@ -49,15 +49,15 @@ def replacing(path: Path) -> Iterator[Path]:
     part = path.with_name(path.name + ".part")
     try:
         yield part
-        sync(part)
+        sync_to_disk(part)
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    sync_to_disk(path.parent)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Whole and on the disk, or not at all."""
-    with replacing(path) as part:
+    with replace_atomically(path) as part:
         part.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n")

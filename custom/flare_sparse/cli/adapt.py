@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..assemble import Assembly, assemble, open_site
 from ..checkpoint.writing import write_json
-from ..config import load_config, task_of
+from ..config import load_config, load_task
 from ..errors import ConfigError, DataError
 from ..mask import Mask
-from ..params import digest
-from ..runs.model_files import load_mask, load_model, save_mask, save_model
-from ..seeds import threads
+from ..params import compute_digest
+from ..runs.model_files import load_mask, read_model, save_mask, save_model
+from ..seeds import limit_threads
 from ..task import SiteData
 from ..training import Site
 from .console import out as console
@@ -47,8 +47,8 @@ def adapt(
     if not config_file.is_file():
         raise ConfigError(f"{run_dir} is not the folder of a finished run: it has no config.yaml")
     config = load_config(config_file, set_ or ())
-    assembly = assemble(config, task_of(config, run_dir))
-    with threads(config.federation.threads):
+    assembly = assemble(config, load_task(config, run_dir))
+    with limit_threads(config.federation.threads):
         place = open_site(assembly, SiteData(site, data.resolve()))
         figures = adapted_at(assembly, place, run_dir, folder)
     _show(figures, assembly)
@@ -63,12 +63,12 @@ def adapted_at(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -> d
         ConfigError: the folder's model is not this job's, or its method does not adapt.
         DataError: the site has no training examples.
     """
-    if not site.examples:
+    if not site.num_examples:
         raise DataError(f"site {site.name!r} has no training examples to adapt to")
-    weights = load_model(run_dir / "model.safetensors", assembly.layout)
+    weights = read_model(run_dir / "model.safetensors", assembly.layout)
     live = load_mask(run_dir / "mask.safetensors", assembly.layout)
     site.weights = weights.clone()
-    before = site.judge(weights)
+    before = site.evaluate(weights)
     began = time.perf_counter()
     adapted = assembly.method.adapt(site, live)
     seconds = time.perf_counter() - began
@@ -78,13 +78,13 @@ def adapted_at(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -> d
     figures = {
         "method": assembly.method.name,
         "site": site.name,
-        "training_examples": site.examples,
+        "training_examples": site.num_examples,
         "before": before,
-        "after": site.judge(adapted),
+        "after": site.evaluate(adapted),
         "sparsity": 1 - _nonzero(adapted, live) / adapted.numel(),
         "adaptation_seconds": seconds,
-        "sha256_before": digest(weights),
-        "sha256_after": digest(adapted),
+        "sha256_before": compute_digest(weights),
+        "sha256_after": compute_digest(adapted),
     }
     write_json(folder / "adaptation.json", figures)
     return figures

@@ -14,7 +14,7 @@ import torch
 import typer
 
 from ..assemble import assemble
-from ..config import RunConfig, build_method, load_config, task_of
+from ..config import RunConfig, build_method, load_config, load_task
 from ..errors import FlareSparseError, PolicyRefusal
 from ..mask import Mask
 from ..methods import Method
@@ -47,7 +47,7 @@ def check(
     if settings is None:
         raise typer.Exit(report.code)
     report.passes("federation", lambda: settings.federation.note, str)
-    task = report.passes("task", lambda: task_of(settings, config.parent), lambda made: type(made).__name__)
+    task = report.passes("task", lambda: load_task(settings, config.parent), lambda made: type(made).__name__)
     if task is not None:
         layout = report.passes("model", lambda: _layout(task), lambda made: f"{made.size:,} scalars")
         with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +98,7 @@ def _named(settings: RunConfig) -> str:
 
 
 def _layout(task: Task) -> Layout:
-    return Layout.of(task.model())
+    return Layout.from_module(task.model())
 
 
 def _data(report: Report, settings: RunConfig, task: Task, folder: Path) -> dict[str, Examples]:
@@ -150,12 +150,12 @@ def _policy(settings: RunConfig, task: Task, examples: dict[str, Examples], said
         ConfigError: there is no such file, or it is malformed.
         PolicyRefusal: the job would be refused; every reason is listed.
     """
-    from ..policy.check import objections  # FLARE takes seconds to import
+    from ..policy.check import find_policy_conflicts  # FLARE takes seconds to import
     from ..policy.policy import policy_file, read_policy
 
     policy = read_policy(policy_file(said))
     counts = {name: own.n_train for name, own in examples.items()}
-    if reasons := objections(policy, settings, assemble(settings, task), counts):
+    if reasons := find_policy_conflicts(policy, settings, assemble(settings, task), counts):
         raise PolicyRefusal("\n".join([f"{said} would refuse this job:", *(f"  {reason}" for reason in reasons)]))
     unread = "" if examples else ", as far as that shows without data: how many examples an answer is of is not judged"
     return f"{said} lets this job through{unread}"

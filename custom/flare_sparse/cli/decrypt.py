@@ -10,8 +10,8 @@ import typer
 from ..encryption import CLIENT_FILE
 from ..errors import ConfigError
 from ..report.card import write_card
-from ..runs.decrypt import unseal
-from ..runs.load import parts_of
+from ..runs.decrypt import decrypt_run
+from ..runs.load import load_assembly
 from ..runs.results import Run
 from .console import out as console
 
@@ -28,12 +28,12 @@ def decrypt(
 
     [dim]flare-sparse decrypt runs/neurosfl_encrypted --context /opt/flare/site-1/startup/client_context.tenseal[/]
     """
-    assembly, _ = parts_of(run)
+    assembly, _ = load_assembly(run)
     try:
         key = context.read_bytes()
     except OSError as error:
         raise ConfigError(f"--context {context}: cannot be read: {error.strerror}") from error
-    written = unseal(run, assembly, key)
+    written = decrypt_run(run, assembly, key)
     if not written:
         raise ConfigError(f"{run}: holds no encrypted model; was the run made with wire.encryption: ckks?")
     write_card(Run.read(run))

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..assemble import assemble
-from ..config import RunConfig, task_of
+from ..config import RunConfig, load_task
 from ..errors import ConfigError
 from ..local.dry_run import estimate as dry_run
-from ..runs.folder import traffic
+from ..runs.folder import sum_traffic
 from ..runs.progress import human_bytes
 from .run import with_options
 
@@ -53,7 +53,7 @@ def estimated(config: RunConfig, file: Path) -> dict[str, Any]:
     sites = config.simulator.sites if config.simulator else None
     if sites is None:
         raise ConfigError("estimate needs the number of sites: give --sites N")
-    assembly = assemble(config, task_of(config, file.parent))
+    assembly = assemble(config, load_task(config, file.parent))
     outcome, ledger = dry_run(assembly.method, assembly.weights, sites, config.wire.values, encrypted=config.encrypted)
     rounds = [
         {
@@ -73,10 +73,10 @@ def estimated(config: RunConfig, file: Path) -> dict[str, Any]:
         "sites": sites,
         "rounds": config.method.config.rounds,
         "parameters": assembly.layout.size,
-        "paper_scalars": assembly.method.paper_scalars(sites),
+        "paper_scalars": assembly.method.count_paper_scalars(sites),
         "scalars": sum(line.scalars_sent for line in training),
         "dense_scalars": sum(line.scalars_total for line in training),
-        "traffic": traffic(ledger),
+        "traffic": sum_traffic(ledger),
         "per_round": rounds,
     }
 

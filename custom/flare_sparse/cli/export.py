@@ -40,14 +40,14 @@ def export(
 
         flare-sparse export dose.yaml --byoc --set federation.min_sites=2
     """
-    from ..flare.export import differences, export_job  # FLARE takes seconds to import
+    from ..flare.export import export_job, find_differences  # FLARE takes seconds to import
 
     stale: list[str] = []
     for file in configs:
         config = load_config(file, set_ or ())
         with contextlib.redirect_stdout(io.StringIO()):
             if check:
-                stale += differences(config, out)
+                stale += find_differences(config, out)
             else:
                 modules = own_modules(config, file) if byoc else ()
                 export_job(config, out, "byoc" if byoc else "installed", modules)

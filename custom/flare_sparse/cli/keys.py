@@ -9,14 +9,14 @@ from typing import Any
 
 from ..assemble import assemble
 from ..config import RunConfig
-from ..encryption import Contexts
-from ..runs.decrypt import unseal
+from ..encryption import KeyContexts
+from ..runs.decrypt import decrypt_run
 from ..task import Task
 
 FOLDER = "he"
 
 
-def run_contexts(config: RunConfig, out: Path, *, resume: bool) -> Contexts | None:
+def run_contexts(config: RunConfig, out: Path, *, resume: bool) -> KeyContexts | None:
     """New keys, or those of the run that is gone on with; None when nothing is encrypted.
 
     Raises:
@@ -27,14 +27,14 @@ def run_contexts(config: RunConfig, out: Path, *, resume: bool) -> Contexts | No
     if not config.encrypted:
         return None
     if resume:
-        return Contexts.read(out / FOLDER)
-    made = Contexts.new()
+        return KeyContexts.read(out / FOLDER)
+    made = KeyContexts.generate()
     made.write(out / FOLDER)
     return made
 
 
 def opened(config: RunConfig, own: Task | None, out: Path, client: bytes) -> dict[str, Any]:
     """Decrypt the record of a run in ``out``; the summary comes back."""
-    unseal(out, assemble(config, own), client)
+    decrypt_run(out, assemble(config, own), client)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return summary

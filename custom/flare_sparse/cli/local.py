@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ..assemble import assemble, checkpoints, open_site, rules
-from ..config import RunConfig, build_task, own_class
+from ..assemble import assemble, build_rules, open_checkpoints, open_site
+from ..config import RunConfig, build_task, load_user_task_class
 from ..federation import RoundRecord
-from ..local.run import rehearse as rehearse_method
+from ..local.run import run_locally as rehearse_method
 from ..report.card import write_card
-from ..runs.folder import RunFolder, run_facts
+from ..runs.folder import RunFolder, build_run_facts
 from ..runs.progress import progress_line
 from ..runs.results import Run
-from ..seeds import threads
+from ..seeds import limit_threads
 from ..wire.ledger import Ledger
 from .console import out as console
 from .keys import opened, run_contexts
@@ -48,14 +48,14 @@ def rehearse(
 
 def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = False) -> dict[str, Any]:
     """Run a configuration in this process; the summary comes back and the record is in ``out``."""
-    kind = own_class(config, file.parent)
+    kind = load_user_task_class(config, file.parent)
     assembly = assemble(config, build_task(config, kind))
     root = checkpoint_root(config, assembly, out, resume=resume)
     contexts = run_contexts(config, out, resume=resume)
     data = simulated_sites(config, assembly.task, out)
-    with threads(config.federation.threads):
+    with limit_threads(config.federation.threads):
         sites = {name: open_site(assembly, where) for name, where in data.items()}
-    facts = run_facts(config, assembly)
+    facts = build_run_facts(config, assembly)
     ledger = Ledger()
     folder = RunFolder(out, facts, assembly.layout, ledger)
 
@@ -68,12 +68,12 @@ def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = 
         sites,
         assembly.task.metric,
         values=config.wire.values,
-        run=assembly.run,
-        rules=rules(config),
+        run=assembly.run_id,
+        rules=build_rules(config),
         on_round=committed,
         ledger=ledger,
         thread_count=config.federation.threads,
-        stores=lambda end: checkpoints(config.job, assembly, root, end),
+        stores=lambda end: open_checkpoints(config.job, assembly, root, end),
         resume=resume,
         contexts=contexts,
     )[0]

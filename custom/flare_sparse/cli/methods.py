@@ -13,8 +13,8 @@ from pydantic_core import PydanticUndefined
 from rich.markup import escape
 from rich.table import Table
 
-from ..config.problems import allowed
-from ..errors import ConfigError, closest
+from ..config.problems import format_allowed
+from ..errors import ConfigError, suggest
 from ..methods import METHODS, Method
 from .console import out as console
 
@@ -30,7 +30,7 @@ def methods(name: Annotated[str | None, typer.Argument(help="Show all settings o
     elif name in METHODS:
         console.print(_settings(METHODS[name]))
     else:
-        raise ConfigError(f"there is no method {name!r}; expected one of {', '.join(METHODS)}.{closest(name, METHODS)}")
+        raise ConfigError(f"there is no method {name!r}; expected one of {', '.join(METHODS)}.{suggest(name, METHODS)}")
 
 
 def source(method: type[Method[Any]]) -> str:
@@ -60,7 +60,7 @@ def _rows(config: type[BaseModel], path: str) -> Iterator[tuple[str, str, str, s
             continue
         default = field.get_default(call_default_factory=True, validated_data={})
         shown = "required" if default is PydanticUndefined else json.dumps(default, default=str).strip('"')
-        yield f"{path}.{name}", shown, allowed(field), field.description or ""
+        yield f"{path}.{name}", shown, format_allowed(field), field.description or ""
 
 
 def _first_line(documented: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..assemble import Assembly, checkpoints
+from ..assemble import Assembly, open_checkpoints
 from ..checkpoint.store import Store
 from ..config import RunConfig
 from ..endpoints.server import SERVER
@@ -30,8 +30,8 @@ def checkpoint_root(config: RunConfig, assembly: Assembly, out: Path, *, resume:
     if not resume:
         shutil.rmtree(root, ignore_errors=True)
         return root
-    mine = checkpoints(config.job, assembly, root, SERVER)
-    if mine.numbers():
+    mine = open_checkpoints(config.job, assembly, root, SERVER)
+    if mine.list_numbers():
         return root
     for other in sorted(root.glob(f"*/{SERVER}")):
         Store(other, mine.belongs).check()

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from ..assemble import assemble
-from ..config import RunConfig, dump_config, load_config, own_class, task_of
+from ..config import RunConfig, dump_config, load_config, load_task, load_user_task_class
 from ..data.source import write_site_files
 from ..errors import ConfigError
 from ..report.card import write_card
@@ -123,7 +123,7 @@ def run_in_simulator(
         on_round=lambda line: console.print(progress_line(line)),
     )
     if contexts:
-        summary = opened(config, task_of(config, file.parent), out, contexts.client)
+        summary = opened(config, load_task(config, file.parent), out, contexts.client)
     return _recorded(config, file, out, summary)
 
 
@@ -144,7 +144,7 @@ def run_in_poc(config: RunConfig, file: Path, out: Path, console: Console, *, re
     with poc(out / "poc", sites, checkpoints, encrypted=config.encrypted) as kit:
         summary = run_deployed(_recipe(config, file), kit, out, on_line=console.print)
     if config.encrypted:
-        summary = opened(config, task_of(config, file.parent), out, client_context(out / "poc", next(iter(sites))))
+        summary = opened(config, load_task(config, file.parent), out, client_context(out / "poc", next(iter(sites))))
     return _recorded(config, file, out, summary)
 
 
@@ -164,11 +164,11 @@ def _sites(config: RunConfig, file: Path, out: Path, console: Console) -> dict[s
     """The data of the sites that stand in for real ones."""
     out.mkdir(parents=True, exist_ok=True)
     with console.status("preparing the sites' data ..."):
-        return simulated_sites(config, task_of(config, file.parent), out)
+        return simulated_sites(config, load_task(config, file.parent), out)
 
 
 def _checkpoints(config: RunConfig, file: Path, out: Path, *, resume: bool) -> Path:
-    return checkpoint_root(config, assemble(config, task_of(config, file.parent)), out, resume=resume)
+    return checkpoint_root(config, assemble(config, load_task(config, file.parent)), out, resume=resume)
 
 
 def _recipe(config: RunConfig, file: Path, *, byoc: bool = False, tensorboard: bool = False) -> SparseRecipe:
@@ -183,7 +183,7 @@ def _recipe(config: RunConfig, file: Path, *, byoc: bool = False, tensorboard: b
 
 def own_modules(config: RunConfig, file: Path) -> tuple[Path, ...]:
     """The source file of the user's own task; none for a task of the package."""
-    own = own_class(config, file.parent)
+    own = load_user_task_class(config, file.parent)
     return (Path(inspect.getfile(own)),) if own else ()
 
 
@@ -192,7 +192,7 @@ def _say(console: Console, config: RunConfig, where: str) -> None:
 
 
 def _recorded(config: RunConfig, file: Path, out: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    keep_own_task(own_class(config, file.parent), out)
+    keep_own_task(load_user_task_class(config, file.parent), out)
     (out / "config.yaml").write_text(dump_config(config))  # with the simulator's part, so that it can be run again
     write_card(Run.read(out))
     shutil.rmtree(out / FOLDER, ignore_errors=True)  # the result is here: nothing is left to go on from

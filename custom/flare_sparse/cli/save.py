@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from ..assemble import Assembly
 from ..config import RunConfig
 from ..errors import ConfigError
-from ..runs.load import trained
+from ..runs.load import load_trained
 from ..task import SiteData
 from .console import out as console
 from .sites import simulated_sites
@@ -37,7 +37,7 @@ def save(
 
     [dim]flare-sparse save runs/neurosfl_brain_age --onnx[/]
     """
-    model, assembly, config = trained(run, best=best)
+    model, assembly, config = load_trained(run, best=best)
     folder = to or run / "saved"
     assembly.task.save(model, folder)
     if onnx:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..config import build_task, load_config, own_class
+from ..config import build_task, load_config, load_user_task_class
 from .console import out as console
 
 HELP = """Prepare a site: for a hospital's IT.
@@ -64,9 +64,9 @@ def policy(
 
     [dim]flare-sparse site policy /opt/flare/site-1 --file careful[/]
     """
-    from ..flare.site.install import guard
+    from ..flare.site.install import install_guards
 
-    said = guard(kit, file).model_dump(exclude_defaults=True)
+    said = install_guards(kit, file).model_dump(exclude_defaults=True)
     console.print("in force: " + ("; ".join(f"{k}: {v}" for k, v in said.items()) or "all may leave"), markup=False)
     console.print("Restart the site.")
 
@@ -81,9 +81,9 @@ def no_code(kit: Kit) -> None:
 
     [dim]flare-sparse site no-code /opt/flare/site-1[/]
     """
-    from ..flare.site.byoc import refuse_code
+    from ..flare.site.byoc import revoke_code_right
 
-    roles = refuse_code(kit)
+    roles = revoke_code_right(kit)
     console.print(
         f"could send code until now: {', '.join(roles)}. Restart the site."
         if roles
@@ -108,7 +108,7 @@ def preflight(
     from ..flare.site.preflight import preflight as look
 
     config = load_config(job) if job else None
-    kind = own_class(config, job.parent) if config and job else None
+    kind = load_user_task_class(config, job.parent) if config and job else None
     own = build_task(config, kind) if config and kind else None
     colours, failed = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red"}, False
     for finding in look(kit, config, own):

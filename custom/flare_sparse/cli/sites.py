@@ -10,7 +10,7 @@ from ..config import RunConfig
 from ..config.schema import PhantomConfig, SimulatorConfig
 from ..data.partition import PARTITIONERS
 from ..data.phantom import write_phantoms
-from ..errors import ConfigError, closest
+from ..errors import ConfigError, suggest
 from ..task import SiteData, Task
 
 
@@ -28,9 +28,11 @@ def simulated_sites(config: RunConfig, task: Task, folder: Path) -> dict[str, Si
     """
     if config.simulator is None:
         raise ConfigError("simulator: missing; the simulator must be told its sites and their data")
-    sites, choices = _sites(config.simulator, task, folder), config.simulator.choices
+    sites, choices = _sites(config.simulator, task, folder), config.simulator.site_settings
     if unknown := sorted(set(choices) - set(sites)):
-        raise ConfigError(f"simulator.choices: no site {unknown[0]!r}.{closest(unknown[0], sites)} {', '.join(sites)}")
+        raise ConfigError(
+            f"simulator.site_settings: no site {unknown[0]!r}.{suggest(unknown[0], sites)} {', '.join(sites)}"
+        )
     return {name: replace(data, methods=choices.get(name, {})) for name, data in sites.items()}
 
 

@@ -1,7 +1,7 @@
 """Configuration: a YAML file and overrides in, one checked value out, or every error at once.
 
 A file has the sections of :class:`RunConfig`. The part that travels to the sites is its :class:`JobConfig`: a plain
-JSON dictionary (:func:`job_dict`) that the other end checks again (:func:`parse_job`).
+JSON dictionary (:func:`job_to_dict`) that the other end checks again (:func:`parse_job`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..methods import METHODS, Method
 from ..params import Layout
 from ..task import Task
 from ..tasks import TASKS
-from .choice import Choice, Registries, selected
-from .problems import describe
+from .choice import Choice, Registries, select
+from .problems import describe_problem
 from .schema import JobConfig, RunConfig, methods, partitions, tasks
-from .yaml_files import not_finite, override, read
+from .yaml_files import apply_overrides, find_non_finite, read_yaml
 
 J = TypeVar("J", bound=JobConfig)
 
@@ -34,7 +34,7 @@ __all__ = [
     "build_method",
     "build_task",
     "dump_config",
-    "job_dict",
+    "job_to_dict",
     "load_config",
     "own_class",
     "parse_job",
@@ -54,11 +54,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: everything that is wrong, each field with its path, what was given and what is allowed.
     """
     file = Path(path)
-    data = _absolute(override(_absolute(read(file), file.parent), overrides), Path.cwd())
+    data = _absolute(apply_overrides(_absolute(read_yaml(file), file.parent), overrides), Path.cwd())
     choices = dict(tasks())
-    key, name = selected("task", data.get("task"))
+    key, name = select("task", data.get("task"))
     if key == "class" and isinstance(name, str):
-        choices[name] = user_task(name, file.parent).Config
+        choices[name] = import_task_class(name, file.parent).Config
     return _checked(RunConfig, data, choices, str(file))
 
 
@@ -66,20 +66,20 @@ def parse_job(data: Mapping[str, Any], task: type[Task] | None = None) -> JobCon
     """A job's part of a configuration, as it came with a job.
 
     Args:
-        data: from :func:`job_dict`.
+        data: from :func:`job_to_dict`.
         task: the user's own class when ``task.class`` is given; a dotted path is never imported here.
 
     Raises:
         ConfigError: as :func:`load_config`.
     """
     choices = dict(tasks())
-    key, name = selected("task", data.get("task"))
+    key, name = select("task", data.get("task"))
     if key == "class" and task is not None:
         choices[str(name)] = task.Config
     return _checked(JobConfig, data, choices, "job")
 
 
-def job_dict(config: JobConfig) -> dict[str, Any]:
+def job_to_dict(config: JobConfig) -> dict[str, Any]:
     """What travels in a job, as plain JSON values: never ``simulator``."""
     return config.model_dump(mode="json", include=set(JobConfig.model_fields))
 
@@ -100,7 +100,7 @@ def build_task(config: JobConfig, own: type[Task] | None = None) -> Task:
     return kind(config.task.config)
 
 
-def user_task(dotted: str, folder: Path | None = None) -> type[Task]:
+def import_task_class(dotted: str, folder: Path | None = None) -> type[Task]:
     """Import a user's own task, ``module.Class``, also from ``folder``. For the command line only: sites build theirs
     through the framework's component builder, which asks the site's policy first.
 
@@ -122,27 +122,27 @@ def user_task(dotted: str, folder: Path | None = None) -> type[Task]:
     return found
 
 
-def own_class(config: JobConfig, folder: Path) -> type[Task] | None:
-    """The class of the user's own task, as :func:`user_task`; None for a task of the package."""
-    return user_task(config.task.name, folder) if config.task.key == "class" else None
+def load_user_task_class(config: JobConfig, folder: Path) -> type[Task] | None:
+    """The class of the user's own task, as :func:`import_task_class`; None for a task of the package."""
+    return import_task_class(config.task.name, folder) if config.task.key == "class" else None
 
 
-def task_of(config: JobConfig, folder: Path) -> Task:
+def load_task(config: JobConfig, folder: Path) -> Task:
     """The task of a job whose configuration lies in ``folder``, where the module of a user's own may lie, too.
 
     Raises:
-        ConfigError: as :func:`user_task`.
+        ConfigError: as :func:`import_task_class`.
     """
-    return build_task(config, own_class(config, folder))
+    return build_task(config, load_user_task_class(config, folder))
 
 
 def _checked(model: type[J], data: Mapping[str, Any], choices: Mapping[str, type[BaseModel]], source: str) -> J:
     entries: Registries = {"method": methods(), "task": choices, "partition": partitions()}
-    problems = [f"{path}: expected a finite number" for path in not_finite(data)]
+    problems = [f"{path}: expected a finite number" for path in find_non_finite(data)]
     try:
         checked = model.model_validate(data, context=entries)
     except ValidationError as error:
-        problems += [describe(e, model, data, entries) for e in error.errors(include_url=False)]
+        problems += [describe_problem(e, model, data, entries) for e in error.errors(include_url=False)]
     if problems:
         count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
         listed = "\n".join(f"  {problem}" for problem in problems)

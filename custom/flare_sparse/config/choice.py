@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, PlainSerializer, PlainValidator, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from ..errors import closest
+from ..errors import suggest
 
 C = TypeVar("C", bound=BaseModel)
 Registries = Mapping[str, Mapping[str, type[BaseModel]]]
@@ -38,7 +38,7 @@ class Choice(Generic[C]):
         return {self.key: self.name, **self.config.model_dump(mode="json")}
 
 
-def selected(section: str, value: Any) -> tuple[str, Any]:
+def select(section: str, value: Any) -> tuple[str, Any]:
     """The key and the name that a section gives; the name is None when it gives none."""
     keys = KEYS[section]
     given = [key for key in keys if isinstance(value, Mapping) and key in value]
@@ -56,7 +56,7 @@ def choose_from(default: Callable[[], Mapping[str, type[BaseModel]]]) -> PlainVa
             return value
         section = str(info.field_name)
         entries = (info.context or {}).get(section) or default()
-        key, name = selected(section, value)
+        key, name = select(section, value)
         if not isinstance(name, str) or name not in entries:
             raise _unknown(key, name, entries, value)
         settings = {k: v for k, v in value.items() if k != key}
@@ -72,7 +72,7 @@ def _unknown(key: str, name: Any, entries: Mapping[str, type[BaseModel]], value:
         return _error(text, (), value)
     if name is None:
         return _error(f"missing; expected one of: {names}", (key,), value)
-    return _error(f"found {name!r}; expected one of: {names}.{closest(str(name), entries)}", (key,), name)
+    return _error(f"found {name!r}; expected one of: {names}.{suggest(str(name), entries)}", (key,), name)
 
 
 def _error(text: str, loc: tuple[str, ...], found: Any) -> ValidationError:

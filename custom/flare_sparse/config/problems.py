@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ..errors import closest
-from .choice import KEYS, Registries, selected
+from ..errors import suggest
+from .choice import KEYS, Registries, select
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -28,7 +28,7 @@ _WORDS: dict[Any, str] = {
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
 
 
-def allowed(field: FieldInfo) -> str:
+def format_allowed(field: FieldInfo) -> str:
     """The type and range of a field in words, such as ``a number, >= 0, < 1``."""
     bounds = [
         f"{sign} {getattr(limit, name)}"
@@ -50,18 +50,18 @@ def _words(annotation: Any) -> str:
     return _WORDS.get(origin or annotation, getattr(annotation, "__name__", "a value"))
 
 
-def describe(error: ErrorDetails, root: type[BaseModel], data: Any, entries: Registries) -> str:
+def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, entries: Registries) -> str:
     """One line for one problem that pydantic found in ``data``."""
     loc, path = error["loc"], ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         fields = _fields(loc[:-1], root, data, entries)
         listed = f" Fields here: {', '.join(fields)}." if fields else ""
-        return f"{path}: no such field.{closest(str(loc[-1]), fields)}{listed}"
+        return f"{path}: no such field.{suggest(str(loc[-1]), fields)}{listed}"
     text = error["msg"].removeprefix("Value error, ")
     if error["type"] in ("choice", "value_error"):
         return f"{path}: {text}" if path else text
     field = _field(loc, root, data, entries)
-    expected = f"expected {allowed(field)}" if field else text
+    expected = f"expected {format_allowed(field)}" if field else text
     meaning = f" ({field.description})" if field and field.description else ""
     if error["type"] == "missing":
         return f"{path}: missing; {expected}{meaning}"
@@ -80,7 +80,7 @@ def _fields(loc: Sequence[int | str], root: type[BaseModel], data: Any, entries:
         if model is None:
             return {}
         if key in KEYS and key in entries:
-            model = entries[str(key)].get(str(selected(str(key), data)[1]))
+            model = entries[str(key)].get(str(select(str(key), data)[1]))
         else:
             field = model.model_fields.get(str(key))
             model = _section(field.annotation) if field else None

@@ -170,7 +170,7 @@ class SimulatorConfig(Section):
 
     sites: int | None = Field(None, ge=1, description="number of sites; with natural sites: the largest ones, or all")
     data: SimulatorData
-    choices: dict[str, dict[str, dict[str, Any]]] = Field(
+    site_settings: dict[str, dict[str, dict[str, Any]]] = Field(
         default_factory=dict,
         description="what a site would say in its own site file, by site and method: {site-1: {scbf: {rate: 0.1}}}",
     )
@@ -214,7 +214,7 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _enough_for_the_method(self) -> JobConfig:
-        fewest = getattr(self.method.config, "fewest_sites", 1)
+        fewest = getattr(self.method.config, "min_sites_needed", 1)
         if self.federation.min_sites < fewest:
             raise ValueError(
                 f"federation.min_sites is {self.federation.min_sites}; method {self.method.name} as it is set needs {fewest}"
@@ -231,7 +231,7 @@ class JobConfig(Section):
         """Whatever the server must read to do as it is told is refused here, not found out in a round."""
         if not self.encrypted:
             return self
-        reason = getattr(self.method.config, "against_encryption", "")
+        reason = getattr(self.method.config, "encryption_blocker", "")
         for against, fix in (
             (reason and f"method {self.method.name}: {reason}", "neurosfl or fedavg sum with their defaults"),
             (self.wire.values != "float32" and f"wire.values is {self.wire.values}", "leave it at float32"),

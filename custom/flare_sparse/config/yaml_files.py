@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError, closest
+from ..errors import ConfigError, suggest
 
 
 class _Loader(yaml.SafeLoader):
@@ -31,7 +31,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def parse(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """One YAML document.
 
     Raises:
@@ -40,17 +40,17 @@ def parse(text: str) -> Any:
     return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """The top-level section of a file.
 
     Raises:
         ConfigError: there is no such file, it is not YAML, or not a section.
     """
     try:
-        data = parse(path.read_text(encoding="utf-8"))
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         siblings = [p.name for p in path.parent.glob("*.y*ml")]
-        raise ConfigError(f"{path}: no such file.{closest(path.name, siblings)}") from error
+        raise ConfigError(f"{path}: no such file.{suggest(path.name, siblings)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
@@ -60,7 +60,7 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
-def override(data: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(data: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """A copy of ``data`` with each ``key.path=value`` written into it; values are YAML.
 
     Raises:
@@ -82,7 +82,7 @@ def _assigned(data: dict[str, Any], assignment: str) -> dict[str, Any]:
     keys = path.strip().split(".")
     if not sign or not all(keys):
         raise ValueError("expected key.path=value, such as method.sparsity=0.95")
-    return _with(data, keys, parse(value))
+    return _with(data, keys, parse_yaml(value))
 
 
 def _with(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
@@ -93,11 +93,11 @@ def _with(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
     return {**data, keys[0]: _with(data.get(keys[0]), keys[1:], value) if keys[1:] else value}
 
 
-def not_finite(data: Any, path: str = "") -> Iterator[str]:
+def find_non_finite(data: Any, path: str = "") -> Iterator[str]:
     """Paths of the numbers in ``data`` that are infinite or not numbers."""
     items = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         here = f"{path}.{key}" if path else str(key)
         if isinstance(value, float) and not math.isfinite(value):
             yield here
-        yield from not_finite(value, here)
+        yield from find_non_finite(value, here)

@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from ..errors import DataError, closest
+from ..errors import DataError, suggest
 from ..task import Cohort
 from .tables import identifier, read_table
 
@@ -125,7 +125,7 @@ def _codes(values: np.ndarray, path: Path) -> np.ndarray:
 
 def _column(columns: Mapping[str, np.ndarray], name: str, path: Path) -> np.ndarray:
     if name not in columns:
-        hint = closest(name, columns)
+        hint = suggest(name, columns)
         raise DataError(f"{path}: there is no {name!r}.{hint} Found: {', '.join(sorted(columns)[:12])}")
     return columns[name]
 

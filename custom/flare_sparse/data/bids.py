@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError, closest
+from ..errors import DataError, suggest
 from ..task import Cohort
 
 TABLE = "participants.tsv"
@@ -45,7 +45,7 @@ class Subject:
         if self.row is None:
             raise DataError(f"unknown participant: it has no row in {TABLE}")
         if column not in self.row:
-            raise DataError(f"{TABLE} has no column {column!r}.{closest(column, self.row)}")
+            raise DataError(f"{TABLE} has no column {column!r}.{suggest(column, self.row)}")
         value = self.row[column].strip()
         if value.lower() in MISSING:
             raise DataError(f"{column} is missing in {TABLE}")

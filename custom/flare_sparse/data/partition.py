@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..errors import DataError, closest
+from ..errors import DataError, suggest
 from ..task import Cohort
 
 Partition = dict[str, tuple[str, ...]]
@@ -46,7 +46,7 @@ def natural(
     parts: list[tuple[str, np.ndarray]] = []
     for name in [*found, *(set(split or {}) - set(found))]:
         if name not in found:
-            raise DataError(f"split: there is no site {name!r} in column {column!r}.{closest(name, found)}")
+            raise DataError(f"split: there is no site {name!r} in column {column!r}.{suggest(name, found)}")
         pieces = (split or {}).get(name, 1)
         order = np.random.default_rng([seed, len(parts)]).permutation(found[name]) if pieces > 1 else found[name]
         cut = np.split(order, np.cumsum(shares(len(order), pieces))[:-1])
@@ -228,7 +228,7 @@ def _safe(name: str) -> str:
 
 def _column(cohort: Cohort, column: str) -> np.ndarray:
     if column not in cohort.columns:
-        raise DataError(f"no column {column!r} to partition by.{closest(column, cohort.columns)}")
+        raise DataError(f"no column {column!r} to partition by.{suggest(column, cohort.columns)}")
     return cohort.columns[column]
 
 

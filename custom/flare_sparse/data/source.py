@@ -20,7 +20,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import DataError, closest
+from ..errors import DataError, suggest
 from ..task import SiteData
 
 SITE_FILE_VARIABLE = "FLARE_SPARSE_SITE_FILE"
@@ -121,5 +121,5 @@ def _existing(data: SiteData, source: str) -> SiteData:
 def _problem(location: tuple[int | str, ...], message: str) -> str:
     name = ".".join(str(part) for part in location)
     fields = SiteFile.model_fields
-    hint = "" if name in fields or not name else closest(name, fields) + f" It may have: {', '.join(fields)}"
+    hint = "" if name in fields or not name else suggest(name, fields) + f" It may have: {', '.join(fields)}"
     return f"{name or 'content'}: {message}.{hint}"

@@ -13,7 +13,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from ..errors import DataError, closest
+from ..errors import DataError, suggest
 from ..task import Cohort
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
@@ -38,7 +38,7 @@ class Table:
             DataError: there is none of this name.
         """
         if name not in self.columns:
-            hint = closest(name, self.columns)
+            hint = suggest(name, self.columns)
             raise DataError(f"{self.source}: no column {name!r}.{hint} Found: {', '.join(list(self.columns)[:12])}")
         return self.columns[name]
 
@@ -81,7 +81,7 @@ def read_table(path: Path) -> Table:
         raise DataError(f"{path}: expected a file that ends with {', '.join(_READERS)}")
     if not path.is_file():
         neighbours = [file.name for file in path.parent.glob("*")]
-        raise DataError(f"{path}: there is no such file.{closest(path.name, neighbours)}")
+        raise DataError(f"{path}: there is no such file.{suggest(path.name, neighbours)}")
     try:
         columns = reader(path)
     except (OSError, EOFError, ValueError, BadZipFile, zlib.error, csv.Error) as error:

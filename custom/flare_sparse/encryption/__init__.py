@@ -5,6 +5,6 @@ them up; the sites decrypt the sum. Nothing here knows FLARE or a method: bytes 
 """
 
 from .ciphers import PRECISION, ServerCipher, SiteCipher
-from .contexts import CLIENT_FILE, SERVER_FILE, Contexts
+from .contexts import CLIENT_FILE, SERVER_FILE, KeyContexts
 
-__all__ = ["CLIENT_FILE", "PRECISION", "SERVER_FILE", "Contexts", "ServerCipher", "SiteCipher"]
+__all__ = ["CLIENT_FILE", "PRECISION", "SERVER_FILE", "KeyContexts", "ServerCipher", "SiteCipher"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, RejectedMessage
-from ..exchange import Sealed
-from ..wire.ciphertexts import join, key_of, split
+from ..exchange import EncryptedValues
+from ..wire.ciphertexts import get_key_id, join_ciphertexts, split_ciphertexts
 from .ckks import Scheme
 
 PRECISION = 2.0**-22
@@ -40,10 +40,10 @@ class ServerCipher:
                 "the server's TenSEAL context holds the secret key, so the server could read every answer: give it "
                 "server_context.tenseal"
             )
-        self.sealing = self._scheme.sealing
+        self.ciphertext_format = self._scheme.ciphertext_format
         self.least_weight = 1 / self._scheme.scale
 
-    def check(self, sealed: Sealed, count: int, site: str) -> None:
+    def check(self, sealed: EncryptedValues, count: int, site: str) -> None:
         """Raises:
         RejectedMessage: not ``count`` values, freshly encrypted with these parameters.
         """
@@ -52,9 +52,9 @@ class ServerCipher:
                 if (level := self._scheme.level(vector)) != self._scheme.fresh:
                     raise RejectedMessage("E_CIPHERTEXT", "level", self._scheme.fresh, level)
         except RejectedMessage as error:
-            raise error.at(site) from error
+            raise error.with_site(site) from error
 
-    def weighted_sum(self, answers: Sequence[Sealed], weights: Sequence[float], count: int) -> Sealed:
+    def weighted_sum(self, answers: Sequence[EncryptedValues], weights: Sequence[float], count: int) -> EncryptedValues:
         """``sum_k weights[k] * answers[k]``, still encrypted; answers that :meth:`check` has passed, weights of at least
         ``least_weight``.
 
@@ -64,7 +64,11 @@ class ServerCipher:
         for answer, weight in zip(answers, weights, strict=True):
             scaled = [vector * float(weight) for vector in _vectors(self._scheme, answer, count)]
             total = [have + more for have, more in zip(total, scaled, strict=True)] if total else scaled
-        return join(self.sealing.parameters, key_of(answers[0]), [self._scheme.written(vector) for vector in total])
+        return join_ciphertexts(
+            self.ciphertext_format.parameters,
+            get_key_id(answers[0]),
+            [self._scheme.written(vector) for vector in total],
+        )
 
 
 class SiteCipher:
@@ -80,7 +84,7 @@ class SiteCipher:
     def __init__(self, context: bytes):
         self._scheme = Scheme(context)
         self.key = self._scheme.key()
-        self.sealing, self.limit = self._scheme.sealing, self._scheme.limit
+        self.ciphertext_format, self.limit = self._scheme.ciphertext_format, self._scheme.limit
         self._factor = self._measured()
 
     def _measured(self) -> float:
@@ -88,10 +92,10 @@ class SiteCipher:
         that out of the account, and 7e-7 of each value would be lost or won in every round.
         """
         ts, scheme = self._scheme.ts, self._scheme
-        ones = ts.ckks_vector(scheme.context, [_CALIBRATION] * self.sealing.slots) * 1.0
+        ones = ts.ckks_vector(scheme.context, [_CALIBRATION] * self.ciphertext_format.slots) * 1.0
         return float(np.mean(ones.decrypt())) / _CALIBRATION
 
-    def seal(self, values: Tensor) -> Sealed:
+    def encrypt(self, values: Tensor) -> EncryptedValues:
         """Encrypt values ``(n,)``; afterwards nobody without the key can look at one.
 
         Raises:
@@ -102,18 +106,18 @@ class SiteCipher:
             raise RejectedMessage("E_FINITE", "values", "finite numbers", "NaN or infinite")
         if numbers.size and (largest := float(np.abs(numbers).max())) > self.limit:
             raise RejectedMessage("E_RANGE", "values", f"at most {self.limit:g}", f"{largest:g}")
-        step, scheme = self.sealing.slots, self._scheme
+        step, scheme = self.ciphertext_format.slots, self._scheme
         pieces = [numbers[start : start + step] for start in range(0, numbers.size, step)]
         written = [scheme.written(scheme.ts.ckks_vector(scheme.context, piece)) for piece in pieces]
-        return join(self.sealing.parameters, self.key, written)
+        return join_ciphertexts(self.ciphertext_format.parameters, self.key, written)
 
-    def open(self, sealed: Sealed, count: int) -> Tensor:
+    def decrypt(self, sealed: EncryptedValues, count: int) -> Tensor:
         """The ``count`` values, float32, of an answer or of a sum of answers.
 
         Raises:
             RejectedMessage: of another key, malformed, or not what anyone with this key encrypted.
         """
-        if (found := key_of(sealed)) != self.key:
+        if (found := get_key_id(sealed)) != self.key:
             raise RejectedMessage("E_KEY", "key", self.key.hex(), found.hex())
         parts = [self._decrypted(vector) for vector in _vectors(self._scheme, sealed, count)]
         values = torch.from_numpy(np.concatenate([np.zeros(0), *parts]))
@@ -126,8 +130,11 @@ class SiteCipher:
         return np.asarray(vector.decrypt()) / factor
 
 
-def _vectors(scheme: Scheme, sealed: Sealed, count: int) -> list[Any]:
+def _vectors(scheme: Scheme, sealed: EncryptedValues, count: int) -> list[Any]:
     """The CKKS vectors of ``count`` values that the wire has measured."""
-    slots = scheme.sealing.slots
+    slots = scheme.ciphertext_format.slots
     left = [min(slots, count - start) for start in range(0, count, slots)]
-    return [scheme.read(data, n) for data, n in zip(split(sealed, scheme.sealing, count), left, strict=True)]
+    return [
+        scheme.read(data, n)
+        for data, n in zip(split_ciphertexts(sealed, scheme.ciphertext_format, count), left, strict=True)
+    ]

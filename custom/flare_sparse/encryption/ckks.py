@@ -11,8 +11,8 @@ from typing import Any
 import zstandard
 
 from ..errors import ConfigError, RejectedMessage
-from ..wire.plan import Sealing
-from .contexts import CLIENT_FILE, tenseal
+from ..wire.plan import CiphertextFormat
+from .contexts import CLIENT_FILE, import_tenseal
 
 _MAGIC = b"\x5e\xa1"
 _SEAL_HEADER = 16  # magic, sizes, version, compression, reserved, and the length of it all as uint64
@@ -27,10 +27,10 @@ class Scheme:
     """The parameters of a context.
 
     Args:
-        context: bytes of a file of FLARE's ``HEBuilder``, or of ``Contexts``.
+        context: bytes of a file of FLARE's ``HEBuilder``, or of ``KeyContexts``.
 
     Attributes:
-        sealing: what the wire must know.
+        ciphertext_format: what the wire must know.
         limit: largest value that a sum may have without wrapping around.
 
     Raises:
@@ -38,7 +38,7 @@ class Scheme:
     """
 
     def __init__(self, context: bytes):
-        self.ts = tenseal()
+        self.ts = import_tenseal()
         try:
             self.context: Any = self.ts.context_from(context)
             seal = self.context.seal_context().data
@@ -57,7 +57,7 @@ class Scheme:
         name = struct.pack("<4Qd", *seal.key_context_data().parms_id(), self.scale)
         self._most = 2 * 2 * degree * _PRIMES_BYTES + _SLACK  # two polynomials, two primes
         largest = _SEAL_HEADER + self._most + self._most // 128
-        self.sealing = Sealing(hashlib.sha256(name).digest()[:8], degree // 2, largest)
+        self.ciphertext_format = CiphertextFormat(hashlib.sha256(name).digest()[:8], degree // 2, largest)
 
     def key(self) -> bytes:
         """16 bytes that name the secret key: a hash of its coefficients, which tells nothing of them.

@@ -16,7 +16,7 @@ DEGREE, MODULI, SCALE = 8192, (60, 40, 40), 2.0**40
 
 
 @dataclass(frozen=True)
-class Contexts:
+class KeyContexts:
     """What both kinds of participants hold.
 
     Attributes:
@@ -28,13 +28,13 @@ class Contexts:
     server: bytes
 
     @classmethod
-    def new(cls) -> Contexts:
+    def generate(cls) -> KeyContexts:
         """Fresh keys, for a run in which one machine plays all parts.
 
         Raises:
             ConfigError: TenSEAL is not installed.
         """
-        ts = tenseal()
+        ts = import_tenseal()
         context = ts.context(
             ts.SCHEME_TYPE.CKKS,
             poly_modulus_degree=DEGREE,
@@ -50,7 +50,7 @@ class Contexts:
         )
 
     @classmethod
-    def read(cls, folder: Path) -> Contexts:
+    def read(cls, folder: Path) -> KeyContexts:
         """Those of :meth:`write`.
 
         Raises:
@@ -70,7 +70,7 @@ class Contexts:
             (folder / name).write_bytes(content)
 
 
-def tenseal() -> ModuleType:
+def import_tenseal() -> ModuleType:
     """The library, which is heavy and optional.
 
     Raises:

@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..aggregation.weighted import by_examples
+from ..aggregation.weighted import weigh_by_examples
 from ..encryption import ServerCipher
-from ..errors import RejectedMessage, brief
-from ..exchange import VALIDATE, Patch, Request, Sealed, Update
+from ..errors import RejectedMessage, abbreviate
+from ..exchange import EVALUATE, EncryptedValues, Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
-from ..wire.ciphertexts import key_of
-from ..wire.codec import Decoded, Encoded, decode, encode, smallest
+from ..wire.ciphertexts import get_key_id
+from ..wire.codec import Decoded, Encoded, decode, encode, min_message_bytes
 from ..wire.ledger import Ledger
 from ..wire.plan import Plan, ValueType
-from ..wire.values import representable
+from ..wire.values import is_representable
 
 SERVER = "server"
 """What the server's end is called among those that keep checkpoints."""
@@ -34,7 +34,7 @@ _LARGEST_METRIC = torch.finfo(torch.float32).max  # times 2**53, over any number
 
 
 @dataclass(frozen=True)
-class Question:
+class Attempt:
     """One encoded question to some sites; a broadcast is one buffer, shared by all.
 
     Attributes:
@@ -50,23 +50,23 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Held:
+class SiteBase:
     """What a site holds since the last message that it acknowledged."""
 
-    known: Mask
-    base: int
+    mask: Mask
+    sequence: int
 
 
 @dataclass(frozen=True)
-class SealedModel:
+class EncryptedModel:
     """A model that the server has and cannot read: where its values go, and the values."""
 
-    on: Mask
-    values: Sealed
+    mask: Mask
+    values: EncryptedValues
 
 
 @dataclass(frozen=True)
-class DeskMemory:
+class ServerSnapshot:
     """What a server must remember to go on after a crash: its last question, who holds what, what was rounded off,
     and the model where the method's state cannot hold it because it is encrypted.
 
@@ -79,12 +79,12 @@ class DeskMemory:
 
     sequence: int
     opened: int
-    held: dict[str, Held]
+    held: dict[str, SiteBase]
     residuals: dict[str, Tensor | None]
-    sealed: SealedModel | None = None
+    encrypted: EncryptedModel | None = None
 
 
-class ServerDesk:
+class ServerEndpoint:
     """Encodes questions, decodes answers and keeps the ledger. Knows nothing of FLARE and nothing of methods.
 
     Args:
@@ -100,16 +100,16 @@ class ServerDesk:
 
     def __init__(self, layout: Layout, run: str, values: ValueType, ledger: Ledger, cipher: ServerCipher | None = None):
         self.layout, self.run, self.values, self.ledger, self.cipher = layout, run, values, ledger, cipher
-        self.sealed: SealedModel | None = None
+        self.encrypted: EncryptedModel | None = None
         self._sequence = self._opened = self._before = 0
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, SiteBase] = {}
         self._residuals: dict[str, Tensor | None] = {}
         self._remainders: dict[str, Tensor | None] = {}
         self._question: list[Request] = []
         self._asked: dict[str, Request] = {}
         self._sent: dict[str, Patch] = {}
 
-    def ask(self, requests: Mapping[str, Request]) -> Question:
+    def ask(self, requests: Mapping[str, Request]) -> Attempt:
         """Encode one request per site; equal requests to sites that hold the same are encoded once.
 
         A request that is asked again, by whichever sites, says the same bits: a site that misses changes nobody else's.
@@ -122,7 +122,7 @@ class ServerDesk:
         for site in sorted(requests):
             request = requests[site]
             patch, plan = self._fitting(site, request)
-            key = (id(request), plan.known.fingerprint if plan.known else None, patch.over)
+            key = (id(request), plan.base_mask.fingerprint if plan.base_mask else None, patch.base)
             if key not in done:
                 stream = "all" if len(self._question) == 1 else site
                 done[key] = encode(
@@ -137,9 +137,9 @@ class ServerDesk:
                     settled.add(stream)
             messages[site] = done[key].data
             self._sent[site] = patch
-            self.ledger.sent(done[key], plan, site, request.content)
+            self.ledger.record_sent(done[key], plan, site, request.content)
         first = next(iter(requests.values()))
-        return Question(self._sequence, first.kind, first.round, messages)
+        return Attempt(self._sequence, first.kind, first.round, messages)
 
     def _opens(self, requests: list[Request]) -> bool:
         """Count a question; returns whether it only repeats the last one."""
@@ -155,14 +155,14 @@ class ServerDesk:
         """The patch that this site can read, and what both ends hold."""
         held = self._held.get(site)
         patch = request.model
-        if patch.over == "held" and (held is None or held.base < self._before):
+        if patch.base == "previous" and (held is None or held.sequence < self._before):
             assert request.otherwise is not None, "a patch over what is held needs Request.otherwise"
             patch = request.otherwise
         plan = Plan(
             self.layout,
             self.run,
-            known=held.known if held else None,
-            base=held.base if held else None,
+            base_mask=held.mask if held else None,
+            base_sequence=held.sequence if held else None,
             sequence=self._sequence,
             round=request.round,
             kind=request.kind,
@@ -173,67 +173,69 @@ class ServerDesk:
         """The model with its encrypted values, for a method's state only knows that it cannot be read. A patch of other
         entries stays as it is: it has no values, and the codec refuses to send what is not a number.
         """
-        if self.sealed is None or patch.on != self.sealed.on:
+        if self.encrypted is None or patch.mask != self.encrypted.mask:
             return patch
-        return Patch.unreadable(self.sealed.values, patch.on, patch.over)
+        return Patch.from_encrypted(self.encrypted.values, patch.mask, patch.base)
 
-    def add_up(self, updates: Sequence[Update]) -> None:
+    def aggregate_encrypted(self, updates: Sequence[Update]) -> None:
         """The mean by examples of a round's encrypted answers is the model from now on; without any, nothing happens.
 
         Raises:
             ValueError: answers on different entries, or encrypted and plain ones.
         """
         ordered = sorted(updates, key=lambda update: update.site)
-        answers = [update.patch.sealed for update in ordered if update.patch.sealed is not None]
+        answers = [update.patch.encrypted for update in ordered if update.patch.encrypted is not None]
         if self.cipher is None or not answers:
             return
-        on = ordered[0].patch.on
-        if len(answers) != len(ordered) or any(update.patch.on != on for update in ordered):
+        on = ordered[0].patch.mask
+        if len(answers) != len(ordered) or any(update.patch.mask != on for update in ordered):
             raise ValueError("encrypted answers can be summed on one selection only")
-        self.sealed = SealedModel(on, self.cipher.weighted_sum(answers, by_examples(ordered), on.count))
+        self.encrypted = EncryptedModel(on, self.cipher.weighted_sum(answers, weigh_by_examples(ordered), on.count))
 
-    def too_light(self, updates: Sequence[Update]) -> list[str]:
+    def find_underweight_sites(self, updates: Sequence[Update]) -> list[str]:
         """Sites whose share of an encrypted sum is too small for a number there."""
-        ordered = [update for update in updates if update.patch.sealed is not None]
+        ordered = [update for update in updates if update.patch.encrypted is not None]
         if self.cipher is None or not ordered:
             return []
-        shares = by_examples(ordered)
+        shares = weigh_by_examples(ordered)
         return [update.site for update, share in zip(ordered, shares, strict=True) if share < self.cipher.least_weight]
 
-    def strangers(self, updates: Sequence[Update]) -> list[str]:
+    def find_sites_with_wrong_key(self, updates: Sequence[Update]) -> list[str]:
         """Sites whose answer is under another key than the model's or, before there is one, than most answers'."""
-        keys = {update.site: key_of(update.patch.sealed) for update in updates if update.patch.sealed is not None}
+        keys = {
+            update.site: get_key_id(update.patch.encrypted) for update in updates if update.patch.encrypted is not None
+        }
         if not keys:
             return []
         counts = Counter(keys.values())
-        agreed = key_of(self.sealed.values) if self.sealed else max(sorted(counts), key=counts.__getitem__)
+        agreed = get_key_id(self.encrypted.values) if self.encrypted else max(sorted(counts), key=counts.__getitem__)
         return sorted(site for site, key in keys.items() if key != agreed)
 
-    def least_upload(self, site: str, request: Request) -> tuple[int, int]:
+    def compute_min_upload(self, site: str, request: Request) -> tuple[int, int]:
         """Entries and bytes that the answer of ``site`` to ``request`` has at least; the bytes of a selection that
         must be said are not among them.
         """
         entries = request.expected.count if request.expected else request.least(site) if request.least else 0
-        if request.kind == VALIDATE:
+        if request.kind == EVALUATE:
             entries = 0
-        return entries, smallest(entries, "float32" if request.content == "scores" else self.values)
+        return entries, min_message_bytes(entries, "float32" if request.content == "scores" else self.values)
 
-    def sayable(self, model: Patch) -> bool:
+    def is_encodable(self, model: Patch) -> bool:
         """Whether a question can carry a model: each value is finite in the wire's format. A model that cannot be read
         here is taken to be.
         """
-        return self.cipher is not None or representable(model.values, self.values)
+        return self.cipher is not None or is_representable(model.values, self.values)
 
-    def memory(self) -> DeskMemory:
+    def snapshot(self) -> ServerSnapshot:
         """A value, for a checkpoint."""
-        return DeskMemory(self._sequence, self._opened, dict(self._held), dict(self._residuals), self.sealed)
+        return ServerSnapshot(self._sequence, self._opened, dict(self._held), dict(self._residuals), self.encrypted)
 
-    def recall(self, memory: DeskMemory) -> None:
+    def restore(self, memory: ServerSnapshot) -> None:
         """Go on where :meth:`memory` was taken; a site that has lost what it held says so and is sent everything."""
-        self._sequence, self._opened, self.sealed = memory.sequence, memory.opened, memory.sealed
+        self._sequence, self._opened, self.encrypted = memory.sequence, memory.opened, memory.encrypted
         self._held, self._residuals = dict(memory.held), dict(memory.residuals)
 
-    def forget(self, site: str) -> None:
+    def forget_base(self, site: str) -> None:
         """The site lost what it held: it is sent everything next time (the one recovery path)."""
         self._held.pop(site, None)
 
@@ -255,26 +257,28 @@ class ServerDesk:
         plan = Plan(
             self.layout,
             self.run,
-            known=request.trainable,
+            base_mask=request.trainable,
             sequence=self._sequence,
             round=request.round,
             kind=request.kind,
-            sealing=self.cipher.sealing if self.cipher else None,
+            ciphertext_format=self.cipher.ciphertext_format if self.cipher else None,
         )
         message = decode(data, plan, site)
-        if message.patch.over != "zeros" or message.trainable is not None:
+        if message.patch.base != "zeros" or message.trainable is not None:
             raise RejectedMessage("E_KIND", "over", "an answer over zeros", "a question's form", site)
-        if message.content not in (request.content, "nothing"):
+        if message.content not in (request.content, "metrics"):
             raise RejectedMessage("E_KIND", "content", request.content, message.content, site)
         self._written_as_agreed(message, site)
-        if request.expected is not None and message.content != "nothing" and message.patch.on != request.expected:
-            raise RejectedMessage("E_MASK", "selection", request.expected, message.patch.on, site)
-        if request.fits is not None and message.content != "nothing" and not request.fits(site, message.patch.on):
-            raise RejectedMessage("E_MASK", "selection", "one that the method allows this site", message.patch.on, site)
+        if request.expected is not None and message.content != "metrics" and message.patch.mask != request.expected:
+            raise RejectedMessage("E_MASK", "selection", request.expected, message.patch.mask, site)
+        if request.fits is not None and message.content != "metrics" and not request.fits(site, message.patch.mask):
+            raise RejectedMessage(
+                "E_MASK", "selection", "one that the method allows this site", message.patch.mask, site
+            )
         if request.smallest is not None and bool((message.patch.values < request.smallest).any()):
             raise RejectedMessage("E_RANGE", "values", f"at least {request.smallest:g}", "smaller ones", site)
         update = Update(message.patch, message.content, _examples(examples, site), _metrics(metrics, site), site)
-        self.ledger.received(message, plan, site, len(data))
+        self.ledger.record_received(message, plan, site, len(data))
         self._acknowledge(site)
         return update
 
@@ -283,28 +287,28 @@ class ServerDesk:
         RejectedMessage: weights in the clear where they are to be encrypted, the reverse, or no ciphertext; another
             number format than the job's.
         """
-        sealed = message.patch.sealed
-        wanted = self.cipher is not None and message.content in ("weights", "difference")
+        sealed = message.patch.encrypted
+        wanted = self.cipher is not None and message.content in ("weights", "delta")
         if wanted != (sealed is not None):
             raise RejectedMessage(
                 "E_SEALED", f"values of {message.content}", "ckks" if wanted else "numbers", message.values, site
             )
         if self.cipher is not None and sealed is not None:
-            self.cipher.check(sealed, message.patch.on.count, site)
+            self.cipher.check(sealed, message.patch.mask.count, site)
         elif message.values != ("float32" if message.content == "scores" else self.values):
             raise RejectedMessage("E_DTYPE", "values", self.values, message.values, site)
 
     def _acknowledge(self, site: str) -> None:
         """Who answers holds what was sent."""
         patch, held = self._sent[site], self._held.get(site)
-        known = held.known if patch.over == "held" and held else patch.on
-        self._held[site] = Held(known, self._sequence)
+        known = held.mask if patch.base == "previous" and held else patch.mask
+        self._held[site] = SiteBase(known, self._sequence)
         del self._asked[site]
 
 
 def _examples(value: Any, site: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST_EXAMPLES:
-        raise RejectedMessage("E_WEIGHT", "examples", "an integer from 0", brief(value), site)
+        raise RejectedMessage("E_WEIGHT", "examples", "an integer from 0", abbreviate(value), site)
     return value
 
 
@@ -313,9 +317,9 @@ def _metrics(value: Any, site: str) -> dict[str, float]:
         raise RejectedMessage("E_METRICS", "metrics", "at most 64 names with numbers", type(value).__name__, site)
     for name, number in value.items():
         if not isinstance(name, str) or len(name) > 64 or isinstance(number, bool):
-            raise RejectedMessage("E_METRICS", "metrics", "names of up to 64 characters", brief(name), site)
+            raise RejectedMessage("E_METRICS", "metrics", "names of up to 64 characters", abbreviate(name), site)
         if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST_METRIC:
-            raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite float32", brief(number), site)
+            raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite float32", abbreviate(number), site)
     if not 1 <= value.get(TEST_EXAMPLES, 1) < _MOST_EXAMPLES:  # the means over all sites are weighted by it
-        raise RejectedMessage("E_METRICS", TEST_EXAMPLES, "at least 1", brief(value[TEST_EXAMPLES]), site)
+        raise RejectedMessage("E_METRICS", TEST_EXAMPLES, "at least 1", abbreviate(value[TEST_EXAMPLES]), site)
     return {name: float(number) for name, number in value.items()}

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..checkpoint.store import Store
 from ..encryption import SiteCipher
-from ..errors import NotHeld, RejectedMessage
-from ..exchange import VALIDATE, Patch, Request, Update
+from ..errors import MissingBase, RejectedMessage
+from ..exchange import EVALUATE, Patch, Request, Update
 from ..mask import Mask
 from ..methods import Method
 from ..training import Site
-from ..wire.codec import Decoded, Encoded, decode, encode, sequence_of
+from ..wire.codec import Decoded, Encoded, decode, encode, read_sequence
 from ..wire.plan import Plan, ValueType
 
 
@@ -28,7 +28,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class SiteMemory:
+class SiteSnapshot:
     """What a site must remember to go on after a crash as if nothing had happened; kind and round are of the question
     that it had answered then.
     """
@@ -36,12 +36,12 @@ class SiteMemory:
     kind: str
     round: int
     weights: Tensor
-    known: Mask | None
-    base: int | None
+    base_mask: Mask | None
+    base_sequence: int | None
     carried: Carried
 
 
-class SiteDesk:
+class SiteEndpoint:
     """Decodes what the server asks, answers, and encodes the answer. Knows nothing of FLARE.
 
     A question with the kind and the round of the one before is a further attempt: the answer to the first was given up,
@@ -90,7 +90,7 @@ class SiteDesk:
             CheckpointError: what this site kept before a crash is of another job.
         """
         if self._sequence == 0 and self.store is not None:
-            self._remember(self.store, sequence_of(data, "server"))
+            self._remember(self.store, read_sequence(data, "server"))
         message = self._read(data)
         if message.sequence <= self._sequence:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._sequence}", message.sequence, "server")
@@ -112,14 +112,20 @@ class SiteDesk:
         Raises:
             NotHeld, RejectedMessage: as :meth:`receive`.
         """
-        sealing = self.cipher.sealing if self.cipher else None
-        plan = Plan(self.site.layout, self.run, known=self._known, base=self._base, sealing=sealing)
+        ciphertext_format = self.cipher.ciphertext_format if self.cipher else None
+        plan = Plan(
+            self.site.layout,
+            self.run,
+            base_mask=self._known,
+            base_sequence=self._base,
+            ciphertext_format=ciphertext_format,
+        )
         try:
             return decode(data, plan, "server")
-        except NotHeld:
+        except MissingBase:
             for known, base in reversed(self._earlier):
-                with suppress(NotHeld):
-                    message = decode(data, replace(plan, known=known, base=base), "server")
+                with suppress(MissingBase):
+                    message = decode(data, replace(plan, base_mask=known, base_sequence=base), "server")
                     if (message.kind, message.round) == self._taken:
                         return message
             raise
@@ -130,22 +136,22 @@ class SiteDesk:
         Raises:
             RejectedMessage: it was not encrypted with this site's key.
         """
-        if patch.sealed is None or self.cipher is None:
+        if patch.encrypted is None or self.cipher is None:
             return patch
-        return Patch(self.cipher.open(patch.sealed, patch.on.count), patch.on, patch.over)
+        return Patch(self.cipher.decrypt(patch.encrypted, patch.mask.count), patch.mask, patch.base)
 
     def _remember(self, store: Store, asked: int) -> None:
         """What this site was after its last answer before the question ``asked``; what came later was given up."""
-        store.drop(asked)
-        if (found := store.load(SiteMemory)) is None:
+        store.delete(asked)
+        if (found := store.load(SiteSnapshot)) is None:
             return
         self._sequence, memory = found
-        self.site.weights, self._known, self._base = memory.weights, memory.known, memory.base
+        self.site.weights, self._known, self._base = memory.weights, memory.base_mask, memory.base_sequence
         self._answered, self._after, self._saved = (memory.kind, memory.round), memory.carried, self._sequence
         while found is not None and (found[1].kind, found[1].round) == self._answered:
-            found = store.load(SiteMemory, below=found[0])
+            found = store.load(SiteSnapshot, below=found[0])
         self._taken = self._answered
-        self._earlier = [(found[1].known, found[1].base) if found else (None, None)]
+        self._earlier = [(found[1].base_mask, found[1].base_sequence) if found else (None, None)]
         self._saved_before, self._before = (found[0], found[1].carried) if found else (None, Carried())
 
     def _settle(self, request: Request, after: Carried) -> None:
@@ -157,36 +163,36 @@ class SiteDesk:
         again = (request.kind, request.round) == self._answered
         earlier = self._saved_before if again else self._saved
         if self.store is not None:
-            memory = SiteMemory(request.kind, request.round, self.site.weights, self._known, self._base, after)
+            memory = SiteSnapshot(request.kind, request.round, self.site.weights, self._known, self._base, after)
             self.store.save(self._sequence, memory, spared=earlier)
             self._saved, self._saved_before = self._sequence, earlier
         self._answered, self._before, self._after = (request.kind, request.round), self._start, after
 
     def _take(self, patch: Patch) -> None:
-        if patch.over == "zeros":
-            if patch.on != self._known:
+        if patch.base == "zeros":
+            if patch.mask != self._known:
                 self.site.weights.zero_()
-            self._known = patch.on
-        patch.applied(self.site.weights)
+            self._known = patch.mask
+        patch.write_into(self.site.weights)
 
     def answer(self, request: Request) -> Update:
         """The method's answer, with the site's judgement of the model it was sent unless it judged another."""
-        self.site.reset_used()
-        if request.kind == VALIDATE or not self.site.examples:  # who has nothing to learn from can only judge
+        self.site.reset_usage()
+        if request.kind == EVALUATE or not self.site.num_examples:  # who has nothing to learn from can only judge
             nothing = Patch.empty(self.site.layout.size)
-            return Update(nothing, "nothing", self.site.examples, self.site.judge(self.site.weights))
+            return Update(nothing, "metrics", self.site.num_examples, self.site.evaluate(self.site.weights))
         update = self.method.answer(request, self.site)
         if update.metrics or update.content == "scores":
             return update
-        return replace(update, metrics=self.site.judge(self.site.weights))
+        return replace(update, metrics=self.site.evaluate(self.site.weights))
 
-    def hello(self, **limits: Any) -> dict[str, str | int | float]:
+    def build_hello(self, **limits: Any) -> dict[str, str | int | float]:
         """What this site says of itself before it is asked.
 
         Args:
             limits: of the site's policy, fields of :class:`~flare_sparse.capabilities.Capabilities`.
         """
-        return self.method.able(self.site).model_copy(update=limits).said()
+        return self.method.get_capabilities(self.site).model_copy(update=limits).to_message()
 
     def encode(self, request: Request, update: Update) -> Encoded:
         """The message that carries ``update`` back; what the number format rounds off goes with the next one.
@@ -198,7 +204,7 @@ class SiteDesk:
         plan = Plan(
             self.site.layout,
             self.run,
-            known=request.trainable,
+            base_mask=request.trainable,
             sequence=self._sequence,
             round=request.round,
             kind=request.kind,
@@ -206,12 +212,12 @@ class SiteDesk:
         values: ValueType = "float32" if update.content == "scores" else self.values
         patch = self._closed(update)
         encoded = encode(patch, plan, content=update.content, values=values, residual=self._start.residual)
-        rounded = encoded.residual if update.content in ("weights", "difference") else self._start.residual
+        rounded = encoded.residual if update.content in ("weights", "delta") else self._start.residual
         self._settle(request, Carried(rounded, dict(self.site.memory)))
         return encoded
 
     def _closed(self, update: Update) -> Patch:
         """The patch as it may leave: weights encrypted where the job says so, scores and metrics never."""
-        if self.cipher is None or update.content not in ("weights", "difference"):
+        if self.cipher is None or update.content not in ("weights", "delta"):
             return update.patch
-        return replace(update.patch, sealed=self.cipher.seal(update.patch.values))
+        return replace(update.patch, encrypted=self.cipher.encrypt(update.patch.values))

@@ -1,20 +1,20 @@
 """The rounds of a run: ask, collect, check, commit, judge. The rehearsal and FLARE's controller both run this loop."""
 
-from .census import Greet
+from .census import Handshake
 from .loop import Federation
-from .records import Best, Judgement, Outcome, RoundRecord, Snapshot
+from .records import BestModel, Evaluation, Outcome, RoundRecord, Snapshot
 from .replies import Reply, Transport
-from .rules import Rules
+from .rules import RoundRules
 
 __all__ = [
-    "Best",
+    "BestModel",
+    "Evaluation",
     "Federation",
-    "Greet",
-    "Judgement",
+    "Handshake",
     "Outcome",
     "Reply",
     "RoundRecord",
-    "Rules",
+    "RoundRules",
     "Snapshot",
     "Transport",
 ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..capabilities import Capabilities, heard
-from ..endpoints.server import ServerDesk
-from ..errors import LeftOut
+from ..capabilities import Capabilities, parse_hello
+from ..endpoints.server import ServerEndpoint
+from ..errors import SiteExcluded
 from ..exchange import Request
 
-Greet = Callable[[list[str]], Mapping[str, Any]]
+Handshake = Callable[[list[str]], Mapping[str, Any]]
 """Brings back what each site says of itself, not believed in any way; sites that stay silent are absent."""
 
 
@@ -29,48 +29,52 @@ class Census:
         out: why sites may not be asked.
     """
 
-    def __init__(self, greet: Greet | None, warn: Callable[[LeftOut], None]):
-        self._greet, self._warn = greet, warn
+    def __init__(self, handshake: Handshake | None, warn: Callable[[SiteExcluded], None]):
+        self._greet, self._warn = handshake, warn
         self._said: set[tuple[str, str]] = set()
-        self.able: dict[str, Capabilities] = {}
-        self.out: dict[str, LeftOut] = {}
+        self.capabilities: dict[str, Capabilities] = {}
+        self.out: dict[str, SiteExcluded] = {}
 
-    def misfits(self) -> set[str]:
+    def incompatible_sites(self) -> set[str]:
         """Sites that are not greeted again."""
         return {site for site, why in self.out.items() if why.code == "E_VERSION"}
 
-    def admitted(self, sites: list[str]) -> list[str]:
+    def admit(self, sites: list[str]) -> list[str]:
         """The sites among these that may be asked; those who were not yet heard are greeted first."""
         if self._greet is None:
             return sites
-        strangers = [site for site in sites if site not in self.able and site not in self.misfits()]
+        strangers = [site for site in sites if site not in self.capabilities and site not in self.incompatible_sites()]
         answers = self._greet(strangers) if strangers else {}
         for site in strangers:
             self._hear(site, answers)
-        return [site for site in sites if site in self.able]
+        return [site for site in sites if site in self.capabilities]
 
     def _hear(self, site: str, answers: Mapping[str, Any]) -> None:
         try:
             if site not in answers:
-                raise LeftOut("E_HELLO", site, "it did not answer the hello in time")
-            self.able[site] = heard(answers[site], site)
+                raise SiteExcluded("E_HELLO", site, "it did not answer the hello in time")
+            self.capabilities[site] = parse_hello(answers[site], site)
             self.out.pop(site, None)
-        except LeftOut as why:
+        except SiteExcluded as why:
             self.out[site] = why
             self.warn(why)
 
-    def too_much(self, requests: Mapping[str, Request], desk: ServerDesk) -> dict[str, LeftOut]:
+    def find_over_cap(self, requests: Mapping[str, Request], endpoint: ServerEndpoint) -> dict[str, SiteExcluded]:
         """Sites that may not send what they are to be asked for, and why."""
         found = {}
         for site, request in requests.items():
-            able = self.able.get(site)
-            if able and (reason := able.refusal(*desk.least_upload(site, request), desk.layout.size)):
+            able = self.capabilities.get(site)
+            if able and (
+                reason := able.find_violation(*endpoint.compute_min_upload(site, request), endpoint.layout.size)
+            ):
                 what = f"it {reason} ({request.kind}, round {request.round})"
-                found[site] = LeftOut("E_CAP", site, f"{what}. Choose settings that send less, or raise the cap there")
+                found[site] = SiteExcluded(
+                    "E_CAP", site, f"{what}. Choose settings that send less, or raise the cap there"
+                )
                 self.warn(found[site])
         return found
 
-    def warn(self, why: LeftOut) -> None:
+    def warn(self, why: SiteExcluded) -> None:
         """Say so, unless it was said before."""
         if (why.site, why.code) not in self._said:
             self._said.add((why.site, why.code))

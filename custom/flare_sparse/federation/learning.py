@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..aggregation.robust import clipped
-from ..endpoints.server import ServerDesk
+from ..aggregation.robust import clip_deltas
+from ..endpoints.server import ServerEndpoint
 from ..errors import SelectionError
 from ..exchange import Update
 from ..methods import Method
-from .replies import Tally
-from .rules import Rules, capped
+from .replies import AttemptResult
+from .rules import RoundRules, cap_contributions
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnResult:
     """``state`` after a round, the updates as they were weighed and shortened, and whose were."""
 
     state: Any
@@ -28,21 +28,21 @@ class Learned:
     clipped: dict[str, float] = field(default_factory=dict)
 
 
-def learned_from(
-    tally: Tally,
+def learn_from(
+    tally: AttemptResult,
     state: Any,
     method: Method[Any],
-    desk: ServerDesk,
-    rules: Rules,
+    endpoint: ServerEndpoint,
+    rules: RoundRules,
     enough: Callable[[list[Update]], bool],
-) -> tuple[Tally, Learned | None]:
+) -> tuple[AttemptResult, LearnResult | None]:
     """What the answers make of ``state``. While that is no model, the answer with the largest values is refused.
 
     Args:
         tally: of the round.
         state: before it.
         method: learns.
-        desk: knows what can be sent.
+        endpoint: knows what can be sent.
         rules: how much a site may weigh, how long its change may be.
         enough: whether these answers are a quorum.
 
@@ -50,25 +50,27 @@ def learned_from(
         The tally, with answers that were refused; and what was learned, None below the quorum.
     """
     while enough(tally.contributed):
-        updates, capped_to = _weighed(tally.contributed, desk, rules)
-        before = Tensor() if rules.clip_norm is None else method.model(state).vector()
-        updates, cut = clipped(updates, before, rules.clip_norm)
-        after = _usable(method, desk, state, updates)
+        updates, capped_to = _weighed(tally.contributed, endpoint, rules)
+        before = Tensor() if rules.clip_norm is None else method.model(state).to_vector()
+        updates, cut = clip_deltas(updates, before, rules.clip_norm)
+        after = _usable(method, endpoint, state, updates)
         if after is not None:
-            return tally, Learned(after, updates, capped_to, cut)
+            return tally, LearnResult(after, updates, capped_to, cut)
         loudest = max(tally.contributed, key=lambda u: float(torch.linalg.vector_norm(u.patch.values.double())))
         tally = tally.without(loudest.site, "E_RANGE")
     return tally, None
 
 
-def _weighed(contributed: list[Update], desk: ServerDesk, rules: Rules) -> tuple[list[Update], dict[str, int]]:
+def _weighed(
+    contributed: list[Update], endpoint: ServerEndpoint, rules: RoundRules
+) -> tuple[list[Update], dict[str, int]]:
     """The updates as they count, and with how many examples those that count less than they say; 0: not at all."""
-    weighed, cut = capped(contributed, rules.max_share)
-    light = desk.too_light(weighed)
+    weighed, cut = cap_contributions(contributed, rules.max_share)
+    light = endpoint.find_underweight_sites(weighed)
     return [u for u in weighed if u.site not in light], {**cut, **dict.fromkeys(light, 0)}
 
 
-def _usable(method: Method[Any], desk: ServerDesk, state: Any, updates: list[Update]) -> Any:
+def _usable(method: Method[Any], endpoint: ServerEndpoint, state: Any, updates: list[Update]) -> Any:
     """The state after a round, or None where it could not be sent: finite answers can have a sum or a product that is
     not.
     """
@@ -76,4 +78,4 @@ def _usable(method: Method[Any], desk: ServerDesk, state: Any, updates: list[Upd
         after = method.learn(state, updates)
     except (ArithmeticError, SelectionError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return None
-    return after if desk.sayable(method.model(after)) else None
+    return after if endpoint.is_encodable(method.model(after)) else None

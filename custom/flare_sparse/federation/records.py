@@ -7,25 +7,25 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ..aggregation.weighted import limited
-from ..endpoints.server import DeskMemory
-from ..exchange import Sealed, Update
+from ..aggregation.weighted import cap
+from ..endpoints.server import ServerSnapshot
+from ..exchange import EncryptedValues, Update
 from ..mask import Mask
-from ..wire.ledger import Line
+from ..wire.ledger import LedgerLine
 from .rules import Roster
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Evaluation:
     """Metrics of one model: over all test examples, and per site."""
 
     overall: dict[str, float]
     sites: dict[str, dict[str, float]]
 
     @classmethod
-    def of(cls, updates: list[Update], max_share: float = 1.0) -> Judgement:
+    def from_updates(cls, updates: list[Update], max_share: float = 1.0) -> Evaluation:
         """Means weighted by test examples (the pooled value for means such as MAE and accuracy).
 
         Args:
@@ -45,36 +45,36 @@ class Judgement:
 
 def _counted(metrics: list[dict[str, float]], max_share: float) -> list[float]:
     """The test examples that each site's metrics are weighted by."""
-    return limited([found.get("test_examples", 1.0) for found in metrics], max_share)
+    return cap([found.get("test_examples", 1.0) for found in metrics], max_share)
 
 
 @dataclass(frozen=True)
 class RoundRecord:
     """What is known when a round has been committed; one line of ``rounds.jsonl``.
 
-    It balances: every site asked is in exactly one of ``sites_in``, ``rejected``, ``abstained`` and ``timed_out``.
-    ``judgement`` is of the model that the round started from (``judged_round``); the model it ends with is judged in
+    It balances: every site asked is in exactly one of ``sites_contributed``, ``rejected``, ``abstained`` and ``timed_out``.
+    ``evaluation`` is of the model that the round started from (``evaluated_round``); the model it ends with is judged in
     the next round, the last one after all rounds. ``committed_at`` is in seconds since 1970, ``seconds`` covers the
     asking, the sites' work and the collecting. ``capped``: examples that a site was counted with where its own number
-    would have weighed too much. ``clipped``: length of a site's change that was shortened. ``resting``: sites that this round left out, for they had missed too many.
-    ``left_out``: sites that could not take part in this round, and why; they were not asked.
+    would have weighed too much. ``clipped``: length of a site's change that was shortened. ``quarantined``: sites that this round left out, for they had missed too many.
+    ``excluded``: sites that could not take part in this round, and why; they were not asked.
     """
 
     kind: str
     round: int
     sequence: int
     sites_asked: list[str]
-    sites_in: list[str]
+    sites_contributed: list[str]
     rejected: dict[str, str]
     abstained: list[str]
     timed_out: list[str]
-    resting: list[str]
-    left_out: dict[str, str]
+    quarantined: list[str]
+    excluded: dict[str, str]
     capped: dict[str, int]
     clipped: dict[str, float]
     attempts: int
-    judged_round: int
-    judgement: Judgement
+    evaluated_round: int
+    evaluation: Evaluation
     bytes_down: int
     bytes_up: int
     dense_bytes: int
@@ -83,22 +83,22 @@ class RoundRecord:
     committed_at: float
 
     @property
-    def balances(self) -> bool:
+    def is_balanced(self) -> bool:
         """Every site asked is accounted for, once."""
         return sorted(self.sites_asked) == sorted(
-            [*self.sites_in, *self.rejected, *self.abstained, *self.timed_out],
+            [*self.sites_contributed, *self.rejected, *self.abstained, *self.timed_out],
         )
 
 
 @dataclass
-class Best:
+class BestModel:
     """The best committed model so far by the task's metric; where it is ``sealed``, its weights cannot be read."""
 
     round: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     weights: Tensor | None = None
     mask: Mask | None = None
-    sealed: Sealed | None = None
+    encrypted: EncryptedValues | None = None
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class Snapshot(Generic[S]):
 
     state: S
     committed: int
-    best: Best
+    best: BestModel
     roster: Roster
-    desk: DeskMemory
+    endpoint: ServerSnapshot
     records: list[RoundRecord]
-    messages: list[Line]
+    messages: list[LedgerLine]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Outcome:
     state: Any
     weights: Tensor
     mask: Mask
-    judgement: Judgement
-    best: Best
+    evaluation: Evaluation
+    best: BestModel
     rounds: list[RoundRecord]
-    sealed: Sealed | None = None
+    encrypted: EncryptedValues | None = None

@@ -6,14 +6,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..aggregation.weighted import common_limit
+from ..aggregation.weighted import compute_common_cap
 from ..exchange import Update
 
-LONGEST_REST = 16
+MAX_QUARANTINE_ROUNDS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class RoundRules:
     """When a round counts.
 
     Attributes:
@@ -50,20 +50,20 @@ class Roster:
         registered: training examples (n_k) by site.
         tested: test examples by site.
         missed: rounds in a row without a usable answer.
-        resting: rounds that a site is still left out for.
+        quarantined: rounds that a site is still left out for.
     """
 
     registered: dict[str, int] = field(default_factory=dict)
     tested: dict[str, float] = field(default_factory=dict)
     missed: dict[str, int] = field(default_factory=dict)
-    resting: dict[str, int] = field(default_factory=dict)
+    quarantined: dict[str, int] = field(default_factory=dict)
 
-    def present(self, sites: Sequence[str], rules: Rules) -> list[str]:
+    def select_available(self, sites: Sequence[str], rules: RoundRules) -> list[str]:
         """Who may be asked now: all that do not rest, or everybody when too few are left."""
-        awake = [site for site in sites if not self.resting.get(site)]
+        awake = [site for site in sites if not self.quarantined.get(site)]
         return awake if len(awake) >= max(1, rules.min_sites) else list(sites)
 
-    def against(self, update: Update, rules: Rules) -> str | None:
+    def find_violation(self, update: Update, rules: RoundRules) -> str | None:
         """The code that an answer is refused with, where it speaks of more examples than ``rules`` say that there are, or
         of other numbers than the site's first answer, which registers them.
         """
@@ -77,23 +77,23 @@ class Roster:
             return "E_METRICS"
         return None
 
-    def heard(self, answered: Collection[str], asked: Collection[str], rules: Rules) -> None:
+    def record_round(self, answered: Collection[str], asked: Collection[str], rules: RoundRules) -> None:
         """A round is over: count misses, send to rest, let others come back."""
-        for site in list(self.resting):
-            self.resting[site] -= 1
-            if self.resting[site] <= 0:
-                del self.resting[site]
+        for site in list(self.quarantined):
+            self.quarantined[site] -= 1
+            if self.quarantined[site] <= 0:
+                del self.quarantined[site]
         for site in asked:
             if site in answered:
                 self.missed.pop(site, None)
-                self.resting.pop(site, None)
+                self.quarantined.pop(site, None)
                 continue
             self.missed[site] = self.missed.get(site, 0) + 1
             beyond = self.missed[site] - rules.quarantine_after
             if rules.quarantine_after and beyond >= 0:
-                self.resting[site] = min(2**beyond, LONGEST_REST)
+                self.quarantined[site] = min(2**beyond, MAX_QUARANTINE_ROUNDS)
 
-    def share(self, contributed: Collection[str], asked: Collection[str], max_share: float = 1.0) -> float:
+    def compute_share(self, contributed: Collection[str], asked: Collection[str], max_share: float = 1.0) -> float:
         """Share of the examples of the sites asked that contributed; one that never registered counts as the mean.
 
         As in a sum, no site is more than ``max_share`` of all: one large claim is not most of what was promised.
@@ -107,11 +107,11 @@ class Roster:
         return sum(known.get(site, usual) for site in contributed) / total if total else 0.0
 
 
-def _near(now: float, registered: float, rules: Rules) -> bool:
+def _near(now: float, registered: float, rules: RoundRules) -> bool:
     return abs(now - registered) <= rules.examples_tolerance * registered
 
 
-def capped(updates: Sequence[Update], max_share: float) -> tuple[list[Update], dict[str, int]]:
+def cap_contributions(updates: Sequence[Update], max_share: float) -> tuple[list[Update], dict[str, int]]:
     """No site weighs more than ``max_share`` of the sum; returns the updates and the new number of examples of those cut.
 
     The largest sites are cut to one common number of examples, the largest whole one that keeps the rule; the others
@@ -119,7 +119,7 @@ def capped(updates: Sequence[Update], max_share: float) -> tuple[list[Update], d
 
     >>> from flare_sparse.exchange import Patch
     >>> three = [Update(Patch.empty(1), "weights", n, site=f"site-{n}") for n in (10, 30, 960)]
-    >>> capped(three, 0.5)[1]
+    >>> cap_contributions(three, 0.5)[1]
     {'site-960': 40}
     """
     if max_share >= 1 or not updates:
@@ -134,4 +134,4 @@ def capped(updates: Sequence[Update], max_share: float) -> tuple[list[Update], d
 
 def _limit(examples: Sequence[int], max_share: float) -> int:
     """The whole number of examples that the largest sites are cut to."""
-    return max(math.floor(common_limit(examples, max_share)), 1)
+    return max(math.floor(compute_common_cap(examples, max_share)), 1)

@@ -8,7 +8,7 @@ from nvflare.app_common.abstract.aggregator import Aggregator
 
 from ..exchange import Update
 from ..federation import Reply
-from .payload import REPLY, sender_of
+from .payload import REPLY, get_sender
 
 
 class StagingAggregator(Aggregator):
@@ -24,7 +24,7 @@ class StagingAggregator(Aggregator):
 
     def accept(self, shareable: Shareable, fl_ctx: FLContext) -> bool:
         """Stage a site's reply; True if it is an update that passed every check."""
-        site, reply = sender_of(shareable), shareable.get(REPLY, "E_KIND")
+        site, reply = get_sender(shareable), shareable.get(REPLY, "E_KIND")
         if site is not None:
             self._staged.setdefault(site, reply)
         return isinstance(reply, Update)

@@ -10,33 +10,33 @@ from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
-from ..federation import Best, RoundRecord
+from ..federation import BestModel, RoundRecord
 from ..task import Metric
 
 
 def announce_round(component: FLComponent, record: RoundRecord, fl_ctx: FLContext) -> None:
     """Fire what FLARE's MetricsArtifactWriter and its analytics receivers listen to; the metrics are of
-    ``record.judged_round``'s model.
+    ``record.evaluated_round``'s model.
     """
-    if record.judgement.sites:
+    if record.evaluation.sites:
         sites = [
             {"name": name, "metrics": metrics, "weight": metrics.get("test_examples", 1.0)}
-            for name, metrics in sorted(record.judgement.sites.items())
+            for name, metrics in sorted(record.evaluation.sites.items())
         ]
         info = {"metric_source": "site_test_examples", "sites": sites}
         model = FLModel(
-            metrics=dict(record.judgement.overall),
-            current_round=record.judged_round,
+            metrics=dict(record.evaluation.overall),
+            current_round=record.evaluated_round,
             meta={AppConstants.METRICS_AGGREGATION_INFO: info},
         )
         component.fire_event_with_data(AppEventType.AFTER_AGGREGATION, fl_ctx, AppConstants.AGGREGATION_RESULT, model)
-    figures = {**record.judgement.overall, "bytes_up": record.bytes_up, "bytes_down": record.bytes_down}
+    figures = {**record.evaluation.overall, "bytes_up": record.bytes_up, "bytes_down": record.bytes_down}
     for tag, value in figures.items():
-        dxo = create_analytic_dxo(tag, float(value), AnalyticsDataType.SCALAR, global_step=record.judged_round)
+        dxo = create_analytic_dxo(tag, float(value), AnalyticsDataType.SCALAR, global_step=record.evaluated_round)
         send_analytic_dxo(component, dxo, fl_ctx, fire_fed_event=False)
 
 
-def announce_best(component: FLComponent, best: Best, metric: Metric, fl_ctx: FLContext) -> None:
+def announce_best(component: FLComponent, best: BestModel, metric: Metric, fl_ctx: FLContext) -> None:
     """Name the best round for FLARE's metrics summary."""
     if best.round < 0:
         return

@@ -11,7 +11,7 @@ import yaml
 from nvflare.apis.workspace import Workspace
 
 from ..checkpoint.store import FINISHED, Store
-from ..checkpoint.writing import sync
+from ..checkpoint.writing import sync_to_disk
 from ..data.source import LOCAL_FILE, SITE_FILE_VARIABLE
 from ..endpoints.server import SERVER
 from ..errors import CheckpointError, ConfigError
@@ -37,7 +37,7 @@ def checkpoint_folder(workspace: Workspace, end: str, environment: Mapping[str, 
     return None if said == OFF else (root / Path(said or "checkpoints").expanduser()).absolute()
 
 
-def forget_archived(root: Path) -> None:
+def delete_archived(root: Path) -> None:
     """Drop the server's checkpoints of jobs below ``root`` that ended and whose result is in FLARE's job store.
 
     FLARE removes a job's folder when it has archived it, and never before.
@@ -46,23 +46,23 @@ def forget_archived(root: Path) -> None:
         store = Store(mark.parent, {})
         with suppress(CheckpointError):  # that job runs: its checkpoints are its own
             store.claim()
-            result = store.finished()
+            result = store.get_finished()
             if result is not None and not result.is_dir():
-                store.drop()
-                store.reopen()
+                store.delete()
+                store.clear_finished()
             store.release()
 
 
-def finish(store: Store, workspace: Workspace, job_id: str) -> None:
+def mark_job_finished(store: Store, workspace: Workspace, job_id: str) -> None:
     """The result of a job is in its folder, on the disk: mark its checkpoints, which stay until FLARE has archived it.
 
     Raises:
         CheckpointError: the mark could not be written.
     """
     folder = Path(workspace.get_run_dir(job_id)).absolute()
-    sync(folder)
-    sync(folder.parent)
-    store.finish(folder)
+    sync_to_disk(folder)
+    sync_to_disk(folder.parent)
+    store.mark_finished(folder)
 
 
 def _local(file: Path) -> str | None:

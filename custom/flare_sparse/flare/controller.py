@@ -20,19 +20,19 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.aggregator import Aggregator
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
-from ..assemble import rules
+from ..assemble import build_rules
 from ..checkpoint.writing import write_json
-from ..endpoints.server import Question
+from ..endpoints.server import Attempt
 from ..errors import ConfigError, FlareSparseError
 from ..federation import Federation, Reply, RoundRecord
-from ..runs.folder import RunFolder, run_facts
+from ..runs.folder import RunFolder, build_run_facts
 from ..runs.model_files import ENCRYPTED
 from ..runs.progress import progress_line
 from .analytics import announce_best, announce_round
-from .checkpoints import finish
-from .payload import HELLO, REPLY, TASK, hello_in, message_to_shareable
-from .polling import Pace
-from .session import AGGREGATOR_ID, server_session, workspace_of
+from .checkpoints import mark_job_finished
+from .payload import HELLO, REPLY, TASK, extract_hello, message_to_shareable
+from .polling import TaskPolling
+from .session import AGGREGATOR_ID, get_server_session, get_workspace
 
 RESULTS = "flare_sparse"
 """Folder under the server's app folder that holds the record of a run."""
@@ -97,16 +97,16 @@ class FederatedController(Controller):
             self.system_panic(f"{error.code}: {error}", fl_ctx)
 
     def _run(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        session = server_session(fl_ctx)
+        session = get_server_session(fl_ctx)
         session.open(fl_ctx)
         job, assembly = session.job, session.assembly
         if session.unarchived is not None and session.store is not None:
             self.logger.warning(DELIVERED, session.unarchived, session.store.folder)
-        facts = run_facts(job, assembly)
-        app_dir = Path(workspace_of(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
+        facts = build_run_facts(job, assembly)
+        app_dir = Path(get_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
         folder = RunFolder(app_dir / RESULTS, facts, assembly.layout, session.ledger)
 
-        self._pace = Pace(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
+        self._pace = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
 
         def committed(record: RoundRecord) -> None:
             line = folder.commit(record)
@@ -114,7 +114,7 @@ class FederatedController(Controller):
             self._lines.append(progress_line(line))
             self.logger.info(self._lines[-1])
 
-        def carry(question: Question) -> Mapping[str, Reply]:
+        def carry(question: Attempt) -> Mapping[str, Reply]:
             return self._carry(question, job.federation.task_timeout_s, fl_ctx, abort_signal)
 
         def greet(sites: list[str]) -> Mapping[str, Any]:
@@ -122,26 +122,26 @@ class FederatedController(Controller):
 
         federation = Federation(
             assembly.method,
-            session.desk,
+            session.endpoint,
             assembly.task.metric,
-            rules(job),
+            build_rules(job),
             committed,
             session.store,
             lambda why: self.logger.warning(str(why)),
         )
         sites = partial(self._sites, fl_ctx, job.federation.min_sites)
-        outcome = federation.run(assembly.weights, sites, carry, greet=greet, resume=True)
+        outcome = federation.run(assembly.weights, sites, carry, handshake=greet, resume=True)
         folder.finish(outcome)
         announce_best(self, outcome.best, assembly.task.metric, fl_ctx)
         write_json(
             app_dir / "artifact_manifest.json",
             {
                 "schema_version": "1",
-                "artifacts": {"global_model": f"{RESULTS}/{ENCRYPTED if outcome.sealed else ''}model.safetensors"},
+                "artifacts": {"global_model": f"{RESULTS}/{ENCRYPTED if outcome.encrypted else ''}model.safetensors"},
             },
         )
         if session.store is not None:
-            finish(session.store, workspace_of(fl_ctx), fl_ctx.get_job_id())
+            mark_job_finished(session.store, get_workspace(fl_ctx), fl_ctx.get_job_id())
 
     def _sites(self, fl_ctx: FLContext, wanted: int) -> list[str]:
         names = sorted(client.name for client in fl_ctx.get_engine().get_clients())
@@ -154,7 +154,7 @@ class FederatedController(Controller):
         said: dict[str, Any] = {}
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001 - FLARE calls it by name
-            said[client_task.client.name] = hello_in(client_task.result)  # who it is, the server knows
+            said[client_task.client.name] = extract_hello(client_task.result)  # who it is, the server knows
             client_task.result = None
 
         task = Task(name=HELLO, data=Shareable(), timeout=math.ceil(timeout_s), result_received_cb=received)
@@ -177,7 +177,7 @@ class FederatedController(Controller):
         self._pace.begin()
 
     def _carry(
-        self, question: Question, timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
+        self, question: Attempt, timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
     ) -> Mapping[str, Reply]:
         """One FLARE task per distinct message; back comes what was staged until all answered or the time is up."""
         self._aggregator.reset(fl_ctx)

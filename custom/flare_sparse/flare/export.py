@@ -21,7 +21,7 @@ def export_job(
     return out / config.name
 
 
-def differences(config: JobConfig, jobs: Path) -> list[str]:
+def find_differences(config: JobConfig, jobs: Path) -> list[str]:
     """Files in which ``jobs/<name>`` differs from what the configuration exports now; empty when it is up to date."""
     with tempfile.TemporaryDirectory() as fresh:
         return sorted(_compare(export_job(config, Path(fresh)), jobs / config.name, config.name))

@@ -8,7 +8,7 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from ..errors import FlareSparseError, NotHeld, RejectedMessage, WireError
+from ..errors import FlareSparseError, MissingBase, RejectedMessage, WireError
 from ..federation import Reply
 from .payload import (
     NOT_HELD_HEADER,
@@ -17,12 +17,12 @@ from .payload import (
     UPDATE,
     answer_to_shareable,
     dxo_to_update,
-    refusal,
-    refusal_code,
-    sender_of,
+    get_refusal_code,
+    get_sender,
+    make_refusal,
     shareable_to_message,
 )
-from .session import keep_at_site, server_session, site_session
+from .session import get_server_session, get_site_session, write_site_error
 
 
 class DecodeRequest(Filter):
@@ -31,7 +31,7 @@ class DecodeRequest(Filter):
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         try:
             message, _ = shareable_to_message(shareable, "server")
-            shareable[REQUEST] = site_session(fl_ctx).desk(fl_ctx).receive(message)
+            shareable[REQUEST] = get_site_session(fl_ctx).endpoint(fl_ctx).receive(message)
         except Exception as error:  # noqa: BLE001 - the executor says the code; the text may name subjects and stays here
             shareable[REQUEST] = error
         return shareable
@@ -51,14 +51,14 @@ class EncodeUpdate(Filter):
             return shareable
         if waiting is None:
             raise RejectedMessage("E_KIND", "reply", "an update of SparseExecutor", "something else")
-        desk = site_session(fl_ctx).desk(fl_ctx)
+        endpoint = get_site_session(fl_ctx).endpoint(fl_ctx)
         request, update, vector = waiting
-        update = dxo_to_update(from_shareable(shareable), update, vector, desk.site.layout)
+        update = dxo_to_update(from_shareable(shareable), update, vector, endpoint.site.layout)
         try:
-            encoded = desk.encode(request, update)
+            encoded = endpoint.encode(request, update)
         except FlareSparseError as error:
-            keep_at_site(error, error.code, fl_ctx)
-            return refusal(error.code, ReturnCode.TASK_RESULT_FILTER_ERROR)
+            write_site_error(error, error.code, fl_ctx)
+            return make_refusal(error.code, ReturnCode.TASK_RESULT_FILTER_ERROR)
         return answer_to_shareable(encoded.data, update)
 
 
@@ -66,7 +66,7 @@ class DecodeUpdate(Filter):
     """Server, task result: checks a site's message against the question it answers; touches nobody else's."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        site = sender_of(shareable)
+        site = get_sender(shareable)
         if site is None:
             shareable[REPLY] = "E_KIND"
         elif shareable.get_return_code() != ReturnCode.OK:
@@ -78,7 +78,7 @@ class DecodeUpdate(Filter):
     def _decoded(self, shareable: Shareable, site: str, fl_ctx: FLContext) -> Reply:
         try:
             message, meta = shareable_to_message(shareable, site)
-            return server_session(fl_ctx).desk.decode(site, message, meta.get("examples"), meta.get("metrics"))
+            return get_server_session(fl_ctx).endpoint.decode(site, message, meta.get("examples"), meta.get("metrics"))
         except WireError as error:
             self.log_warning(fl_ctx, f"left out of this round: {error}")
             return error
@@ -87,5 +87,5 @@ class DecodeUpdate(Filter):
 def _refusal(shareable: Shareable, site: str) -> Reply:
     """Why a site did not answer, from codes only: its text is not ours to repeat."""
     if shareable.get_header(NOT_HELD_HEADER) is True:
-        return NotHeld("E_NOT_HELD", "known", "what the message leans on", "nothing", site)
-    return refusal_code(shareable)
+        return MissingBase("E_NOT_HELD", "known", "what the message leans on", "nothing", site)
+    return get_refusal_code(shareable)

@@ -38,9 +38,9 @@ REQUEST, UPDATE, REPLY = "flare_sparse.request", "flare_sparse.update", "flare_s
 _RETURN_CODES = {str(value) for name, value in vars(ReturnCode).items() if name.isupper()}
 _KINDS: dict[Content, DataKind] = {
     "weights": DataKind.WEIGHTS,
-    "difference": DataKind.WEIGHT_DIFF,
+    "delta": DataKind.WEIGHT_DIFF,
     "scores": DataKind.WEIGHT_DIFF,
-    "nothing": DataKind.METRICS,
+    "metrics": DataKind.METRICS,
 }
 
 
@@ -73,7 +73,7 @@ def shareable_to_message(shareable: Shareable, site: str) -> tuple[np.ndarray, d
     return message, dict(dxo.meta)
 
 
-def sender_of(shareable: Shareable) -> str | None:
+def get_sender(shareable: Shareable) -> str | None:
     """Who sent a result, as the server knows it by the connection's token; None when it came another way.
 
     The peer context names the sender, too, but it is the sender who wrote that.
@@ -87,7 +87,7 @@ def hello_to_shareable(said: Mapping[str, Any]) -> Shareable:
     return DXO(DataKind.APP_DEFINED, data={HELLO: dict(said)}).to_shareable()
 
 
-def hello_in(shareable: Shareable) -> Any:
+def extract_hello(shareable: Shareable) -> Any:
     """What a site says of itself, as it came; None when this is no hello. Never raises, whatever a peer sent: FLARE
     gives up a task for all sites when what looks at a result raises.
     """
@@ -99,33 +99,33 @@ def hello_in(shareable: Shareable) -> Any:
         return None
 
 
-def refusal(code: str, failed: str) -> Shareable:
+def make_refusal(code: str, failed: str) -> Shareable:
     """A reply that says only why there is no answer: our code, and one of FLARE's return codes."""
     reply = make_reply(failed)
     reply.set_header(CODE_HEADER, code)
     return reply
 
 
-def code_in(reply: Shareable) -> str | None:
+def extract_code(reply: Shareable) -> str | None:
     """The code of ours that an error reply carries; None when what stands there is none."""
     code = reply.get_header(CODE_HEADER)
     return code if isinstance(code, str) and re.fullmatch("[EW]_[A-Z_]{1,22}", code) else None
 
 
-def refusal_code(reply: Shareable) -> str:
+def get_refusal_code(reply: Shareable) -> str:
     """Why a site did not answer: our code, else FLARE's; any other text of a site's is not ours to repeat."""
     said = reply.get_return_code()
-    return code_in(reply) or (said if isinstance(said, str) and said in _RETURN_CODES else "E_SITE")
+    return extract_code(reply) or (said if isinstance(said, str) and said in _RETURN_CODES else "E_SITE")
 
 
-def named_arrays(vector: torch.Tensor, layout: Layout) -> dict[str, np.ndarray]:
+def to_named_arrays(vector: torch.Tensor, layout: Layout) -> dict[str, np.ndarray]:
     """Views of a vector ``(P,)`` by tensor name."""
     return {name: tensor.numpy() for name, tensor in layout.unflatten(vector).items()}
 
 
 def mask_to_dxo(mask: Mask, layout: Layout) -> DXO:
     """A mask as named bool arrays, for components that want to look at it."""
-    return DXO(DataKind.APP_DEFINED, data=named_arrays(mask.on, layout), meta={"content": "mask"})
+    return DXO(DataKind.APP_DEFINED, data=to_named_arrays(mask.bits, layout), meta={"content": "mask"})
 
 
 def update_to_dxo(update: Update, layout: Layout, vector: torch.Tensor) -> DXO:
@@ -136,11 +136,11 @@ def update_to_dxo(update: Update, layout: Layout, vector: torch.Tensor) -> DXO:
         layout: of the model.
         vector: ``(P,)`` overwritten; the DXO's arrays are views of it.
     """
-    if update.content == "nothing":
+    if update.content == "metrics":
         return DXO(DataKind.METRICS, data=dict(update.metrics), meta={"content": update.content})
     meta = {"content": update.content, "examples": update.examples}
-    update.patch.applied(vector.zero_())
-    return DXO(_KINDS[update.content], data=named_arrays(vector, layout), meta=meta)
+    update.patch.write_into(vector.zero_())
+    return DXO(_KINDS[update.content], data=to_named_arrays(vector, layout), meta=meta)
 
 
 def dxo_to_update(dxo: DXO, update: Update, vector: torch.Tensor, layout: Layout) -> Update:
@@ -157,13 +157,13 @@ def dxo_to_update(dxo: DXO, update: Update, vector: torch.Tensor, layout: Layout
     """
     if dxo.data_kind != _KINDS[update.content]:
         raise RejectedMessage("E_KIND", "data_kind", _KINDS[update.content].value, str(dxo.data_kind))
-    if update.content == "nothing":
+    if update.content == "metrics":
         return replace(update, metrics={n: v for n, v in dxo.data.items() if n in update.metrics})
-    for name, view in named_arrays(vector, layout).items():
+    for name, view in to_named_arrays(vector, layout).items():
         array = dxo.data.get(name)
         if not isinstance(array, np.ndarray) or array.shape != view.shape:
             found = "nothing" if array is None else f"{type(array).__name__} {getattr(array, 'shape', '')}"
             raise RejectedMessage("E_SHAPE", name, f"array {view.shape}", found)
         if array.__array_interface__ != view.__array_interface__:
             view[...] = array
-    return replace(update, patch=Patch.of(vector, update.patch.on))
+    return replace(update, patch=Patch.from_vector(vector, update.patch.mask))

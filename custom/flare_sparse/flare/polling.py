@@ -10,21 +10,21 @@ SHARE = 0.05
 LONGEST_S = 5.0
 
 
-def next_request_s(waited_s: float, shortest_s: float) -> float:
+def compute_request_interval(waited_s: float, shortest_s: float) -> float:
     """Seconds until a site that got no work asks again.
 
     A request costs some 7 kB both ways, so that twenty a second, which short rounds want, would fill a thin link in long
     ones. So often in proportion: 20 times in the first second of a question, 48 times in the next 9, 47 in the next 90.
 
-    >>> [next_request_s(waited, 0.05) for waited in (0.0, 1.0, 20.0, 3600.0)]
+    >>> [compute_request_interval(waited, 0.05) for waited in (0.0, 1.0, 20.0, 3600.0)]
     [0.05, 0.05, 1.0, 5.0]
-    >>> next_request_s(3600.0, 10.0)  # who wants longer has it
+    >>> compute_request_interval(3600.0, 10.0)  # who wants longer has it
     10.0
     """
     return max(shortest_s, min(SHARE * waited_s, LONGEST_S))
 
 
-class Pace:
+class TaskPolling:
     """Tells FLARE's server how long to send sites away for that ask for work while there is none.
 
     Args:
@@ -43,4 +43,4 @@ class Pace:
 
     def go_on(self) -> None:
         """It is still out."""
-        self._config.task_request_interval = next_request_s(time.monotonic() - self._began, self._shortest_s)
+        self._config.task_request_interval = compute_request_interval(time.monotonic() - self._began, self._shortest_s)

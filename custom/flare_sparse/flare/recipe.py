@@ -15,14 +15,14 @@ from nvflare.recipe.spec import Recipe
 
 import flare_sparse
 
-from ..config import JobConfig, job_dict
+from ..config import JobConfig, job_to_dict
 from ..errors import ConfigError
 from .aggregator import StagingAggregator
 from .controller import FederatedController
 from .executor import SparseExecutor
 from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
 from .payload import HELLO, TASK
-from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, OwnTask, ServerSession, SiteSession
+from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, ServerSession, SiteSession, UserTask
 
 Packaging = Literal["installed", "byoc"]
 
@@ -87,13 +87,13 @@ class SparseRecipe(Recipe):
     def _settings(self, job: FedJob, config: JobConfig) -> None:
         """The settings travel as a file beside FLARE's own, where people look."""
         file = self._staging / JOB_FILE
-        file.write_text(yaml.safe_dump(job_dict(config), sort_keys=False))
+        file.write_text(yaml.safe_dump(job_to_dict(config), sort_keys=False))
         job.add_file_to_server(str(file), app_folder_type="config")
         job.add_file_to_clients(str(file), app_folder_type="config")
         if config.task.key == "class":
             own = {"path": config.task.name, "args": {"config": config.task.config.model_dump(mode="json")}}
-            job.to_server(OwnTask(own), id=TASK_ID)
-            job.to_clients(OwnTask(own), id=TASK_ID)
+            job.to_server(UserTask(own), id=TASK_ID)
+            job.to_clients(UserTask(own), id=TASK_ID)
 
     def _sources(self, job: FedJob, modules: tuple[Path, ...]) -> None:
         """The whole package and the user's modules into ``custom/``: FLARE's own tracing leaves out package files."""

@@ -10,25 +10,25 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
-from ..assemble import Assembly, assemble, checkpoints, open_site
-from ..capabilities import own
+from ..assemble import Assembly, assemble, open_checkpoints, open_site
+from ..capabilities import local_capabilities
 from ..config import JobConfig, parse_job
-from ..config.yaml_files import read
+from ..config.yaml_files import read_yaml
 from ..data.source import site_data
-from ..endpoints.server import SERVER, ServerDesk
-from ..endpoints.site import SiteDesk
+from ..endpoints.server import SERVER, ServerEndpoint
+from ..endpoints.site import SiteEndpoint
 from ..errors import ConfigError, FlareSparseError
 from ..policy.policy import POLICY_FILE, Policy, read_policy
 from ..task import Task
 from ..wire.ledger import Ledger
-from .checkpoints import checkpoint_folder, forget_archived
+from .checkpoints import checkpoint_folder, delete_archived
 from .he_keys import server_cipher, site_cipher
 
 JOB_FILE = "flare_sparse.yaml"
 SITE_ID, SERVER_ID, AGGREGATOR_ID, TASK_ID = "site", "server_session", "aggregator", "task"
 
 
-class OwnTask(FLComponent):
+class UserTask(FLComponent):
     """Holds a user's own task. FLARE builds ``task`` itself, so its class must be allow-listed or BYOC."""
 
     def __init__(self, task: object):
@@ -36,18 +36,18 @@ class OwnTask(FLComponent):
         self.task = task
 
 
-def workspace_of(fl_ctx: FLContext) -> Workspace:
+def get_workspace(fl_ctx: FLContext) -> Workspace:
     """The workspace of this process."""
     return fl_ctx.get_engine().get_workspace()
 
 
 def _assemble(fl_ctx: FLContext) -> tuple[JobConfig, Assembly]:
     job_id = fl_ctx.get_job_id()
-    own = fl_ctx.get_engine().get_component(TASK_ID)
-    task = own.task if isinstance(own, OwnTask) else None
+    user_task = fl_ctx.get_engine().get_component(TASK_ID)
+    task = user_task.task if isinstance(user_task, UserTask) else None
     if task is not None and not isinstance(task, Task):
         raise ConfigError(f"component {TASK_ID!r} is a {type(task).__name__}; expected a subclass of flare_sparse Task")
-    settings = read(Path(workspace_of(fl_ctx).get_app_config_dir(job_id)) / JOB_FILE)
+    settings = read_yaml(Path(get_workspace(fl_ctx).get_app_config_dir(job_id)) / JOB_FILE)
     job = parse_job(settings, None if task is None else type(task))
     torch.set_num_threads(job.federation.threads)
     return job, assemble(job, task)
@@ -69,16 +69,18 @@ class ServerSession(FLComponent):
         """
         self.job, self.assembly = _assemble(fl_ctx)
         self.ledger = Ledger()
-        root = checkpoint_folder(workspace_of(fl_ctx), SERVER)
-        self.store = checkpoints(self.job, self.assembly, root, SERVER) if root else None
+        root = checkpoint_folder(get_workspace(fl_ctx), SERVER)
+        self.store = open_checkpoints(self.job, self.assembly, root, SERVER) if root else None
         self.unarchived: Path | None = None
         if root is not None and self.store is not None:
-            forget_archived(root)
+            delete_archived(root)
             self.store.claim()
-            self.unarchived = self.store.finished()
-            self.store.reopen()
+            self.unarchived = self.store.get_finished()
+            self.store.clear_finished()
         cipher = server_cipher(fl_ctx) if self.job.encrypted else None
-        self.desk = ServerDesk(self.assembly.layout, self.assembly.run, self.job.wire.values, self.ledger, cipher)
+        self.endpoint = ServerEndpoint(
+            self.assembly.layout, self.assembly.run_id, self.job.wire.values, self.ledger, cipher
+        )
 
 
 class SiteSession(FLComponent):
@@ -86,10 +88,10 @@ class SiteSession(FLComponent):
 
     def __init__(self) -> None:
         super().__init__()
-        self._desk: SiteDesk | None = None
+        self._desk: SiteEndpoint | None = None
         self._said: dict[str, str | int | float] | None = None
 
-    def desk(self, fl_ctx: FLContext) -> SiteDesk:
+    def endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:
         """This site's desk.
 
         Raises:
@@ -99,14 +101,14 @@ class SiteSession(FLComponent):
         if self._desk is None:
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
-            local = Path(workspace_of(fl_ctx).get_site_config_dir())
+            local = Path(get_workspace(fl_ctx).get_site_config_dir())
             site = open_site(assembly, site_data(name, local))
-            root = checkpoint_folder(workspace_of(fl_ctx), name)
-            store = checkpoints(job, assembly, root, name) if root else None
+            root = checkpoint_folder(get_workspace(fl_ctx), name)
+            store = open_checkpoints(job, assembly, root, name) if root else None
             if store is not None:
                 store.claim()
             cipher = site_cipher(fl_ctx) if job.encrypted else None
-            self._desk = SiteDesk(site, assembly.method, assembly.run, job.wire.values, store, cipher)
+            self._desk = SiteEndpoint(site, assembly.method, assembly.run_id, job.wire.values, store, cipher)
         return self._desk
 
     def hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
@@ -116,32 +118,32 @@ class SiteSession(FLComponent):
         """
         if self._said is None:
             try:
-                self._said = self.desk(fl_ctx).hello(**policy_of(fl_ctx).limits())
+                self._said = self.endpoint(fl_ctx).build_hello(**read_site_policy(fl_ctx).limits())
             except Exception:  # noqa: BLE001 - the job may need another version to be read at all
-                self._said = own().said()
+                self._said = local_capabilities().to_message()
         return self._said
 
 
-def policy_of(fl_ctx: FLContext) -> Policy:
+def read_site_policy(fl_ctx: FLContext) -> Policy:
     """The policy of the site that this process runs at.
 
     Raises:
         ConfigError: the policy's file is malformed; nothing may leave then.
     """
-    return read_policy(Path(workspace_of(fl_ctx).get_site_config_dir()) / POLICY_FILE)
+    return read_policy(Path(get_workspace(fl_ctx).get_site_config_dir()) / POLICY_FILE)
 
 
-def keep_at_site(error: Exception, code: str, fl_ctx: FLContext) -> None:
+def write_site_error(error: Exception, code: str, fl_ctx: FLContext) -> None:
     """Write an error to ``site_error.txt`` in the job's folder at this site.
 
     Its text may name subjects and files, so it goes to no log: FLARE streams logs to the server.
     """
-    report = Path(workspace_of(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "site_error.txt"
+    report = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "site_error.txt"
     unexpected = "" if isinstance(error, FlareSparseError) else "".join(traceback.format_exception(error))
     report.write_text(f"{code}: {error}\n{unexpected}")
 
 
-def site_session(fl_ctx: FLContext) -> SiteSession:
+def get_site_session(fl_ctx: FLContext) -> SiteSession:
     """The site session of this process.
 
     Raises:
@@ -153,7 +155,7 @@ def site_session(fl_ctx: FLContext) -> SiteSession:
     return session
 
 
-def server_session(fl_ctx: FLContext) -> ServerSession:
+def get_server_session(fl_ctx: FLContext) -> ServerSession:
     """The server session of this process.
 
     Raises:

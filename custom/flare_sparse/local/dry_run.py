@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..encryption import Contexts
+from ..encryption import KeyContexts
 from ..federation import Outcome
 from ..mask import Mask
 from ..methods import Method
 from ..params import Layout
-from ..seeds import generator
-from ..structure import narrowed
+from ..seeds import make_generator
+from ..structure import narrow_network
 from ..task import Metric
-from ..training import Site, TrainingConfig, Used
-from ..training.site import WATCHED
+from ..training import SampleUsage, Site, TrainingConfig
+from ..training.site import OBSERVED_BATCH
 from ..wire.ledger import Ledger
 from ..wire.plan import ValueType
-from .run import rehearse
+from .run import run_locally
 
 
 class DrySite(Site):
@@ -33,26 +33,26 @@ class DrySite(Site):
 
     def __init__(self, name: str, layout: Layout, seed: int = 0, examples: int = 1):
         self.name, self.layout, self.seed, self._count = name, layout, seed, examples
-        self.answers: list[Used] = []
+        self.answers: list[SampleUsage] = []
         self.weights = torch.zeros(layout.size)
         self.memory = {}
-        self._noise = torch.rand(layout.size, generator=generator(seed, "dry", name)).add_(0.5)
+        self._noise = torch.rand(layout.size, generator=make_generator(seed, "dry", name)).add_(0.5)
 
     @property
-    def examples(self) -> int:
+    def num_examples(self) -> int:
         return self._count
 
     @property
-    def used(self) -> Used:
-        return self.answers[-1] if self.answers else Used()
+    def usage(self) -> SampleUsage:
+        return self.answers[-1] if self.answers else SampleUsage()
 
-    def reset_used(self) -> None:
-        self.answers.append(Used())
+    def reset_usage(self) -> None:
+        self.answers.append(SampleUsage())
 
     def _use(self, size: int, batches: int | None, passes: int = 1) -> None:
         count = passes * math.ceil(self._count / size) if batches is None else batches
-        before = self.answers.pop() if self.answers else Used()
-        self.answers.append(Used(max(before.examples, min(self._count, count * size)), before.batches + count))
+        before = self.answers.pop() if self.answers else SampleUsage()
+        self.answers.append(SampleUsage(max(before.examples, min(self._count, count * size)), before.batches + count))
 
     def train(
         self,
@@ -65,7 +65,7 @@ class DrySite(Site):
         **_: Any,
     ) -> Tensor:
         self._use(config.batch_size, steps, config.epochs)
-        return torch.where(trainable.on, self._moved(start), start)
+        return torch.where(trainable.bits, self._moved(start), start)
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
         self._use(config.batch_size, 1)
@@ -75,28 +75,30 @@ class DrySite(Site):
         """Every entry another way, and so little that hundreds of rounds end in ordinary numbers."""
         return start + (self._noise - 1) / 100
 
-    def gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
+    def compute_gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
         self._use(batch_size, batches)
         for _ in range(batches or 1):
             yield self._noise.clone()
 
-    def narrowed(self, live: Mask) -> Site:
+    def narrow(self, live: Mask) -> Site:
         if live.is_full:
             return self
         assert self.layout.skeleton is not None
-        smaller = DrySite(self.name, Layout.of(narrowed(self.layout.skeleton, live)), self.seed, self._count)
+        smaller = DrySite(
+            self.name, Layout.from_module(narrow_network(self.layout.skeleton, live)), self.seed, self._count
+        )
         smaller.answers = self.answers
         smaller.weights = live.take(self.weights)
         return smaller
 
-    def without_channels(self, closed: Mapping[str, Tensor]) -> tuple[Site, Mask]:
+    def remove_channels(self, closed: Mapping[str, Tensor]) -> tuple[Site, Mask]:
         return self, Mask.full(self.layout.size)
 
-    def watch(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
+    def observe_units(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
         """Without data there is nothing to see."""
-        self._use(WATCHED, None)
+        self._use(OBSERVED_BATCH, None)
 
-    def judge(self, weights: Tensor) -> dict[str, float]:
+    def evaluate(self, weights: Tensor) -> dict[str, float]:
         return {}
 
 
@@ -114,5 +116,5 @@ def dry_run(
     method: Method[Any], weights: Tensor, dry: Mapping[str, DrySite], values: ValueType, *, encrypted: bool = False
 ) -> tuple[Outcome, Ledger]:
     """The messages of a whole run over sites without data; afterwards these say what stood behind their answers."""
-    contexts = Contexts.new() if encrypted else None
-    return rehearse(method, weights, dry, Metric("none", "", "min"), values=values, contexts=contexts)
+    contexts = KeyContexts.generate() if encrypted else None
+    return run_locally(method, weights, dry, Metric("none", "", "min"), values=values, contexts=contexts)

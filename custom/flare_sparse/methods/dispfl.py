@@ -15,12 +15,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..exchange import VALIDATE, Patch, Request, Update
+from ..exchange import EVALUATE, Patch, Request, Update
 from ..mask import Mask, top_k
-from ..scores.erk import erk_densities, random_mask
-from ..seeds import generator
+from ..scores.erk import compute_erk_densities, draw_random_mask
+from ..seeds import make_generator
 from ..training import Site
-from .method import Maskable, Method, MethodConfig, sample
+from .method import MaskPreset, Method, MethodConfig, sample_sites
 
 
 class Config(MethodConfig):
@@ -31,7 +31,7 @@ class Config(MethodConfig):
     count: int = Field(2, ge=1, description="number of random neighbours")
     anneal: float = Field(0.5, ge=0, le=1, description="share of a tensor's live entries that moves in round 1")
     regrow: Literal["gradient", "random"] = Field("gradient", description="where dropped entries come back")
-    maskable: Maskable = Field("all_trainable", description="which parameters a personal mask covers")
+    maskable: MaskPreset = Field("all_trainable", description="which parameters a personal mask covers")
 
     def drop_ratio(self, r: int) -> float:
         """``anneal / 2 * (1 + cos(pi * r / T))`` for the 0-based round ``r``."""
@@ -56,17 +56,17 @@ class DisPFL(Method[State]):
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         owners = tuple(sorted(sites))
-        maskable = Mask.maskable(self.layout, self.config.maskable)
+        maskable = Mask.from_preset(self.layout, self.config.maskable)
         density = 1 - self.config.sparsity
         densities = (
-            erk_densities(self.layout, maskable, density)
+            compute_erk_densities(self.layout, maskable, density)
             if self.config.layers == "erk"
-            else {entry.name: density for entry in self.layout.entries}
+            else {entry.name: density for entry in self.layout.tensors}
         )
         rows = []
         for name in owners:
-            draw = generator(self.seed, "dispfl mask", "" if self.config.same_start else name)
-            rows.append((random_mask(self.layout, maskable, densities, draw) | ~maskable).on)
+            draw = make_generator(self.seed, "dispfl mask", "" if self.config.same_start else name)
+            rows.append((draw_random_mask(self.layout, maskable, densities, draw) | ~maskable).bits)
         masks = torch.stack(rows)
         return State(1, owners, weights * masks, masks)
 
@@ -74,7 +74,7 @@ class DisPFL(Method[State]):
         if state.round > self.config.rounds:
             return None
         owning = [name for name in sites if name in state.owners]
-        active = sample(owning, self.config.participation, self.seed, state.round)
+        active = sample_sites(owning, self.config.participation, self.seed, state.round)
         return {name: self._request("train", state, name, active) for name in active}
 
     def _request(self, kind: str, state: State, name: str, active: Sequence[str]) -> Request:
@@ -83,7 +83,7 @@ class DisPFL(Method[State]):
         held = state.masks[rows].sum(0)
         mean = state.weights[rows].double().sum(0) / held.clamp_min(1)
         mask = Mask(state.masks[state.owners.index(name)])
-        return Request(kind, state.round, Patch.of(mean.float(), mask), mask)
+        return Request(kind, state.round, Patch.from_vector(mean.float(), mask), mask)
 
     def _met(self, state: State, name: str, active: Sequence[str]) -> list[str]:
         """The site itself and its neighbours of this round."""
@@ -93,7 +93,7 @@ class DisPFL(Method[State]):
             at = circle.index(name)
             others = sorted({circle[at - 1], circle[(at + 1) % len(circle)]} - {name})
         elif self.config.neighbours == "random":
-            draw = generator(self.seed, "dispfl neighbours", state.round, name)
+            draw = make_generator(self.seed, "dispfl neighbours", state.round, name)
             order = torch.randperm(len(others), generator=draw)[: self.config.count]
             others = [others[i] for i in order.tolist()]
         return sorted([name, *others])
@@ -102,16 +102,16 @@ class DisPFL(Method[State]):
         weights = site.train(site.weights, request.trainable, self.config.training, request.round)
         mask = self._evolve(request, site, weights)
         kept = mask & request.trainable  # what has just regrown starts at zero
-        return Update(Patch.of(weights * kept.on, mask), "weights", site.examples)
+        return Update(Patch.from_vector(weights * kept.bits, mask), "weights", site.num_examples)
 
     def _evolve(self, request: Request, site: Site, weights: Tensor) -> Mask:
         """Per tensor: drop the smallest live weights, regrow as many; the count stays."""
-        maskable = Mask.maskable(self.layout, self.config.maskable)
+        maskable = Mask.from_preset(self.layout, self.config.maskable)
         ratio = self.config.drop_ratio(request.round - 1)
         growth = self._growth(request, site, weights)
         live = request.trainable & maskable
-        for entry in self.layout.entries:
-            tensor = Mask.of(self.layout, lambda e, wanted=entry: e is wanted) & maskable  # type: ignore[misc]
+        for entry in self.layout.tensors:
+            tensor = Mask.from_tensors(self.layout, lambda e, wanted=entry: e is wanted) & maskable  # type: ignore[misc]
             held = live & tensor
             moving = min(math.ceil(ratio * held.count), tensor.count - held.count)
             if moving > 0:
@@ -122,26 +122,26 @@ class DisPFL(Method[State]):
     def _growth(self, request: Request, site: Site, weights: Tensor) -> Tensor:
         """Scores of empty places: the gradient's size on one minibatch, or chance."""
         if self.config.regrow == "random":
-            return torch.rand(self.layout.size, generator=generator(self.seed, "regrow", site.name, request.round))
-        return next(site.gradients(weights, self.config.training.batch_size, 1, request.round)).abs()
+            return torch.rand(self.layout.size, generator=make_generator(self.seed, "regrow", site.name, request.round))
+        return next(site.compute_gradients(weights, self.config.training.batch_size, 1, request.round)).abs()
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         weights, masks = state.weights.clone(), state.masks.clone()
         for update in updates:
             row = state.owners.index(update.site)
-            masks[row] = update.patch.on.on
-            weights[row] = update.patch.vector()
+            masks[row] = update.patch.mask.bits
+            weights[row] = update.patch.to_vector()
         return State(state.round + 1, state.owners, weights, masks)
 
     def model(self, state: State) -> Patch:
         """Where a single model is asked for: the average over the holders of each coordinate."""
         held = state.masks.sum(0)
-        return Patch.of((state.weights.double().sum(0) / held.clamp_min(1)).float(), Mask(held > 0))
+        return Patch.from_vector((state.weights.double().sum(0) / held.clamp_min(1)).float(), Mask(held > 0))
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
         personal = {}
         for name, weights, row in zip(state.owners, state.weights, state.masks, strict=True):
             if name in sites:
                 mask = Mask(row)
-                personal[name] = Request(VALIDATE, state.round, Patch.of(weights, mask), mask)
+                personal[name] = Request(EVALUATE, state.round, Patch.from_vector(weights, mask), mask)
         return personal

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from ..mask import Mask, share, top_k
+from ..mask import Mask, floor_fraction, top_k
 from ..training import Site
 from .method import MethodConfig
 from .scbf import SCBF, Aggregation
@@ -26,11 +26,11 @@ class DSSGD(SCBF):
 
     name = "dssgd"
     Config: ClassVar[type[MethodConfig]] = Config
-    Choices: ClassVar[type[BaseModel] | None] = None
+    SiteConfig: ClassVar[type[BaseModel] | None] = None
 
     def revealed(self, change: Tensor, site: Site, t: int) -> Mask:
-        parameters = Mask.of(site.layout, lambda entry: entry.role != "buffer")
-        return top_k(change.abs(), share(self.config.rate, parameters.count), within=parameters) | ~parameters
+        parameters = Mask.from_tensors(site.layout, lambda entry: entry.role != "buffer")
+        return top_k(change.abs(), floor_fraction(self.config.rate, parameters.count), within=parameters) | ~parameters
 
     @property
     def note(self) -> str:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 from torch import Tensor
 
-from ..aggregation.weighted import by_examples, weighted_sum
+from ..aggregation.weighted import weigh_by_examples, weighted_sum
 from ..exchange import Update
 from ..mask import Mask
 from ..training import Site
@@ -22,7 +22,7 @@ class FAwP(SCBFwP):
 
     name = "fawp"
     Config: ClassVar[type[MethodConfig]] = Pruning
-    Choices: ClassVar[type[BaseModel] | None] = None
+    SiteConfig: ClassVar[type[BaseModel] | None] = None
 
     def revealed(self, change: Tensor, site: Site, t: int) -> Mask:
         return Mask.full(change.numel())
@@ -31,7 +31,7 @@ class FAwP(SCBFwP):
         return on == live
 
     def combined(self, state: State, updates: Sequence[Update]) -> Tensor:
-        return weighted_sum(updates, by_examples)
+        return weighted_sum(updates, weigh_by_examples)
 
     @property
     def note(self) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregation.robust import combined
-from ..aggregation.weighted import by_examples, stepped
+from ..aggregation.robust import aggregate
+from ..aggregation.weighted import apply_deltas, weigh_by_examples
 from ..exchange import Patch, Request, Update
 from ..training import Site
-from .method import AveragingConfig, Method, broadcast, sample
+from .method import AveragingConfig, Method, broadcast, sample_sites
 
 
 class Config(AveragingConfig):
@@ -20,16 +20,16 @@ class Config(AveragingConfig):
 
     @model_validator(mode="after")
     def _one_rule(self) -> Config:
-        if self.server_lr != 1 and self.combine.rule != "mean":
+        if self.server_lr != 1 and self.aggregation.rule != "mean":
             raise ValueError(
-                f"server_lr {self.server_lr} is a step towards the mean; leave it at 1 with {self.combine.rule}"
+                f"server_lr {self.server_lr} is a step towards the mean; leave it at 1 with {self.aggregation.rule}"
             )
         return self
 
     @property
-    def against_encryption(self) -> str:
+    def encryption_blocker(self) -> str:
         step = "" if self.server_lr == 1 else f"server_lr {self.server_lr} is a step from a model that the server reads"
-        return self.against_combine or step
+        return self.aggregation_blocker or step
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,21 @@ class FedAvg(Method[State]):
         if state.round > self.config.rounds:
             return None
         model = self.model(state)
-        asked = sample(sites, self.config.participation, self.seed, state.round)
-        return broadcast(asked, Request("train", state.round, model, model.on, expected=model.on))
+        asked = sample_sites(sites, self.config.participation, self.seed, state.round)
+        return broadcast(asked, Request("train", state.round, model, model.mask, expected=model.mask))
 
     def answer(self, request: Request, site: Site) -> Update:
         weights = site.train(site.weights, request.trainable, self.config.training, request.round)
-        return Update(Patch.of(weights, request.trainable), "weights", site.examples)
+        return Update(Patch.from_vector(weights, request.trainable), "weights", site.num_examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        weights, step = combined(updates, state.weights, self.config.combine), self.config.server_lr
+        weights, step = aggregate(updates, state.weights, self.config.aggregation), self.config.server_lr
         if step != 1:  # running statistics are averaged whatever the step
             size = self.layout.trainable_size
-            weights[:size] = stepped(updates, lambda us: [step * w for w in by_examples(us)], state.weights)[:size]
+            weights[:size] = apply_deltas(updates, lambda us: [step * w for w in weigh_by_examples(us)], state.weights)[
+                :size
+            ]
         return State(state.round + 1, weights)
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, self.everything)
+        return Patch.from_vector(state.weights, self.full_mask)

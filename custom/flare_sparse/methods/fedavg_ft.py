@@ -40,7 +40,7 @@ class FedAvgFT(Method[State]):
             return self._fedavg.answer(request, site)
         longer = self.config.training.model_copy(update={"epochs": self.config.finetune_epochs})
         personal = site.train(site.weights, request.trainable, longer, request.round)
-        return Update(Patch.empty(self.layout.size), "nothing", site.examples, site.judge(personal))
+        return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, site.evaluate(personal))
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         return self._fedavg.learn(state, updates)
@@ -48,6 +48,6 @@ class FedAvgFT(Method[State]):
     def model(self, state: State) -> Patch:
         return self._fedavg.model(state)
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
         model = self.model(state)
-        return broadcast(sites, Request("finetune", self.config.rounds + 1, model, model.on))
+        return broadcast(sites, Request("finetune", self.config.rounds + 1, model, model.mask))

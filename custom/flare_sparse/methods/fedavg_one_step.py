@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import by_examples, uniform, weighted_sum
+from ..aggregation.weighted import weigh_by_examples, weigh_equally, weighted_sum
 from ..exchange import Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
 from .fedavg import State
 from .method import Method, MethodConfig, broadcast
-from .support.adaptation import AdaptationConfig, ask_to_adapt, one_step, report
+from .support.adaptation import AdaptationConfig, ask_to_adapt, report_adaptation, take_one_step
 
 
 class Config(AdaptationConfig):
@@ -22,7 +22,7 @@ class Config(AdaptationConfig):
     weights: Literal["examples", "uniform"] = Field("examples", description="how much a site counts in the average")
 
     @property
-    def against_encryption(self) -> str:
+    def encryption_blocker(self) -> str:
         return "" if self.weights == "examples" else f"weights: {self.weights} is not the mean by examples"
 
 
@@ -40,24 +40,24 @@ class FedAvgOneStep(Method[State]):
             return None
         model = self.model(state)
         asked = self.config.asked(sites, self.seed, state.round)
-        return broadcast(asked, Request("train", state.round, model, model.on, expected=model.on))
+        return broadcast(asked, Request("train", state.round, model, model.mask, expected=model.mask))
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind == "adapt":
-            return report(site, self.adapt(site, request.trainable))
+            return report_adaptation(site, self.adapt(site, request.trainable))
         steps, training = self.config.local_steps, self.config.training
         weights = site.train(site.weights, request.trainable, training, request.round, steps=steps)
-        return Update(Patch.of(weights, request.trainable), "weights", site.examples)
+        return Update(Patch.from_vector(weights, request.trainable), "weights", site.num_examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        rule = by_examples if self.config.weights == "examples" else uniform
+        rule = weigh_by_examples if self.config.weights == "examples" else weigh_equally
         return State(state.round + 1, weighted_sum(updates, rule))
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
-        return one_step(site, site.weights, [trainable], self.config)
+        return take_one_step(site, site.weights, [trainable], self.config)
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, self.everything)
+        return Patch.from_vector(state.weights, self.full_mask)
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
         return ask_to_adapt(self.model(state), sites, self.config)

@@ -10,11 +10,11 @@ from itertools import pairwise
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregation.robust import combined
+from ..aggregation.robust import aggregate
 from ..exchange import Patch, Request, Update
-from ..mask import Mask, share, shrink
+from ..mask import Mask, floor_fraction, prune_mask
 from ..training import Site
-from .method import AveragingConfig, Maskable, Method, broadcast, sample
+from .method import AveragingConfig, MaskPreset, Method, broadcast, sample_sites
 from .support.schedules import polynomial
 
 
@@ -25,7 +25,7 @@ class Config(AveragingConfig):
     prune_every: int = Field(1, ge=1, description="F: rounds between prunings")
     exponent: float = Field(3.0, gt=0, description="n in Eq. 1; 1 is linear")
     force_final: bool = Field(False, description="reach S_T in the last round even if prune_every does not divide it")
-    prunable: Maskable = Field("all_but_norm", description="which parameters may be pruned")
+    prunable: MaskPreset = Field("all_but_norm", description="which parameters may be pruned")
 
     @model_validator(mode="after")
     def _rises(self) -> Config:
@@ -62,37 +62,39 @@ class FedSparsify(Method[State]):
     Config = Config
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, self.everything)
+        return State(1, weights, self.full_mask)
 
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        asked = sample(sites, self.config.participation, self.seed, state.round)
+        asked = sample_sites(sites, self.config.participation, self.seed, state.round)
         return broadcast(asked, Request("train", state.round, self.model(state), state.mask, expected=state.mask))
 
     def answer(self, request: Request, site: Site) -> Update:  # w <- w - eta * (g (.) m)
         weights = site.train(site.weights, request.trainable, self.config.training, request.round)
-        return Update(Patch.of(weights, request.trainable), "weights", site.examples)
+        return Update(Patch.from_vector(weights, request.trainable), "weights", site.num_examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:  # average, then purge to s_t
-        weights = combined(updates, state.weights, self.config.combine)
-        mask = shrink(state.mask, weights.abs(), self.config.sparsity_after(state.round), self._prunable)
-        return State(state.round + 1, weights * mask.on, mask)
+        weights = aggregate(updates, state.weights, self.config.aggregation)
+        mask = prune_mask(state.mask, weights.abs(), self.config.sparsity_after(state.round), self._prunable)
+        return State(state.round + 1, weights * mask.bits, mask)
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, state.mask)
+        return Patch.from_vector(state.weights, state.mask)
 
     @cached_property
     def _prunable(self) -> Mask:
-        return Mask.maskable(self.layout, self.config.prunable)
+        return Mask.from_preset(self.layout, self.config.prunable)
 
-    def paper_scalars(self, sites: int) -> int:
+    def count_paper_scalars(self, sites: int) -> int:
         """``L * sum_t (N_{t-1} + N_t)``, the rule that gives the paper's Table 1 to the digit (ALGORITHMS 1.3).
 
         It books an upload at the size after the purge, which the site cannot know yet; the ledger counts honestly.
         """
         total, pool = self.layout.size, self._prunable.count
-        live = [total] + [total - share(self.config.sparsity_after(t), pool) for t in range(1, self.config.rounds + 1)]
+        live = [total] + [
+            total - floor_fraction(self.config.sparsity_after(t), pool) for t in range(1, self.config.rounds + 1)
+        ]
         return sites * sum(before + after for before, after in pairwise(live))
 
 
@@ -112,8 +114,8 @@ def centralised_one_shot(
     everything = Mask.full(site.layout.size)
     for t in range(1, dense + 1):
         weights = site.train(weights, everything, config.training, t)
-    mask = shrink(everything, weights.abs(), sparsity, Mask.maskable(site.layout, config.prunable))
-    weights = weights * mask.on
+    mask = prune_mask(everything, weights.abs(), sparsity, Mask.from_preset(site.layout, config.prunable))
+    weights = weights * mask.bits
     for t in range(dense + 1, dense + finetune + 1):
         weights = site.train(weights, mask, config.training, t)
     return State(dense + finetune + 1, weights, mask)

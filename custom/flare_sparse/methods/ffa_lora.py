@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..aggregation.weighted import by_examples, weighted_sum
-from ..exchange import VALIDATE, Patch, Request, Update
+from ..aggregation.weighted import weigh_by_examples, weighted_sum
+from ..exchange import EVALUATE, Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
 from ..training import Site
-from .method import broadcast, sample
+from .method import broadcast, sample_sites
 from .support.lora import LoRAConfig, LoRAMethod
 
 
@@ -42,32 +42,32 @@ class FFALoRA(LoRAMethod[State]):
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        asked = sample(sites, self.config.participation, self.seed, state.round)
+        asked = sample_sites(sites, self.config.participation, self.seed, state.round)
         return broadcast(asked, self._request("train", state))
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
-        return broadcast(sites, self._request(VALIDATE, state))
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        return broadcast(sites, self._request(EVALUATE, state))
 
     def _request(self, kind: str, state: State) -> Request:
         everything = self.model(state)
-        changed = Patch.of(state.weights, self._travelling, over="held") if state.round > 1 else everything
+        changed = Patch.from_vector(state.weights, self._travelling, over="previous") if state.round > 1 else everything
         return Request(
             kind,
             state.round,
             changed,
             self._travelling,
-            content="difference",
+            content="delta",
             expected=self._travelling,
             otherwise=everything,
         )
 
     def answer(self, request: Request, site: Site) -> Update:
         trained = site.train(site.weights, request.trainable, self.config.training, request.round)
-        return Update(Patch.of(trained - site.weights, request.trainable), "difference", site.examples)
+        return Update(Patch.from_vector(trained - site.weights, request.trainable), "delta", site.num_examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        moved = self._travelling.take(state.weights + weighted_sum(updates, by_examples))
+        moved = self._travelling.take(state.weights + weighted_sum(updates, weigh_by_examples))
         return State(state.round + 1, self._travelling.put(moved, state.weights.clone()))
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, self.everything)
+        return Patch.from_vector(state.weights, self.full_mask)

@@ -14,11 +14,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import by_examples, weighted_sum
-from ..exchange import VALIDATE, Patch, Request, Update
+from ..aggregation.weighted import weigh_by_examples, weighted_sum
+from ..exchange import EVALUATE, Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
-from .method import sample
+from .method import sample_sites
 from .support.lora import RankedConfig, RankedMethod
 
 
@@ -48,29 +48,30 @@ class FlexLoRA(RankedMethod[State]):
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        return self._requests("train", state, sample(sites, self.config.participation, self.seed, state.round))
+        return self._requests("train", state, sample_sites(sites, self.config.participation, self.seed, state.round))
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
         """Every site judges the model of its own rank."""
-        return self._requests(VALIDATE, state, sites)
+        return self._requests(EVALUATE, state, sites)
 
     def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Request]:
         """One question for each rank that is asked."""
         ranks = {site: self.config.rank_of(site) for site in sites}
         masks = {rank: self.held(rank) for rank in set(ranks.values())}
         asked = {
-            rank: Request(kind, state.round, Patch.of(state.weights, on), on, expected=on) for rank, on in masks.items()
+            rank: Request(kind, state.round, Patch.from_vector(state.weights, on), on, expected=on)
+            for rank, on in masks.items()
         }
         return {site: asked[rank] for site, rank in ranks.items()}
 
     def answer(self, request: Request, site: Site) -> Update:
-        on = self.affordable(request, site)
+        on = self.check_affordable(request, site)
         trained = site.train(site.weights, on, self.config.training, request.round)
-        return Update(Patch.of(trained, on), "weights", site.examples)
+        return Update(Patch.from_vector(trained, on), "weights", site.num_examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        weights = weighted_sum(updates, by_examples)  # of the rest; the factors are written below
-        shares, vectors = by_examples(updates), [update.patch.vector() for update in updates]
+        weights = weighted_sum(updates, weigh_by_examples)  # of the rest; the factors are written below
+        shares, vectors = weigh_by_examples(updates), [update.patch.to_vector() for update in updates]
         for adapter in self.slots.adapters:
             left = torch.cat([w * adapter.matrix(v, "B").double() for w, v in zip(shares, vectors, strict=True)], dim=1)
             right = torch.cat([adapter.matrix(v, "A").double() for v in vectors])
@@ -80,7 +81,7 @@ class FlexLoRA(RankedMethod[State]):
         return State(state.round + 1, weights)
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, Mask.full(self.layout.size))
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
 
 def factorise(left: Tensor, right: Tensor, rank: int, *, balanced: bool = True) -> tuple[Tensor, Tensor]:

@@ -17,11 +17,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import by_examples, weighted_sum, within
-from ..exchange import VALIDATE, Patch, Request, Update
+from ..aggregation.weighted import normalize_capped, weigh_by_examples, weighted_sum
+from ..exchange import EVALUATE, Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
-from .method import sample
+from .method import sample_sites
 from .support.lora import RankedConfig, RankedMethod
 
 
@@ -52,11 +52,11 @@ class HetLoRA(RankedMethod[State]):
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        return self._requests("train", state, sample(sites, self.config.participation, self.seed, state.round))
+        return self._requests("train", state, sample_sites(sites, self.config.participation, self.seed, state.round))
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
         """Every site judges the model of its own rank."""
-        return self._requests(VALIDATE, state, sites)
+        return self._requests(EVALUATE, state, sites)
 
     def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Request]:
         """Truncation: the first r_k slots; one question for each rank that is asked."""
@@ -66,7 +66,7 @@ class HetLoRA(RankedMethod[State]):
         for rank in set(ranks.values()):
             on, fewer = self.held(rank), self.held(self.pruned(rank))
             fits, least = partial(_among, (on, fewer)), partial(_entries, fewer)
-            asked[rank] = Request(kind, state.round, Patch.of(state.weights, on), on, fits=fits, least=least)
+            asked[rank] = Request(kind, state.round, Patch.from_vector(state.weights, on), on, fits=fits, least=least)
         return {name: asked[rank] for name, rank in ranks.items()}
 
     def _initial(self, site: str) -> int:
@@ -78,33 +78,33 @@ class HetLoRA(RankedMethod[State]):
         return max(int(self.config.decay * rank), 1)
 
     def answer(self, request: Request, site: Site) -> Update:
-        start, on = site.weights, self.affordable(request, site)
+        start, on = site.weights, self.check_affordable(request, site)
         trained = site.train(start, on, self.config.training, request.round)
         fewer = self.held(self.pruned(self._rank(on)))
         tail = on - fewer
         shrunk = self._size(trained, tail) < self._size(start, tail)
-        return Update(Patch.of(trained, fewer if shrunk else on), "weights", site.examples)
+        return Update(Patch.from_vector(trained, fewer if shrunk else on), "weights", site.num_examples)
 
     def _rank(self, on: Mask) -> int:
         """r_k of a truncated model: the slots that a module has of it."""
-        found = self.slots.chosen(on & self.slots.factors["A"], "A")
+        found = self.slots.find_slots(on & self.slots.factors["A"], "A")
         return 0 if found is None else int(found.sum()) // self.slots.modules
 
     def _size(self, vector: Tensor, on: Mask) -> float:
         """``||B|| * ||A||`` of some slots, over all modules."""
-        a, b = (on.on & self.slots.factors["A"].on, on.on & self.slots.factors["B"].on)
+        a, b = (on.bits & self.slots.factors["A"].bits, on.bits & self.slots.factors["B"].bits)
         return float(torch.linalg.vector_norm(vector[a]) * torch.linalg.vector_norm(vector[b]))
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        weights = weighted_sum(updates, self._by_size if self.config.sparsity_weighted else by_examples)
+        weights = weighted_sum(updates, self._by_size if self.config.sparsity_weighted else weigh_by_examples)
         ranks = dict(zip(state.owners, state.ranks, strict=True))
-        ranks |= {update.site: self._rank(update.patch.on) for update in updates}
+        ranks |= {update.site: self._rank(update.patch.mask) for update in updates}
         return State(state.round + 1, weights, tuple(sorted(ranks)), tuple(ranks[name] for name in sorted(ranks)))
 
     def _by_size(self, updates: Sequence[Update]) -> list[float]:
         """``||B_k A_k||_F`` over their sum; by examples while all are zero."""
-        sizes = [self._product_norm(update.patch.vector()) for update in updates]
-        return within(sizes, updates[0].max_share) if sum(sizes) > 0 else by_examples(updates)
+        sizes = [self._product_norm(update.patch.to_vector()) for update in updates]
+        return normalize_capped(sizes, updates[0].max_share) if sum(sizes) > 0 else weigh_by_examples(updates)
 
     def _product_norm(self, vector: Tensor) -> float:
         """Frobenius norm over all modules; ``||B A||^2 = sum((B^T B) * (A A^T))``, so no product is formed."""
@@ -115,7 +115,7 @@ class HetLoRA(RankedMethod[State]):
         return math.sqrt(max(total, 0.0))
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, self.everything)
+        return Patch.from_vector(state.weights, self.full_mask)
 
 
 def _entries(fewer: Mask, _site: str) -> int:

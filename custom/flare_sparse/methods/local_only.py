@@ -32,14 +32,14 @@ class LocalOnly(Method[State]):
         weights = site.weights
         for t in range(1, self.config.rounds + 1):
             weights = site.train(weights, request.trainable, self.config.training, t)
-        return Update(Patch.empty(self.layout.size), "nothing", site.examples, site.judge(weights))
+        return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, site.evaluate(weights))
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         return state
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, self.everything)
+        return Patch.from_vector(state.weights, self.full_mask)
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
         model = self.model(state)
-        return broadcast(sites, Request("train_alone", self.config.rounds, model, model.on))
+        return broadcast(sites, Request("train_alone", self.config.rounds, model, model.mask))

@@ -15,12 +15,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import by_examples, weighted_sum
-from ..exchange import VALIDATE, Patch, Request, Update
+from ..aggregation.weighted import weigh_by_examples, weighted_sum
+from ..exchange import EVALUATE, Patch, Request, Update
 from ..mask import Mask
-from ..scores.ranks import Factor, choose, contribution
+from ..scores.ranks import Factor, choose_slots, compute_contribution
 from ..training import Site, TrainingConfig
-from .method import broadcast, sample
+from .method import broadcast, sample_sites
 from .support.lora import RankedConfig, RankedMethod
 
 
@@ -64,27 +64,27 @@ class LoRAA2(RankedMethod[State]):
         return "B" if t % 2 or self.config.schedule == "b_only" else "A"
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, self.everything)
+        return State(1, weights, self.full_mask)
 
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        asked = sample(sites, self.config.participation, self.seed, state.round)
+        asked = sample_sites(sites, self.config.participation, self.seed, state.round)
         return broadcast(asked, self._request("train", state))
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
-        return broadcast(sites, self._request(VALIDATE, state))
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        return broadcast(sites, self._request(EVALUATE, state))
 
     def _request(self, kind: str, state: State) -> Request:
         """Down travels what the last round changed; a newcomer gets both factors."""
         active = self.active(state.round)
-        changed = Patch.of(state.weights, state.changed, over="held" if state.round > 1 else "zeros")
+        changed = Patch.from_vector(state.weights, state.changed, over="previous" if state.round > 1 else "zeros")
         return Request(
             kind,
             state.round,
             changed,
             self._travelling(active),
-            content="difference",
+            content="delta",
             otherwise=self.model(state),
             fits=partial(self._allowed, active),
             least=partial(self._fewest, active),
@@ -95,7 +95,7 @@ class LoRAA2(RankedMethod[State]):
 
     def _allowed(self, active: Factor, site: str, on: Mask) -> bool:
         """An answer is made of whole slots of the active factor, within the site's budget, and all of the rest."""
-        chosen = self.slots.chosen(on, active)
+        chosen = self.slots.find_slots(on, active)
         if chosen is None or not self.slots.rest <= on:
             return False
         rank: int = min(self.config.rank_of(site), self.slots.rank)
@@ -117,7 +117,7 @@ class LoRAA2(RankedMethod[State]):
         training = self._training(active)
         chosen = self._chosen(active, training, request, site) | self.slots.rest
         trained = site.train(start, chosen, training, request.round)
-        return Update(Patch.of(trained - start, chosen), "difference", site.examples)
+        return Update(Patch.from_vector(trained - start, chosen), "delta", site.num_examples)
 
     def _training(self, active: Factor) -> TrainingConfig:
         """eta_A, or eta_B = ratio * eta_A (LoRA+)."""
@@ -126,11 +126,11 @@ class LoRAA2(RankedMethod[State]):
 
     def _chosen(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Mask:
         """R_k; a budget of all ranks needs no trial."""
-        rank = self.rank_at(site)
+        rank = self.get_site_rank(site)
         if rank >= self.slots.rank:
             return self.slots.factors[active]
         scores = self._scores(active, training, request, site)
-        return choose(self.slots, scores, rank, active, per_scalar=self.config.budget == "scalars")
+        return choose_slots(self.slots, scores, rank, active, per_scalar=self.config.budget == "scalars")
 
     def _scores(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Tensor:
         """Of every slot ``(N * r,)``, from a trial whose result is thrown away."""
@@ -141,26 +141,26 @@ class LoRAA2(RankedMethod[State]):
             epochs = training.model_copy(update={"epochs": self.config.trial_epochs})
             change = site.train(start, request.trainable, epochs, t, stream="trial") - start
         if self.config.score == "contribution":
-            return contribution(self.slots, change, start, active)
+            return compute_contribution(self.slots, change, start, active)
         if self.config.score == "magnitude":
-            return self.slots.norms(change, active)
+            return self.slots.compute_norms(change, active)
         weights = start + change if self.config.trial == "epochs" else start
-        return self.slots.sums((weights * _gradient(site, weights, training, t)).abs(), active)
+        return self.slots.compute_sums((weights * _gradient(site, weights, training, t)).abs(), active)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         """``B += sum_k w_k dB_k`` (Eq. 3); a slot that nobody chose keeps its bits, who did not choose one counts as 0."""
         travelling = self._travelling(self.active(state.round))
-        weights = torch.where(travelling.on, state.weights + weighted_sum(updates, by_examples), state.weights)
+        weights = torch.where(travelling.bits, state.weights + weighted_sum(updates, weigh_by_examples), state.weights)
         return State(state.round + 1, weights, travelling)
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, self.everything)
+        return Patch.from_vector(state.weights, self.full_mask)
 
 
 def _gradient(site: Site, weights: Tensor, training: TrainingConfig, t: int) -> Tensor:
     """``(P,)``: mean gradient over one pass of the site's examples."""
     total, count = torch.zeros_like(weights), 0
-    for gradient in site.gradients(weights, training.batch_size, None, t):
+    for gradient in site.compute_gradients(weights, training.batch_size, None, t):
         total += gradient
         count += 1
     return total / max(count, 1)

@@ -16,12 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import uniform, weighted_sum
+from ..aggregation.weighted import weigh_equally, weighted_sum
 from ..exchange import Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
 from .method import Method, broadcast
-from .support.adaptation import AdaptationConfig, ask_to_adapt, one_step, report
+from .support.adaptation import AdaptationConfig, ask_to_adapt, report_adaptation, take_one_step
 from .support.gates import Gates
 from .support.group_lasso import group_lasso
 from .support.schedules import Steps, accelerated
@@ -104,12 +104,12 @@ class MetaGater(Method[State]):
         if state.round > self.config.rounds:
             return None
         model = self.model(state)
-        request = Request("train", state.round, model, model.on, content="difference", expected=model.on)
+        request = Request("train", state.round, model, model.mask, content="delta", expected=model.mask)
         return broadcast(self.config.asked(sites, self.seed, state.round), request)
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind == "adapt":
-            return report(site, self.adapt(site, request.trainable))
+            return report_adaptation(site, self.adapt(site, request.trainable))
         pull = self.config.proximity if self.config.local_proximity is None else self.config.local_proximity
         solved = site.train(
             site.weights,
@@ -119,15 +119,15 @@ class MetaGater(Method[State]):
             steps=self.config.local_steps,
             pull=pull,
         )
-        return Update(Patch.of(solved - site.weights, request.trainable), "difference", site.examples)
+        return Update(Patch.from_vector(solved - site.weights, request.trainable), "delta", site.num_examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         """Lines 10 to 13, with ``g = lambda * mean_i(w_t^pr - w~_t^i)``; running statistics are plain means."""
         steps, pr = self.config.steps(state.round), self._pr(state)
-        change = weighted_sum(updates, uniform)
+        change = weighted_sum(updates, weigh_equally)
         g = -self.config.proximity * change
         moved = advance(state.w, pr, g, steps, self.prox, scale=self.config.scale_prox)
-        w, ag = (torch.where(self._buffers.on, pr + change, x) for x in moved)
+        w, ag = (torch.where(self._buffers.bits, pr + change, x) for x in moved)
         return State(state.round + 1, ag if self.config.restarts(state.round) else w, ag, pr)
 
     def prox(self, v: Tensor, step: float) -> Tensor:
@@ -140,9 +140,9 @@ class MetaGater(Method[State]):
         Channels that are closed for good have no part in either; both run on the network without them.
         """
         gates = self._gates.phi & trainable
-        here, live = site.without_channels(self._gates.channels_off(trainable))
-        stages = [Mask(live.take(stage.on)) for stage in (gates, trainable - self._gates.phi)]
-        return live.put(one_step(here, here.weights, stages, self.config), site.weights.clone())
+        here, live = site.remove_channels(self._gates.channels_off(trainable))
+        stages = [Mask(live.take(stage.bits)) for stage in (gates, trainable - self._gates.phi)]
+        return live.put(take_one_step(here, here.weights, stages, self.config), site.weights.clone())
 
     def model(self, state: State) -> Patch:
         """w_t^pr, which round t sends out; after the last round what ``output`` says."""
@@ -150,13 +150,13 @@ class MetaGater(Method[State]):
         vector = {"pr": state.sent, "ag": state.ag}.get(self.config.output) if over else None
         vector = self._pr(state) if vector is None else vector
         if self.config.closed == "may_reopen":
-            return Patch.of(vector, self.everything)
-        return Patch.of(vector, self.everything - self._gates.closed(vector))
+            return Patch.from_vector(vector, self.full_mask)
+        return Patch.from_vector(vector, self.full_mask - self._gates.closed(vector))
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
         return ask_to_adapt(self.model(state), sites, self.config)
 
-    def paper_scalars(self, sites: int) -> int | None:
+    def count_paper_scalars(self, sites: int) -> int | None:
         """2 (|theta| + |phi|) a round and site; the paper reports no traffic."""
         names = [f"site-{number}" for number in range(sites)]
         asked = len(self.config.asked(names, self.seed, 1))
@@ -168,8 +168,8 @@ class MetaGater(Method[State]):
 
     @cached_property
     def _gates(self) -> Gates:
-        return Gates.of(self.layout)
+        return Gates.from_layout(self.layout)
 
     @cached_property
     def _buffers(self) -> Mask:
-        return Mask.of(self.layout, lambda entry: entry.role == "buffer")
+        return Mask.from_tensors(self.layout, lambda entry: entry.role == "buffer")

@@ -10,16 +10,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..errors import ConfigError, closest
+from ..errors import ConfigError, suggest
 from ..exchange import Patch, Request, Update
-from ..mask import Mask, share, top_k
-from ..params import Entry, Layout
-from ..scores.snip import saliency
+from ..mask import Mask, floor_fraction, top_k
+from ..params import Layout, TensorSpec
+from ..scores.snip import compute_saliency
 from ..training import Site
 from .metagater import Config as MetaGaterConfig
 from .metagater import MetaGater, State
 from .method import Method
-from .support.adaptation import ask_to_adapt, one_step, report
+from .support.adaptation import ask_to_adapt, report_adaptation, take_one_step
 
 
 class Config(MetaGaterConfig):
@@ -47,7 +47,7 @@ class MetaSNIP(Method[State]):
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != "adapt":
             return self._metagater.answer(request, site)
-        update = report(site, self.adapt(site, request.trainable))
+        update = report_adaptation(site, self.adapt(site, request.trainable))
         return Update(update.patch, update.content, update.examples, {**update.metrics, "pruned": self._pruned})
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
@@ -56,37 +56,37 @@ class MetaSNIP(Method[State]):
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
         """One SNIP pass on the site's examples, then one step inside the mask."""
         kept = trainable - self.pruned(site)
-        return one_step(site, site.weights * kept.on, [kept], self.config)
+        return take_one_step(site, site.weights * kept.bits, [kept], self.config)
 
     def pruned(self, site: Site) -> Mask:
         """The entries that go: in each layer the channels (filter and bias) or weights of the lowest ``|w * grad|``."""
-        batch = self.config.adapt_batch or max(site.examples, 1)
-        scores = saliency(site, site.weights, batch_size=batch, batches=1, t=0)
+        batch = self.config.adapt_batch or max(site.num_examples, 1)
+        scores = compute_saliency(site, site.weights, batch_size=batch, batches=1, t=0)
         gone = torch.zeros(self.layout.size, dtype=torch.bool)
         for members in self._units:
-            lowest = top_k(-scores[members].sum(1), share(self.config.sparsity, len(members)))
-            gone[members[lowest.on]] = True
+            lowest = top_k(-scores[members].sum(1), floor_fraction(self.config.sparsity, len(members)))
+            gone[members[lowest.bits]] = True
         return Mask(gone)
 
     @property
     def _pruned(self) -> float:
         """The share of units that goes, as it is possible in whole ones."""
         units = [len(members) for members in self._units]
-        return sum(share(self.config.sparsity, n) for n in units) / max(sum(units), 1)
+        return sum(floor_fraction(self.config.sparsity, n) for n in units) / max(sum(units), 1)
 
     @cached_property
     def _units(self) -> list[Tensor]:
         """Per pruned layer, indices ``(units, n)``."""
-        found = {e.name.removesuffix(".weight"): e for e in self.layout.entries if _convolution(e)}
+        found = {e.name.removesuffix(".weight"): e for e in self.layout.tensors if _convolution(e)}
         if unknown := [name for name in self.config.layers if name not in found]:
             raise ConfigError(
-                f"method.layers: there is no convolution {unknown[0]!r}.{closest(unknown[0], found)} There are: "
+                f"method.layers: there is no convolution {unknown[0]!r}.{suggest(unknown[0], found)} There are: "
                 f"{', '.join(found) or 'none'}"
             )
         return [self._members(name, found[name]) for name in self.config.layers or found]
 
-    def _members(self, name: str, weight: Entry) -> Tensor:
-        start = dict(zip((e.name for e in self.layout.entries), self.layout.offsets, strict=False))
+    def _members(self, name: str, weight: TensorSpec) -> Tensor:
+        start = dict(zip((e.name for e in self.layout.tensors), self.layout.offsets, strict=False))
         rows = torch.arange(start[weight.name], start[weight.name] + weight.size)
         if self.config.unit == "weight":
             return rows.reshape(-1, 1)
@@ -98,12 +98,12 @@ class MetaSNIP(Method[State]):
     def model(self, state: State) -> Patch:
         return self._metagater.model(state)
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
         return ask_to_adapt(self.model(state), sites, self.config)
 
-    def paper_scalars(self, sites: int) -> int | None:
-        return self._metagater.paper_scalars(sites)
+    def count_paper_scalars(self, sites: int) -> int | None:
+        return self._metagater.count_paper_scalars(sites)
 
 
-def _convolution(entry: Entry) -> bool:
+def _convolution(entry: TensorSpec) -> bool:
     return entry.role == "weight" and len(entry.shape) > 2

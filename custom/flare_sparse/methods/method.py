@@ -16,13 +16,13 @@ A toy method, whole (the sites vote, the server counts):
     ...     def ask(self, state, sites):
     ...         if state.round > self.config.rounds:
     ...             return None
-    ...         return broadcast(sites, Request("vote", state.round, self.model(state), self.everything, "difference"))
+    ...         return broadcast(sites, Request("vote", state.round, self.model(state), self.full_mask, "delta"))
     ...     def answer(self, request, site):
-    ...         return Update(Patch.of(torch.ones(site.layout.size), request.trainable), "difference", site.examples)
+    ...         return Update(Patch.of(torch.ones(site.layout.size), request.trainable), "delta", site.examples)
     ...     def learn(self, state, updates):
     ...         return Votes(state.round + 1, state.total + sum(u.patch.values for u in updates))
     ...     def model(self, state):
-    ...         return Patch.of(state.total, self.everything)
+    ...         return Patch.of(state.total, self.full_mask)
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ..aggregation.robust import Combine
-from ..capabilities import Capabilities, own
+from ..aggregation.robust import AggregationRule
+from ..capabilities import Capabilities, local_capabilities
 from ..errors import ConfigError
-from ..exchange import VALIDATE, Patch, Request, Update
+from ..exchange import EVALUATE, Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
-from ..seeds import generator
+from ..seeds import make_generator
 from ..training import Site, TrainingConfig
 
-Maskable = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
+MaskPreset = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
 S = TypeVar("S")
 
 
@@ -59,12 +59,12 @@ class MethodConfig(BaseModel):
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how a site trains in a round")
 
     @property
-    def fewest_sites(self) -> int:
+    def min_sites_needed(self) -> int:
         """Contributions without which a round makes no sense for the method as it is set."""
         return 1
 
     @property
-    def against_encryption(self) -> str:
+    def encryption_blocker(self) -> str:
         """Why the server half must read weights; empty where the next model is the mean by examples of the weights that
         the sites answer with, all on the entries asked for, and nothing else is ever made of them.
         """
@@ -74,17 +74,19 @@ class MethodConfig(BaseModel):
 class AveragingConfig(MethodConfig):
     """Settings of methods whose new model is an average of the sites'."""
 
-    combine: Combine = Field(default_factory=Combine, description="how the sites' answers become one model")
+    aggregation: AggregationRule = Field(
+        default_factory=AggregationRule, description="how the sites' answers become one model"
+    )
 
     @property
-    def fewest_sites(self) -> int:
-        return self.combine.fewest_sites
+    def min_sites_needed(self) -> int:
+        return self.aggregation.min_sites_needed
 
     @property
-    def against_combine(self) -> str:
-        """What of ``combine`` needs single answers; empty when nothing does."""
-        rule = self.combine.rule
-        return f"combine.rule {rule} compares the sites' values" if self.combine.sees_single_answers else ""
+    def aggregation_blocker(self) -> str:
+        """What of ``aggregation`` needs single answers; empty when nothing does."""
+        rule = self.aggregation.rule
+        return f"aggregation.rule {rule} compares the sites' values" if self.aggregation.needs_single_updates else ""
 
 
 class Method(ABC, Generic[S]):
@@ -96,14 +98,14 @@ class Method(ABC, Generic[S]):
 
     name: ClassVar[str]
     Config: ClassVar[type[MethodConfig]] = MethodConfig
-    Choices: ClassVar[type[BaseModel] | None] = None
-    """Settings that a site may set for itself (``site.choices``), in its site file under the method's name."""
+    SiteConfig: ClassVar[type[BaseModel] | None] = None
+    """Settings that a site may set for itself (``site.site_settings``), in its site file under the method's name."""
 
     def __init__(self, config: Any, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
 
     @cached_property
-    def everything(self) -> Mask:
+    def full_mask(self) -> Mask:
         """All entries, buffers included."""
         return Mask.full(self.layout.size)
 
@@ -131,18 +133,18 @@ class Method(ABC, Generic[S]):
     def model(self, state: S) -> Patch:
         """The global model: what is saved, and judged unless ``judge`` says otherwise."""
 
-    def able(self, site: Site) -> Capabilities:
-        """At a site, before it is first asked: what its own choices (``site.choices``) let it take part in."""
-        return own()
+    def get_capabilities(self, site: Site) -> Capabilities:
+        """At a site, before it is first asked: what its own choices (``site.site_settings``) let it take part in."""
+        return local_capabilities()
 
-    def planned(self, able: Mapping[str, Capabilities]) -> Method[S]:
+    def configured_for(self, able: Mapping[str, Capabilities]) -> Method[S]:
         """At the server: this method, for sites that can what they said; the job's settings are not gone beyond."""
         return self
 
-    def judge(self, state: S, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: S, sites: Sequence[str]) -> dict[str, Request]:
         """The last question: how good is the result at each site?"""
         model = self.model(state)
-        return broadcast(sites, Request(VALIDATE, self.config.rounds + 1, model, model.on))
+        return broadcast(sites, Request(EVALUATE, self.config.rounds + 1, model, model.mask))
 
     @property
     def note(self) -> str:
@@ -163,7 +165,7 @@ class Method(ABC, Generic[S]):
             f"method {self.name!r} does not adapt its model at a site; train with one that does, such as metagater"
         )
 
-    def paper_scalars(self, sites: int) -> int | None:
+    def count_paper_scalars(self, sites: int) -> int | None:
         """Scalars that travel in a whole run as the paper counts them; None when it gives no rule of its own."""
         return None
 
@@ -173,11 +175,11 @@ def broadcast(sites: Sequence[str], request: Request) -> dict[str, Request]:
     return dict.fromkeys(sites, request)
 
 
-def sample(sites: Sequence[str], participation: float, seed: int, t: int) -> list[str]:
+def sample_sites(sites: Sequence[str], participation: float, seed: int, t: int) -> list[str]:
     """``max(1, round(participation * n))`` of the sites, drawn by (seed, round) alone: every method asks the same."""
     names = sorted(sites)
     wanted = max(1, round(participation * len(names)))
     if wanted >= len(names):
         return names
-    drawn = torch.randperm(len(names), generator=generator(seed, "sample", t))[:wanted]
+    drawn = torch.randperm(len(names), generator=make_generator(seed, "sample", t))[:wanted]
     return [names[i] for i in sorted(drawn.tolist())]

@@ -11,15 +11,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregation.robust import combined
-from ..aggregation.weighted import by_examples, count_average, uniform, weighted_sum
-from ..exchange import VALIDATE, Patch, Request, Update
-from ..mask import Mask, share, top_k, top_k_per_tensor
-from ..scores.erk import erk_densities, random_mask
-from ..scores.snip import keep_counts, saliency
-from ..seeds import generator
+from ..aggregation.robust import aggregate
+from ..aggregation.weighted import average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
+from ..exchange import EVALUATE, Patch, Request, Update
+from ..mask import Mask, floor_fraction, top_k, top_k_per_tensor
+from ..scores.erk import compute_erk_densities, draw_random_mask
+from ..scores.snip import compute_keep_counts, compute_saliency
+from ..seeds import make_generator
 from ..training import Site
-from .method import AveragingConfig, Maskable, Method, broadcast, sample
+from .method import AveragingConfig, MaskPreset, Method, broadcast, sample_sites
 
 
 class Config(AveragingConfig):
@@ -43,10 +43,10 @@ class Config(AveragingConfig):
     random_site: bool = Field(
         False, description="individual_snip: the mask of one site, drawn at random, for all (the paper's section 5.1)"
     )
-    count_average: bool = Field(
+    average_over_owners: bool = Field(
         False, description="individual_snip: average over a coordinate's holders instead of counting zeros"
     )
-    maskable: Maskable = Field("conv_linear_weights", description="which parameters may be masked")
+    maskable: MaskPreset = Field("conv_linear_weights", description="which parameters may be masked")
 
     @model_validator(mode="after")
     def _one_site(self) -> Config:
@@ -60,9 +60,9 @@ class Config(AveragingConfig):
         return self.scores == "individual_snip" and not self.random_site
 
     @property
-    def against_encryption(self) -> str:
+    def encryption_blocker(self) -> str:
         masks = f"scores: {self.scores} gives each site entries of its own" if self.own_masks else ""
-        return self.against_combine or masks
+        return self.aggregation_blocker or masks
 
     @property
     def steps(self) -> int:
@@ -95,35 +95,35 @@ class NeuroSFL(Method[State]):
     Config = Config
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        state = State(0, 0, weights, (self.everything,), ())
+        state = State(0, 0, weights, (self.full_mask,), ())
         if self.config.scores != "random":
             return state
         maskable = self._maskable
-        draw = generator(self.seed, "random mask")
+        draw = make_generator(self.seed, "random mask")
         if self.config.random_layers == "erk":
-            densities = erk_densities(self.layout, maskable, 1 - self.config.sparsity)
-            return self._start(state, [random_mask(self.layout, maskable, densities, draw)])
+            densities = compute_erk_densities(self.layout, maskable, 1 - self.config.sparsity)
+            return self._start(state, [draw_random_mask(self.layout, maskable, densities, draw)])
         noise = torch.rand(self.layout.size, generator=draw)
-        return self._start(state, [top_k(noise, share(1 - self.config.sparsity, maskable.count), maskable)])
+        return self._start(state, [top_k(noise, floor_fraction(1 - self.config.sparsity, maskable.count), maskable)])
 
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
         if state.round == 0:
             model = self.model(state)
-            rated = self._maskable & model.on
+            rated = self._maskable & model.mask
             least = None if self.config.signed else 0.0
             return broadcast(
-                sites, Request("score", 0, model, model.on, content="scores", expected=rated, smallest=least)
+                sites, Request("score", 0, model, model.mask, content="scores", expected=rated, smallest=least)
             )
         training = [name for name in sites if name in state.owners] if state.owners else sites
-        return self._models("train", state, sample(training, self.config.participation, self.seed, state.round))
+        return self._models("train", state, sample_sites(training, self.config.participation, self.seed, state.round))
 
     def answer(self, request: Request, site: Site) -> Update:
         return self._score(request, site) if request.kind == "score" else self._train(request, site)
 
     def _score(self, request: Request, site: Site) -> Update:
-        scores = saliency(
+        scores = compute_saliency(
             site,
             site.weights,
             batch_size=self.config.training.batch_size,
@@ -132,33 +132,33 @@ class NeuroSFL(Method[State]):
             signed=self.config.signed,
         )
         rated = self._maskable & request.trainable
-        return Update(Patch.of(scores, rated), "scores", site.examples)
+        return Update(Patch.from_vector(scores, rated), "scores", site.num_examples)
 
     def _train(self, request: Request, site: Site) -> Update:
         weights = site.train(site.weights, request.trainable, self.config.training, request.round)
-        return Update(Patch.of(weights, request.trainable), "weights", site.examples)
+        return Update(Patch.from_vector(weights, request.trainable), "weights", site.num_examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         if state.round == 0:
             return self._choose(state, updates)
-        if state.owners and self.config.count_average:
-            weights = count_average(updates, by_examples, otherwise=state.weights)
+        if state.owners and self.config.average_over_owners:
+            weights = average_over_owners(updates, weigh_by_examples, fallback=state.weights)
         else:
-            weights = combined(updates, state.weights, self.config.combine)
+            weights = aggregate(updates, state.weights, self.config.aggregation)
         return replace(state, round=state.round + 1, weights=weights)
 
     def _choose(self, state: State, updates: Sequence[Update]) -> State:
         """Masks from this step's scores: T_q(sum_k |s_k|), Eq. 7."""
         step = state.step + 1
         maskable = self._maskable
-        keep = share(1 - self.config.sparsity, maskable.count)
+        keep = floor_fraction(1 - self.config.sparsity, maskable.count)
         linear = self.config.step_sizes == "linear"
-        live = keep_counts(maskable.count, keep, self.config.steps, exponential=not linear)[step - 1]
-        pool = updates[0].patch.on
+        live = compute_keep_counts(maskable.count, keep, self.config.steps, exponential=not linear)[step - 1]
+        pool = updates[0].patch.mask
         if self.config.own_masks:
-            scores = [update.patch.vector() for update in updates]
+            scores = [update.patch.to_vector() for update in updates]
         elif self.config.random_site:
-            scores = [updates[self._drawn(len(updates))].patch.vector()]
+            scores = [updates[self._drawn(len(updates))].patch.to_vector()]
         else:
             scores = [self._pooled(updates)]
         masks = [top_k_per_tensor(s.abs(), live, self.layout, pool, self.config.min_per_layer) for s in scores]
@@ -168,40 +168,42 @@ class NeuroSFL(Method[State]):
         return self._start(replace(state, step=step, owners=owners), masks)
 
     def _pooled(self, updates: Sequence[Update]) -> Tensor:
-        """One score of each entry; with a robust ``combine`` no site's own size of scores decides."""
-        combine = self.config.combine
-        if combine.sees_single_answers:
-            owners = min(combine.min_owners, len(updates))  # all send the same entries
+        """One score of each entry; with a robust ``aggregation`` no site's own size of scores decides."""
+        aggregation = self.config.aggregation
+        if aggregation.needs_single_updates:
+            owners = min(aggregation.min_owners, len(updates))  # all send the same entries
             nothing = torch.zeros(self.layout.size)
-            return combined(updates, nothing, combine.model_copy(update={"min_owners": owners}))
+            return aggregate(updates, nothing, aggregation.model_copy(update={"min_owners": owners}))
         weighted = self.config.scores == "weighted_snip" or self.config.signed
-        return weighted_sum(updates, by_examples if weighted else uniform)
+        return weighted_sum(updates, weigh_by_examples if weighted else weigh_equally)
 
     def _drawn(self, sites: int) -> int:
-        return int(torch.randint(sites, (1,), generator=generator(self.seed, "random site")))
+        return int(torch.randint(sites, (1,), generator=make_generator(self.seed, "random site")))
 
     def _start(self, state: State, masks: Sequence[Mask]) -> State:
         """Training begins: theta <- theta_0 (.) m; what is not maskable stays on."""
         live = tuple(mask | ~self._maskable for mask in masks)
-        return replace(state, round=1, weights=state.weights * _union(live).on, masks=live)
+        return replace(state, round=1, weights=state.weights * _union(live).bits, masks=live)
 
     def _models(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Request]:
         """The model of each site: one for all, or the global one under the site's own mask."""
         if not state.owners:
             model = self.model(state)
-            return broadcast(sites, Request(kind, state.round, model, model.on, expected=model.on))
+            return broadcast(sites, Request(kind, state.round, model, model.mask, expected=model.mask))
         own = {name: mask for name, mask in zip(state.owners, state.masks, strict=True) if name in sites}
-        return {n: Request(kind, state.round, Patch.of(state.weights, m), m, expected=m) for n, m in own.items()}
+        return {
+            n: Request(kind, state.round, Patch.from_vector(state.weights, m), m, expected=m) for n, m in own.items()
+        }
 
     @cached_property
     def _maskable(self) -> Mask:
-        return Mask.maskable(self.layout, self.config.maskable)
+        return Mask.from_preset(self.layout, self.config.maskable)
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, _union(state.masks))
+        return Patch.from_vector(state.weights, _union(state.masks))
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
-        return self._models(VALIDATE, state, sites)
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        return self._models(EVALUATE, state, sites)
 
 
 def _union(masks: Sequence[Mask]) -> Mask:

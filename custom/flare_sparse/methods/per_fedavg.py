@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import uniform, weighted_sum
+from ..aggregation.weighted import weigh_equally, weighted_sum
 from ..exchange import Patch, Request, Update
 from ..training import Site
 from .fedavg import State
 from .fedavg_one_step import FedAvgOneStep
 from .method import MethodConfig
-from .support.adaptation import AdaptationConfig, report
+from .support.adaptation import AdaptationConfig, report_adaptation
 
 
 class Config(AdaptationConfig):
@@ -37,13 +37,13 @@ class PerFedAvg(FedAvgOneStep):
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind == "adapt":
-            return report(site, self.adapt(site, request.trainable))
+            return report_adaptation(site, self.adapt(site, request.trainable))
         weights = site.weights
         for step in range(self.config.local_steps):
             stream = 3 * ((request.round - 1) * self.config.local_steps + step)
-            direction = self.meta_gradient(site, weights, stream) * request.trainable.on
-            weights = weights - self.config.training.learning_rate(request.round) * direction
-        return Update(Patch.of(weights, request.trainable), "weights", site.examples)
+            direction = self.meta_gradient(site, weights, stream) * request.trainable.bits
+            weights = weights - self.config.training.compute_learning_rate(request.round) * direction
+        return Update(Patch.from_vector(weights, request.trainable), "weights", site.num_examples)
 
     def meta_gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
         """``(I - alpha Hessian) grad f(w - alpha grad f(w))`` ``(P,)`` on three batches; the Hessian is left out in FO.
@@ -66,10 +66,10 @@ class PerFedAvg(FedAvgOneStep):
 
     def _gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
         training = self.config.training
-        gradient: Tensor = next(iter(site.gradients(weights, training.batch_size, 1, stream)))
+        gradient: Tensor = next(iter(site.compute_gradients(weights, training.batch_size, 1, stream)))
         if training.clip_norm is None:
             return gradient
         return gradient.mul(min(1.0, training.clip_norm / max(float(gradient.norm()), 1e-12)))
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        return State(state.round + 1, weighted_sum(updates, uniform))
+        return State(state.round + 1, weighted_sum(updates, weigh_equally))

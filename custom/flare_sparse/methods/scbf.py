@@ -11,15 +11,15 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ..aggregation.weighted import by_examples, count_average, ones, stepped, weighted_sum
-from ..exchange import VALIDATE, Patch, Request, Update
-from ..mask import Mask, share
+from ..aggregation.weighted import apply_deltas, average_over_owners, weigh_by_examples, weigh_by_one, weighted_sum
+from ..exchange import EVALUATE, Patch, Request, Update
+from ..mask import Mask, floor_fraction
 from ..params import Layout
 from ..scores.scbf.groups import Biases, Groups, Selection
-from ..scores.scbf.selection import NeuronGroups, groups
-from ..seeds import generator
+from ..scores.scbf.selection import NeuronGroups, build_groups
+from ..seeds import make_generator
 from ..training import Site
-from .method import Method, MethodConfig, broadcast, sample
+from .method import Method, MethodConfig, broadcast, sample_sites
 
 Aggregation = Literal["sum", "mean", "count"]
 
@@ -51,7 +51,7 @@ class Config(MethodConfig):
     )
 
 
-class Choices(BaseModel):
+class SiteConfig(BaseModel):
     """What a site may set for itself, in its site file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -84,30 +84,30 @@ class SCBF(Method[State]):
 
     name = "scbf"
     Config: ClassVar[type[MethodConfig]] = Config
-    Choices: ClassVar[type[BaseModel] | None] = Choices
+    SiteConfig: ClassVar[type[BaseModel] | None] = SiteConfig
 
     def __init__(self, config: MethodConfig, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
         self._latest: Groups | None = None
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, self.everything, self.everything)
+        return State(1, weights, self.full_mask, self.full_mask)
 
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        asked = sample(sites, self.config.participation, self.seed, state.round)
+        asked = sample_sites(sites, self.config.participation, self.seed, state.round)
         return broadcast(asked, self._question("train", state))
 
-    def judge(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
-        return broadcast(sites, self._question(VALIDATE, state))
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+        return broadcast(sites, self._question(EVALUATE, state))
 
     def _question(self, kind: str, state: State) -> Request:
         """What a round changed, to sites that hold all else; everything where saying which costs more."""
         request = Request(kind, state.round, self.model(state), state.live, fits=partial(self._allowed, state.live))
         if not state.live.is_full or state.changed.count > 31 / 32 * self.layout.size:
             return request
-        news = Patch.of(state.weights, state.changed, over="held")
+        news = Patch.from_vector(state.weights, state.changed, over="previous")
         return replace(request, model=news, otherwise=request.model)
 
     def _allowed(self, live: Mask, site: str, on: Mask) -> bool:
@@ -115,56 +115,64 @@ class SCBF(Method[State]):
         return on <= live
 
     def answer(self, request: Request, site: Site) -> Update:
-        here = site.narrowed(request.trainable)
+        here = site.narrow(request.trainable)
         trained = here.train(here.weights, Mask.full(here.layout.size), self.config.training, request.round)
         revealed = self.revealed(trained - here.weights, here, request.round)
         on = torch.zeros(self.layout.size, dtype=torch.bool)
-        on[request.trainable.indices] = revealed.on
-        return Update(Patch(revealed.take(trained), Mask(on)), "weights", site.examples, here.judge(here.weights))
+        on[request.trainable.indices] = revealed.bits
+        return Update(
+            Patch(revealed.take(trained), Mask(on)), "weights", site.num_examples, here.evaluate(here.weights)
+        )
 
     def revealed(self, change: Tensor, site: Site, t: int) -> Mask:
         """The entries of a change ``(P,)`` that leave a site in round ``t``."""
-        own = site.choices or Choices()
+        own = site.site_settings or SiteConfig()
         rate = own.rate or self.config.rate
         budget = own.budget or (self.config.budget if own.rate is None else None)
         found = self._groups(site.layout)
         if budget is not None:
-            return found.by_budget(change, budget)
-        draw = generator(self.seed, "channels", site.name, t)
-        return found.by_rate(change, rate, self.config.selection, draw)
+            return found.select_by_budget(change, budget)
+        draw = make_generator(self.seed, "channels", site.name, t)
+        return found.select_by_rate(change, rate, self.config.selection, draw)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        changed = updates[0].patch.on
+        changed = updates[0].patch.mask
         for update in updates[1:]:
-            changed = changed | update.patch.on
-        weights = torch.where(changed.on, self.combined(state, updates), state.weights)
+            changed = changed | update.patch.mask
+        weights = torch.where(changed.bits, self.combined(state, updates), state.weights)
         return replace(state, round=state.round + 1, weights=weights, changed=changed)
 
     def combined(self, state: State, updates: Sequence[Update]) -> Tensor:
         """The new weights ``(P,)`` where a site revealed something; what nobody revealed keeps its bits."""
         before, aggregation = state.weights, self.config.aggregation
         if aggregation == "mean":
-            whole = [replace(u, patch=Patch.of(u.patch.applied(before.clone()), state.live)) for u in updates]
-            return weighted_sum(whole, by_examples)
-        average = count_average(updates, by_examples, otherwise=before)
+            whole = [
+                replace(u, patch=Patch.from_vector(u.patch.write_into(before.clone()), state.live)) for u in updates
+            ]
+            return weighted_sum(whole, weigh_by_examples)
+        average = average_over_owners(updates, weigh_by_examples, fallback=before)
         if aggregation == "count":
             return average
-        return torch.where(self._parameters.on, stepped(updates, ones, before), average)  # statistics are never added
+        return torch.where(
+            self._parameters.bits, apply_deltas(updates, weigh_by_one, before), average
+        )  # statistics are never added
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, state.live)
+        return Patch.from_vector(state.weights, state.live)
 
     @property
     def note(self) -> str:
         found, budget = self._groups(self.layout), self.config.budget
         limit = (
-            found.threshold if budget is None else f"{share(budget, self.layout.trainable_size):,} parameters a message"
+            found.threshold
+            if budget is None
+            else f"{floor_fraction(budget, self.layout.trainable_size):,} parameters a message"
         )
         return f"{found.found}, {limit}"
 
     @cached_property
     def _parameters(self) -> Mask:
-        return Mask.of(self.layout, lambda entry: entry.role != "buffer")
+        return Mask.from_tensors(self.layout, lambda entry: entry.role != "buffer")
 
     def _groups(self, layout: Layout) -> Groups:
         """Those of a network; made once for each structure."""
@@ -175,7 +183,7 @@ class SCBF(Method[State]):
     def _made(self, layout: Layout) -> Groups:
         if self.config.channels == "layerwise":
             return NeuronGroups(layout, self.config.biases)
-        return groups(
+        return build_groups(
             layout,
             self.config.biases,
             layer_mean=self.config.layer_mean,

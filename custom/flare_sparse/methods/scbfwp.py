@@ -15,8 +15,8 @@ from ..errors import ConfigError
 from ..exchange import Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
-from ..scores.scbf.apoz import places, pooled, without_idle, written, zero_counts
-from ..structure import channel_graph, kept_units, live_mask, removable
+from ..scores.scbf.apoz import count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
+from ..structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
 from ..training import Site
 from . import scbf
 from .method import MethodConfig, broadcast
@@ -66,7 +66,7 @@ class SCBFwP(SCBF):
 
     def __init__(self, config: MethodConfig, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
-        self._layers = removable(channel_graph(layout))
+        self._layers = find_removable_layers(build_channel_graph(layout))
         if not self._layers:
             raise ConfigError(f"method {self.name}: the network has no hidden layer with a ReLU to remove units from")
 
@@ -88,15 +88,17 @@ class SCBFwP(SCBF):
         asked = super().ask(state, [site for site in sites if site != counter])
         if not asked or state.phase != "counted" or counter != "sites":
             return asked
-        held = replace(Patch.empty(self.layout.size), over="held")  # the sites have the model: they counted its zeros
+        held = replace(
+            Patch.empty(self.layout.size), base="previous"
+        )  # the sites have the model: they counted its zeros
         request = next(iter(asked.values()))
         return broadcast(list(asked), replace(request, model=held, otherwise=request.model))
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != "count":
             return super().answer(request, site)
-        counts = zero_counts(site, site.weights, self._layers)
-        return Update(written(counts, self._places, self.layout.size), "scores", site.examples)
+        counts = count_zeros(site, site.weights, self._layers)
+        return Update(encode_counts(counts, self._places, self.layout.size), "scores", site.num_examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
         if state.phase == "count":
@@ -105,23 +107,23 @@ class SCBFwP(SCBF):
         return replace(super().learn(state, updates), phase="count" if due else "train")
 
     def _pruned(self, state: State, updates: Sequence[Update]) -> State:
-        kept = kept_units(self.layout, self._layers, state.live)
+        kept = get_kept_units(self.layout, self._layers, state.live)
         units = sum(layer.units for layer in self._layers)
         surplus = sum(int(layer.sum()) for layer in kept) - self.config.units_left(units, state.prunings + 1)
-        left = without_idle(
+        left = remove_idle_units(
             kept,
-            pooled(updates, self._places),
+            pool_apoz(updates, self._places),
             max(surplus, 0),
             at_least=self.config.least_left,
             per_layer=self.config.ranking == "layer",
         )
-        live = live_mask(self.layout, self._layers, left)
-        weights = torch.where(live.on, state.weights, 0.0)
+        live = build_live_mask(self.layout, self._layers, left)
+        weights = torch.where(live.bits, state.weights, 0.0)
         return replace(state, weights=weights, live=live, prunings=state.prunings + 1, phase="counted")
 
     @cached_property
     def _places(self) -> Tensor:
-        return places(self.layout, self._layers)
+        return locate_counts(self.layout, self._layers)
 
     @cached_property
     def _reported(self) -> Mask:

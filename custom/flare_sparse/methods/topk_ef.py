@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import by_examples, weighted_sum
+from ..aggregation.weighted import weigh_by_examples, weighted_sum
 from ..exchange import Patch, Request, Update
-from ..mask import Mask, share, top_k
+from ..mask import Mask, floor_fraction, top_k
 from ..training import Site
-from .method import Method, MethodConfig, broadcast, sample
+from .method import Method, MethodConfig, broadcast, sample_sites
 
 
 class Config(MethodConfig):
@@ -35,28 +35,28 @@ class TopKEF(Method[State]):
     Config = Config
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, self.everything)
+        return State(1, weights, self.full_mask)
 
     def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        changed = Patch.of(state.weights, state.changed, over="held" if state.round > 1 else "zeros")
+        changed = Patch.from_vector(state.weights, state.changed, over="previous" if state.round > 1 else "zeros")
         everything = self.model(state)
         request = Request(
             "train",
             state.round,
             changed,
-            everything.on,
-            content="difference",
+            everything.mask,
+            content="delta",
             otherwise=everything,
             least=lambda _: self._uploaded,
         )
-        return broadcast(sample(sites, self.config.participation, self.seed, state.round), request)
+        return broadcast(sample_sites(sites, self.config.participation, self.seed, state.round), request)
 
     @property
     def _uploaded(self) -> int:
         """Entries of an answer."""
-        return share(self.config.fraction, self.layout.size)
+        return floor_fraction(self.config.fraction, self.layout.size)
 
     def answer(self, request: Request, site: Site) -> Update:
         trained = site.train(site.weights, request.trainable, self.config.training, request.round)
@@ -64,14 +64,14 @@ class TopKEF(Method[State]):
         if "residual" in site.memory:
             change += site.memory["residual"]
         chosen = top_k(change.abs(), self._uploaded)
-        site.memory["residual"] = change * ~chosen.on
-        return Update(Patch.of(change, chosen), "difference", site.examples)
+        site.memory["residual"] = change * ~chosen.bits
+        return Update(Patch.from_vector(change, chosen), "delta", site.num_examples)
 
     def learn(self, state: State, updates: Sequence[Update]) -> State:
-        changed = updates[0].patch.on
+        changed = updates[0].patch.mask
         for update in updates[1:]:
-            changed = changed | update.patch.on
-        return State(state.round + 1, state.weights + weighted_sum(updates, by_examples), changed)
+            changed = changed | update.patch.mask
+        return State(state.round + 1, state.weights + weighted_sum(updates, weigh_by_examples), changed)
 
     def model(self, state: State) -> Patch:
-        return Patch.of(state.weights, self.everything)
+        return Patch.from_vector(state.weights, self.full_mask)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from ..errors import ConfigError, closest
+from ..errors import ConfigError, suggest
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -69,7 +69,7 @@ def _chosen(body: list[str], targets: tuple[str, ...]) -> list[str]:
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in body):
             ends = sorted({name.rpartition(".")[2] for name in body})
-            hint = closest(target, ends) or f" There are, among others: {', '.join(ends[:8])}"
+            hint = suggest(target, ends) or f" There are, among others: {', '.join(ends[:8])}"
             raise ConfigError(f"task.adapter.targets: no module to adapt ends with {target!r}.{hint}")
     return [name for name in body if any(f".{name}".endswith(f".{target}") for target in targets)]
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from safetensors import SafetensorError
 from torch import nn
 
-from ..errors import ConfigError, closest
+from ..errors import ConfigError, suggest
 
 MODELS_VARIABLE = "FLARE_SPARSE_MODELS"
 WEIGHTS = "model.safetensors"
@@ -43,7 +43,7 @@ def base_folder(name: str, environment: Mapping[str, str] = os.environ) -> Path:
     if not folder.is_dir():
         there = [path.name for path in Path(place).expanduser().glob("*") if path.is_dir()]
         raise ConfigError(
-            f"task.base: no folder {name!r} in ${MODELS_VARIABLE} ({place}).{closest(name, there)} It holds: "
+            f"task.base: no folder {name!r} in ${MODELS_VARIABLE} ({place}).{suggest(name, there)} It holds: "
             f"{', '.join(sorted(there)) or 'nothing'}. flare-sparse fetch-model and flare-sparse save write such folders"
         )
     return folder

@@ -15,7 +15,7 @@ from pydantic import (
 )
 from torch import nn
 
-from ..errors import closest
+from ..errors import suggest
 from .gates import GateConfig, gated
 from .registry import MODELS, READS, build, checked, reads
 
@@ -70,7 +70,7 @@ def reading(kind: str) -> AfterValidator:
             fitting = [name for name in MODELS if reads(name) == kind]
             raise ValueError(
                 f"model {model.name!r} reads {reads(model.name)}, this task gives {kind}; choose one of: "
-                f"{', '.join(fitting)}.{closest(model.name, fitting)}"
+                f"{', '.join(fitting)}.{suggest(model.name, fitting)}"
             )
         return model
 

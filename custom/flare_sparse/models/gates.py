@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import ConfigError, closest
+from ..errors import ConfigError, suggest
 from ..structure.channels import CHANNELWISE, CONVOLUTIONS, NORMS, leaves, run_channels
 
 
@@ -128,7 +128,7 @@ def gated(network: nn.Module, config: GateConfig) -> nn.Module:
     for name in config.layers:
         known = dict(network.named_modules())
         if name not in known or not name:
-            raise ConfigError(f"gates.layers: the network has no layer {name!r}.{closest(name, known)}")
+            raise ConfigError(f"gates.layers: the network has no layer {name!r}.{suggest(name, known)}")
         body = known[name]
         convolution = _convolution(name, body)
         prefix, _, last = name.rpartition(".")

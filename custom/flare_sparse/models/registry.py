@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
 from torch import nn
 
-from ..errors import ConfigError, closest
+from ..errors import ConfigError, suggest
 from .alexnet3d import alexnet3d
 from .brain_age import brain_age_cnn, brain_age_cnn_3mm
 from .resnet import resnet32, resnet44, resnet56, resnet110
@@ -85,9 +85,9 @@ def _problem(schema: type[BaseModel], error: ErrorDetails) -> str:
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         known = list(schema.model_fields)
-        return f"no setting {field!r}.{closest(field, known)} It has: {', '.join(known)}"
+        return f"no setting {field!r}.{suggest(field, known)} It has: {', '.join(known)}"
     return f"{field}: {error['msg']}, found {error['input']!r}"
 
 
 def _unknown(name: str) -> Any:
-    raise ValueError(f"no model {name!r}; choose one of: {', '.join(MODELS)}.{closest(name, MODELS)}")
+    raise ValueError(f"no model {name!r}; choose one of: {', '.join(MODELS)}.{suggest(name, MODELS)}")

@@ -12,15 +12,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from ..errors import ConfigError, PolicyRefusal, closest
+from ..errors import ConfigError, PolicyRefusal, suggest
 from ..exchange import Content, Patch
 from ..mask import Mask
-from ..params import Entry, Layout
-from ..training import Used
+from ..params import Layout, TensorSpec
+from ..training import SampleUsage
 
 POLICY_FILE = "flare_sparse_policy.yaml"
 """In the ``local`` folder of the site's startup kit."""
-READY = {file.stem: file for file in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
+PRESETS = {file.stem: file for file in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
 """Policies that come with the package, by the name that stands for one: what most sites start from."""
 
 
@@ -31,7 +31,7 @@ class Policy(BaseModel):
 
     methods: tuple[str, ...] | None = Field(None, description="methods that may run here; none: all")
     contents: tuple[Content, ...] = Field(
-        ("weights", "difference", "scores", "nothing"),
+        ("weights", "delta", "scores", "metrics"),
         description="what answers may carry; without 'scores' no saliency leaves; 'nothing' is metrics only",
     )
     min_examples: int = Field(
@@ -67,7 +67,7 @@ class Policy(BaseModel):
         return {name: cap for name, cap in caps.items() if cap not in (None, 1.0)}
 
     def refusals(
-        self, content: Content, used: Used, on: Mask, change: Tensor, layout: Layout, size: int | None = None
+        self, content: Content, used: SampleUsage, on: Mask, change: Tensor, layout: Layout, size: int | None = None
     ) -> Iterator[str]:
         """Why an answer may not leave; nothing when it may.
 
@@ -83,21 +83,21 @@ class Policy(BaseModel):
             yield f"contents: {content} may not leave"
         if size is not None and self.max_upload_bytes is not None and size > self.max_upload_bytes:
             yield f"max_upload_bytes: {size}, allowed are {self.max_upload_bytes}"
-        if content == "nothing":
+        if content == "metrics":
             return
         yield from self.too_few(content, used)
         if on.count > self.max_upload_share * layout.size:
             yield f"max_upload_share: {on.count / layout.size:.1%} of the model, allowed are {self.max_upload_share:.1%}"
-        if not on <= Mask.of(layout, self.may_leave):
+        if not on <= Mask.from_tensors(layout, self.may_leave):
             yield f"tensors: one that does not match {', '.join(self.tensors)}"
         if not bool(torch.isfinite(change).all()):
             yield "finite: a value is NaN or infinite"
         elif self.max_norm is not None and content != "scores" and norm(change) > self.max_norm:
             yield f"max_norm: a change of {norm(change):.3g}, allowed is {self.max_norm}"
 
-    def too_few(self, content: str, used: Used) -> Iterator[str]:
+    def too_few(self, content: str, used: SampleUsage) -> Iterator[str]:
         """Why an answer stands on too little; nothing when it does not, or carries no values."""
-        if content == "nothing":
+        if content == "metrics":
             return
         wanted = [("min_examples", used.examples, self.min_examples)]
         if content == "scores":
@@ -107,7 +107,7 @@ class Policy(BaseModel):
             if found < least:
                 yield f"{name}: {content} of {found}, wanted are {least}"
 
-    def may_leave(self, entry: Entry) -> bool:
+    def may_leave(self, entry: TensorSpec) -> bool:
         """Whether a tensor's name matches."""
         return any(fnmatchcase(entry.name, pattern) for pattern in self.tensors)
 
@@ -124,7 +124,7 @@ class Policy(BaseModel):
         values = patch.values
         if content == "scores":
             coarse = self.channel_scores or self.score_bits is not None
-            return patch.on.take(self._coarse(patch.vector(), patch.on, layout)) if coarse else values
+            return patch.mask.take(self._coarse(patch.to_vector(), patch.mask, layout)) if coarse else values
         if self.clip_norm is not None and (length := norm(values)) > self.clip_norm:
             values = values * (self.clip_norm / length)
         if self.noise and self.clip_norm is not None:
@@ -134,7 +134,7 @@ class Policy(BaseModel):
 
     def _coarse(self, scores: Tensor, on: Mask, layout: Layout) -> Tensor:
         for name, part in layout.unflatten(scores).items():
-            here = layout.unflatten(on.on)[name]
+            here = layout.unflatten(on.bits)[name]
             if self.channel_scores and part.dim() > 1:
                 rows, counts = (part * here).flatten(1).sum(1), here.flatten(1).sum(1).clamp_min(1)
                 part.copy_((rows / counts).view(-1, *[1] * (part.dim() - 1)).expand_as(part))
@@ -162,9 +162,9 @@ def policy_file(said: Path) -> Path:
     """
     if said.is_file():
         return said
-    if file := READY.get(str(said)):
+    if file := PRESETS.get(str(said)):
         return file
-    raise ConfigError(f"{said}: no such file, and no ready policy; ready ones, without an ending: {', '.join(READY)}")
+    raise ConfigError(f"{said}: no such file, and no ready policy; ready ones, without an ending: {', '.join(PRESETS)}")
 
 
 def read_policy(file: Path) -> Policy:
@@ -189,7 +189,7 @@ def read_policy(file: Path) -> Policy:
 def _problem(location: tuple[int | str, ...], message: str) -> str:
     name = ".".join(str(part) for part in location)
     known = Policy.model_fields
-    hint = "" if not name or name.split(".")[0] in known else closest(name, known) + f" It may have: {', '.join(known)}"
+    hint = "" if not name or name.split(".")[0] in known else suggest(name, known) + f" It may have: {', '.join(known)}"
     return f"{name or 'content'}: {message}.{hint}"
 
 

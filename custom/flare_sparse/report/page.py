@@ -113,7 +113,7 @@ def _content(runs: list[Run]) -> dict[str, Any]:
         "runs": [SimpleNamespace(label=r.label, summary=r.summary, config=_config(r)) for r in runs],
         "rows": [_row(run) for run in runs],
         "sites": [_site(site, runs) for site in names],
-        "left_out": [entry for run in runs for entry in _left_out(run)],
+        "excluded": [entry for run in runs for entry in _list_excluded(run)],
         "version": version("flare-sparse"),
     }
 
@@ -157,12 +157,12 @@ def _site(site: str, runs: list[Run]) -> SimpleNamespace:
     return SimpleNamespace(name=site, tests="-" if tests is None else f"{tests:.0f}", cells=cells)
 
 
-def _left_out(run: Run) -> list[SimpleNamespace]:
+def _list_excluded(run: Run) -> list[SimpleNamespace]:
     found = []
     for line in run.rounds:
         why = {**line["rejected"], **dict.fromkeys(line["timed_out"], "no answer in time")}
-        why |= dict.fromkeys(line.get("resting", []), "resting after several misses")
-        why |= line.get("left_out", {})
+        why |= dict.fromkeys(line.get("quarantined", []), "resting after several misses")
+        why |= line.get("excluded", {})
         found += [SimpleNamespace(run=run.label, round=line["round"], site=s, why=w) for s, w in sorted(why.items())]
     return found
 

@@ -6,7 +6,7 @@ from ..assemble import Assembly
 from ..config import JobConfig, dump_config
 
 from ..checkpoint.writing import write_json
-from .model_files import ENCRYPTED, clear_models, save_mask, save_model, save_sealed
+from .model_files import ENCRYPTED, delete_models, save_mask, save_model, save_encrypted
 
 import json
 import time
@@ -20,13 +20,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..checkpoint.writing import replacing, sync
+from ..checkpoint.writing import replace_atomically, sync_to_disk
 from ..errors import ConfigError
-from ..exchange import Sealed
-from ..federation import Judgement, Outcome, RoundRecord
+from ..exchange import EncryptedValues
+from ..federation import Evaluation, Outcome, RoundRecord
 from ..mask import Mask
 from ..params import Layout
-from ..params import digest
+from ..params import compute_digest
 from ..task import Metric
 from ..wire.ledger import Ledger
 
@@ -50,11 +50,11 @@ class RunFacts:
     note: str = ""  # what the method found of the network
 
 
-def run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
+def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
     """What the record of a run begins with."""
     method = assembly.method
     return RunFacts(
-        run=assembly.run,
+        run=assembly.run_id,
         name=config.name,
         method=method.name,
         seed=config.seed,
@@ -95,9 +95,9 @@ class RunFolder:
 
     def _line(self, record: RoundRecord) -> dict[str, Any]:
         line = asdict(record)
-        judgement = line.pop("judgement")
+        evaluation = line.pop("evaluation")
         named = {"metric": self.facts.metric.name, "unit": self.facts.metric.unit, "rounds": self.facts.rounds}
-        figures = {"metrics": judgement["overall"], "site_metrics": judgement["sites"]}
+        figures = {"metrics": evaluation["overall"], "site_metrics": evaluation["sites"]}
         return {"run": self.facts.run, **line, **named, **figures}
 
     def finish(self, outcome: Outcome) -> dict[str, Any]:
@@ -106,23 +106,23 @@ class RunFolder:
         Raises:
             OSError: the disk is full or broken.
         """
-        clear_models(self.path)
-        self._save("", outcome.weights, outcome.mask, outcome.sealed)
+        delete_models(self.path)
+        self._save("", outcome.weights, outcome.mask, outcome.encrypted)
         best = outcome.best
         if best.weights is not None and best.mask is not None:
-            self._save("best_", best.weights, best.mask, best.sealed)
+            self._save("best_", best.weights, best.mask, best.encrypted)
         summary = self._summary(outcome)
         for name in GROWING:
-            sync(self.path / name)
+            sync_to_disk(self.path / name)
         write_json(self.path / "summary.json", summary)
         return summary
 
-    def _save(self, which: str, weights: Tensor, mask: Mask, sealed: Sealed | None) -> None:
+    def _save(self, which: str, weights: Tensor, mask: Mask, sealed: EncryptedValues | None) -> None:
         save_mask(self.path / f"{which}mask.safetensors", self.layout, mask)
         if sealed is None:
             save_model(self.path / f"{which}model.safetensors", self.layout, weights)
         else:
-            save_sealed(self.path / f"{ENCRYPTED}{which}model.safetensors", self.layout, sealed)
+            save_encrypted(self.path / f"{ENCRYPTED}{which}model.safetensors", self.layout, sealed)
 
     def _summary(self, outcome: Outcome) -> dict[str, Any]:
         facts, metric = self.facts, self.facts.metric
@@ -135,21 +135,21 @@ class RunFolder:
             "rounds": facts.rounds,
             "sites": sorted({site for record in outcome.rounds for site in record.sites_asked}),
             "metric": asdict(metric),
-            "final": _judged(outcome.judgement),
+            "final": _judged(outcome.evaluation),
             "best": {"round": outcome.best.round, "metrics": outcome.best.metrics},
             "sparsity": outcome.rounds[-1].sparsity,
-            "traffic": traffic(self.ledger),
+            "traffic": sum_traffic(self.ledger),
             "seconds": time.monotonic() - self._began,
             "threads": torch.get_num_threads(),
-            "model_sha256": None if outcome.sealed else digest(outcome.weights),
+            "model_sha256": None if outcome.encrypted else compute_digest(outcome.weights),
         }
 
 
-def _judged(judgement: Judgement) -> dict[str, Any]:
-    return {"metrics": judgement.overall, "sites": judgement.sites}
+def _judged(evaluation: Evaluation) -> dict[str, Any]:
+    return {"metrics": evaluation.overall, "sites": evaluation.sites}
 
 
-def traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
+def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
     """Sums of the ledger by direction: messages, scalars, bytes paid, dense bytes and the floor."""
     sums: dict[str, dict[str, float]] = {}
     for direction in ("down", "up"):

@@ -7,9 +7,9 @@ from pathlib import Path
 from torch import nn
 
 from ..assemble import Assembly, assemble
-from ..config import RunConfig, load_config, task_of
+from ..config import RunConfig, load_config, load_task
 from ..errors import ConfigError
-from .model_files import load_model as load_vector
+from .model_files import read_model as load_vector
 
 
 def load_model(run: str | Path, *, best: bool = False) -> nn.Module:
@@ -26,10 +26,10 @@ def load_model(run: str | Path, *, best: bool = False) -> nn.Module:
     Raises:
         ConfigError: it is no result folder, or its model is of another network.
     """
-    return trained(Path(run), best=best)[0]
+    return load_trained(Path(run), best=best)[0]
 
 
-def parts_of(run: Path) -> tuple[Assembly, RunConfig]:
+def load_assembly(run: Path) -> tuple[Assembly, RunConfig]:
     """The parts and the configuration of a run, without its model.
 
     Raises:
@@ -39,16 +39,16 @@ def parts_of(run: Path) -> tuple[Assembly, RunConfig]:
     if not file.is_file():
         raise ConfigError(f"{run}: no config.yaml; expected the result folder of flare-sparse run or rehearse")
     config = load_config(file)
-    return assemble(config, task_of(config, run)), config
+    return assemble(config, load_task(config, run)), config
 
 
-def trained(run: Path, *, best: bool = False) -> tuple[nn.Module, Assembly, RunConfig]:
+def load_trained(run: Path, *, best: bool = False) -> tuple[nn.Module, Assembly, RunConfig]:
     """As :func:`load_model`, with the parts and the configuration of the run.
 
     Raises:
         ConfigError: as :func:`load_model`.
     """
-    assembly, config = parts_of(run)
+    assembly, config = load_assembly(run)
     weights = load_vector(run / ("best_model.safetensors" if best else "model.safetensors"), assembly.layout)
     model = assembly.task.model()
     model.load_state_dict(assembly.layout.unflatten(weights), strict=False)

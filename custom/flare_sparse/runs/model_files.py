@@ -10,11 +10,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..checkpoint.writing import replacing
+from ..checkpoint.writing import replace_atomically
 from ..errors import ConfigError
-from ..exchange import Sealed
+from ..exchange import EncryptedValues
 from ..mask import Mask
-from ..params import Layout, digest
+from ..params import Layout, compute_digest
 
 ENCRYPTED = "encrypted_"
 """What the name of a model's file begins with when nobody without the key can read it."""
@@ -22,15 +22,15 @@ ENCRYPTED = "encrypted_"
 
 def save_model(path: Path, layout: Layout, weights: Tensor) -> None:
     """Named float32 tensors; ``load_model`` and ``safetensors`` read them back."""
-    _write(path, layout.unflatten(weights), {"layout": layout.fingerprint, "sha256": digest(weights)})
+    _write(path, layout.unflatten(weights), {"layout": layout.fingerprint, "sha256": compute_digest(weights)})
 
 
 def save_mask(path: Path, layout: Layout, mask: Mask) -> None:
     """Named bool tensors: what lives."""
-    _write(path, layout.unflatten(mask.on), {"layout": layout.fingerprint, "fingerprint": mask.fingerprint})
+    _write(path, layout.unflatten(mask.bits), {"layout": layout.fingerprint, "fingerprint": mask.fingerprint})
 
 
-def load_model(path: Path, layout: Layout) -> Tensor:
+def read_model(path: Path, layout: Layout) -> Tensor:
     """The vector ``(P,)`` in a file of :func:`save_model`.
 
     Raises:
@@ -48,13 +48,13 @@ def load_mask(path: Path, layout: Layout) -> Mask:
     return Mask(layout.flatten(_load(path, layout, torch.bool)))
 
 
-def save_sealed(path: Path, layout: Layout, sealed: Sealed) -> None:
-    """The encrypted values of a model; :func:`load_sealed` reads them back."""
+def save_encrypted(path: Path, layout: Layout, sealed: EncryptedValues) -> None:
+    """The encrypted values of a model; :func:`load_encrypted` reads them back."""
     _write(path, {"values": sealed.data}, {"layout": layout.fingerprint})
 
 
-def load_sealed(path: Path, layout: Layout) -> Sealed:
-    """The encrypted values in a file of :func:`save_sealed`.
+def load_encrypted(path: Path, layout: Layout) -> EncryptedValues:
+    """The encrypted values in a file of :func:`save_encrypted`.
 
     Raises:
         ConfigError: there is no such file, it is none of ours, or it is of another network.
@@ -66,10 +66,10 @@ def load_sealed(path: Path, layout: Layout) -> Sealed:
         raise ConfigError(f"{path}: cannot be read as an encrypted model of a run: {error}") from error
     if of != layout.fingerprint or data.dtype != torch.uint8 or data.dim() != 1:
         raise ConfigError(f"{path}: holds another network: its layout is {of}, expected {layout.fingerprint}")
-    return Sealed(data)
+    return EncryptedValues(data)
 
 
-def clear_models(folder: Path) -> None:
+def delete_models(folder: Path) -> None:
     """Forget an earlier run's models, readable or not, before those of a new one come: the two must not be mixed up."""
     for name in ("model.safetensors", "best_model.safetensors"):
         (folder / name).unlink(missing_ok=True)
@@ -78,7 +78,7 @@ def clear_models(folder: Path) -> None:
 
 def _write(path: Path, tensors: Mapping[str, Tensor], said: dict[str, str]) -> None:
     """Whole and on the disk, or not at all."""
-    with replacing(path) as part:
+    with replace_atomically(path) as part:
         safetensors.torch.save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, part, metadata=said)
 
 
@@ -93,7 +93,7 @@ def _load(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
                 f"{path}: the run's model is encrypted; at a site: flare-sparse decrypt {path.parent} --context FILE"
             ) from error
         raise ConfigError(f"{path}: cannot be read as a model or mask of a run: {error}") from error
-    shapes = {entry.name: entry.shape for entry in layout.entries}
+    shapes = {entry.name: entry.shape for entry in layout.tensors}
     if of != layout.fingerprint or {n: tuple(t.shape) for n, t in tensors.items()} != shapes:
         raise ConfigError(
             f"{path}: holds another network: its layout is {of}, expected {layout.fingerprint}. The configuration, the "

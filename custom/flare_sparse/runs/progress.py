@@ -25,14 +25,14 @@ def progress_line(line: Mapping[str, Any]) -> str:
     figure = line["metrics"].get(line["metric"])
     parts = [
         "final model" if line["round"] > line["rounds"] else f"round {line['round']}/{line['rounds']}",
-        line["kind"] if line["kind"] not in ("train", "validate") else "",
-        f"{len(line['sites_in'])}/{len(line['sites_asked'])} sites",
+        line["kind"] if line["kind"] not in ("train", "evaluate") else "",
+        f"{len(line['sites_contributed'])}/{len(line['sites_asked'])} sites",
         "" if figure is None else f"{line['metric']} {figure:.3f} {line['unit']}".strip(),
         human_bytes(sent)
         + (f" ({line['dense_bytes'] / max(sent, 1):.1f}x less than dense)" if line["dense_bytes"] else ""),
         f"{line['seconds']:.1f} s",
         f"left out: {line['rejected']}" if line["rejected"] else "",
-        f"not asked: {_codes(line['left_out'])}" if line.get("left_out") else "",
+        f"not asked: {_codes(line['excluded'])}" if line.get("excluded") else "",
         f"no answer: {', '.join(line['timed_out'])}" if line["timed_out"] else "",
     ]
     return "  ".join(part for part in parts if part)

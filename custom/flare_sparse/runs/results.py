@@ -103,7 +103,7 @@ class Run:
         points, sent = [], 0.0
         for line in self.rounds:
             if self.metric in line["metrics"]:
-                points.append((int(line["judged_round"]), float(line["metrics"][self.metric]), sent / 1e6))
+                points.append((int(line["evaluated_round"]), float(line["metrics"][self.metric]), sent / 1e6))
             sent += line["bytes_down"] + line["bytes_up"]
         return points
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..mask import Mask, share, top_k
+from ..mask import Mask, floor_fraction, top_k
 from ..params import Layout
 
 
-def erk_densities(layout: Layout, pool: Mask, density: float) -> dict[str, float]:
+def compute_erk_densities(layout: Layout, pool: Mask, density: float) -> dict[str, float]:
     """Density per tensor name so that the whole pool has ``density``: proportional to ``sum(shape) / prod(shape)``.
 
     Tensors that would exceed 1 become dense and the rest is solved again.
     """
-    named = layout.unflatten(pool.on)
-    sizes = {entry.name: entry.size for entry in layout.entries if entry.size and bool(named[entry.name].any())}
-    raw = {e.name: (sum(e.shape) / e.size if e.shape else 1.0) for e in layout.entries if e.name in sizes}
+    named = layout.unflatten(pool.bits)
+    sizes = {entry.name: entry.size for entry in layout.tensors if entry.size and bool(named[entry.name].any())}
+    raw = {e.name: (sum(e.shape) / e.size if e.shape else 1.0) for e in layout.tensors if e.name in sizes}
     dense: set[str] = set()
     while True:
         free = [name for name in sizes if name not in dense]
@@ -28,12 +28,12 @@ def erk_densities(layout: Layout, pool: Mask, density: float) -> dict[str, float
         dense |= over
 
 
-def random_mask(layout: Layout, pool: Mask, densities: dict[str, float], generator: torch.Generator) -> Mask:
+def draw_random_mask(layout: Layout, pool: Mask, densities: dict[str, float], make_generator: torch.Generator) -> Mask:
     """A random mask within ``pool`` with ``floor(density * size)`` live entries in each tensor."""
-    noise: Tensor = torch.rand(layout.size, generator=generator)
-    mask = Mask.none(layout.size)
-    for entry in layout.entries:
+    noise: Tensor = torch.rand(layout.size, generator=make_generator)
+    mask = Mask.empty(layout.size)
+    for entry in layout.tensors:
         if entry.name in densities:
-            candidates = Mask.of(layout, lambda e, wanted=entry: e is wanted) & pool  # type: ignore[misc]
-            mask = mask | top_k(noise, share(densities[entry.name], candidates.count), candidates)
+            candidates = Mask.from_tensors(layout, lambda e, wanted=entry: e is wanted) & pool  # type: ignore[misc]
+            mask = mask | top_k(noise, floor_fraction(densities[entry.name], candidates.count), candidates)
     return mask

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..mask import Mask, top_k
-from ..params import Entry, Layout
+from ..params import Layout, TensorSpec
 
 Factor = Literal["A", "B"]
 
@@ -29,8 +29,8 @@ class Adapter:
     """The two factors of one module: entries, and where each starts in a vector."""
 
     module: str
-    a: Entry
-    b: Entry
+    a: TensorSpec
+    b: TensorSpec
     a_start: int
     b_start: int
 
@@ -101,28 +101,28 @@ class Slots:
             adapter.slots(on, factor)[ranks] = True
         return Mask(on)
 
-    def first(self, rank: int) -> Mask:
+    def select_first(self, rank: int) -> Mask:
         """Both factors of the first ``rank`` slots of every module."""
         chosen = (torch.arange(self.rank) < rank).repeat(self.modules)
         return self.mask(chosen, "A") | self.mask(chosen, "B")
 
-    def chosen(self, mask: Mask, factor: Factor) -> Tensor | None:
+    def find_slots(self, mask: Mask, factor: Factor) -> Tensor | None:
         """The slots that make up ``mask``, bool ``(N * r,)``; None when it is not made of whole slots of ``factor``
         alone (the rest of the layout is not looked at).
         """
-        found = torch.cat([adapter.slots(mask.on, factor).any(1) for adapter in self.adapters])
+        found = torch.cat([adapter.slots(mask.bits, factor).any(1) for adapter in self.adapters])
         return found if self.mask(found, factor) == mask - self.rest else None
 
-    def norms(self, vector: Tensor, factor: Factor) -> Tensor:
+    def compute_norms(self, vector: Tensor, factor: Factor) -> Tensor:
         """``(N * r,)``: L2 norm of every slot."""
         return torch.cat([torch.linalg.vector_norm(a.slots(vector, factor), dim=1) for a in self.adapters])
 
-    def sums(self, vector: Tensor, factor: Factor) -> Tensor:
+    def compute_sums(self, vector: Tensor, factor: Factor) -> Tensor:
         """``(N * r,)``: sum of every slot's entries."""
         return torch.cat([a.slots(vector, factor).sum(1) for a in self.adapters])
 
 
-def contribution(slots: Slots, change: Tensor, held: Tensor, active: Factor) -> Tensor:
+def compute_contribution(slots: Slots, change: Tensor, held: Tensor, active: Factor) -> Tensor:
     """``(N * r,)``: how much of the update a slot carries, ``||dB[:, i] A[i, :]||_F`` in a B round (Eq. 4).
 
     The Frobenius norm of a rank-1 matrix is the product of its vectors' norms, so no product is formed.
@@ -133,10 +133,10 @@ def contribution(slots: Slots, change: Tensor, held: Tensor, active: Factor) -> 
         held: ``(P,)`` weights, of which the other factor is read.
         active: the factor that trains in this round.
     """
-    return slots.norms(change, active) * slots.norms(held, "A" if active == "B" else "B")
+    return slots.compute_norms(change, active) * slots.compute_norms(held, "A" if active == "B" else "B")
 
 
-def choose(slots: Slots, scores: Tensor, budget: int, active: Factor, *, per_scalar: bool = False) -> Mask:
+def choose_slots(slots: Slots, scores: Tensor, budget: int, active: Factor, *, per_scalar: bool = False) -> Mask:
     """The slots that a site may train and send, as entries of the active factor.
 
     Args:
@@ -152,7 +152,7 @@ def choose(slots: Slots, scores: Tensor, budget: int, active: Factor, *, per_sca
     """
     budget = min(budget, slots.rank)
     if not per_scalar:
-        return slots.mask(top_k(scores, budget * slots.modules).on, active)
+        return slots.mask(top_k(scores, budget * slots.modules).bits, active)
     widths = slots.widths(active)
     left = budget * int(widths.sum()) // slots.rank
     top_k(scores, 0)  # refuses NaN
@@ -165,8 +165,8 @@ def choose(slots: Slots, scores: Tensor, budget: int, active: Factor, *, per_sca
 
 
 def _adapters(layout: Layout) -> tuple[Adapter, ...]:
-    found: dict[str, dict[str, tuple[Entry, int]]] = {}
-    for entry, start in zip(layout.entries, layout.offsets, strict=False):
+    found: dict[str, dict[str, tuple[TensorSpec, int]]] = {}
+    for entry, start in zip(layout.tensors, layout.offsets, strict=False):
         if named := _NAME.fullmatch(entry.name):
             found.setdefault(named[1], {})[named[2]] = (entry, start)
     if not found:

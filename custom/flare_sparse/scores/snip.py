@@ -8,7 +8,7 @@ from torch import Tensor
 from ..training.site import Site
 
 
-def saliency(
+def compute_saliency(
     site: Site, weights: Tensor, *, batch_size: int, batches: int | None, t: int, signed: bool = False
 ) -> Tensor:
     """Mean over minibatches of ``|w * g|`` ``(P,)``, which equals ``|dL/dc|`` at ``c = 1`` for ``L(w (.) c)``.
@@ -24,14 +24,14 @@ def saliency(
         signed: keep the sign, ``w * mean(g)``: summed over sites this is SNIP of the pooled loss.
     """
     total, count = torch.zeros_like(weights), 0
-    for gradient in site.gradients(weights, batch_size, batches, t):
+    for gradient in site.compute_gradients(weights, batch_size, batches, t):
         term = gradient.mul_(weights)
         total += term if signed else term.abs_()
         count += 1
     return total / max(count, 1)
 
 
-def keep_counts(total: int, keep: int, steps: int, *, exponential: bool = True) -> list[int]:
+def compute_keep_counts(total: int, keep: int, steps: int, *, exponential: bool = True) -> list[int]:
     """Live counts ``k_1 > ... > k_T' = keep`` of progressive IterSNIP (NeuroSFL 3.1.2; De Jorge et al. 2021).
 
     Exponential: ``k_j = round(total^(1 - j/T') * keep^(j/T'))``; linear: ``round(total - (total - keep) * j / T')``.

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from .graph import ChannelGraph, channel_graph
-from .removal import Removable, extracted, kept_units, live_mask, narrowed, own_entries, removable
+from .graph import ChannelGraph, build_channel_graph
+from .removal import (
+    RemovableLayer,
+    build_live_mask,
+    extract_network,
+    find_removable_layers,
+    get_kept_units,
+    locate_unit_entries,
+    narrow_network,
+)
 from .tracing import Untraceable
 
 __all__ = [
     "ChannelGraph",
-    "Removable",
+    "RemovableLayer",
     "Untraceable",
-    "channel_graph",
-    "extracted",
-    "kept_units",
-    "live_mask",
-    "narrowed",
-    "own_entries",
-    "removable",
+    "build_channel_graph",
+    "build_live_mask",
+    "extract_network",
+    "find_removable_layers",
+    "get_kept_units",
+    "locate_unit_entries",
+    "narrow_network",
 ]

@@ -15,7 +15,7 @@ from ..params import Layout
 from .channels import CHANNELWISE, CONVOLUTIONS, cut_channels, keep, leaves
 
 
-def compact(network: nn.Sequential, seen: Mapping[str, Tensor]) -> nn.Sequential:
+def compact_network(network: nn.Sequential, seen: Mapping[str, Tensor]) -> nn.Sequential:
     """A copy without the channels that were closed throughout.
 
     The result is the network's function, up to rounding, on inputs that open none of the removed channels and close
@@ -37,7 +37,7 @@ def compact(network: nn.Sequential, seen: Mapping[str, Tensor]) -> nn.Sequential
     return small
 
 
-def without(network: nn.Sequential, closed: Mapping[str, Tensor]) -> tuple[nn.Sequential, Mask]:
+def remove_channels(network: nn.Sequential, closed: Mapping[str, Tensor]) -> tuple[nn.Sequential, Mask]:
     """A copy without channels that are closed for every input, and which entries of the network's vector it has.
 
     All gates stay and decide about the channels that are left. A vector of the smaller network is ``mask.take(vector)``
@@ -50,7 +50,7 @@ def without(network: nn.Sequential, closed: Mapping[str, Tensor]) -> tuple[nn.Se
     Raises:
         ConfigError: no channel is left of a layer, or what reads its channels cannot be found.
     """
-    layout, numbered = Layout.of(network), copy.deepcopy(network).double()
+    layout, numbered = Layout.from_module(network), copy.deepcopy(network).double()
     positions = layout.unflatten(torch.arange(layout.size, dtype=torch.float64))  # exact, unlike float32
     numbered.load_state_dict({**numbered.state_dict(), **positions})
     small = copy.deepcopy(network)
@@ -58,7 +58,7 @@ def without(network: nn.Sequential, closed: Mapping[str, Tensor]) -> tuple[nn.Se
         if bool(channels.any()):
             _cut(numbered, name, ~channels)
             _cut(small, name, ~channels)
-    left = Layout.of(small).flatten({**dict(numbered.named_parameters()), **dict(numbered.named_buffers())})
+    left = Layout.from_module(small).flatten({**dict(numbered.named_parameters()), **dict(numbered.named_buffers())})
     on = torch.zeros(layout.size, dtype=torch.bool)
     on[left.long()] = True
     return small, Mask(on)

@@ -47,7 +47,7 @@ class ChannelGraph:
         return tuple(map(tuple, made_of_it))
 
 
-def channel_graph(layout: Layout) -> ChannelGraph:
+def build_channel_graph(layout: Layout) -> ChannelGraph:
     """The channel graph of the network that a layout was made of.
 
     Raises:
@@ -56,14 +56,14 @@ def channel_graph(layout: Layout) -> ChannelGraph:
     """
     if layout.skeleton is None:
         raise Untraceable("the layout was not made of a network, so nothing is known of its connections")
-    return traced(layout.skeleton)
+    return trace_network(layout.skeleton)
 
 
-def traced(module: nn.Module) -> ChannelGraph:
+def trace_network(module: nn.Module) -> ChannelGraph:
     """The channel graph of a module (its weights are not looked at).
 
     Raises:
-        Untraceable: as :func:`channel_graph`.
+        Untraceable: as :func:`build_channel_graph`.
     """
     reader = Reader(module)
     for node in trace(module).nodes:

@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 from .graph import trace
 
 
-class Watched(nn.Module):
+class ObservedNetwork(nn.Module):
     """Runs a network operation by operation and shows what some of them give.
 
     Args:
         network: is run as it is, on its own weights.
-        nodes: names in its traced graph, such as :attr:`Removable.rectified`.
+        nodes: names in its traced graph, such as :attr:`RemovableLayer.rectified`.
         see: called with the name and the result of each, in the order of the forward pass.
 
     Raises:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..errors import SelectionError
 from ..mask import Mask
 from ..params import Layout
-from .graph import ChannelGraph, traced
+from .graph import ChannelGraph, trace_network
 from .nodes import Norm, Same, Weighted
 
 
 @dataclass(frozen=True)
-class Removable:
+class RemovableLayer:
     """A hidden layer whose units can be removed one by one.
 
     Attributes:
@@ -35,7 +35,7 @@ class Removable:
     rectified: tuple[str, ...]
 
 
-def removable(graph: ChannelGraph) -> tuple[Removable, ...]:
+def find_removable_layers(graph: ChannelGraph) -> tuple[RemovableLayer, ...]:
     """The hidden layers that units can be removed from, in the order of the forward pass.
 
     Not among them: the output layer; layers without a ReLU (APoZ counts its zeros); channels that meet others in a
@@ -46,7 +46,7 @@ def removable(graph: ChannelGraph) -> tuple[Removable, ...]:
     return tuple(part for part in found if part is not None)
 
 
-def _removable(graph: ChannelGraph, at: int) -> Removable | None:
+def _removable(graph: ChannelGraph, at: int) -> RemovableLayer | None:
     layer = graph.values[at]
     assert isinstance(layer, Weighted)
     space, readers = _space(graph, at)
@@ -57,7 +57,7 @@ def _removable(graph: ChannelGraph, at: int) -> Removable | None:
     alone = len(reading) == len(readers) and all(value.groups == 1 for value in [layer, *reading])
     if graph.output in space or not rectified or not alone or not all(norm.by_channel for norm in norms):
         return None
-    return Removable(
+    return RemovableLayer(
         layer.module,
         layer.channels,
         tuple(norm.module for norm in norms),
@@ -76,7 +76,7 @@ def _space(graph: ChannelGraph, at: int) -> tuple[list[int], list[int]]:
     return space, readers
 
 
-def live_mask(layout: Layout, layers: Sequence[Removable], kept: Sequence[Tensor]) -> Mask:
+def build_live_mask(layout: Layout, layers: Sequence[RemovableLayer], kept: Sequence[Tensor]) -> Mask:
     """The entries that are left when only the ``kept`` units are.
 
     Args:
@@ -95,20 +95,20 @@ def live_mask(layout: Layout, layers: Sequence[Removable], kept: Sequence[Tensor
     return Mask(on)
 
 
-def kept_units(layout: Layout, layers: Sequence[Removable], live: Mask) -> list[Tensor]:
-    """The units that a mask leaves, bool ``(units,)`` for each layer; the inverse of :func:`live_mask`.
+def get_kept_units(layout: Layout, layers: Sequence[RemovableLayer], live: Mask) -> list[Tensor]:
+    """The units that a mask leaves, bool ``(units,)`` for each layer; the inverse of :func:`build_live_mask`.
 
     Raises:
         SelectionError: the mask removes something else than whole units.
     """
-    tensors = layout.unflatten(live.on)
+    tensors = layout.unflatten(live.bits)
     kept = [tensors[f"{layer.module}.weight"].flatten(1).any(1) for layer in layers]
-    if live_mask(layout, layers, kept) != live:
+    if build_live_mask(layout, layers, kept) != live:
         raise SelectionError(f"{live} removes more than whole units, so no smaller network has its entries")
     return kept
 
 
-def narrowed(network: nn.Module, live: Mask) -> nn.Module:
+def narrow_network(network: nn.Module, live: Mask) -> nn.Module:
     """A copy of a network that has just the ``live`` entries; its weights are to be set.
 
     A vector of its layout is ``live.take(vector)`` of the whole network's: removing units keeps the order of what is
@@ -118,28 +118,28 @@ def narrowed(network: nn.Module, live: Mask) -> nn.Module:
         Untraceable: the network's connections cannot be followed.
         SelectionError: the mask removes something else than whole units.
     """
-    layout, layers = Layout.of(network), removable(traced(network))
+    layout, layers = Layout.from_module(network), find_removable_layers(trace_network(network))
     smaller = copy.deepcopy(network)
-    for layer, units in zip(layers, kept_units(layout, layers, live), strict=True):
+    for layer, units in zip(layers, get_kept_units(layout, layers, live), strict=True):
         if not bool(units.all()):
             _narrow(smaller, layer, int(units.sum()))
     return smaller
 
 
-def extracted(network: nn.Module, live: Mask) -> nn.Module:
+def extract_network(network: nn.Module, live: Mask) -> nn.Module:
     """The smaller network with the weights that a network has now; on inputs it gives what the masked network gives.
 
     Raises:
         Untraceable, SelectionError: as :func:`narrowed`.
     """
-    layout, smaller = Layout.of(network), narrowed(network, live)
+    layout, smaller = Layout.from_module(network), narrow_network(network, live)
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    values = Layout.of(smaller).unflatten(live.take(layout.flatten(tensors)))
+    values = Layout.from_module(smaller).unflatten(live.take(layout.flatten(tensors)))
     smaller.load_state_dict({**smaller.state_dict(), **values})
     return smaller
 
 
-def _narrow(network: nn.Module, layer: Removable, left: int) -> None:
+def _narrow(network: nn.Module, layer: RemovableLayer, left: int) -> None:
     for name in (layer.module, *layer.norms):
         part = network.get_submodule(name)
         for own, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
@@ -166,7 +166,7 @@ def _resize(part: nn.Module, names: Sequence[str], size: int) -> None:
             setattr(part, name, size)
 
 
-def own_entries(layout: Layout, layer: Removable) -> Tensor:
+def locate_unit_entries(layout: Layout, layer: RemovableLayer) -> Tensor:
     """Positions in a vector of the entries that belong to each unit alone, ``(units, n)``: its weights, its bias."""
     positions = layout.unflatten(torch.arange(layout.size))
     names = [entry for name in (layer.module, *layer.norms) for entry in _own(layout, name)]
@@ -175,7 +175,7 @@ def own_entries(layout: Layout, layer: Removable) -> Tensor:
 
 def _own(layout: Layout, module: str) -> list[str]:
     """Entries of a module, parameters and buffers; the first axis of each is the unit."""
-    return [entry.name for entry in layout.entries if entry.name.rpartition(".")[0] == module and entry.shape]
+    return [entry.name for entry in layout.tensors if entry.name.rpartition(".")[0] == module and entry.shape]
 
 
 def _columns(weight: Tensor, units: int) -> Tensor:

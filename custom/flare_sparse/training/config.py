@@ -25,13 +25,13 @@ class TrainingConfig(BaseModel):
         "auto", description="where a site computes; auto: a GPU if it has one"
     )
 
-    def learning_rate(self, t: int) -> float:
+    def compute_learning_rate(self, t: int) -> float:
         """Learning rate of round ``t`` (1-based)."""
         return self.lr * self.lr_decay ** max(t - 1, 0)
 
-    def build(self, parameter: torch.nn.Parameter, t: int) -> torch.optim.Optimizer:
+    def build_optimizer(self, parameter: torch.nn.Parameter, t: int) -> torch.optim.Optimizer:
         """A new optimiser for round ``t``."""
-        lr = self.learning_rate(t)
+        lr = self.compute_learning_rate(t)
         if self.optimizer == "sgd":
             return torch.optim.SGD([parameter], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..params import Layout, frozen
+from ..params import Layout, get_frozen_tensors
 
 
 class FlatModel:
@@ -29,13 +29,13 @@ class FlatModel:
         self._parameters: list[tuple[nn.Parameter, slice]] = []
         self._buffers = dict(self.module.named_buffers())
         self._counts = {n: b.clone() for n, b in self._buffers.items() if b is not None and not b.is_floating_point()}
-        base = frozen(self.module)
+        base = get_frozen_tensors(self.module)
         self._still = [
             part
             for prefix, part in self.module.named_modules()
             if any(name in base for name, _ in part.named_buffers(prefix, recurse=False))
         ]
-        for entry, start in zip(layout.entries, layout.offsets, strict=False):
+        for entry, start in zip(layout.tensors, layout.offsets, strict=False):
             if entry.role == "buffer":
                 continue
             parameter, place = named[entry.name], slice(start, start + entry.size)
@@ -53,13 +53,13 @@ class FlatModel:
     def load(self, vector: Tensor) -> None:
         """Set parameters and float buffers from a vector ``(P,)``; integer buffers restart as they were made."""
         self.flat.copy_(vector[: self.layout.trainable_size])
-        for entry, start in zip(self.layout.entries, self.layout.offsets, strict=False):
+        for entry, start in zip(self.layout.tensors, self.layout.offsets, strict=False):
             if entry.role == "buffer":
                 self._buffers[entry.name].copy_(vector[start : start + entry.size].view(entry.shape))
         for name, initial in self._counts.items():
             self._buffers[name].copy_(initial)
 
-    def training(self, free: Tensor | None = None) -> None:
+    def set_training_mode(self, free: Tensor | None = None) -> None:
         """The module in training mode; what holds frozen statistics stays in evaluation mode, so they do not drift.
 
         Args:
@@ -74,10 +74,10 @@ class FlatModel:
             part.eval()
 
     @torch.no_grad()
-    def vector(self) -> Tensor:
+    def to_vector(self) -> Tensor:
         """A copy ``(P,)`` on the CPU of parameters and float buffers."""
         parts = [self.flat.detach().cpu()]
-        parts += [self._buffers[e.name].cpu().reshape(-1) for e in self.layout.entries if e.role == "buffer"]
+        parts += [self._buffers[e.name].cpu().reshape(-1) for e in self.layout.tensors if e.role == "buffer"]
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
     def backward(self, loss: Tensor) -> None:

@@ -26,7 +26,7 @@ def observe_gates(network: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
             hook.remove()
 
 
-def channel_sparsity(seen: Mapping[str, list[Tensor]]) -> float | None:
+def compute_channel_sparsity(seen: Mapping[str, list[Tensor]]) -> float | None:
     """Share of gates that are 0 over examples and gated layers (MetaGater section 5); None where there are none."""
     gates = [q.flatten() for layer in seen.values() for q in layer]
     return float((torch.cat(gates) == 0).double().mean()) if gates else None

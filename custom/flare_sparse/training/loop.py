@@ -54,9 +54,9 @@ def train(
     """
     model.load(start)
     size = model.layout.trainable_size
-    model.training(trainable.on[:size])
+    model.set_training_mode(trainable.bits[:size])
     origin = start[:size].to(model.device)
-    free = trainable.on[:size].to(model.device)
+    free = trainable.bits[:size].to(model.device)
     frozen = None if bool(free.all()) else ~free
     for step, batch in enumerate(batches, start=1):
         loss = task.loss(model.module, model.to_device(batch))
@@ -73,13 +73,13 @@ def train(
         optimizer.step()
         if frozen is not None:
             torch.where(free, model.flat.data, origin, out=model.flat.data)
-    trained = model.vector()
-    buffers = trainable.on[size:]
+    trained = model.to_vector()
+    buffers = trainable.bits[size:]
     trained[size:] = torch.where(buffers, trained[size:], start[size:])
     return trained
 
 
-def without_dropout(module: nn.Module) -> None:
+def disable_dropout(module: nn.Module) -> None:
     """Dropout of any kind stands still; everything else goes on training."""
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):

@@ -9,14 +9,14 @@ from torch.utils.data import Dataset
 
 
 @dataclass(frozen=True)
-class Used:
+class SampleUsage:
     """What an answer was computed with: distinct training examples, and minibatches."""
 
     examples: int = 0
     batches: int = 0
 
 
-class Drawn(Dataset[Any]):
+class CountingDataset(Dataset[Any]):
     """A site's training examples, as they are, with a note of which a loader read."""
 
     def __init__(self, examples: Any):
@@ -29,9 +29,9 @@ class Drawn(Dataset[Any]):
         self._batches = 0
 
     @property
-    def used(self) -> Used:
+    def usage(self) -> SampleUsage:
         """Since the last reset."""
-        return Used(len(self._indices), self._batches)
+        return SampleUsage(len(self._indices), self._batches)
 
     def __len__(self) -> int:
         return len(self._examples)

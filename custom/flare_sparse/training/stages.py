@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..mask import Mask
 from ..task import Task
 from .flat import FlatModel
-from .loop import TrainingDiverged, without_dropout
+from .loop import TrainingDiverged, disable_dropout
 
 
 def step_in_stages(
@@ -46,16 +46,16 @@ def step_in_stages(
         TrainingDiverged: the loss is NaN or infinite.
     """
     model.load(start)
-    model.training()
-    without_dropout(model.module)
+    model.set_training_mode()
+    disable_dropout(model.module)
     batch = model.to_device(batch)
     size = model.layout.trainable_size
-    places = {e.name: slice(at, at + e.size) for e, at in zip(model.layout.entries, model.layout.offsets, strict=False)}
+    places = {e.name: slice(at, at + e.size) for e, at in zip(model.layout.tensors, model.layout.offsets, strict=False)}
     named = {name: p for name, p in model.module.named_parameters() if name in places}
     tape = Tape(model.module)
     for number, stage in enumerate(stages, start=1):
-        chosen = [name for name in named if bool(stage.on[places[name]].any())]
-        with tape.playing():
+        chosen = [name for name in named if bool(stage.bits[places[name]].any())]
+        with tape.replay():
             loss = task.loss(model.module, batch)
         if not torch.isfinite(loss):
             raise TrainingDiverged(f"the loss is {loss.item()} in stage {number}; lower the learning rate of the step")
@@ -64,13 +64,13 @@ def step_in_stages(
         changes: list[tuple[Tensor, Tensor]] = []
         for name, parameter, gradient in zip(chosen, parameters, gradients, strict=True):
             if gradient is not None:
-                free = stage.on[places[name]].view(parameter.shape).to(model.device)
+                free = stage.bits[places[name]].view(parameter.shape).to(model.device)
                 changes.append((parameter, torch.where(free, gradient, 0.0)))
         scale = 1.0 if clip_norm is None else _clip(changes, clip_norm)
         for tensor, change in changes:
             tensor.data.add_(change, alpha=-learning_rate * scale)
-        tape.forget({name.rpartition(".")[0] for name in chosen})
-    stepped = model.vector()
+        tape.invalidate({name.rpartition(".")[0] for name in chosen})
+    stepped = model.to_vector()
     stepped[size:] = start[size:]
     return stepped
 
@@ -92,7 +92,7 @@ class Tape:
         self._played: list[tuple[str, Any]] = []
 
     @contextmanager
-    def playing(self) -> Iterator[None]:
+    def replay(self) -> Iterator[None]:
         """A pass of the network inside takes from the tape what is on it, and records the rest."""
         kept, self._played = self._played, []
         for name, leaf in self._leaves.items():
@@ -112,7 +112,7 @@ class Tape:
 
         return forward
 
-    def forget(self, changed: set[str]) -> None:
+    def invalidate(self, changed: set[str]) -> None:
         """Drop what these modules returned, and all that came after."""
         first = next((i for i, (name, _) in enumerate(self._played) if name in changed), len(self._played))
         whole = self._reusable and changed <= self._leaves.keys()

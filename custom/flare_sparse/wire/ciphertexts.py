@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ..errors import RejectedMessage
-from ..exchange import Sealed
-from .plan import Sealing
+from ..exchange import EncryptedValues
+from .plan import CiphertextFormat
 
 CODE = 4
 """Of the number format, beside those of ``values.CODES``."""
@@ -23,41 +23,45 @@ _LENGTHS = 24
 _WIDTH = 4
 
 
-def join(parameters: bytes, key: bytes, ciphertexts: Sequence[bytes]) -> Sealed:
+def join_ciphertexts(parameters: bytes, key: bytes, ciphertexts: Sequence[bytes]) -> EncryptedValues:
     """Ciphertexts as they travel; ``parameters`` 8 bytes, ``key`` 16."""
     lengths = np.array([len(one) for one in ciphertexts], "<u4").tobytes()
-    return Sealed(torch.frombuffer(bytearray(b"".join([parameters, key, lengths, *ciphertexts])), dtype=torch.uint8))
+    return EncryptedValues(
+        torch.frombuffer(bytearray(b"".join([parameters, key, lengths, *ciphertexts])), dtype=torch.uint8)
+    )
 
 
-def split(sealed: Sealed, sealing: Sealing, scalars: int) -> list[bytes]:
-    """The ciphertexts of something that :func:`measured` has passed."""
-    raw, many = sealed.data.numpy(), sealing.ciphertexts(scalars)
+def split_ciphertexts(sealed: EncryptedValues, ciphertext_format: CiphertextFormat, scalars: int) -> list[bytes]:
+    """The ciphertexts of something that :func:`measure_ciphertexts` has passed."""
+    raw, many = sealed.data.numpy(), ciphertext_format.ciphertexts(scalars)
     ends = np.cumsum([_LENGTHS + _WIDTH * many, *_lengths(raw, many).tolist()])
     return [raw[start:end].tobytes() for start, end in pairwise(ends)]
 
 
-def key_of(sealed: Sealed) -> bytes:
+def get_key_id(sealed: EncryptedValues) -> bytes:
     """16 bytes that name the key."""
     return sealed.data.numpy()[_KEY].tobytes()
 
 
-def measured(raw: np.ndarray, scalars: int, sealing: Sealing) -> int:
+def measure_ciphertexts(raw: np.ndarray, scalars: int, ciphertext_format: CiphertextFormat) -> int:
     """Bytes of the section at the start of ``raw`` (uint8) that carries ``scalars`` values, each length held against
     what a ciphertext can have.
 
     Raises:
         RejectedMessage: too short, too long, or of other parameters.
     """
-    many = sealing.ciphertexts(scalars)
+    many = ciphertext_format.ciphertexts(scalars)
     head = _LENGTHS + _WIDTH * many
     if raw.size < head:
         raise RejectedMessage("E_LEN", "ciphertexts", f"at least {head} bytes", raw.size)
     found = raw[_PARAMETERS].tobytes()
-    if found != sealing.parameters:
-        raise RejectedMessage("E_CONTEXT", "parameters", sealing.parameters.hex(), found.hex())
+    if found != ciphertext_format.parameters:
+        raise RejectedMessage("E_CONTEXT", "parameters", ciphertext_format.parameters.hex(), found.hex())
     lengths = _lengths(raw, many)
-    if many and int(lengths.max()) > sealing.most_bytes:
-        raise RejectedMessage("E_SIZE", "ciphertext", f"at most {sealing.most_bytes} bytes", int(lengths.max()))
+    if many and int(lengths.max()) > ciphertext_format.most_bytes:
+        raise RejectedMessage(
+            "E_SIZE", "ciphertext", f"at most {ciphertext_format.most_bytes} bytes", int(lengths.max())
+        )
     return head + int(lengths.sum(dtype=np.int64))
 
 

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import NotHeld, RejectedMessage, WireError
-from ..exchange import Content, Over, Patch, Sealed
+from ..errors import MissingBase, RejectedMessage, WireError
+from ..exchange import Base, Content, EncryptedValues, Patch
 from ..mask import Mask
 from ..params import Layout
 from . import ciphertexts
 from . import values as numbers
-from .encoding_choice import pick, selection_entropy
+from .encoding_choice import choose_encoding, compute_selection_entropy
 from .encodings import CODES, Encoding
-from .envelope import HEADER_BYTES, Header, is_kind, seal, unseal
+from .envelope import HEADER_BYTES, Header, is_kind, read_header, write_header
 from .plan import Plan, ValueFormat, ValueType
 
 CONTENTS: tuple[Content, ...] = get_args(Content)
-OVERS: tuple[Over, ...] = get_args(Over)
+OVERS: tuple[Base, ...] = get_args(Base)
 _NO_MASK = bytes(16)
 
 
@@ -95,28 +95,28 @@ def encode(
     """
     sequence, round_, kind = _question(plan)
     _fits(patch, plan)
-    encoding, selection = pick(patch.on, plan.known, plan.layout)
-    written: ValueFormat = values if patch.sealed is None else "ckks"
-    second, trained = (None, b"") if trainable is None else pick(trainable, patch.on, plan.layout)
+    encoding, selection = choose_encoding(patch.mask, plan.base_mask, plan.layout)
+    written: ValueFormat = values if patch.encrypted is None else "ckks"
+    second, trained = (None, b"") if trainable is None else choose_encoding(trainable, patch.mask, plan.layout)
     header = Header(
         encoding=encoding.code,
         trainable=second.code if second else 0,
-        values=ciphertexts.CODE if patch.sealed else numbers.CODES[values],
+        values=ciphertexts.CODE if patch.encrypted else numbers.CODES[values],
         content=CONTENTS.index(content),
-        over=OVERS.index(patch.over),
+        base=OVERS.index(patch.base),
         round=round_,
         sequence=sequence,
-        base=(plan.base or 0) if patch.over == "held" else 0,
+        base_sequence=(plan.base_sequence or 0) if patch.base == "previous" else 0,
         kind=kind,
         run=bytes.fromhex(plan.run),
         layout=bytes.fromhex(plan.layout.fingerprint),
-        known=bytes.fromhex(plan.known.fingerprint) if encoding.leans and plan.known else _NO_MASK,
-        scalars=patch.on.count,
+        base_mask=bytes.fromhex(plan.base_mask.fingerprint) if encoding.requires_base and plan.base_mask else _NO_MASK,
+        scalars=patch.mask.count,
         selection_bytes=len(selection),
         trainable_bytes=len(trained),
     )
     start = header.values_start
-    spent = numbers.WIDTH[values] * patch.on.count if patch.sealed is None else patch.sealed.data.numel()
+    spent = numbers.WIDTH[values] * patch.mask.count if patch.encrypted is None else patch.encrypted.data.numel()
     end = start + spent
     data = np.empty(-(-end // 8) * 8, np.uint8)
     sections = HEADER_BYTES + len(selection)
@@ -125,18 +125,18 @@ def encode(
     data[sections + len(trained) : start] = 0
     data[end:] = 0
     left = residual
-    if patch.sealed is None:
+    if patch.encrypted is None:
         left = numbers.write(patch, values, residual, data[start:end])
     else:
-        data[start:end] = patch.sealed.data.numpy()
-    seal(header, data)
-    floor = spent + min(len(selection), selection_entropy(patch.on, plan.known))
+        data[start:end] = patch.encrypted.data.numpy()
+    write_header(header, data)
+    floor = spent + min(len(selection), compute_selection_entropy(patch.mask, plan.base_mask))
     if trainable is not None:
-        floor += min(len(trained), selection_entropy(trainable, patch.on))
-    return Encoded(data, encoding.name, written, patch.on.count, len(selection) + len(trained), spent, floor, left)
+        floor += min(len(trained), compute_selection_entropy(trainable, patch.mask))
+    return Encoded(data, encoding.name, written, patch.mask.count, len(selection) + len(trained), spent, floor, left)
 
 
-def smallest(scalars: int, values: ValueType) -> int:
+def min_message_bytes(scalars: int, values: ValueType) -> int:
     """Bytes of a message that carries so many values and need not say where they belong."""
     return HEADER_BYTES + -(-numbers.WIDTH[values] * scalars // 8) * 8
 
@@ -151,12 +151,14 @@ def _question(plan: Plan) -> tuple[int, int, str]:
 def _fits(patch: Patch, plan: Plan) -> None:
     """A gather from a source of another size would send other entries than meant."""
     total, shape = plan.layout.size, tuple(patch.source.shape)
-    if patch.on.size != total:
-        raise ValueError(f"patch.on: expected a mask of the layout's {total} entries, found {patch.on}")
-    if shape not in ((patch.on.count,), (total,)):
-        raise ValueError(f"patch.source: expected shape ({patch.on.count},) or ({total},), found {shape}")
-    if patch.over == "held" and plan.base is None:
-        raise ValueError("plan.base: a patch over what is held needs the number of the message that the receiver has")
+    if patch.mask.size != total:
+        raise ValueError(f"patch.mask: expected a mask of the layout's {total} entries, found {patch.mask}")
+    if shape not in ((patch.mask.count,), (total,)):
+        raise ValueError(f"patch.source: expected shape ({patch.mask.count},) or ({total},), found {shape}")
+    if patch.base == "previous" and plan.base_sequence is None:
+        raise ValueError(
+            "plan.base_sequence: a patch over what is held needs the number of the message that the receiver has"
+        )
 
 
 def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: str = "?") -> Decoded:
@@ -176,19 +178,19 @@ def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: 
     try:
         return _decode(_buffer(data, site), plan)
     except WireError as error:
-        raise error.at(site) from error
+        raise error.with_site(site) from error
 
 
-def sequence_of(data: bytes | bytearray | memoryview | np.ndarray, site: str = "?") -> int:
+def read_sequence(data: bytes | bytearray | memoryview | np.ndarray, site: str = "?") -> int:
     """The number of the question that a message belongs to, before the receiver knows what it holds.
 
     Raises:
         RejectedMessage: malformed or damaged.
     """
     try:
-        return unseal(_buffer(data, site)).sequence
+        return read_header(_buffer(data, site)).sequence
     except WireError as error:
-        raise error.at(site) from error
+        raise error.with_site(site) from error
 
 
 def _buffer(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> np.ndarray:
@@ -206,11 +208,11 @@ def _bytes(data: bytes | bytearray | memoryview, site: str) -> np.ndarray:
 
 
 def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
-    header = unseal(buffer)
+    header = read_header(buffer)
     _belongs(header, plan)
     encoding, kind = _named(header.encoding, CODES, "encoding"), _value_format(header.values, plan)
     content = CONTENTS[_below(header.content, len(CONTENTS), "content")]
-    over = OVERS[_below(header.over, len(OVERS), "over")]
+    over = OVERS[_below(header.base, len(OVERS), "over")]
     _holds(header, over, encoding, plan)
     if header.scalars > plan.layout.size:
         raise RejectedMessage("E_SIZE", "scalars", f"at most {plan.layout.size}", header.scalars)
@@ -221,13 +223,13 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     stop = cut + header.trainable_bytes
     if buffer[stop : header.values_start].any() or buffer[end:].any():
         raise RejectedMessage("E_CANON", "padding", "zero bytes", "others")
-    on = encoding.read(buffer[HEADER_BYTES:cut], plan.known, plan.layout)
+    on = encoding.decode(buffer[HEADER_BYTES:cut], plan.base_mask, plan.layout)
     if on.count != header.scalars:
         raise RejectedMessage("E_NNZ", "scalars", f"{on.count} selected entries", header.scalars)
     trainable = _trainable(header, buffer[cut:stop], on, plan.layout)
     raw = buffer[header.values_start : end]
     if kind == "ckks":
-        patch = Patch.unreadable(Sealed(torch.from_numpy(raw.copy())), on, over)
+        patch = Patch.from_encrypted(EncryptedValues(torch.from_numpy(raw.copy())), on, over)
     else:
         patch = Patch(numbers.read(raw, kind), on, over)
     said = header.selection_bytes + header.trainable_bytes
@@ -240,8 +242,8 @@ def _values_bytes(buffer: np.ndarray, header: Header, kind: ValueFormat, plan: P
     """Bytes of the values section, from the receiver's own knowledge and lengths that it has checked."""
     if kind != "ckks":
         return numbers.WIDTH[kind] * header.scalars
-    assert plan.sealing is not None
-    return ciphertexts.measured(buffer[header.values_start :], header.scalars, plan.sealing)
+    assert plan.ciphertext_format is not None
+    return ciphertexts.measure_ciphertexts(buffer[header.values_start :], header.scalars, plan.ciphertext_format)
 
 
 def _belongs(header: Header, plan: Plan) -> None:
@@ -257,19 +259,19 @@ def _belongs(header: Header, plan: Plan) -> None:
             raise RejectedMessage(code, field, _shown(expected), _shown(found))
 
 
-def _holds(header: Header, over: Over, encoding: Encoding, plan: Plan) -> None:
+def _holds(header: Header, over: Base, encoding: Encoding, plan: Plan) -> None:
     """This receiver holds what the message leans on, and the message names nothing that it does not need."""
-    if encoding.leans:
-        mine = bytes.fromhex(plan.known.fingerprint) if plan.known else None
-        if header.known != mine:
-            raise NotHeld("E_NOT_HELD", "mask", _shown(mine), _shown(header.known))
-    elif header.known != _NO_MASK:
-        raise RejectedMessage("E_CANON", "mask fingerprint", "zeros", _shown(header.known))
-    if over == "held":
-        if plan.base is None or header.base != plan.base:
-            raise NotHeld("E_NOT_HELD", "base", plan.base, header.base)
-    elif header.base:
-        raise RejectedMessage("E_CANON", "base", 0, header.base)
+    if encoding.requires_base:
+        mine = bytes.fromhex(plan.base_mask.fingerprint) if plan.base_mask else None
+        if header.base_mask != mine:
+            raise MissingBase("E_NOT_HELD", "mask", _shown(mine), _shown(header.base_mask))
+    elif header.base_mask != _NO_MASK:
+        raise RejectedMessage("E_CANON", "mask fingerprint", "zeros", _shown(header.base_mask))
+    if over == "previous":
+        if plan.base_sequence is None or header.base_sequence != plan.base_sequence:
+            raise MissingBase("E_NOT_HELD", "base", plan.base_sequence, header.base_sequence)
+    elif header.base_sequence:
+        raise RejectedMessage("E_CANON", "base", 0, header.base_sequence)
 
 
 def _trainable(header: Header, raw: np.ndarray, on: Mask, layout: Layout) -> Mask | None:
@@ -277,7 +279,7 @@ def _trainable(header: Header, raw: np.ndarray, on: Mask, layout: Layout) -> Mas
         if raw.size:
             raise RejectedMessage("E_LEN", "trainable", "0 bytes", raw.size)
         return None
-    return _named(header.trainable, CODES, "trainable encoding").read(raw, on, layout)
+    return _named(header.trainable, CODES, "trainable encoding").decode(raw, on, layout)
 
 
 def _named(code: int, registry: dict[int, Encoding], field: str) -> Encoding:
@@ -287,7 +289,7 @@ def _named(code: int, registry: dict[int, Encoding], field: str) -> Encoding:
 
 
 def _value_format(code: int, plan: Plan) -> ValueFormat:
-    if code == ciphertexts.CODE and plan.sealing is not None:
+    if code == ciphertexts.CODE and plan.ciphertext_format is not None:
         return "ckks"
     for name, number in numbers.CODES.items():
         if number == code:

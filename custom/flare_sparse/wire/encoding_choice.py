@@ -9,24 +9,24 @@ from ..params import Layout
 from .encodings import ENCODINGS, Encoding
 
 
-def pick(on: Mask, known: Mask | None, layout: Layout) -> tuple[Encoding, bytes]:
+def choose_encoding(on: Mask, known: Mask | None, layout: Layout) -> tuple[Encoding, bytes]:
     """The encoding that says ``on`` in the fewest bytes, and these bytes."""
     for free in (ENCODINGS["dense"], ENCODINGS["shared"]):
-        if free.least(on, known, layout) == 0:
+        if free.min_bytes(on, known, layout) == 0:
             return free, b""
-    bounds = [(e.least(on, known, layout), e) for e in ENCODINGS.values()]
+    bounds = [(e.min_bytes(on, known, layout), e) for e in ENCODINGS.values()]
     best: tuple[Encoding, bytes] | None = None
     for least, encoding in sorted(((b, e) for b, e in bounds if b is not None), key=lambda pair: pair[0]):
         if best is not None and least >= len(best[1]):
             break
-        written = encoding.write(on, known, layout)
+        written = encoding.encode(on, known, layout)
         if written is not None and (best is None or len(written) < len(best[1])):
             best = encoding, written
     assert best is not None, "a bitmap says any selection"
     return best
 
 
-def selection_entropy(on: Mask, known: Mask | None) -> int:
+def compute_selection_entropy(on: Mask, known: Mask | None) -> int:
     """Bytes of ``log2 C(n, k)``: k selected of the n that the receiver knows to choose from."""
     if known is not None and on == known:
         return 0

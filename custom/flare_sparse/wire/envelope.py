@@ -27,14 +27,14 @@ class Header:
     trainable: int  # encoding of the trainable section; 0: there is none
     values: int
     content: int
-    over: int
+    base: int
     round: int
     sequence: int
-    base: int
+    base_sequence: int
     kind: str
     run: bytes
     layout: bytes
-    known: bytes
+    base_mask: bytes
     scalars: int
     selection_bytes: int
     trainable_bytes: int
@@ -50,7 +50,7 @@ def is_kind(name: str) -> bool:
     return 1 <= len(name) <= _KIND_BYTES and name.isascii() and name.isprintable()
 
 
-def seal(header: Header, buffer: np.ndarray) -> None:
+def write_header(header: Header, buffer: np.ndarray) -> None:
     """Write header and checksums into a message whose sections are in place."""
     packed = _FORMAT.pack(
         MAGIC,
@@ -59,15 +59,15 @@ def seal(header: Header, buffer: np.ndarray) -> None:
         header.trainable,
         header.values,
         header.content,
-        header.over,
+        header.base,
         0,
         header.round,
         header.sequence,
-        header.base,
+        header.base_sequence,
         header.kind.encode("ascii"),
         header.run,
         header.layout,
-        header.known,
+        header.base_mask,
         header.scalars,
         header.selection_bytes,
         header.trainable_bytes,
@@ -77,7 +77,7 @@ def seal(header: Header, buffer: np.ndarray) -> None:
     buffer[_FORMAT.size : HEADER_BYTES] = np.frombuffer(checks, np.uint8)
 
 
-def unseal(buffer: np.ndarray) -> Header:
+def read_header(buffer: np.ndarray) -> Header:
     """The header of a message whose checksums hold.
 
     Raises:

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from ..exchange import Content
 from .codec import Decoded, Encoded
-from .encoding_choice import selection_entropy
+from .encoding_choice import compute_selection_entropy
 from .plan import Plan
 
 
 @dataclass(frozen=True)
-class Line:
+class LedgerLine:
     """One message.
 
     ``content`` is what it carries, of a question what it asks for.
@@ -43,9 +43,9 @@ class Line:
 class Ledger:
     """All messages of a run, in the order in which the server sent or received them."""
 
-    lines: list[Line] = field(default_factory=list)
+    lines: list[LedgerLine] = field(default_factory=list)
 
-    def sent(self, message: Encoded, plan: Plan, site: str, asked: Content) -> None:
+    def record_sent(self, message: Encoded, plan: Plan, site: str, asked: Content) -> None:
         """A question that goes to a site and asks for ``asked``."""
         self.lines.append(
             _line(
@@ -62,10 +62,10 @@ class Ledger:
             )
         )
 
-    def received(self, message: Decoded, plan: Plan, site: str, payload_bytes: int) -> None:
+    def record_received(self, message: Decoded, plan: Plan, site: str, payload_bytes: int) -> None:
         """An answer that passed every check."""
-        on = message.patch.on
-        floor = message.values_bytes + min(message.selection_bytes, selection_entropy(on, plan.known))
+        on = message.patch.mask
+        floor = message.values_bytes + min(message.selection_bytes, compute_selection_entropy(on, plan.base_mask))
         self.lines.append(
             _line(
                 plan,
@@ -82,10 +82,10 @@ class Ledger:
         )
 
 
-def _line(plan: Plan, site: str, direction: Literal["down", "up"], content: Content, **paid: Any) -> Line:
+def _line(plan: Plan, site: str, direction: Literal["down", "up"], content: Content, **paid: Any) -> LedgerLine:
     """A message of a plan; FedAvg has none that ask for scores, bring scores or bring nothing."""
     total = plan.layout.size
-    return Line(
+    return LedgerLine(
         run=plan.run,
         round=plan.round or 0,
         sequence=plan.sequence or 0,
@@ -94,6 +94,6 @@ def _line(plan: Plan, site: str, direction: Literal["down", "up"], content: Cont
         kind=plan.kind or "",
         content=content,
         scalars_total=total,
-        dense_bytes=0 if content in ("scores", "nothing") else 4 * total,
+        dense_bytes=0 if content in ("scores", "metrics") else 4 * total,
         **paid,
     )

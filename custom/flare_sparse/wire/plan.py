@@ -15,7 +15,7 @@ ValueFormat = ValueType | Literal["ckks"]
 
 
 @dataclass(frozen=True)
-class Sealing:
+class CiphertextFormat:
     """What an end knows of ciphertexts before it looks into one.
 
     Attributes:
@@ -44,7 +44,7 @@ class Plan:
         base: sequence number of the message that gave the receiver the vector it holds.
         sequence, round, kind: of the question. A sender gives all three; a site that is being asked does not know
             them yet and leaves them None: they are not checked then.
-        sealing: of encrypted values; None: this end takes none.
+        ciphertext_format: of encrypted values; None: this end takes none.
 
     Raises:
         ValueError: ``run`` is not 16 hex digits.
@@ -52,12 +52,12 @@ class Plan:
 
     layout: Layout
     run: str
-    known: Mask | None = None
-    base: int | None = None
+    base_mask: Mask | None = None
+    base_sequence: int | None = None
     sequence: int | None = None
     round: int | None = None
     kind: str | None = None
-    sealing: Sealing | None = None
+    ciphertext_format: CiphertextFormat | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9a-f]{16}", self.run):

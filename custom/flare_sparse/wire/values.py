@@ -35,10 +35,10 @@ def write(patch: Patch, kind: ValueType, residual: Tensor | None, out: np.ndarra
         if source.size == target.size:
             np.copyto(target, source)
         else:  # mode: the indices are a mask's own and need no second check
-            np.take(source, patch.on.indices.numpy(), out=target, mode="clip")
+            np.take(source, patch.mask.indices.numpy(), out=target, mode="clip")
         _require_finite(target, "values")
         return residual
-    on = patch.on
+    on = patch.mask
     kept = torch.zeros(on.size) if residual is None else residual.clone()
     wanted = patch.values + on.take(kept)
     short = wanted.to(_TORCH[kind])
@@ -62,7 +62,7 @@ def read(raw: np.ndarray, kind: ValueType) -> Tensor:
     return values
 
 
-def representable(values: Tensor, kind: ValueType) -> bool:
+def is_representable(values: Tensor, kind: ValueType) -> bool:
     """Whether each value is a finite number in this format."""
     return bool(torch.isfinite(values if kind == "float32" else values.to(_TORCH[kind])).all())
 

@@ -12,7 +12,7 @@ from nvflare.lighter import templates
 from nvflare.lighter.utils import load_yaml
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.flare.site.byoc import read_permissions, refuse_code, who_may_send_code
+from flare_sparse.flare.site.byoc import list_code_senders, read_permissions, revoke_code_right
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def may(authorization: dict[str, Any], role: str, right: str) -> bool:
 def test_by_flares_default_leads_and_admins_may_send_code_and_then_nobody(kit: Path) -> None:
     before = read_permissions(kit / "local")
     assert [role for role in before["permissions"] if may(before, role, "byoc")] == ["project_admin", "lead"]
-    assert refuse_code(kit) == ["project_admin", "lead"]
+    assert revoke_code_right(kit) == ["project_admin", "lead"]
     after = json.loads((kit / "local" / "authorization.json").read_text())
     assert not [role for role in after["permissions"] if may(after, role, "byoc")]
 
 
 def test_every_other_right_stays(kit: Path) -> None:
     before = read_permissions(kit / "local")
-    refuse_code(kit)
+    revoke_code_right(kit)
     after = read_permissions(kit / "local")
     rights = {right for rights in before["permissions"].values() if isinstance(rights, dict) for right in rights}
     assert len(rights - {"byoc"}) == 8
@@ -53,10 +53,10 @@ def test_every_other_right_stays(kit: Path) -> None:
 
 
 def test_a_second_time_nothing_is_written(kit: Path) -> None:
-    refuse_code(kit)
+    revoke_code_right(kit)
     file = kit / "local" / "authorization.json"
     written = file.stat().st_mtime_ns
-    assert refuse_code(kit) == []
+    assert revoke_code_right(kit) == []
     assert file.stat().st_mtime_ns == written
 
 
@@ -72,12 +72,12 @@ def test_a_second_time_nothing_is_written(kit: Path) -> None:
     ],
 )
 def test_a_role_may_send_code_unless_it_says_none(rights: Any, code: bool) -> None:
-    assert who_may_send_code({"permissions": {"lead": rights}}) == (["lead"] if code else [])
+    assert list_code_senders({"permissions": {"lead": rights}}) == (["lead"] if code else [])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"permissions": 3}', "\xff"])
 def test_a_malformed_file_is_named(kit: Path, text: str) -> None:
     (kit / "local" / "authorization.json").write_text(text)
     with pytest.raises(ConfigError, match=r"authorization\.json"):
-        refuse_code(kit)
+        revoke_code_right(kit)
     assert (kit / "local" / "authorization.json").read_text() == text

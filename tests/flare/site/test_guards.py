@@ -25,11 +25,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
 
-from flare_sparse.assemble import initial_weights
-from flare_sparse.capabilities import own
-from flare_sparse.encryption import PRECISION, Contexts, ServerCipher, SiteCipher
-from flare_sparse.endpoints.server import ServerDesk
-from flare_sparse.endpoints.site import SiteDesk
+from flare_sparse.assemble import build_initial_model
+from flare_sparse.capabilities import local_capabilities
+from flare_sparse.encryption import PRECISION, KeyContexts, ServerCipher, SiteCipher
+from flare_sparse.endpoints.server import ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.exchange import Patch, Request
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import EncodeUpdate
@@ -37,14 +37,14 @@ from flare_sparse.flare.payload import (
     CODE_HEADER,
     HELLO,
     UPDATE,
-    hello_in,
+    extract_hello,
     hello_to_shareable,
     message_to_shareable,
     update_to_dxo,
 )
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SitePlanAuthorizer, SiteResultPolicy
-from flare_sparse.flare.site.install import guard
+from flare_sparse.flare.site.install import install_guards
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.task import Examples
@@ -69,22 +69,22 @@ class Hospital:
         folder: Path,
         method: str = "fedavg",
         policy: dict[str, Any] | None = None,
-        keys: Contexts | None = None,
+        keys: KeyContexts | None = None,
     ):
         (folder / "local").mkdir(parents=True)
         (folder / "run").mkdir()
         if policy:
             (folder / "local" / "flare_sparse_policy.yaml").write_text(yaml.safe_dump(policy))
         task = Sum()
-        layout, weights = initial_weights(task, 1)
+        layout, weights = build_initial_model(task, 1)
         x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
         data = Examples(TensorDataset(x[8:], x[8:, :1]), TensorDataset(x[:8], x[:8, :1]))
         self.method = METHODS[method](METHODS[method].Config(rounds=2), layout, 1)
-        self.server = ServerDesk(layout, RUN, "float32", Ledger(), ServerCipher(keys.server) if keys else None)
+        self.server = ServerEndpoint(layout, RUN, "float32", Ledger(), ServerCipher(keys.server) if keys else None)
         session = SiteSession()
         cipher = SiteCipher(keys.client) if keys else None
-        session._desk = SiteDesk(Site("site-1", task, data, layout, 1), self.method, RUN, "float32", cipher=cipher)
-        self.desk, self.folder, self.layout, self.session = session._desk, folder, layout, session
+        session._desk = SiteEndpoint(Site("site-1", task, data, layout, 1), self.method, RUN, "float32", cipher=cipher)
+        self.endpoint, self.folder, self.layout, self.session = session._desk, folder, layout, session
         state = self.method.init(weights, ["site-1"])
         self.question = self.server.ask(self.method.ask(state, ["site-1"]) or {})
         workspace = SimpleNamespace(
@@ -98,8 +98,8 @@ class Hospital:
 
     def leaves(self, *job_filters: Filter, site_filters: tuple[Filter, ...] | None = None) -> Shareable:
         """What FLARE would send after the site's filters, the job's, and the gate."""
-        request = self.desk.receive(self.question.messages["site-1"])
-        update = self.desk.answer(request)
+        request = self.endpoint.receive(self.question.messages["site-1"])
+        update = self.endpoint.answer(request)
         vector = torch.zeros(self.layout.size)
         reply = update_to_dxo(update, self.layout, vector).to_shareable()
         reply[UPDATE] = (request, update, vector)
@@ -141,19 +141,21 @@ def test_an_honest_answer_leaves_as_it_is(tmp_path: Path) -> None:
     message, meta = from_shareable(left).data["message"], from_shareable(left).meta
     update = guarded.server.decode("site-1", message, meta["examples"], meta["metrics"])
     trained = Hospital(tmp_path / "c")
-    request = trained.desk.receive(trained.question.messages["site-1"])
-    assert torch.equal(update.patch.values, trained.desk.answer(request).patch.values)
+    request = trained.endpoint.receive(trained.question.messages["site-1"])
+    assert torch.equal(update.patch.values, trained.endpoint.answer(request).patch.values)
 
 
 def seven(reply: Shareable) -> Shareable:
     """All values 777, in a message that is otherwise perfect."""
     dxo = from_shareable(reply)
     hospital = seven.hospital  # type: ignore[attr-defined]
-    desk = hospital.desk
-    update = desk.answer(desk.asked)
+    endpoint = hospital.endpoint
+    update = endpoint.answer(endpoint.asked)
     values = torch.full_like(update.patch.values, 777.0)
-    forged = type(update)(type(update.patch)(values, update.patch.on), update.content, update.examples, update.metrics)
-    return message_to_shareable(desk.encode(desk.asked, forged).data, dict(dxo.meta))
+    forged = type(update)(
+        type(update.patch)(values, update.patch.mask), update.content, update.examples, update.metrics
+    )
+    return message_to_shareable(endpoint.encode(endpoint.asked, forged).data, dict(dxo.meta))
 
 
 def more_beside(reply: Shareable) -> Shareable:
@@ -240,20 +242,20 @@ def test_what_a_jobs_filter_makes_of_an_answer_never_leaves(name: str, tmp_path:
 
 
 def test_an_encrypted_answer_leaves_and_holds_what_the_site_approved(tmp_path: Path) -> None:
-    keys = Contexts.new()
+    keys = KeyContexts.generate()
     hospital = Hospital(tmp_path / "site", policy={"clip_norm": 0.001, "encrypted": True}, keys=keys)
     dxo = from_shareable(hospital.leaves())
     update = hospital.server.decode("site-1", dxo.data["message"], dxo.meta["examples"], dxo.meta["metrics"])
     assert bool(update.patch.values.isnan().all())
-    assert update.patch.sealed is not None
-    values = SiteCipher(keys.client).open(update.patch.sealed, update.patch.on.count)
-    moved = values - update.patch.on.take(hospital.desk.site.weights)
+    assert update.patch.encrypted is not None
+    values = SiteCipher(keys.client).decrypt(update.patch.encrypted, update.patch.mask.count)
+    moved = values - update.patch.mask.take(hospital.endpoint.site.weights)
     assert float(moved.norm()) == pytest.approx(0.001, abs=10 * PRECISION)
 
 
 @pytest.mark.parametrize("name", ["777", "a damaged message", "more examples"])
 def test_the_gate_looks_into_an_encrypted_answer(name: str, tmp_path: Path) -> None:
-    hospital = Hospital(tmp_path / "site", keys=Contexts.new())
+    hospital = Hospital(tmp_path / "site", keys=KeyContexts.generate())
     seven.hospital = hospital  # type: ignore[attr-defined]
     assert blank(hospital.leaves(Job(HOSTILE[name])))
     assert hospital.said()
@@ -270,9 +272,9 @@ def test_the_gate_looks_into_an_encrypted_answer(name: str, tmp_path: Path) -> N
 def test_what_nobody_can_check_later_is_checked_before_it_is_encrypted(
     policy: dict[str, Any], weights: float | None, said: str, tmp_path: Path
 ) -> None:
-    hospital = Hospital(tmp_path / "site", policy=policy, keys=Contexts.new())
+    hospital = Hospital(tmp_path / "site", policy=policy, keys=KeyContexts.generate())
     if weights is not None:
-        hospital.desk.site.train = lambda start, *given, **more: torch.full_like(start, weights)  # type: ignore[method-assign]
+        hospital.endpoint.site.train = lambda start, *given, **more: torch.full_like(start, weights)  # type: ignore[method-assign]
     reply = hospital.leaves()
     assert blank(reply)
     assert reply.get_header(CODE_HEADER) == ("E_RANGE" if said == "E_RANGE" else "E_POLICY")
@@ -302,7 +304,7 @@ def test_an_error_reply_carries_codes_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "policy", "said"),
     [
-        ("neurosfl", {"contents": ["weights", "nothing"]}, "contents: scores may not leave"),
+        ("neurosfl", {"contents": ["weights", "metrics"]}, "contents: scores may not leave"),
         ("neurosfl", {"min_score_examples": 64}, "min_score_examples: scores of 8, wanted are 64"),
         ("neurosfl", {"min_score_batches": 2}, "min_score_batches: scores of 1, wanted are 2"),
         ("fedavg", {"min_examples": 33}, "min_examples: weights of 32, wanted are 33"),
@@ -329,19 +331,19 @@ def test_scores_leave_when_enough_examples_stand_behind_them_however_many_the_si
     batches: int | None, size: int, leaves: bool, tmp_path: Path
 ) -> None:
     hospital = Hospital(tmp_path / "site", "neurosfl", {"min_score_examples": 30, "min_score_batches": 4})
-    assert hospital.desk.site.examples == 32
+    assert hospital.endpoint.site.num_examples == 32
     config = {"rounds": 2, "saliency_batches": batches, "training": {"batch_size": size}}
     hospital.method.config = hospital.method.Config(**config)
     assert blank(hospital.leaves()) is not leaves
 
 
-@pytest.mark.parametrize("kind", ["train", "validate"])
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_metrics_of_few_test_examples_stay_at_the_site_and_the_answer_leaves(kind: str, tmp_path: Path) -> None:
     for least, leave in ((8, True), (9, False)):
         hospital = Hospital(tmp_path / str(least), policy={"min_test_examples": least})
-        if kind == "validate":
-            model = Patch.of(torch.zeros(hospital.layout.size), Mask.full(hospital.layout.size))
-            hospital.question = hospital.server.ask({"site-1": Request("validate", 0, model, model.on, "nothing")})
+        if kind == "evaluate":
+            model = Patch.from_vector(torch.zeros(hospital.layout.size), Mask.full(hospital.layout.size))
+            hospital.question = hospital.server.ask({"site-1": Request("evaluate", 0, model, model.mask, "metrics")})
         reply = hospital.leaves()
         assert reply.get_return_code() == ReturnCode.OK
         assert bool(from_shareable(reply).meta["metrics"]) is leave
@@ -351,7 +353,7 @@ def test_a_change_is_clipped_before_it_leaves(tmp_path: Path) -> None:
     hospital = Hospital(tmp_path / "site", policy={"clip_norm": 0.001, "max_norm": 0.0011})
     dxo = from_shareable(hospital.leaves())
     update = hospital.server.decode("site-1", dxo.data["message"], dxo.meta["examples"], dxo.meta["metrics"])
-    moved = update.patch.values - update.patch.on.take(hospital.desk.site.weights)
+    moved = update.patch.values - update.patch.mask.take(hospital.endpoint.site.weights)
     assert float(moved.norm()) == pytest.approx(0.001, rel=1e-3)
 
 
@@ -372,20 +374,23 @@ def hello(hospital: Hospital, spoil: Callable[[Shareable], Shareable] = lambda r
 
 def test_the_hello_tells_the_caps_of_the_policy_and_nothing_else_of_it(tmp_path: Path) -> None:
     policy = {"max_upload_bytes": 5000, "max_upload_share": 0.5, "min_examples": 20, "tensors": ["*.weight"]}
-    said = hello_in(hello(Hospital(tmp_path / "site", policy=policy)))
-    assert said == own(max_upload_bytes=5000, max_upload_share=0.5).said()
-    assert hello_in(hello(Hospital(tmp_path / "open"))) == own().said()
+    said = extract_hello(hello(Hospital(tmp_path / "site", policy=policy)))
+    assert said == local_capabilities(max_upload_bytes=5000, max_upload_share=0.5).to_message()
+    assert extract_hello(hello(Hospital(tmp_path / "open"))) == local_capabilities().to_message()
 
 
 def test_a_site_that_cannot_be_opened_or_has_a_malformed_policy_says_its_versions(tmp_path: Path) -> None:
-    assert hello_in(hello(Hospital(tmp_path / "odd", policy={"no_such_term": 1}))) == own().said()
+    assert (
+        extract_hello(hello(Hospital(tmp_path / "odd", policy={"no_such_term": 1})))
+        == local_capabilities().to_message()
+    )
     closed = Hospital(tmp_path / "closed")
     closed.session._desk = None
-    assert hello_in(hello(closed)) == own().said()
+    assert extract_hello(hello(closed)) == local_capabilities().to_message()
 
 
 def forged(reply: Shareable) -> Shareable:
-    reply = hello_to_shareable({**own().said(), "rank": 9, "note": "sub-01"})
+    reply = hello_to_shareable({**local_capabilities().to_message(), "rank": 9, "note": "sub-01"})
     reply["stolen"] = "sub-02"
     reply.set_header("note", "sub-03")
     return reply
@@ -397,7 +402,7 @@ def test_what_a_jobs_filter_makes_of_a_hello_never_leaves(
 ) -> None:
     reply = hello(Hospital(tmp_path / "site"), spoil)
     assert "sub-0" not in str(reply)
-    assert blank(reply) or hello_in(reply) == own().said()
+    assert blank(reply) or extract_hello(reply) == local_capabilities().to_message()
 
 
 @pytest.mark.parametrize(
@@ -408,7 +413,7 @@ def test_what_a_jobs_filter_makes_of_a_hello_never_leaves(
 def test_a_hello_that_cannot_be_read_is_none(content: Any) -> None:
     reply = hello_to_shareable({})
     reply["DXO"] = content
-    assert hello_in(reply) is None
+    assert extract_hello(reply) is None
 
 
 def built(hospital: Hospital, where: str, path: str, **args: Any) -> None:
@@ -421,7 +426,7 @@ def built(hospital: Hospital, where: str, path: str, **args: Any) -> None:
 
 def test_a_job_with_filters_or_executors_of_its_own_is_refused(tmp_path: Path) -> None:
     hospital = Hospital(tmp_path / "site")
-    guard(tmp_path / "site")
+    install_guards(tmp_path / "site")
     built(hospital, "executors.#1.executor", "flare_sparse.flare.executor.SparseExecutor")
     built(hospital, "components.#1", "nvflare.app_common.widgets.intime_model_selector.IntimeModelSelector")
     for where in ("executors.#1.executor", "task_result_filters.#1.filters.#1", "task_data_filters.#1.filters.#1"):
@@ -435,9 +440,9 @@ def test_a_job_with_filters_or_executors_of_its_own_is_refused(tmp_path: Path) -
 
 def test_a_job_names_no_more_of_this_package_than_its_classes_wherever_it_does(tmp_path: Path) -> None:
     hospital = Hospital(tmp_path / "site")
-    guard(tmp_path / "site")
-    own = {"path": "our_hospital.tasks.Dose", "args": {"config": {"width": 3}}}
-    built(hospital, "components.#2", "flare_sparse.flare.session.OwnTask", task=own)
+    install_guards(tmp_path / "site")
+    user_task = {"path": "our_hospital.tasks.Dose", "args": {"config": {"width": 3}}}
+    built(hospital, "components.#2", "flare_sparse.flare.session.UserTask", task=user_task)
     built(hospital, "components.#2.args.task", "our_hospital.tasks.Dose", config={"width": 3})
     allow = "flare_sparse.flare.site.allow_list.allow"
     for where, path, args in (
@@ -462,7 +467,7 @@ def test_a_site_whose_guards_were_taken_away_runs_no_job(tmp_path: Path) -> None
     ours = ("executors.#1.executor", "flare_sparse.flare.executor.SparseExecutor")
     with pytest.raises(UnsafeComponentError, match=r"privacy\.json is missing"):
         built(hospital, *ours)
-    guard(tmp_path / "site")
+    install_guards(tmp_path / "site")
     file = tmp_path / "site" / "local" / "privacy.json"
     whole = json.loads(file.read_text())
     file.write_text(json.dumps({**whole, "components": []}))
@@ -482,9 +487,9 @@ def test_what_stands_in_a_kit_stays_and_twice_is_as_once(tmp_path: Path) -> None
     (local / "resources.json").write_text(json.dumps({"format_version": 2, "client": {"retry_timeout": 30}}))
     policy = tmp_path / "policy.yaml"
     policy.write_text("min_examples: 5\n")
-    assert guard(tmp_path / "kit", policy).min_examples == 5
+    assert install_guards(tmp_path / "kit", policy).min_examples == 5
     once = {file.name: file.read_text() for file in local.iterdir()}
-    assert guard(tmp_path / "kit").min_examples == 5
+    assert install_guards(tmp_path / "kit").min_examples == 5
     assert {file.name: file.read_text() for file in local.iterdir()} == once
     privacy, resources = (json.loads(once[name]) for name in ("privacy.json", "resources.json"))
     assert privacy["scopes"][0]["task_result_filters"][0] == theirs

@@ -10,7 +10,7 @@ import pytest
 
 from flare_sparse.config import load_config
 from flare_sparse.flare.site.allow_list import CLASSES, allow
-from flare_sparse.flare.site.install import guard
+from flare_sparse.flare.site.install import install_guards
 from flare_sparse.flare.site.preflight import Finding, preflight
 
 
@@ -100,7 +100,7 @@ def test_a_folder_that_is_no_kit_is_said_and_the_rest_is_looked_at(tmp_path: Pat
 def test_the_policy_in_force_is_said(kit: Path, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text("min_examples: 20\n")
     assert "nothing here checks what leaves" in look(kit)["policy"].detail
-    guard(kit, tmp_path / "policy.yaml")
+    install_guards(kit, tmp_path / "policy.yaml")
     assert look(kit)["policy"] == Finding("PASS", "policy", "min_examples: 20")
     resources = kit / "local" / "resources.json"
     resources.write_text(resources.read_text().replace('"allow_log_streaming": false', '"allow_log_streaming": true'))
@@ -122,7 +122,7 @@ def test_a_job_is_held_against_the_policy_here_and_the_data_that_was_read(kit: P
         ("methods: [fedavg]", "FAIL", "methods: neurosfl may not run there; allowed: fedavg"),
     ):
         policy.write_text(terms + "\n")
-        guard(kit, policy)
+        install_guards(kit, policy)
         found = look(kit, job)["job"]
         assert (found.verdict, said in found.detail) == (verdict, True), found
     (tmp_path / "stays.csv").unlink()

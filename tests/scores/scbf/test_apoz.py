@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Update
-from flare_sparse.federation.rules import capped
+from flare_sparse.federation.rules import cap_contributions
 from flare_sparse.params import Layout
-from flare_sparse.scores.scbf.apoz import WHOLE, places, pooled, without_idle, written, zero_counts
-from flare_sparse.structure import channel_graph, live_mask, removable
+from flare_sparse.scores.scbf.apoz import WHOLE, count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
+from flare_sparse.structure import build_channel_graph, build_live_mask, find_removable_layers
 from flare_sparse.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site
 
@@ -45,8 +45,8 @@ class Pictures(Task):
         return {"mse": 0.0}
 
 
-LAYOUT = Layout.of(Pictures().model())
-LAYERS = removable(channel_graph(LAYOUT))
+LAYOUT = Layout.from_module(Pictures().model())
+LAYERS = find_removable_layers(build_channel_graph(LAYOUT))
 WEIGHTS = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(3)) * 0.3
 
 
@@ -60,15 +60,17 @@ def pictures(count: int, seed: int) -> Tensor:
 
 
 def update(where: Site, name: str) -> Update:
-    at = places(LAYOUT, LAYERS)
-    return Update(written(zero_counts(where, WEIGHTS, LAYERS), at, LAYOUT.size), "scores", where.examples, {}, name)
+    at = locate_counts(LAYOUT, LAYERS)
+    return Update(
+        encode_counts(count_zeros(where, WEIGHTS, LAYERS), at, LAYOUT.size), "scores", where.num_examples, {}, name
+    )
 
 
 def test_8_counts_of_the_sites_make_the_apoz_of_the_pooled_examples_exactly() -> None:
     parts = [pictures(5, 1), pictures(18, 2), pictures(1, 3)]
-    at = places(LAYOUT, LAYERS)
-    found = pooled([update(site(part), f"site-{i}") for i, part in enumerate(parts)], at)
-    assert found == pooled([update(site(torch.cat(parts)), "all")], at)
+    at = locate_counts(LAYOUT, LAYERS)
+    found = pool_apoz([update(site(part), f"site-{i}") for i, part in enumerate(parts)], at)
+    assert found == pool_apoz([update(site(torch.cat(parts)), "all")], at)
     tensors = LAYOUT.unflatten(WEIGHTS)
     with torch.no_grad():
         x = torch.cat(parts)
@@ -85,10 +87,10 @@ def test_vector_16() -> None:
     at = torch.tensor([[0, 1, 2]])
 
     def said(zeros: int, examples: int, name: str) -> Update:
-        return Update(written(torch.tensor([[zeros, 1]]), at, 3), "scores", examples, {}, name)
+        return Update(encode_counts(torch.tensor([[zeros, 1]]), at, 3), "scores", examples, {}, name)
 
-    assert pooled([said(3, 4, "a")], at) == [Fraction(3, 4)]
-    assert pooled([said(3, 4, "a"), said(1, 6, "b")], at) == [Fraction(4, 10)]
+    assert pool_apoz([said(3, 4, "a")], at) == [Fraction(3, 4)]
+    assert pool_apoz([said(3, 4, "a"), said(1, 6, "b")], at) == [Fraction(4, 10)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -96,36 +98,36 @@ def test_vector_16() -> None:
 def test_counts_beyond_what_float32_holds_arrive_whole(zeros: int, positions: int) -> None:
     at = torch.tensor([[0, 2, 4]])
     examples = -(-max(zeros, 1) // positions)
-    sent = Update(written(torch.tensor([[zeros, positions]]), at, 5), "scores", examples, {}, "a")
-    assert pooled([sent], at) == [Fraction(zeros, positions * examples)]
+    sent = Update(encode_counts(torch.tensor([[zeros, positions]]), at, 5), "scores", examples, {}, "a")
+    assert pool_apoz([sent], at) == [Fraction(zeros, positions * examples)]
 
 
 def test_a_site_that_counts_with_fewer_examples_than_it_has_keeps_its_share_of_zeros() -> None:
     at = torch.tensor([[0, 1, 2]])
     sites = [
-        Update(written(torch.tensor([[z, 1]]), at, 3), "scores", n, {}, s)
+        Update(encode_counts(torch.tensor([[z, 1]]), at, 3), "scores", n, {}, s)
         for z, n, s in ((100, 1000, "a"), (50, 100, "b"))
     ]
-    cut, _ = capped(sites, 0.5)
+    cut, _ = cap_contributions(sites, 0.5)
     assert [u.examples for u in cut] == [100, 100]
-    assert pooled(cut, at) == [(Fraction(1, 10) + Fraction(1, 2)) / 2]
+    assert pool_apoz(cut, at) == [(Fraction(1, 10) + Fraction(1, 2)) / 2]
 
 
 def test_outputs_that_a_site_claims_give_it_no_weight() -> None:
     at = torch.tensor([[0, 1, 2]])
     sites = [
-        Update(written(torch.tensor([[z, each]]), at, 3), "scores", 10, {}, s)
+        Update(encode_counts(torch.tensor([[z, each]]), at, 3), "scores", 10, {}, s)
         for z, each, s in ((0, 4, "a"), (10**12, 10**11, "b"))
     ]
-    assert pooled(sites, at) == [Fraction(1, 2)]
+    assert pool_apoz(sites, at) == [Fraction(1, 2)]
 
 
 def test_what_is_claimed_beyond_what_is_possible_is_cut_off() -> None:
     at = torch.tensor([[0, 1, 2]])
     vector = torch.tensor([5.0 * WHOLE, -3.0, 7.0])
-    patch = written(torch.tensor([[1, 1]]), at, 3)
-    assert pooled([Update(type(patch).of(vector, patch.on), "scores", 10, {}, "a")], at) == [Fraction(1)]
-    assert pooled([], at) == [Fraction(0)]
+    patch = encode_counts(torch.tensor([[1, 1]]), at, 3)
+    assert pool_apoz([Update(type(patch).from_vector(vector, patch.mask), "scores", 10, {}, "a")], at) == [Fraction(1)]
+    assert pool_apoz([], at) == [Fraction(0)]
 
 
 def test_8_a_unit_that_is_never_active_can_go_without_a_trace() -> None:
@@ -134,17 +136,17 @@ def test_8_a_unit_that_is_never_active_can_go_without_a_trace() -> None:
     named["4.weight"][2] = 0
     named["4.bias"][2] = -1
     where = site(pictures(12, 4))
-    at = places(LAYOUT, LAYERS)
-    counts = zero_counts(where, weights, LAYERS)
-    share = pooled([Update(written(counts, at, LAYOUT.size), "scores", 12, {}, "a")], at)
+    at = locate_counts(LAYOUT, LAYERS)
+    counts = count_zeros(where, weights, LAYERS)
+    share = pool_apoz([Update(encode_counts(counts, at, LAYOUT.size), "scores", 12, {}, "a")], at)
     assert share[3 + 2] == 1
     kept = [torch.ones(3, dtype=torch.bool), torch.tensor([True, True, False, True, True])]
-    live = live_mask(LAYOUT, LAYERS, kept)
+    live = build_live_mask(LAYOUT, LAYERS, kept)
     where.weights = weights
-    small = where.narrowed(live)
+    small = where.narrow(live)
     whole, masked, removed = (
         outputs(where, weights),
-        outputs(where, weights * live.on),
+        outputs(where, weights * live.bits),
         outputs(small, small.weights),
     )
     assert torch.equal(whole, masked)
@@ -154,34 +156,34 @@ def test_8_a_unit_that_is_never_active_can_go_without_a_trace() -> None:
 def outputs(where: Site, weights: Tensor) -> Tensor:
     """What the last layer gives on all training examples."""
     found: list[Tensor] = []
-    where.watch(weights, ["_6"], lambda _, output: found.append(output))
+    where.observe_units(weights, ["_6"], lambda _, output: found.append(output))
     return torch.cat(found)
 
 
 def test_units_go_by_apoz_then_layer_then_index() -> None:
     kept = [torch.tensor([True, True, True]), torch.tensor([True, False, True, True])]
     share = [Fraction(n, 10) for n in (3, 9, 3, 9, 10, 3, 1)]
-    left = without_idle(kept, share, 3, at_least=0.0, per_layer=False)
+    left = remove_idle_units(kept, share, 3, at_least=0.0, per_layer=False)
     assert [part.tolist() for part in left] == [[False, False, True], [False, False, True, True]]
 
 
 def test_every_layer_keeps_its_least() -> None:
     kept = [torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.bool)]
     share = [Fraction(1)] * 4 + [Fraction(0)] * 4
-    left = without_idle(kept, share, 6, at_least=0.5, per_layer=False)
+    left = remove_idle_units(kept, share, 6, at_least=0.5, per_layer=False)
     assert [int(part.sum()) for part in left] == [2, 2]
-    one = without_idle(kept, share, 8, at_least=0.0, per_layer=False)
+    one = remove_idle_units(kept, share, 8, at_least=0.0, per_layer=False)
     assert [int(part.sum()) for part in one] == [1, 1]
 
 
 def test_a_ranking_for_each_layer_takes_from_each_its_share() -> None:
     kept = [torch.ones(12, dtype=torch.bool), torch.ones(4, dtype=torch.bool)]
     share = [Fraction(1)] * 12 + [Fraction(0)] * 4
-    left = without_idle(kept, share, 4, at_least=0.0, per_layer=True)
+    left = remove_idle_units(kept, share, 4, at_least=0.0, per_layer=True)
     assert [int(part.sum()) for part in left] == [9, 3]
 
 
 def test_a_unit_with_too_few_entries_for_its_count_is_refused() -> None:
-    thin = Layout.of(nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1)))
+    thin = Layout.from_module(nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1)))
     with pytest.raises(ConfigError, match="three weights of their own"):
-        places(thin, removable(channel_graph(thin)))
+        locate_counts(thin, find_removable_layers(build_channel_graph(thin)))

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from flare_sparse.params import Layout
 from flare_sparse.scores.scbf import paths as channels
 from flare_sparse.scores.scbf.groups import Selection
-from flare_sparse.scores.scbf.sampling import drawn, log_ways
+from flare_sparse.scores.scbf.sampling import compute_log_path_counts, sample_norms
 from flare_sparse.scores.scbf.selection import ChannelGroups
-from flare_sparse.structure import channel_graph
+from flare_sparse.structure import build_channel_graph
 from flare_sparse.structure.graph import ChannelGraph
 from flare_sparse.structure.nodes import Concat, Pad, Source, Sum, Weighted
 
@@ -70,9 +70,9 @@ class Brute:
     """All channels of a network and their norms."""
 
     def __init__(self, network: nn.Module, change: Tensor):
-        self.layout = Layout.of(network)
-        self.graph = channel_graph(self.layout)
-        self.energy = channels.energies(self.graph, self.layout, change)
+        self.layout = Layout.from_module(network)
+        self.graph = build_channel_graph(self.layout)
+        self.energy = channels.compute_energies(self.graph, self.layout, change)
         output = self.graph.values[self.graph.output]
         self.paths = [p for j in range(output.channels) for p in paths(self.graph, self.graph.output, j)]
         self.norms = np.array([norm(self.graph, path, self.energy) for path in self.paths])
@@ -129,7 +129,7 @@ def networks(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
     else:
         network = Residual(draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2)))
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    size = Layout.of(network).size
+    size = Layout.from_module(network).size
     whole = torch.randint(-2, 3, (size,), generator=random).float()
     return network, whole if draw(st.booleans()) else torch.randn(size, generator=random)
 
@@ -141,10 +141,10 @@ CASES = settings(max_examples=150, deadline=None)
 @given(networks())
 def test_listed_norms_are_those_of_brute_force(case: tuple[nn.Module, Tensor]) -> None:
     brute = Brute(*case)
-    norms = channels.listed(brute.graph, brute.energy)
+    norms = channels.list_norms(brute.graph, brute.energy)
     there = norms[norms > -math.inf]
     np.testing.assert_allclose(np.sort(there.numpy()), np.sort(brute.norms), rtol=1e-12)
-    counted = float(torch.logsumexp(log_ways(brute.graph)[brute.graph.output], 0))
+    counted = float(torch.logsumexp(compute_log_path_counts(brute.graph)[brute.graph.output], 0))
     assert round(math.exp(counted)) == len(brute.paths)
 
 
@@ -154,18 +154,18 @@ def test_1_best_and_worst_channel_through_every_connection(case: tuple[nn.Module
     """The dynamic programme against a look at every path."""
     brute = Brute(*case)
     extreme = max if best else min
-    edges, units = channels.through(brute.graph, brute.energy, best=best)
-    through: dict[object, list[float]] = {}
+    edges, units = channels.compute_norms_through(brute.graph, brute.energy, best=best)
+    compute_norms_through: dict[object, list[float]] = {}
     for path, value in zip(brute.paths, brute.norms, strict=True):
         for part in (*path.edges, *path.units):
-            through.setdefault(part, []).append(value)
+            compute_norms_through.setdefault(part, []).append(value)
     for at, scores in zip(brute.graph.layers, edges, strict=True):
         for index in np.ndindex(*scores.shape):
             key = (at, *index) if len(index) == 2 else (at, *index, None)
-            assert float(scores[index]) == pytest.approx(extreme(through[key]), rel=1e-12)
+            assert float(scores[index]) == pytest.approx(extreme(compute_norms_through[key]), rel=1e-12)
     for at, scores in enumerate(units):
         for channel, score in enumerate(scores.tolist()):
-            expected = through.get((at, channel))
+            expected = compute_norms_through.get((at, channel))
             assert score == pytest.approx(extreme(expected), rel=1e-12) if expected else math.isinf(score)
 
 
@@ -174,23 +174,23 @@ def test_1_best_and_worst_channel_through_every_connection(case: tuple[nn.Module
 def test_1_selection_equals_brute_force(case: tuple[nn.Module, Tensor], rate: float, selection: Selection) -> None:
     """Exactly k channels, ties included: what the listing chooses is put back as paths and looked up."""
     brute = Brute(*case)
-    norms = channels.listed(brute.graph, brute.energy)
+    norms = channels.list_norms(brute.graph, brute.energy)
     there = norms > -math.inf
     k = math.ceil(rate * len(brute.paths) - 1e-9)
     groups = ChannelGroups(brute.layout, brute.graph)
-    found = groups.by_rate(case[1], rate, selection, DRAW)
+    found = groups.select_by_rate(case[1], rate, selection, DRAW)
     limit = np.sort(brute.norms)[::-1][k - 1]
     sure, possible = brute.norms > limit * (1 + 1e-12), brute.norms >= limit * (1 - 1e-12)
     if possible.sum() == k:  # no tie at the limit: the choice is unique
         edges, _ = brute.touched(possible)
         if selection == "negative":
             edges -= brute.touched(~possible)[0]
-        assert _edges_of(brute, found.on) == edges
+        assert _edges_of(brute, found.bits) == edges
     else:
         some, most = brute.touched(sure)[0], brute.touched(possible)[0]
         if selection == "negative":
             some, most = some - brute.touched(~sure)[0], most - brute.touched(~possible)[0]
-        assert some <= _edges_of(brute, found.on) <= most
+        assert some <= _edges_of(brute, found.bits) <= most
     assert int(there.sum()) == len(brute.paths)
 
 
@@ -219,20 +219,20 @@ def test_1_the_threshold_of_a_large_net_selects_what_listing_selects(
     if k < len(ordered) and ordered[k] >= ordered[k - 1] * (1 - 1e-9):
         return  # a tie at the limit
     threshold = ordered[k - 1] * (1 - 1e-12)
-    best, _ = channels.through(brute.graph, brute.energy, best=True)
-    worst, _ = channels.through(brute.graph, brute.energy, best=False)
+    best, _ = channels.compute_norms_through(brute.graph, brute.energy, best=True)
+    worst, _ = channels.compute_norms_through(brute.graph, brute.energy, best=False)
     kept = [e >= threshold for e in (best if selection == "positive" else worst)]
-    listed = ChannelGroups(brute.layout, brute.graph).by_rate(case[1], rate, selection, DRAW)
-    assert as_sets(brute.graph, kept, [])[0] == _edges_of(brute, listed.on)
+    listed = ChannelGroups(brute.layout, brute.graph).select_by_rate(case[1], rate, selection, DRAW)
+    assert as_sets(brute.graph, kept, [])[0] == _edges_of(brute, listed.bits)
 
 
 @pytest.mark.parametrize("network", [stack([3, 4, 3, 2]), Residual(2, 1, 2)])
 def test_drawn_channels_are_uniform(network: nn.Module) -> None:
     """Every channel's norm made different: how often each is drawn follows 1 / M (chi-squared, 5 standard errors)."""
-    size = Layout.of(network).size
+    size = Layout.from_module(network).size
     brute = Brute(network, torch.randn(size, generator=torch.Generator().manual_seed(3)))
     number = 200_000
-    sample = drawn(brute.graph, brute.energy, number, torch.Generator().manual_seed(4))
+    sample = sample_norms(brute.graph, brute.energy, number, torch.Generator().manual_seed(4))
     order = np.argsort(brute.norms)
     place = np.searchsorted(brute.norms[order], sample.numpy() * (1 - 1e-9))
     counts = np.bincount(place, minlength=len(order))
@@ -246,38 +246,38 @@ def test_drawn_channels_are_uniform(network: nn.Module) -> None:
 def test_a_sampled_threshold_selects_the_stated_share_of_channels() -> None:
     """Three standard errors of the quantile, and seeded: the same draw, the same mask."""
     network = stack([5, 20, 20, 20, 1])
-    layout = Layout.of(network)
+    layout = Layout.from_module(network)
     change = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
-    sampled = ChannelGroups(layout, channel_graph(layout), list_up_to=10, drawn=10_000)
+    sampled = ChannelGroups(layout, build_channel_graph(layout), list_up_to=10, drawn=10_000)
     assert not sampled.exact
     assert "10,000 channels drawn at random" in sampled.threshold
-    masks = [sampled.by_rate(change, 0.2, "positive", torch.Generator().manual_seed(7)) for _ in range(2)]
+    masks = [sampled.select_by_rate(change, 0.2, "positive", torch.Generator().manual_seed(7)) for _ in range(2)]
     assert masks[0] == masks[1]
-    exact = ChannelGroups(layout, channel_graph(layout))
+    exact = ChannelGroups(layout, build_channel_graph(layout))
     error = 3 * math.sqrt(0.2 * 0.8 / 10_000)
-    low, high = (exact.by_rate(change, 0.2 + sign * error, "positive", DRAW) for sign in (-1, 1))
+    low, high = (exact.select_by_rate(change, 0.2 + sign * error, "positive", DRAW) for sign in (-1, 1))
     assert low <= masks[0] <= high
 
 
 def test_vector_13_of_the_specification() -> None:
     """m_0 = 2, layers (2, 2, 1), paper orientation in ALGORITHMS section 7."""
     network = stack([2, 2, 2, 1])
-    layout = Layout.of(network)
-    tensors = {entry.name: torch.zeros(entry.shape) for entry in layout.entries}
+    layout = Layout.from_module(network)
+    tensors = {entry.name: torch.zeros(entry.shape) for entry in layout.tensors}
     tensors["0.weight"] = torch.tensor([[1.0, 0], [1, 2]]).T
     tensors["2.weight"] = torch.tensor([[1.0, 0], [0, 3]]).T
     tensors["4.weight"] = torch.tensor([[0.0], [1]]).T
     change = layout.flatten(tensors)
-    graph = channel_graph(layout)
-    energy = channels.energies(graph, layout, change)
+    graph = build_channel_graph(layout)
+    energy = channels.compute_energies(graph, layout, change)
     assert energy[0].tolist() == [2, 4]
     assert energy[1].T.tolist() == [[1, 0], [0, 9]]
     assert energy[2].T.tolist() == [[0], [1]]
-    assert channels.listed(graph, energy).view(2, 2, 1)[:, :, 0].tolist() == [[3, 3], [4, 14]]
+    assert channels.list_norms(graph, energy).view(2, 2, 1)[:, :, 0].tolist() == [[3, 3], [4, 14]]
 
     def on(rate: float, selection: Selection) -> dict[str, list[list[bool]]]:
         groups = ChannelGroups(layout, graph, "never")
-        named = layout.unflatten(groups.by_rate(change, rate, selection, DRAW).on)
+        named = layout.unflatten(groups.select_by_rate(change, rate, selection, DRAW).bits)
         return {name: tensor.T.tolist() for name, tensor in named.items() if name.endswith("weight")}
 
     one = on(0.25, "positive")

@@ -19,21 +19,21 @@ import torch
 
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
-from flare_sparse.params import Entry, Layout
+from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.wire.codec import Decoded, decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
-from flare_sparse.wire.envelope import HEADER_BYTES, VERSION, seal, unseal
+from flare_sparse.wire.envelope import HEADER_BYTES, VERSION, read_header, write_header
 from flare_sparse.wire.plan import Plan, ValueType
 
 FOLDER = Path(__file__).parent / f"v{VERSION}"
 LAYOUT = Layout(
     (
-        Entry("conv.weight", (8, 4, 3, 3), "weight"),
-        Entry("conv.bias", (8,), "bias"),
-        Entry("norm.weight", (8,), "norm"),
-        Entry("nothing", (0, 3), "other"),
-        Entry("fc.weight", (10, 20), "weight"),
-        Entry("scale", (), "other"),
+        TensorSpec("conv.weight", (8, 4, 3, 3), "weight"),
+        TensorSpec("conv.bias", (8,), "bias"),
+        TensorSpec("norm.weight", (8,), "norm"),
+        TensorSpec("nothing", (0, 3), "other"),
+        TensorSpec("fc.weight", (10, 20), "weight"),
+        TensorSpec("scale", (), "other"),
     )
 )
 DRAW = torch.Generator().manual_seed(1)
@@ -61,35 +61,35 @@ SELECTIONS = {
     "csr": FEW,
     "slices": CHANNELS,
 }
-PLAN = Plan(LAYOUT, "00112233aabbccdd", known=KNOWN, base=41, sequence=42, round=7, kind="train")
+PLAN = Plan(LAYOUT, "00112233aabbccdd", base_mask=KNOWN, base_sequence=41, sequence=42, round=7, kind="train")
 
 
 def said_by(name: str, values: ValueType) -> np.ndarray:
     """A message whose selection is said by the named encoding, whether or not it is the cheapest."""
     on, encoding = SELECTIONS[name], ENCODINGS[name]
-    dense = encode(Patch.of(VECTOR, on), PLAN, values=values).data
-    picked = unseal(dense)
-    raw = encoding.write(on, KNOWN, LAYOUT)
+    dense = encode(Patch.from_vector(VECTOR, on), PLAN, values=values).data
+    picked = read_header(dense)
+    raw = encoding.encode(on, KNOWN, LAYOUT)
     assert raw is not None
-    known = bytes.fromhex(KNOWN.fingerprint) if encoding.leans else bytes(16)
-    header = replace(picked, encoding=encoding.code, known=known, selection_bytes=len(raw))
+    known = bytes.fromhex(KNOWN.fingerprint) if encoding.requires_base else bytes(16)
+    header = replace(picked, encoding=encoding.code, base_mask=known, selection_bytes=len(raw))
     message = np.zeros(header.values_start + dense.size - picked.values_start, np.uint8)
     message[HEADER_BYTES : HEADER_BYTES + len(raw)] = np.frombuffer(raw, np.uint8)
     message[header.values_start :] = dense[picked.values_start :]
-    seal(header, message)
+    write_header(header, message)
     return message
 
 
 def messages() -> dict[str, np.ndarray]:
     forced = {f"{name}_{values}": said_by(name, values) for name in ENCODINGS for values in get_args(ValueType)}
-    sparse = Patch.of(VECTOR, FEW, "held")
+    sparse = Patch.from_vector(VECTOR, FEW, "previous")
     return forced | {
-        "question": encode(Patch.of(VECTOR, KNOWN, "held"), PLAN, trainable=NESTED).data,
+        "question": encode(Patch.from_vector(VECTOR, KNOWN, "previous"), PLAN, trainable=NESTED).data,
         "question_all_trainable": encode(sparse, PLAN, trainable=Mask.full(LAYOUT.size)).data,
-        "bitmap_zstd": encode(Patch.of(VECTOR, Mask(FEW.on | (torch.arange(LAYOUT.size) < 200))), PLAN).data,
-        "difference": encode(Patch.of(VECTOR, NESTED), PLAN, content="difference", values="bfloat16").data,
-        "scores": encode(Patch.of(VECTOR.abs(), KNOWN), PLAN, content="scores").data,
-        "nothing": encode(Patch.empty(LAYOUT.size), PLAN, content="nothing").data,
+        "bitmap_zstd": encode(Patch.from_vector(VECTOR, Mask(FEW.bits | (torch.arange(LAYOUT.size) < 200))), PLAN).data,
+        "difference": encode(Patch.from_vector(VECTOR, NESTED), PLAN, content="delta", values="bfloat16").data,
+        "scores": encode(Patch.from_vector(VECTOR.abs(), KNOWN), PLAN, content="scores").data,
+        "nothing": encode(Patch.empty(LAYOUT.size), PLAN, content="metrics").data,
     }
 
 
@@ -102,8 +102,8 @@ def meaning(decoded: Decoded) -> dict[str, Any]:
         "kind": decoded.kind,
         "round": decoded.round,
         "sequence": decoded.sequence,
-        "over": decoded.patch.over,
-        "on": decoded.patch.on.packed.hex(),
+        "base": decoded.patch.base,
+        "mask": decoded.patch.mask.packed.hex(),
         "trainable": decoded.trainable.packed.hex() if decoded.trainable else None,
         "numbers": decoded.patch.values.numpy().astype("<f4").tobytes().hex(),
     }
@@ -112,10 +112,10 @@ def meaning(decoded: Decoded) -> dict[str, Any]:
 def main() -> None:
     FOLDER.mkdir()
     expected = {
-        "layout": [[entry.name, entry.shape, entry.role] for entry in LAYOUT.entries],
+        "layout": [[entry.name, entry.shape, entry.role] for entry in LAYOUT.tensors],
         "run": PLAN.run,
-        "known": KNOWN.packed.hex(),
-        "base": PLAN.base,
+        "base_mask": KNOWN.packed.hex(),
+        "base_sequence": PLAN.base_sequence,
         "messages": {},
     }
     for name, data in messages().items():

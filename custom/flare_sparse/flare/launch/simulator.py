@@ -16,7 +16,7 @@ from nvflare.recipe import SimEnv
 
 from ...data.source import SITE_FILE_VARIABLE
 from ...errors import ConfigError, FlareSparseError
-from ...runs.model_files import clear_models
+from ...runs.model_files import delete_models
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
 from ..he_keys import KEYS_VARIABLE
@@ -87,7 +87,7 @@ def simulate(
                 raise JobFailed(_why(log, workspace)) from error
     if not (record / "summary.json").is_file():
         raise JobFailed(_why(log, workspace))
-    clear_models(out)
+    delete_models(out)
     for file in sorted(record.iterdir()):
         shutil.copy2(file, out / file.name)
     metrics = workspace / "server" / "simulate_job" / "metrics"

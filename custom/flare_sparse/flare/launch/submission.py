@@ -16,7 +16,7 @@ from nvflare.fuel.flare_api.api_spec import TargetType
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from ...errors import ConfigError
-from ...runs.model_files import clear_models
+from ...runs.model_files import delete_models
 from ...runs.progress import progress_line
 from ..controller import RESULTS, STATS
 from ..recipe import SparseRecipe
@@ -131,6 +131,6 @@ def _collect(job: Path, out: Path, ended: str, refused: str) -> None:
         log = "".join(file.read_text(errors="replace") for file in sorted(job.glob("**/log.txt"))[:1])
         said = next((found.group() for found in map(_REASON.search, log.splitlines()) if found), refused or _NO_REASON)
         raise JobFailed(f"{ended} without a result.\n  {said}\nWhat is left of it: {job}")
-    clear_models(out)
+    delete_models(out)
     for file in sorted(record.iterdir()):
         shutil.copy2(file, out / file.name)

@@ -14,7 +14,7 @@ from typing import Any
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
 from ...errors import ConfigError
-from .kit_files import in_force, read_object, write_object
+from .kit_files import find_active_file, read_object, write_object
 
 PACKAGE = "flare_sparse."
 CLASSES = (
@@ -24,7 +24,7 @@ CLASSES = (
     "flare_sparse.flare.filters.DecodeRequest",
     "flare_sparse.flare.filters.DecodeUpdate",
     "flare_sparse.flare.filters.EncodeUpdate",
-    "flare_sparse.flare.session.OwnTask",
+    "flare_sparse.flare.session.UserTask",
     "flare_sparse.flare.session.ServerSession",
     "flare_sparse.flare.session.SiteSession",
 )
@@ -54,7 +54,7 @@ def read_resources(local: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not a JSON object.
     """
-    file = in_force(local, RESOURCES)
+    file = find_active_file(local, RESOURCES)
     return {"format_version": 2} if file is None else read_object(file)
 
 
@@ -70,7 +70,7 @@ def allowed(resources: dict[str, Any]) -> list[str]:
     return listed
 
 
-def too_wide(listed: Sequence[str]) -> list[str]:
+def is_too_broad(listed: Sequence[str]) -> list[str]:
     """Entries that let a job call more of this package than its classes, such as its prefix."""
     return [entry for entry in listed if entry.startswith(PACKAGE) and entry not in CLASSES]
 
@@ -90,13 +90,13 @@ def allow(kit: Path, also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: there is no such folder, its resources are malformed, or ``also`` names more of this package.
     """
-    if wide := too_wide(also):
+    if wide := is_too_broad(also):
         raise ConfigError(f"--also {wide[0]}: of flare_sparse a job may name its classes only, and these are allowed")
     local = local_folder(kit)
     resources = read_resources(local)
     listed = allowed(resources)
     new = [entry for entry in (*CLASSES, *also) if entry not in listed]
-    wide = too_wide(listed)
+    wide = is_too_broad(listed)
     if new or wide:
         kept = [entry for entry in listed if entry not in wide]
         write_object(local / RESOURCES, {**resources, MODE: resources.get(MODE, "enforce"), LIST: [*kept, *new]})

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from .allow_list import local_folder
-from .kit_files import in_force, read_object, write_object
+from .kit_files import find_active_file, read_object, write_object
 
 AUTHORIZATION = "authorization.json"
 BYOC = "byoc"
@@ -26,7 +26,7 @@ def read_permissions(local: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is neither, or it is malformed.
     """
-    file = in_force(local, AUTHORIZATION)
+    file = find_active_file(local, AUTHORIZATION)
     if file is None:
         raise ConfigError(f"{local}: neither {AUTHORIZATION} nor {AUTHORIZATION}.default; unpack the kit again")
     content = read_object(file)
@@ -35,7 +35,7 @@ def read_permissions(local: Path) -> dict[str, Any]:
     return content
 
 
-def who_may_send_code(authorization: dict[str, Any]) -> list[str]:
+def list_code_senders(authorization: dict[str, Any]) -> list[str]:
     """Roles to which anything but ``"none"`` is said for ``byoc``."""
 
     def may(rights: Any) -> bool:
@@ -44,7 +44,7 @@ def who_may_send_code(authorization: dict[str, Any]) -> list[str]:
     return [role for role, rights in authorization["permissions"].items() if may(rights)]
 
 
-def refuse_code(kit: Path) -> list[str]:
+def revoke_code_right(kit: Path) -> list[str]:
     """Take the right to send code away from every role, in a startup kit's ``local/authorization.json``; the rest stays.
 
     Args:
@@ -58,7 +58,7 @@ def refuse_code(kit: Path) -> list[str]:
     """
     local = local_folder(kit)
     authorization = read_permissions(local)
-    roles = who_may_send_code(authorization)
+    roles = list_code_senders(authorization)
     if roles:
         permissions = authorization["permissions"]
         named = {right for rights in permissions.values() if isinstance(rights, dict) for right in rights}

@@ -27,7 +27,7 @@ from nvflare.apis.fl_exception import UnsafeComponentError
 from nvflare.apis.shareable import Shareable
 
 from ...encryption import PRECISION
-from ...endpoints.site import SiteDesk
+from ...endpoints.site import SiteEndpoint
 from ...errors import FlareSparseError, PolicyRefusal
 from ...exchange import Patch, Request, Update
 from ...policy.policy import POLICY_FILE, read_policy, refuse
@@ -38,15 +38,15 @@ from ..payload import (
     NOT_HELD_HEADER,
     UPDATE,
     answer_to_shareable,
-    code_in,
     dxo_to_update,
-    hello_in,
+    extract_code,
+    extract_hello,
     hello_to_shareable,
-    refusal,
+    make_refusal,
     shareable_to_message,
     update_to_dxo,
 )
-from ..session import keep_at_site, policy_of, site_session
+from ..session import get_site_session, read_site_policy, write_site_error
 from .allow_list import CLASSES, PACKAGE
 
 APPROVED = "flare_sparse.approved"
@@ -67,24 +67,24 @@ class SiteResultPolicy(Filter):
         try:
             return self._fitted(shareable, fl_ctx)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong here, nothing leaves
-            keep_at_site(error, _code_of(error), fl_ctx)
-            return refusal(_code_of(error), ReturnCode.TASK_RESULT_FILTER_ERROR)
+            write_site_error(error, _code_of(error), fl_ctx)
+            return make_refusal(_code_of(error), ReturnCode.TASK_RESULT_FILTER_ERROR)
 
     def _fitted(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        session = site_session(fl_ctx)
-        desk, policy = session.desk(fl_ctx), policy_of(fl_ctx)
-        if policy.methods is not None and desk.method.name not in policy.methods:
-            raise PolicyRefusal(f"this site's policy: methods: {desk.method.name} may not run here")
+        session = get_site_session(fl_ctx)
+        endpoint, policy = session.endpoint(fl_ctx), read_site_policy(fl_ctx)
+        if policy.methods is not None and endpoint.method.name not in policy.methods:
+            raise PolicyRefusal(f"this site's policy: methods: {endpoint.method.name} may not run here")
         request, update, vector = shareable[UPDATE]
-        layout = desk.site.layout
+        layout = endpoint.site.layout
         update = dxo_to_update(from_shareable(shareable), update, vector, layout)
-        if desk.site.test_examples < policy.min_test_examples:
+        if endpoint.site.num_test_examples < policy.min_test_examples:
             update = replace(update, metrics={})
-        start = _start(update, desk)
-        change = Patch(update.patch.values.clone() - start, update.patch.on)
+        start = _start(update, endpoint)
+        change = Patch(update.patch.values.clone() - start, update.patch.mask)
         soft = policy.softened(update.content, change, layout)
         update = _with(update, update.patch.values.clone() if soft is change.values else soft + start)
-        refuse(policy.refusals(update.content, desk.site.used, update.patch.on, soft, layout))
+        refuse(policy.refusals(update.content, endpoint.site.usage, update.patch.mask, soft, layout))
         fl_ctx.set_prop(APPROVED, update, private=True, sticky=False)
         reply = update_to_dxo(update, layout, vector).to_shareable()
         reply[UPDATE] = (request, update, vector)
@@ -104,17 +104,17 @@ class SiteLastGate(FLComponent):
         """FLARE swallows what an event handler raises, so a result is blanked in place."""
         try:
             if result.get_return_code() != ReturnCode.OK:
-                _blank(result, code_in(result) or "E_SITE", not_held=result.get_header(NOT_HELD_HEADER) is True)
-            elif hello_in(result) is not None:
+                _blank(result, extract_code(result) or "E_SITE", not_held=result.get_header(NOT_HELD_HEADER) is True)
+            elif extract_hello(result) is not None:
                 result.clear()  # whatever a filter of the job made of it
-                result.update(hello_to_shareable(site_session(fl_ctx).hello(fl_ctx)))
-            elif not policy_of(fl_ctx).foreign_jobs or _is_ours(result):
+                result.update(hello_to_shareable(get_site_session(fl_ctx).hello(fl_ctx)))
+            elif not read_site_policy(fl_ctx).foreign_jobs or _is_ours(result):
                 approved = self._approved(result, fl_ctx)
                 result.clear()  # keys and headers that a filter of the job put beside the answer
                 result.update(approved)
         except Exception as error:  # noqa: BLE001 - what it does not understand does not leave
             _blank(result, _code_of(error))  # first: what comes after may fail, too
-            keep_at_site(error, _code_of(error), fl_ctx)
+            write_site_error(error, _code_of(error), fl_ctx)
             self.log_error(
                 fl_ctx, f"{_code_of(error)}: an answer was held back; see site_error.txt in the job's folder"
             )
@@ -125,22 +125,26 @@ class SiteLastGate(FLComponent):
         Raises:
             FlareSparseError: it is not what the site approved.
         """
-        desk, policy = site_session(fl_ctx).desk(fl_ctx), policy_of(fl_ctx)
+        endpoint, policy = get_site_session(fl_ctx).endpoint(fl_ctx), read_site_policy(fl_ctx)
         approved = fl_ctx.get_prop(APPROVED)
-        if not isinstance(approved, Update) or desk.asked is None:
+        if not isinstance(approved, Update) or endpoint.asked is None:
             raise PolicyRefusal(
                 "this site's policy: an answer that SiteResultPolicy has not seen (is it in this scope?)"
             )
-        message, meta = shareable_to_message(result, desk.site.name)
+        message, meta = shareable_to_message(result, endpoint.site.name)
         if set(meta) - {"examples", "metrics"} or set(from_shareable(result).data) != {"message"}:
             raise PolicyRefusal("this site's policy: more beside the message than examples and metrics")
-        found = _decoded(message, desk, desk.asked)
-        if policy.encrypted and found.content in ("weights", "difference") and found.values != "ckks":
+        found = _decoded(message, endpoint, endpoint.asked)
+        if policy.encrypted and found.content in ("weights", "delta") and found.values != "ckks":
             raise PolicyRefusal(f"this site's policy: encrypted: {found.content} in the clear; wire.encryption: ckks")
         _same(found, meta, approved)
-        change = found.patch.values - (_start(approved, desk) if approved.content == "weights" else 0)
+        change = found.patch.values - (_start(approved, endpoint) if approved.content == "weights" else 0)
         refuse(
-            list(policy.refusals(found.content, desk.site.used, found.patch.on, change, desk.site.layout, len(message)))
+            list(
+                policy.refusals(
+                    found.content, endpoint.site.usage, found.patch.mask, change, endpoint.site.layout, len(message)
+                )
+            )
         )
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
         return answer_to_shareable(np.asarray(message), replace(approved, metrics=metrics))
@@ -228,20 +232,27 @@ def _is_ours(result: Shareable) -> bool:
     return True
 
 
-def _start(update: Update, desk: SiteDesk) -> Any:
+def _start(update: Update, endpoint: SiteEndpoint) -> Any:
     """What an answer's values are measured against: for weights, those that the site was sent."""
-    return update.patch.on.take(desk.site.weights) if update.content == "weights" else 0.0
+    return update.patch.mask.take(endpoint.site.weights) if update.content == "weights" else 0.0
 
 
 def _with(update: Update, values: torch.Tensor) -> Update:
-    return Update(Patch(values, update.patch.on), update.content, update.examples, update.metrics, update.site)
+    return Update(Patch(values, update.patch.mask), update.content, update.examples, update.metrics, update.site)
 
 
-def _decoded(message: Any, desk: SiteDesk, asked: Request) -> Decoded:
-    sealing = desk.cipher.sealing if desk.cipher else None
-    plan = Plan(desk.site.layout, desk.run, known=asked.trainable, round=asked.round, kind=asked.kind, sealing=sealing)
-    found = decode(message, plan, desk.site.name)
-    return replace(found, patch=desk.opened(found.patch))
+def _decoded(message: Any, endpoint: SiteEndpoint, asked: Request) -> Decoded:
+    ciphertext_format = endpoint.cipher.ciphertext_format if endpoint.cipher else None
+    plan = Plan(
+        endpoint.site.layout,
+        endpoint.run,
+        base_mask=asked.trainable,
+        round=asked.round,
+        kind=asked.kind,
+        ciphertext_format=ciphertext_format,
+    )
+    found = decode(message, plan, endpoint.site.name)
+    return replace(found, patch=endpoint.opened(found.patch))
 
 
 def _room(form: ValueFormat, values: torch.Tensor) -> tuple[float, float]:
@@ -261,7 +272,7 @@ def _same(found: Decoded, meta: dict[str, Any], approved: Update) -> None:
     share, room = _room(found.values, mine)
     same = (
         found.content == approved.content
-        and found.patch.on == approved.patch.on
+        and found.patch.mask == approved.patch.mask
         and (torch.equal(mine, theirs) if not room else torch.allclose(mine, theirs, rtol=share, atol=room))
         and meta.get("examples") == approved.examples
         and set(meta.get("metrics", {})) <= set(approved.metrics)

@@ -17,7 +17,7 @@ SCOPE = "flare_sparse"
 LOG_STREAMING = "allow_log_streaming"
 
 
-def guard(kit: Path, chosen: Path | None = None) -> Policy:
+def install_guards(kit: Path, chosen: Path | None = None) -> Policy:
     """Write the guards into a kit's ``privacy.json`` and ``resources.json``, and the policy beside them.
 
     Every privacy scope gets ``SiteResultPolicy``, the site ``SiteLastGate`` and ``SitePlanAuthorizer``; logs are no

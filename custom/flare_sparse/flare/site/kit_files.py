@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import ConfigError
 
 
-def in_force(local: Path, name: str) -> Path | None:
+def find_active_file(local: Path, name: str) -> Path | None:
     """The file that FLARE reads: the site's own, else the kit's ``.default``; None where there is neither."""
     return next((file for file in (local / name, local / f"{name}.default") if file.is_file()), None)
 

@@ -17,11 +17,11 @@ from ...assemble import Assembly, assemble, open_site
 from ...config import JobConfig
 from ...data.source import site_data
 from ...errors import ConfigError, FlareSparseError
-from ...policy.check import objections
+from ...policy.check import find_policy_conflicts
 from ...policy.policy import POLICY_FILE, read_policy
 from ...task import Task
-from .allow_list import CLASSES, EVERYTHING, LIST, MODE, allowed, local_folder, read_resources, too_wide
-from .byoc import read_permissions, who_may_send_code
+from .allow_list import CLASSES, EVERYTHING, LIST, MODE, allowed, is_too_broad, local_folder, read_resources
+from .byoc import list_code_senders, read_permissions
 from .guards import unguarded
 from .install import LOG_STREAMING
 
@@ -43,14 +43,14 @@ class Finding:
 
 
 def preflight(
-    kit: Path, job: JobConfig | None = None, own_task: Task | None = None, environment: Mapping[str, str] = os.environ
+    kit: Path, job: JobConfig | None = None, user_task: Task | None = None, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
     """Look at a site, one finding after the other; nothing is changed and no data leaves.
 
     Args:
         kit: the site's startup kit.
         job: settings of a job: the site's data is then read as that job would, and the site's policy held against it.
-        own_task: the task of that job when it is the user's own.
+        user_task: the task of that job when it is the user's own.
         environment: variables that may say where the data lies.
     """
     yield _attempt("startup kit", lambda: _kit(kit))
@@ -63,7 +63,7 @@ def preflight(
     if job is None:
         yield _attempt("data", lambda: _there(kit, environment))
     else:
-        yield from _job(kit, job, own_task, environment, guarded=policy.verdict != "FAIL")
+        yield from _job(kit, job, user_task, environment, guarded=policy.verdict != "FAIL")
     yield _attempt("disk", lambda: _disk(kit))
     yield _attempt("server", lambda: _server(kit))
 
@@ -103,7 +103,7 @@ def _kit(kit: Path) -> tuple[Verdict, str]:
 def _allow_list(kit: Path) -> tuple[Verdict, str]:
     resources = read_resources(local_folder(kit))
     listed, remedy = allowed(resources), f"Run: flare-sparse site allow {kit}"
-    if wide := too_wide(listed):
+    if wide := is_too_broad(listed):
         return "FAIL", f"{', '.join(wide)} in {LIST}: a job may call every function there. {remedy}"
     if EVERYTHING in listed:
         return (
@@ -118,7 +118,7 @@ def _allow_list(kit: Path) -> tuple[Verdict, str]:
 
 
 def _code(kit: Path) -> tuple[Verdict, str]:
-    if roles := who_may_send_code(read_permissions(local_folder(kit))):
+    if roles := list_code_senders(read_permissions(local_folder(kit))):
         return (
             "WARN",
             f"{', '.join(roles)} may send code here (BYOC). Unless you want that: flare-sparse site no-code {kit}",
@@ -145,15 +145,15 @@ def _there(kit: Path, environment: Mapping[str, str]) -> tuple[Verdict, str]:
 
 
 def _job(
-    kit: Path, job: JobConfig, own_task: Task | None, environment: Mapping[str, str], *, guarded: bool
+    kit: Path, job: JobConfig, user_task: Task | None, environment: Mapping[str, str], *, guarded: bool
 ) -> Iterator[Finding]:
     """The site's data as a job reads it; then, where both can be read, the job held against the policy here."""
     read: list[tuple[Assembly, int]] = []
 
     def data() -> tuple[Verdict, str]:
         where = site_data(_name(kit), local_folder(kit), environment)
-        assembly = assemble(job, own_task)
-        examples = open_site(assembly, where).examples
+        assembly = assemble(job, user_task)
+        examples = open_site(assembly, where).num_examples
         read.append((assembly, examples))
         if not examples:
             return "WARN", f"{where.path}: no training examples; this site would only judge models"
@@ -166,7 +166,7 @@ def _job(
 
 def _let_through(kit: Path, job: JobConfig, assembly: Assembly, examples: int) -> tuple[Verdict, str]:
     policy = read_policy(local_folder(kit) / POLICY_FILE)
-    if reasons := objections(policy, job, assembly, {_name(kit): examples}):
+    if reasons := find_policy_conflicts(policy, job, assembly, {_name(kit): examples}):
         return "FAIL", f"the policy here would not let {job.name} through: {' | '.join(reasons)}"
     return "PASS", f"the policy here lets {job.name} through"
 

@@ -11,7 +11,7 @@ from ...errors import ConfigError
 from ...exchange import Patch, Request, Update
 from ...mask import Mask
 from ...training import Site, TrainingConfig
-from ..method import MethodConfig, broadcast, sample
+from ..method import MethodConfig, broadcast, sample_sites
 
 
 class AdaptationConfig(MethodConfig):
@@ -36,15 +36,15 @@ class AdaptationConfig(MethodConfig):
             raise ConfigError(
                 f"method.targets: all sites present ({', '.join(sites)}) are targets; leave some to train"
             )
-        return sample(learning, self.participation, seed, t)
+        return sample_sites(learning, self.participation, seed, t)
 
 
-def one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: AdaptationConfig) -> Tensor:
+def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: AdaptationConfig) -> Tensor:
     """``w - adapt_lr * grad L(w)`` ``(P,)``, once within each stage, on the same examples; no dropout, no gate noise.
 
     ``training.clip_norm`` bounds this gradient, too.
     """
-    batch_size, clip = config.adapt_batch or max(site.examples, 1), config.training.clip_norm
+    batch_size, clip = config.adapt_batch or max(site.num_examples, 1), config.training.clip_norm
     step = TrainingConfig(optimizer="sgd", lr=config.adapt_lr, batch_size=batch_size, clip_norm=clip)
     return site.step_in_stages(weights, [stage for stage in stages if stage.count], step)
 
@@ -52,12 +52,12 @@ def one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: Adapta
 def ask_to_adapt(model: Patch, sites: Sequence[str], config: AdaptationConfig) -> dict[str, Request]:
     """The last question: adapt, and say how good the result is. To the targets, or to all where none is present."""
     targets = [site for site in sites if site in config.targets]
-    return broadcast(targets or sites, Request("adapt", config.rounds + 1, model, model.on))
+    return broadcast(targets or sites, Request("adapt", config.rounds + 1, model, model.mask))
 
 
-def report(site: Site, adapted: Tensor) -> Update:
+def report_adaptation(site: Site, adapted: Tensor) -> Update:
     """The metrics of the adapted model, and as ``..._before`` of the model that the site was sent; no weights."""
-    before = site.judge(site.weights)
+    before = site.evaluate(site.weights)
     before.pop("test_examples", None)
-    metrics = {**site.judge(adapted), **{f"{name}_before": value for name, value in before.items()}}
-    return Update(Patch.empty(site.layout.size), "nothing", site.examples, metrics)
+    metrics = {**site.evaluate(adapted), **{f"{name}_before": value for name, value in before.items()}}
+    return Update(Patch.empty(site.layout.size), "metrics", site.num_examples, metrics)

@@ -29,11 +29,11 @@ class Gates:
     filters: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, layout: Layout) -> Gates:
+    def from_layout(cls, layout: Layout) -> Gates:
         """The gates of a layout; none at all is MetaGater without gating."""
-        layers = [e.name.removesuffix(".gate.open.weight") for e in layout.entries if _opens(e.name)]
+        layers = [e.name.removesuffix(".gate.open.weight") for e in layout.tensors if _opens(e.name)]
         inside = tuple(f"{layer}.gate." for layer in layers)
-        phi = Mask.of(layout, lambda entry: bool(inside) and entry.name.startswith(inside))
+        phi = Mask.from_tensors(layout, lambda entry: bool(inside) and entry.name.startswith(inside))
         groups = tuple(_rows(layout, f"{layer}.gate.open.") for layer in layers)
         filters = tuple(_rows(layout, f"{layer}.body.", buffers=False) for layer in layers)
         return cls(tuple(layers), phi, groups, filters)
@@ -41,7 +41,7 @@ class Gates:
     def channels_off(self, live: Mask) -> dict[str, Tensor]:
         """By gated layer, bool ``(channels,)``: those that a mask has nothing of, neither group nor filter."""
         entries = zip(self.layers, self.groups, self.filters, strict=True)
-        return {layer: ~torch.cat([live.on[g], live.on[f]], dim=1).any(1) for layer, g, f in entries}
+        return {layer: ~torch.cat([live.bits[g], live.bits[f]], dim=1).any(1) for layer, g, f in entries}
 
     def closed(self, vector: Tensor) -> Mask:
         """Groups that are zero, and the filters behind them: nothing of these has an effect."""
@@ -61,7 +61,7 @@ def _rows(layout: Layout, prefix: str, *, buffers: bool = True) -> Tensor:
     """Indices ``(channels, n)`` of the tensors below a prefix, their first axis being the channel."""
     parts = [
         torch.arange(start, start + entry.size).reshape(entry.shape[0], -1)
-        for entry, start in zip(layout.entries, layout.offsets, strict=False)
+        for entry, start in zip(layout.tensors, layout.offsets, strict=False)
         if entry.name.startswith(prefix) and (buffers or entry.role != "buffer")
     ]
     return torch.cat(parts, dim=1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...capabilities import Capabilities, own
+from ...capabilities import Capabilities, local_capabilities
 from ...errors import RejectedMessage
 from ...exchange import Request
 from ...mask import Mask
@@ -53,10 +53,10 @@ class LoRAMethod(Method[S]):
 
     def held(self, rank: int) -> Mask:
         """What a site of a rank holds: the first slots of every module, and the rest."""
-        return self.slots.first(rank) | self.slots.rest
+        return self.slots.select_first(rank) | self.slots.rest
 
 
-class RankChoice(BaseModel):
+class RankSiteConfig(BaseModel):
     """What a site may set for itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,29 +67,29 @@ class RankChoice(BaseModel):
 class RankedMethod(LoRAMethod[S]):
     """A method whose sites may afford different ranks: the job's, or their own where it is smaller."""
 
-    Choices = RankChoice
+    SiteConfig = RankSiteConfig
 
-    def able(self, site: Site) -> Capabilities:
-        return own(rank=None if site.choices is None else site.choices.rank)
+    def get_capabilities(self, site: Site) -> Capabilities:
+        return local_capabilities(rank=None if site.site_settings is None else site.site_settings.rank)
 
-    def planned(self, able: Mapping[str, Capabilities]) -> RankedMethod[S]:
+    def configured_for(self, able: Mapping[str, Capabilities]) -> RankedMethod[S]:
         ranks = {site: min(self.config.rank_of(site), said.rank) for site, said in able.items() if said.rank}
         config = self.config.model_copy(update={"ranks": {**self.config.ranks, **ranks}})
         return type(self)(config, self.layout, self.seed)
 
-    def rank_at(self, site: Site) -> int:
+    def get_site_rank(self, site: Site) -> int:
         """r_k as the site itself knows it; the same that the server plans with."""
         rank: int = self.config.rank_of(site.name)
-        chosen = None if site.choices is None else site.choices.rank
+        chosen = None if site.site_settings is None else site.site_settings.rank
         return min(rank, chosen or rank)
 
-    def affordable(self, request: Request, site: Site) -> Mask:
+    def check_affordable(self, request: Request, site: Site) -> Mask:
         """The entries that a question lets train, within the rank that the site itself knows it has.
 
         Raises:
             RejectedMessage: the question asks for more; the site does not train.
         """
-        budget = self.held(self.rank_at(site))
+        budget = self.held(self.get_site_rank(site))
         if not request.trainable <= budget:
             raise RejectedMessage("E_MASK", "trainable", budget, request.trainable, "server")
         return request.trainable

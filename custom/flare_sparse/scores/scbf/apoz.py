@@ -19,14 +19,14 @@ from ...errors import ConfigError
 from ...exchange import Patch, Update
 from ...mask import Mask
 from ...params import Layout
-from ...structure.removal import Removable, own_entries
+from ...structure.removal import RemovableLayer, locate_unit_entries
 from ...training.site import Site
 
 WHOLE = 2**24
 """float32 holds every whole number below it."""
 
 
-def zero_counts(site: Site, weights: Tensor, layers: Sequence[Removable]) -> Tensor:
+def count_zeros(site: Site, weights: Tensor, layers: Sequence[RemovableLayer]) -> Tensor:
     """Zeros of every unit over all training examples, and outputs per example; dropout is off.
 
     Args:
@@ -46,52 +46,52 @@ def zero_counts(site: Site, weights: Tensor, layers: Sequence[Removable]) -> Ten
         counts[number][:, 0] += (by_unit == 0).sum((0, 2)).cpu()
         counts[number][:, 1] = by_unit.shape[2] * len(layers[number].rectified)
 
-    site.watch(weights, list(place), see)
+    site.observe_units(weights, list(place), see)
     return torch.cat(counts)
 
 
-def places(layout: Layout, layers: Sequence[Removable]) -> Tensor:
+def locate_counts(layout: Layout, layers: Sequence[RemovableLayer]) -> Tensor:
     """The three entries of each unit that its count travels in, ``(units of all layers, 3)``.
 
     Raises:
         ConfigError: a unit has fewer entries of its own.
     """
-    own = [own_entries(layout, layer) for layer in layers]
+    own = [locate_unit_entries(layout, layer) for layer in layers]
     if thin := [layer.module for layer, entries in zip(layers, own, strict=True) if entries.shape[1] < 3]:
         raise ConfigError(f"pruning by APoZ needs units with three weights of their own; layer {thin[0]!r} has fewer")
     return torch.cat([entries[:, :3] for entries in own])
 
 
-def written(counts: Tensor, at: Tensor, size: int) -> Patch:
-    """Counts as a patch of ``size`` entries, at the :func:`places` ``at``."""
+def encode_counts(counts: Tensor, at: Tensor, size: int) -> Patch:
+    """Counts as a patch of ``size`` entries, at the :func:`locate_counts` ``at``."""
     vector, on = torch.zeros(size), torch.zeros(size, dtype=torch.bool)
     zeros, outputs = counts.unbind(1)
     vector[at] = torch.stack([zeros // WHOLE, zeros % WHOLE, outputs], 1).float()
     on[at] = True
-    return Patch.of(vector, Mask(on))
+    return Patch.from_vector(vector, Mask(on))
 
 
-def pooled(updates: Sequence[Update], at: Tensor) -> list[Fraction]:
+def pool_apoz(updates: Sequence[Update], at: Tensor) -> list[Fraction]:
     """APoZ of every unit over the examples of all sites, exact; 0 where nothing was counted.
 
     The mean of the sites' own shares of zeros, each within 0 and 1, weighted by their examples as they count. That is the
     share over all examples where the sites have as many outputs for each; how many a site claims gives it no weight.
 
     Args:
-        updates: with the patches of :func:`written`.
+        updates: with the patches of :func:`encode_counts`.
         at: as there.
     """
     idle, weight = [Fraction(0)] * len(at), [0] * len(at)
     for update in updates:
-        high, low, each = update.patch.vector()[at].round().long().clamp_(min=0).unbind(1)
+        high, low, each = update.patch.to_vector()[at].round().long().clamp_(min=0).unbind(1)
         for unit, (a, b, positions) in enumerate(zip(high.tolist(), low.tolist(), each.tolist(), strict=True)):
-            if total := positions * update.own_examples:
+            if total := positions * update.reported_examples:
                 idle[unit] += update.examples * Fraction(min(a * WHOLE + b, total), total)
                 weight[unit] += update.examples
     return [share / n if n else Fraction(0) for share, n in zip(idle, weight, strict=True)]
 
 
-def without_idle(
+def remove_idle_units(
     kept: Sequence[Tensor], apoz: Sequence[Fraction], remove: int, *, at_least: float, per_layer: bool
 ) -> list[Tensor]:
     """The units that are left when the ``remove`` idlest go: highest APoZ first, ties by layer, then by index.

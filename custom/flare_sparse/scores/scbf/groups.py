@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SelectionError
-from ...mask import Mask, share, top_k
+from ...mask import Mask, floor_fraction, top_k
 from ...params import Layout
 
 Selection = Literal["positive", "negative"]
@@ -60,7 +60,7 @@ class Groups(ABC):
     def __init__(self, layout: Layout, sections: Sequence[Section], biases: Biases):
         self.layout, self._biases = layout, biases
         named = {name for section in sections for name in section.entries}
-        rest = tuple(entry.name for entry in layout.entries if entry.name not in named)
+        rest = tuple(entry.name for entry in layout.tensors if entry.name not in named)
         sections = [*sections, *(Section("always", 1, (name,)) for name in rest)]
         self._group_of = torch.empty(layout.size, dtype=torch.int64)
         tensors, first = layout.unflatten(self._group_of), 0
@@ -75,14 +75,14 @@ class Groups(ABC):
         self._parameters = torch.bincount(parameters, minlength=self.count)
 
     @abstractmethod
-    def chosen(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> list[Tensor]:
+    def select(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> list[Tensor]:
         """Bool tensors, one value for each group of the sections in order: what the top ``rate`` reveals."""
 
     @abstractmethod
     def scores(self, change: Tensor) -> list[Tensor]:
         """float64, likewise: the norm of the best channel through each group."""
 
-    def by_rate(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> Mask:
+    def select_by_rate(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> Mask:
         """The entries revealed by the ``ceil(rate * channels)`` most active channels.
 
         Args:
@@ -98,10 +98,10 @@ class Groups(ABC):
         if rate in (0.0, 1.0):
             on = torch.full((self.count,), bool(rate))
         else:
-            on = self._joined(self.chosen(change, rate, selection, draw), True)
-        return self._mask(on) if rate else Mask.none(self.layout.size)
+            on = self._joined(self.select(change, rate, selection, draw), True)
+        return self._mask(on) if rate else Mask.empty(self.layout.size)
 
-    def by_budget(self, change: Tensor, fraction: float) -> Mask:
+    def select_by_budget(self, change: Tensor, fraction: float) -> Mask:
         """Exactly ``floor(fraction * parameters)`` parameters, those on the best channels first.
 
         Groups are taken whole in the order of the best channel through them; of the group that the budget ends in,
@@ -120,7 +120,7 @@ class Groups(ABC):
         if self._biases == "all":
             scores[torch.from_numpy(self._kinds == "bias")] = INFINITY
         costs = torch.where(self._allowed(), self._parameters, 0)
-        wanted = share(fraction, self.layout.trainable_size)
+        wanted = floor_fraction(fraction, self.layout.trainable_size)
         if int(costs.sum()) < wanted:
             raise SelectionError(
                 f"a budget of {wanted} parameters, but only {int(costs.sum())} may be revealed: lower it"

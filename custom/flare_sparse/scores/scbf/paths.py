@@ -27,7 +27,7 @@ from ...structure.nodes import Concat, Pad, Source, Sum, Weighted
 INFINITY = float("inf")
 
 
-def energies(graph: ChannelGraph, layout: Layout, change: Tensor) -> list[Tensor]:
+def compute_energies(graph: ChannelGraph, layout: Layout, change: Tensor) -> list[Tensor]:
     """Squared norm of the change of every connection (of its kernel, or of all that a flattened channel feeds).
 
     Args:
@@ -48,12 +48,14 @@ def energies(graph: ChannelGraph, layout: Layout, change: Tensor) -> list[Tensor
     return found
 
 
-def _squared_norms(rows: Tensor) -> Tensor:
+def _squared_norms(count_rows: Tensor) -> Tensor:
     """Sum of squares of every row, in float64: exact for whole numbers, so that ties stay ties."""
-    return rows.double().square().sum(1)
+    return count_rows.double().square().sum(1)
 
 
-def through(graph: ChannelGraph, energy: Sequence[Tensor], *, best: bool) -> tuple[list[Tensor], list[Tensor]]:
+def compute_norms_through(
+    graph: ChannelGraph, energy: Sequence[Tensor], *, best: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     """The largest (``best``) or smallest norm of the channels through every connection and every unit.
 
     Returns:
@@ -101,11 +103,11 @@ def _forward(
         elif isinstance(value, Sum):
             ahead.append(take(torch.stack(inputs), 0))
         else:
-            ahead.append(joined(graph, at, inputs, nowhere))
+            ahead.append(join_inputs(graph, at, inputs, nowhere))
     return ahead
 
 
-def joined(graph: ChannelGraph, at: int, inputs: Sequence[Tensor], absent: float) -> Tensor:
+def join_inputs(graph: ChannelGraph, at: int, inputs: Sequence[Tensor], absent: float) -> Tensor:
     """What belongs to the channels of a value that is no layer and no sum, along the last axis, from its inputs'."""
     value = graph.values[at]
     if isinstance(value, Source):
@@ -129,7 +131,7 @@ def _split(graph: ChannelGraph, at: int, result: Tensor) -> list[tuple[int, Tens
     return parts
 
 
-def rows(graph: ChannelGraph) -> list[int]:
+def count_rows(graph: ChannelGraph) -> list[int]:
     """For each value the number of rows of its list of prefixes in :func:`listed`; exact however large."""
     count: list[int] = []
     for at, value in enumerate(graph.values):
@@ -144,7 +146,7 @@ def rows(graph: ChannelGraph) -> list[int]:
     return count
 
 
-def listed(graph: ChannelGraph, energy: Sequence[Tensor]) -> Tensor:
+def list_norms(graph: ChannelGraph, energy: Sequence[Tensor]) -> Tensor:
     """Norms of all channels, ``(rows, outputs)``; minus infinity where there is none.
 
     Of a stack of layers of widths m_1 to m_L this is the paper's tensor T (Eq. 3) as ``(m_1 * ... , m_L)``, in C order.
@@ -166,7 +168,7 @@ def listed(graph: ChannelGraph, energy: Sequence[Tensor]) -> Tensor:
             found.append(torch.cat(inputs))
         else:
             length = max(map(len, inputs))
-            found.append(joined(graph, at, [_lengthened(i, length) for i in inputs], -INFINITY))
+            found.append(join_inputs(graph, at, [_lengthened(i, length) for i in inputs], -INFINITY))
     return found[graph.output]
 
 
@@ -174,7 +176,7 @@ def _lengthened(prefixes: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(prefixes, (0, 0, 0, length - len(prefixes)), value=-INFINITY)
 
 
-def touched(graph: ChannelGraph, chosen: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def find_touched(graph: ChannelGraph, chosen: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Which connections and units the chosen channels pass through.
 
     Args:
@@ -184,7 +186,7 @@ def touched(graph: ChannelGraph, chosen: Tensor) -> tuple[list[Tensor], list[Ten
     Returns:
         Bool tensors shaped as those of :func:`through`.
     """
-    count = rows(graph)
+    count = count_rows(graph)
     passed = [torch.zeros(n, value.channels, dtype=torch.bool) for n, value in zip(count, graph.values, strict=True)]
     passed[graph.output] = chosen
     edges: dict[int, Tensor] = {}

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ...structure.graph import ChannelGraph
 from ...structure.nodes import Concat, Pad, Same, Sum, Weighted
-from .paths import INFINITY, joined
+from .paths import INFINITY, join_inputs
 
 
-def log_ways(graph: ChannelGraph) -> list[Tensor]:
+def compute_log_path_counts(graph: ChannelGraph) -> list[Tensor]:
     """Logarithm of the number of ways from the input to every channel of each value, float64."""
     found: list[Tensor] = []
     for at, value in enumerate(graph.values):
@@ -26,11 +26,11 @@ def log_ways(graph: ChannelGraph) -> list[Tensor]:
         elif isinstance(value, Sum):
             found.append(torch.logsumexp(torch.stack(inputs), 0))
         else:
-            found.append(joined(graph, at, inputs, -INFINITY))
+            found.append(join_inputs(graph, at, inputs, -INFINITY))
     return found
 
 
-def drawn(graph: ChannelGraph, energy: Sequence[Tensor], number: int, draw: torch.Generator) -> Tensor:
+def sample_norms(graph: ChannelGraph, energy: Sequence[Tensor], number: int, draw: torch.Generator) -> Tensor:
     """Norms of ``number`` channels drawn uniformly, with replacement, ``(number,)`` float64.
 
     Walks from the output back; the next connection is drawn in proportion to the channels that lead to it.
@@ -41,7 +41,7 @@ def drawn(graph: ChannelGraph, energy: Sequence[Tensor], number: int, draw: torc
         number: how many.
         draw: the only source of randomness.
     """
-    ways = log_ways(graph)
+    ways = compute_log_path_counts(graph)
     norms = torch.zeros(number, dtype=torch.float64)
     there: dict[int, list[tuple[Tensor, Tensor]]] = {
         graph.output: [(torch.arange(number), _pick(ways[graph.output], number, draw))]

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ...mask import top_k
 from ...params import Layout
-from ...structure.graph import ChannelGraph, channel_graph
+from ...structure.graph import ChannelGraph, build_channel_graph
 from ...structure.nodes import Norm, Value, Weighted
 from ...structure.tracing import Untraceable
 from .groups import INFINITY, Biases, Groups, Section, Selection
-from .paths import energies, listed, rows, through, touched
-from .sampling import drawn, log_ways
+from .paths import compute_energies, compute_norms_through, count_rows, find_touched, list_norms
+from .sampling import compute_log_path_counts, sample_norms
 
 _ROUNDING = 1e-12
 """The norm of one channel, added up in another order, differs by less than this share of it."""
@@ -47,14 +47,14 @@ class ChannelGroups(Groups):
         self._graph, self._layer_mean, self._drawn = graph, layer_mean, drawn
         self._owners: list[int] = []
         super().__init__(layout, [*self._weights(layout), *self._units(layout)], biases)
-        lists = zip(rows(graph), graph.values, strict=True)
+        lists = zip(count_rows(graph), graph.values, strict=True)
         self.exact = max(count * value.channels for count, value in lists) <= list_up_to
-        self.channels = math.exp(min(float(torch.logsumexp(log_ways(graph)[graph.output], 0)), 700.0))
+        self.channels = math.exp(min(float(torch.logsumexp(compute_log_path_counts(graph)[graph.output], 0)), 700.0))
         self.threshold = "threshold exact" if self.exact else f"threshold from {drawn:,} channels drawn at random"
         self.found = f"{self.channels:,.4g} channels through {len(graph.layers)} layers"
 
     def _weights(self, layout: Layout) -> list[Section]:
-        graph, sizes = self._graph, {entry.name: entry.shape for entry in layout.entries}
+        graph, sizes = self._graph, {entry.name: entry.shape for entry in layout.tensors}
         sections = []
         for at in graph.layers:
             layer = graph.values[at]
@@ -74,32 +74,32 @@ class ChannelGroups(Groups):
                 self._owners.append(at)
         return sections
 
-    def chosen(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> list[Tensor]:
+    def select(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> list[Tensor]:
         """See :meth:`Groups.chosen`."""
         energy = self._energies(change)
         if self.exact:
-            norms = listed(self._graph, energy)
+            norms = list_norms(self._graph, energy)
             there = norms > -INFINITY
             selected = _top(norms, rate, there)
             if selection == "positive":
-                return self._ordered(*touched(self._graph, selected))
-            some, others = (self._ordered(*touched(self._graph, c)) for c in (selected, there & ~selected))
+                return self._ordered(*find_touched(self._graph, selected))
+            some, others = (self._ordered(*find_touched(self._graph, c)) for c in (selected, there & ~selected))
             return [a & ~b for a, b in zip(some, others, strict=True)]
-        sample = drawn(self._graph, energy, self._drawn, draw)
+        sample = sample_norms(self._graph, energy, self._drawn, draw)
         place = self._drawn - _wanted(rate, self._drawn) + 1
         threshold = sample.kthvalue(place).values * (1 - _ROUNDING)
-        best = self._ordered(*through(self._graph, energy, best=True))
+        best = self._ordered(*compute_norms_through(self._graph, energy, best=True))
         if selection == "positive":
             return [score >= threshold for score in best]
-        worst = self._ordered(*through(self._graph, energy, best=False))
+        worst = self._ordered(*compute_norms_through(self._graph, energy, best=False))
         return [(low >= threshold) & (high > -INFINITY) for low, high in zip(worst, best, strict=True)]
 
     def scores(self, change: Tensor) -> list[Tensor]:
         """See :meth:`Groups.scores`."""
-        return self._ordered(*through(self._graph, self._energies(change), best=True))
+        return self._ordered(*compute_norms_through(self._graph, self._energies(change), best=True))
 
     def _energies(self, change: Tensor) -> list[Tensor]:
-        energy = energies(self._graph, self.layout, change)
+        energy = compute_energies(self._graph, self.layout, change)
         return [e / e.mean() if bool(e.any()) else e for e in energy] if self._layer_mean else energy
 
     def _ordered(self, edges: list[Tensor], units: list[Tensor]) -> list[Tensor]:
@@ -118,8 +118,8 @@ class NeuronGroups(Groups):
     exact, threshold = True, "threshold exact"
 
     def __init__(self, layout: Layout, biases: Biases = "selected", *, reason: str = ""):
-        shapes = {entry.name: entry.shape for entry in layout.entries}
-        self._layers = [e.name for e in layout.entries if e.role == "weight" and len(e.shape) > 1]
+        shapes = {entry.name: entry.shape for entry in layout.tensors}
+        self._layers = [e.name for e in layout.tensors if e.role == "weight" and len(e.shape) > 1]
         with_bias = [(n, n.removesuffix("weight") + "bias") for n in self._layers]
         self._biased = [n for n, bias in with_bias if shapes.get(bias) == shapes[n][:1]]
         sections = [Section("weight", shapes[name][0], (name,)) for name in self._layers]
@@ -128,7 +128,7 @@ class NeuronGroups(Groups):
         why = f" ({reason})" if reason else ""
         self.found = f"layer by layer, {len(self._layers)} layers: each unit is selected by its own weights{why}"
 
-    def chosen(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> list[Tensor]:
+    def select(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> list[Tensor]:
         """The top ``rate`` of every layer; both selections are the same here."""
         scores = self._scores(change)
         rows = {n: _top(s, rate, torch.ones_like(s, dtype=torch.bool)) for n, s in scores.items()}
@@ -146,7 +146,7 @@ class NeuronGroups(Groups):
         return [*rows.values(), *(rows[name] for name in self._biased)]
 
 
-def groups(layout: Layout, biases: Biases = "selected", **how: Any) -> Groups:
+def build_groups(layout: Layout, biases: Biases = "selected", **how: Any) -> Groups:
     """The groups of a network's channels or, where these cannot be followed, of its neurons layer by layer.
 
     Args:
@@ -155,7 +155,7 @@ def groups(layout: Layout, biases: Biases = "selected", **how: Any) -> Groups:
         how: other settings of :class:`ChannelGroups`.
     """
     try:
-        graph = channel_graph(layout)
+        graph = build_channel_graph(layout)
     except Untraceable as error:
         return NeuronGroups(layout, biases, reason=str(error))
     return ChannelGroups(layout, graph, biases, **how)
@@ -163,7 +163,7 @@ def groups(layout: Layout, biases: Biases = "selected", **how: Any) -> Groups:
 
 def _top(norms: Tensor, rate: float, there: Tensor) -> Tensor:
     """Exactly ``ceil(rate * n)`` of the ``n`` that are there, the largest, ties to the lowest index; bool."""
-    return top_k(norms.flatten(), _wanted(rate, int(there.sum()))).on.view(norms.shape)
+    return top_k(norms.flatten(), _wanted(rate, int(there.sum()))).bits.view(norms.shape)
 
 
 def _wanted(rate: float, channels: int) -> int:
@@ -175,7 +175,7 @@ def _own(layout: Layout, value: Value) -> dict[Literal["bias", "statistic"], tup
     """The entries of one number a unit that a value has, by kind."""
     if not isinstance(value, (Weighted, Norm)):
         return {}
-    entries = [e for e in layout.entries if e.name.rpartition(".")[0] == value.module and e.shape == (value.channels,)]
+    entries = [e for e in layout.tensors if e.name.rpartition(".")[0] == value.module and e.shape == (value.channels,)]
     found: dict[Literal["bias", "statistic"], tuple[str, ...]] = {}
     if parameters := tuple(e.name for e in entries if e.role != "buffer"):
         found["bias"] = parameters

@@ -16,11 +16,11 @@ class Bitmap(Encoding):
 
     name, code = "bitmap", 4
 
-    def least(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
+    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
         return 1
 
-    def write(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
-        return pack(on.on.numpy())
+    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
+        return pack(on.bits.numpy())
 
-    def read(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
+    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
         return Mask(torch.from_numpy(unpack(raw, layout.size)))

@@ -7,11 +7,11 @@ import torch
 
 from ...errors import RejectedMessage
 from ...mask import Mask
-from ...params import Entry, Layout
+from ...params import Layout, TensorSpec
 from .encoding import Encoding
 
 
-def _matrix(entry: Entry) -> tuple[int, int]:
+def _matrix(entry: TensorSpec) -> tuple[int, int]:
     """A tensor as (out, rest); scalars and vectors are one row."""
     if len(entry.shape) < 2:
         return 1, entry.size
@@ -26,27 +26,27 @@ class Csr(Encoding):
 
     name, code = "csr", 5
 
-    def least(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
-        if any(entry.size >= 2**31 for entry in layout.entries):
+    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
+        if any(entry.size >= 2**31 for entry in layout.tensors):
             return None
         return 4 * (on.count + _pointers(layout))
 
-    def write(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
+    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
         pointers, columns = [], []
-        for entry, start in zip(layout.entries, layout.offsets, strict=False):
-            grid = on.on[start : start + entry.size].numpy().reshape(_matrix(entry))
+        for entry, start in zip(layout.tensors, layout.offsets, strict=False):
+            grid = on.bits[start : start + entry.size].numpy().reshape(_matrix(entry))
             pointers.append(np.concatenate([[0], np.cumsum(grid.sum(1, dtype=np.int64))]))
             columns.append(np.nonzero(grid)[1])
         return np.concatenate([*pointers, *columns]).astype("<i4").tobytes()
 
-    def read(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
+    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
         head = _pointers(layout)
         if raw.size % 4 or raw.size < 4 * head:
             raise RejectedMessage("E_LEN", "selection", f"int32, at least {4 * head} bytes", raw.size)
         numbers = np.frombuffer(raw.tobytes(), "<i4").astype(np.int64)
         pointers, columns = numbers[:head], numbers[head:]
         on = np.zeros(layout.size, dtype=bool)
-        for entry, start in zip(layout.entries, layout.offsets, strict=False):
+        for entry, start in zip(layout.tensors, layout.offsets, strict=False):
             rows, width = _matrix(entry)
             own, pointers = pointers[: rows + 1], pointers[rows + 1 :]
             counts = np.diff(own)
@@ -65,4 +65,4 @@ class Csr(Encoding):
 
 
 def _pointers(layout: Layout) -> int:
-    return sum(_matrix(entry)[0] + 1 for entry in layout.entries)
+    return sum(_matrix(entry)[0] + 1 for entry in layout.tensors)

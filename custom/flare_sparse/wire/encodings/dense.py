@@ -8,7 +8,7 @@ import numpy as np
 
 from ...mask import Mask
 from ...params import Layout
-from .encoding import Encoding, need_length
+from .encoding import Encoding, require_length
 
 
 @lru_cache(maxsize=2)
@@ -21,12 +21,12 @@ class Dense(Encoding):
 
     name, code = "dense", 1
 
-    def least(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
+    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
         return 0 if on.is_full else None
 
-    def write(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
+    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
         return b""
 
-    def read(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
-        need_length(raw, 0)
+    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
+        require_length(raw, 0)
         return _full(layout.size)

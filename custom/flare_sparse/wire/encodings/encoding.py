@@ -18,23 +18,23 @@ class Encoding(ABC):
     Attributes:
         name: as in the ledger.
         code: as in the header, for ever.
-        leans: it speaks of a mask that the receiver must hold.
+        requires_base: it speaks of a mask that the receiver must hold.
     """
 
     name: ClassVar[str]
     code: ClassVar[int]
-    leans: ClassVar[bool] = False
+    requires_base: ClassVar[bool] = False
 
     @abstractmethod
-    def least(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
+    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
         """A cheap lower bound of the bytes it takes; None where it cannot say this selection."""
 
     @abstractmethod
-    def write(self, on: Mask, known: Mask | None, layout: Layout) -> bytes | None:
+    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes | None:
         """The selection as bytes; None where it cannot be said after all."""
 
     @abstractmethod
-    def read(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
+    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
         """The selection back from bytes that are not trusted.
 
         Args:
@@ -47,7 +47,7 @@ class Encoding(ABC):
         """
 
 
-def need_length(raw: np.ndarray, expected: int) -> None:
+def require_length(raw: np.ndarray, expected: int) -> None:
     """Raises RejectedMessage unless there are exactly ``expected`` bytes."""
     if raw.size != expected:
         raise RejectedMessage("E_LEN", "selection", f"{expected} bytes", raw.size)

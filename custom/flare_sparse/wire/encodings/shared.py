@@ -6,21 +6,21 @@ import numpy as np
 
 from ...mask import Mask
 from ...params import Layout
-from .encoding import Encoding, need_length
+from .encoding import Encoding, require_length
 
 
 class Shared(Encoding):
     """Exactly the known mask; serves NeuroSFL and the rounds of FedSparsify between two prunings."""
 
-    name, code, leans = "shared", 2, True
+    name, code, requires_base = "shared", 2, True
 
-    def least(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
+    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
         return 0 if known is not None and on == known else None
 
-    def write(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
+    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
         return b""
 
-    def read(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
-        need_length(raw, 0)
+    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
+        require_length(raw, 0)
         assert known is not None, "the codec checks what an encoding leans on"
         return known

@@ -14,16 +14,16 @@ from .encoding import Encoding
 class Shrink(Encoding):
     """A mask within the known one; serves FedSparsify's next mask and pruned neurons."""
 
-    name, code, leans = "shrink", 3, True
+    name, code, requires_base = "shrink", 3, True
 
-    def least(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
+    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
         return 1 if known is not None and on <= known else None
 
-    def write(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
+    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
         assert known is not None, "least() said so"
-        return pack(known.take(on.on).numpy())
+        return pack(known.take(on.bits).numpy())
 
-    def read(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
+    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
         assert known is not None, "the codec checks what an encoding leans on"
         bits = torch.from_numpy(unpack(raw, known.count))
         return Mask(known.put(bits, torch.zeros(known.size, dtype=torch.bool)))

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import RejectedMessage
 from ...mask import Mask
-from ...params import Entry, Layout
+from ...params import Layout, TensorSpec
 from .encoding import Encoding
 
 _NONE, _ALL, _ROWS, _COLUMNS = range(4)
@@ -24,29 +24,29 @@ class Slices(Encoding):
 
     name, code = "slices", 6
 
-    def least(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
-        return len(layout.entries)
+    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
+        return len(layout.tensors)
 
-    def write(self, on: Mask, known: Mask | None, layout: Layout) -> bytes | None:
+    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes | None:
         parts = []
-        for entry, start in zip(layout.entries, layout.offsets, strict=False):
-            part = _written(on.on[start : start + entry.size].numpy(), entry)
+        for entry, start in zip(layout.tensors, layout.offsets, strict=False):
+            part = _written(on.bits[start : start + entry.size].numpy(), entry)
             if part is None:
                 return None
             parts.append(part)
         return b"".join(parts)
 
-    def read(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
+    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
         data, at = raw.tobytes(), 0
         on = np.zeros(layout.size, dtype=bool)
-        for entry, start in zip(layout.entries, layout.offsets, strict=False):
+        for entry, start in zip(layout.tensors, layout.offsets, strict=False):
             at = _read(data, at, entry, on[start : start + entry.size])
         if at != len(data):
             raise RejectedMessage("E_LEN", "selection", f"{at} bytes", len(data))
         return Mask(torch.from_numpy(on))
 
 
-def _axes(entry: Entry) -> dict[int, tuple[int, ...]]:
+def _axes(entry: TensorSpec) -> dict[int, tuple[int, ...]]:
     """Mode to the shape (before, axis, after) in which that axis is the middle one."""
     shape = entry.shape
     axes: dict[int, tuple[int, ...]] = {}
@@ -57,7 +57,7 @@ def _axes(entry: Entry) -> dict[int, tuple[int, ...]]:
     return axes
 
 
-def _written(on: np.ndarray, entry: Entry) -> bytes | None:
+def _written(on: np.ndarray, entry: TensorSpec) -> bytes | None:
     if not on.any():
         return bytes([_NONE])
     if on.all():
@@ -71,7 +71,7 @@ def _written(on: np.ndarray, entry: Entry) -> bytes | None:
     return None
 
 
-def _read(data: bytes, at: int, entry: Entry, on: np.ndarray) -> int:
+def _read(data: bytes, at: int, entry: TensorSpec, on: np.ndarray) -> int:
     """Set the entry's part of the mask; returns where the next entry starts."""
     if at >= len(data):
         raise RejectedMessage("E_LEN", f"slices of {entry.name}", "a mode byte", "the end")
