@@ -16,7 +16,6 @@ import argparse
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from flare_sparse.assemble import build_initial_model
 from flare_sparse.endpoints.server import ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint
+from flare_sparse.exchange import Contribution
 from flare_sparse.methods import METHODS
 from flare_sparse.task import Examples, SiteData
 from flare_sparse.tasks import TASKS
@@ -61,8 +61,8 @@ class Rounds:
         request = self.site.receive(question.messages["site-1"])
         update = self.site.answer(request)
         data = self.site.encode(request, update).data
-        update = self.server.decode("site-1", data, update.examples, update.metrics)
-        self.state = self.method.learn(self.state, [replace(update, site="site-1")])
+        update = self.server.decode("site-1", data, update.num_examples, update.metrics)
+        self.state = self.method.learn(self.state, [Contribution.from_update("site-1", update)])
         return time.process_time() - began
 
 

@@ -17,7 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils.data import ConcatDataset, TensorDataset
 from flare_sparse.assemble import build_initial_model
 from flare_sparse.data.partition import few_classes, natural
 from flare_sparse.data.tables import read_table
-from flare_sparse.exchange import Patch, Request
+from flare_sparse.exchange import Assignment, Contribution, Patch, Request
 from flare_sparse.federation import Evaluation
 from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
@@ -247,8 +247,8 @@ def adapted(method: Any, weights: Any, targets: list[str], sites: dict[str, Site
     updates = []
     for name in targets:
         sites[name].weights = weights.clone()
-        request = Request("adapt", 1, Patch.from_vector(weights, method.full_mask), method.full_mask)
-        updates.append(replace(method.answer(request, sites[name]), site=name))
+        request = Assignment(Request("adapt", 1, Patch.from_vector(weights, method.full_mask), method.full_mask))
+        updates.append(Contribution.from_update(name, method.answer(request, sites[name])))
     return Evaluation.from_updates(updates).overall
 
 

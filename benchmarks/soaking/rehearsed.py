@@ -47,7 +47,7 @@ class Lossy:
             request = endpoint.receive(message)
             update = endpoint.answer(request)
             data = broken(endpoint.encode(request, update).data, fault)
-            return None if fault == "late" else self._server.decode(site, data, update.examples, update.metrics)
+            return None if fault == "late" else self._server.decode(site, data, update.num_examples, update.metrics)
         except WireError as error:
             return error
 

@@ -79,60 +79,99 @@ class Patch:
 
 @dataclass(frozen=True)
 class Request:
-    """The server's question to a site.
+    """What the server sends to a site.
 
     Attributes:
-        kind: what is asked; a method answers the kinds that it asks, everyone answers ``"evaluate"``.
-        round: 1-based (C1); 0 for what comes before the first round of training.
+        kind: what is asked for; a method answers the kinds that it asks, every site answers ``"evaluate"``.
+        round: 1-based; 0 for what comes before the first round of training.
         model: what the site's vector becomes.
         trainable: the entries that may change; all others keep their value bit for bit.
-        content: what an answer must be (or ``"metrics"``); known to the server only.
-        expected: the very entries that an answer must carry; None: any. Known to the server only.
-        fits: says whether the selection of a site's answer may be one, where ``expected`` cannot. Known to the server
-            only.
-        least: says how many entries an answer of a site carries at least, where ``expected`` does not; None: the site
-            decides. Known to the server only.
-        smallest: values of an answer below it are refused; None: any may be. Known to the server only.
-        otherwise: sent instead of ``model`` to a site that does not hold what ``model`` lies over.
     """
 
     kind: str
     round: int
     model: Patch
     trainable: Mask
+
+
+@dataclass(frozen=True)
+class UpdateSpec:
+    """What an update must be for the server to accept it. It never travels.
+
+    Attributes:
+        content: what the values are; an update may always carry metrics only.
+        mask: the exact entries that an update carries; None: see ``accepts``.
+        accepts: whether a site may send a selection, by site name and mask; None: any selection.
+        min_entries: fewest entries of an update by site name, where ``mask`` is None; None: the site decides.
+        min_value: smallest value that is accepted; None: no bound.
+    """
+
     content: Content = "weights"
-    expected: Mask | None = None
-    otherwise: Patch | None = None
-    fits: Callable[[str, Mask], bool] | None = None
-    least: Callable[[str], int] | None = None
-    smallest: float | None = None
+    mask: Mask | None = None
+    accepts: Callable[[str, Mask], bool] | None = None
+    min_entries: Callable[[str], int] | None = None
+    min_value: float | None = None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A request and what the server requires of the update that answers it.
+
+    Attributes:
+        request: what travels.
+        expected: what the update must be.
+        full_model: sent instead of ``request.model`` to a site that does not hold the base of ``request.model``.
+    """
+
+    request: Request
+    expected: UpdateSpec = UpdateSpec()
+    full_model: Patch | None = None
 
 
 @dataclass(frozen=True)
 class Update:
-    """A site's answer.
+    """What a site returns.
 
     Attributes:
-        patch: what travels up; empty when the site only reports metrics.
+        patch: the values that travel to the server; empty when the site only reports metrics.
         content: what the values are.
-        examples: number of training examples behind them (n_k, C6).
-        metrics: the site's own judgement of the model it was sent (or of its personal one). Left empty by a method,
-            it is filled in with the former, unless the answer is scores.
-        site: filled in by the receiver from what the framework knows, never from the message.
-        claimed: the number of examples that the site itself named, where the receiver may count it with fewer; filled
-            in by the receiver.
-        max_share: largest share of a sum that one site may have; filled in by the receiver.
+        num_examples: number of training examples behind them (n_k).
+        metrics: the site's evaluation of the model that it received, or of its personal model. Where a method leaves
+            it empty, the site endpoint adds the former, unless the update carries scores.
     """
 
     patch: Patch
     content: Content
-    examples: int
+    num_examples: int
     metrics: dict[str, float] = field(default_factory=dict)
-    site: str = ""
-    claimed: int | None = None
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A site's update as the server counts it.
+
+    Attributes:
+        site: the sender's name as the framework knows it, never one from the message.
+        patch, content, metrics: as in the update.
+        num_examples: the weight of the site in sums; at most what the site reported.
+        capped_from: what the site reported, where it counts with fewer examples; None: it counts with what it reported.
+        max_share: largest share of a sum that one site may have.
+    """
+
+    site: str
+    patch: Patch
+    content: Content
+    num_examples: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    capped_from: int | None = None
     max_share: float = 1.0
+
+    @classmethod
+    def from_update(cls, site: str, update: Update) -> Contribution:
+        """The update of ``site``, counted with the number of examples that it reports."""
+        return cls(site, update.patch, update.content, update.num_examples, update.metrics)
 
     @property
     def reported_examples(self) -> int:
-        """The examples that the values were made of, as the site says."""
-        return self.examples if self.claimed is None else self.claimed
+        """The number of examples that the values were computed from, as the site reported it."""
+        return self.num_examples if self.capped_from is None else self.capped_from

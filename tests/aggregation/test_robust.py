@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from flare_sparse.aggregation.robust import AggregationRule, aggregate, clip_deltas
 from flare_sparse.aggregation.weighted import weigh_by_examples, weighted_sum
-from flare_sparse.exchange import Patch, Update
+from flare_sparse.exchange import Contribution, Patch
 from flare_sparse.mask import Mask
 
 MEDIAN, TRIMMED = AggregationRule(rule="median"), AggregationRule(rule="trimmed_mean", trim=0.25)
 
 
-def update(i: int, values: torch.Tensor, on: Mask | None = None, content: str = "weights") -> Update:
-    return Update(Patch.from_vector(values, on or Mask.full(values.numel())), content, 10 + i, site=f"site-{i}")  # type: ignore[arg-type]
+def update(i: int, values: torch.Tensor, on: Mask | None = None, content: str = "weights") -> Contribution:
+    return Contribution(f"site-{i}", Patch.from_vector(values, on or Mask.full(values.numel())), content, 10 + i)  # type: ignore[arg-type]
 
 
-def dense(sites: int, size: int = 50, seed: int = 0) -> list[Update]:
+def dense(sites: int, size: int = 50, seed: int = 0) -> list[Contribution]:
     draw = torch.Generator().manual_seed(seed)
     return [update(i, torch.randn(size, generator=draw)) for i in range(sites)]
 
 
-def rows(updates: list[Update]) -> np.ndarray:
+def rows(updates: list[Contribution]) -> np.ndarray:
     return np.stack([u.patch.values.double().numpy() for u in updates])
 
 

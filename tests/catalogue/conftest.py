@@ -19,7 +19,7 @@ from flare_sparse.aggregation.weighted import weigh_by_examples, weighted_sum
 from flare_sparse.endpoints.server import ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import WireError
-from flare_sparse.exchange import Patch, Request, Update
+from flare_sparse.exchange import Assignment, Patch, Request, Update, UpdateSpec
 from flare_sparse.federation import Federation, Outcome, RoundRules
 from flare_sparse.mask import Mask
 from flare_sparse.methods import Method
@@ -130,7 +130,12 @@ class Picked(Method[State]):
         if state.round > self.config.rounds:
             return None
         expected = None if self.free else self.on
-        return broadcast(sites, Request("train", state.round, self.model(state), self.trainable, "delta", expected))
+        return broadcast(
+            sites,
+            Assignment(
+                Request("train", state.round, self.model(state), self.trainable), UpdateSpec("delta", mask=expected)
+            ),
+        )
 
     def answer(self, request: Request, site: Any) -> Update:
         trained = site.train(site.weights, request.trainable, self.config.training, request.round)
@@ -200,10 +205,10 @@ class Wire:
             request = endpoint.receive(message)
             update = endpoint.answer(request)
             if request.kind == "evaluate":
-                return server.decode(name, endpoint.encode(request, update).data, update.examples, update.metrics)
+                return server.decode(name, endpoint.encode(request, update).data, update.num_examples, update.metrics)
             with forced(self.encoding):
                 data = endpoint.encode(request, update).data.copy()
-            sent = Sent(data, update.examples, update.metrics, request, update, endpoint, server)
+            sent = Sent(data, update.num_examples, update.metrics, request, update, endpoint, server)
             sent = attack(request.round, sent) if name in hostile else sent
             if not isinstance(sent, Sent):
                 return sent

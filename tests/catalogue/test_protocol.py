@@ -21,7 +21,7 @@ from flare_sparse.checkpoint.store import Store
 from flare_sparse.endpoints.server import ServerEndpoint, SiteBase
 from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import MissingBase, RejectedMessage
-from flare_sparse.exchange import Patch, Request
+from flare_sparse.exchange import Assignment, Patch, Request
 from flare_sparse.flare.aggregator import StagingAggregator
 from flare_sparse.flare.filters import DecodeUpdate
 from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
@@ -227,7 +227,7 @@ class Asked:
         self.site.train = counted
 
     def message(self, model: Patch, trainable: Mask, t: int = 1) -> np.ndarray:
-        return self.server.ask({"site-2": Request("train", t, model, trainable)}).messages["site-2"]
+        return self.server.ask({"site-2": Assignment(Request("train", t, model, trainable))}).messages["site-2"]
 
 
 def test_row_28_a_site_refuses_what_it_cannot_check(catalogue: Any) -> None:

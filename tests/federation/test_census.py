@@ -68,7 +68,7 @@ class Ward:
                 request = endpoint.receive(message)
                 update = endpoint.answer(request)
                 replies[name] = server.decode(
-                    name, endpoint.encode(request, update).data, update.examples, update.metrics
+                    name, endpoint.encode(request, update).data, update.num_examples, update.metrics
                 )
             return replies
 
@@ -239,7 +239,7 @@ def test_the_smallest_answer_of_lora_a2_is_that_of_the_narrowest_slots() -> None
     method = bench.method("lora_a2", rank=1)
     request = method.ask(method.init(bench.weights, SITES), SITES)["site-1"]
     widths = method.slots.widths("B").sort().values[: method.slots.modules]
-    assert request.least("site-1") == int(widths.sum()) + method.slots.rest.count
+    assert request.expected.min_entries("site-1") == int(widths.sum()) + method.slots.rest.count
     able = method.configured_for({"site-1": local_capabilities(rank=1), "site-2": local_capabilities()})
     assert able.config.ranks == {"site-1": 1}
 

@@ -115,7 +115,7 @@ class Loop:
                 update = endpoint.answer(request)
                 update = self.spoil.get((question.round, name), lambda endpoint, update: update)(endpoint, update)
                 data = endpoint.encode(request, update).data
-                replies[name] = self.server.decode(name, data, update.examples, update.metrics)
+                replies[name] = self.server.decode(name, data, update.num_examples, update.metrics)
             except RejectedMessage as error:
                 replies[name] = error
         return replies
@@ -133,11 +133,13 @@ def in_the_clear(endpoint: SiteEndpoint, update: Update) -> Update:
 def not_a_number(endpoint: SiteEndpoint, update: Update) -> Update:
     values = update.patch.values.clone()
     values[3] = float("nan")
-    return Update(Patch(values, update.patch.mask), update.content, update.examples, update.metrics)
+    return Update(Patch(values, update.patch.mask), update.content, update.num_examples, update.metrics)
 
 
 def too_large(endpoint: SiteEndpoint, update: Update) -> Update:
-    return Update(Patch(update.patch.values + 1e6, update.patch.mask), update.content, update.examples, update.metrics)
+    return Update(
+        Patch(update.patch.values + 1e6, update.patch.mask), update.content, update.num_examples, update.metrics
+    )
 
 
 class Broken(SiteCipher):

@@ -27,9 +27,9 @@ def values(update: Update, new: torch.Tensor) -> Update:
 
 
 ATTACKS: dict[str, Attack] = {
-    "NaN": lambda u, start: (values(u, torch.full_like(u.patch.values, float("nan"))), u.examples),
-    "x 1e6": lambda u, start: (values(u, start + 1e6 * (u.patch.values - start)), u.examples),
-    "sign flip": lambda u, start: (values(u, start - (u.patch.values - start)), u.examples),
+    "NaN": lambda u, start: (values(u, torch.full_like(u.patch.values, float("nan"))), u.num_examples),
+    "x 1e6": lambda u, start: (values(u, start + 1e6 * (u.patch.values - start)), u.num_examples),
+    "sign flip": lambda u, start: (values(u, start - (u.patch.values - start)), u.num_examples),
     "n_k 2^52": lambda u, start: (u, 2**52),
 }
 
@@ -50,7 +50,7 @@ def run(attack: Attack | None, rules: RoundRules | None = None, sites: int = 8, 
             endpoint = endpoints[name]
             request = endpoint.receive(message)
             update = endpoint.answer(request)
-            examples: Any = update.examples
+            examples: Any = update.num_examples
             if attack is not None and name in HOSTILE and update.content == "weights":
                 update, examples = attack(update, update.patch.mask.take(endpoint.site.weights))
             try:

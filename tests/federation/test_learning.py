@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flare_sparse.endpoints.server import Attempt
 from flare_sparse.errors import WireError
-from flare_sparse.exchange import Patch, Update
+from flare_sparse.exchange import Contribution, Patch
 from flare_sparse.federation import RoundRules
 from flare_sparse.federation.learning import learn_from
 from flare_sparse.federation.replies import AttemptResult, get_reason_code
@@ -33,20 +33,20 @@ class Desk:
     def is_encodable(self, model: Patch) -> bool:
         return bool((model.values.abs() <= self.largest).all())
 
-    def find_underweight_sites(self, updates: list[Update]) -> set[str]:
+    def find_underweight_sites(self, updates: list[Contribution]) -> set[str]:
         return set(self.light)
 
 
-def answer(site: str, value: float, examples: int = 10) -> Update:
-    return Update(Patch(torch.full((LAYOUT.size,), value), FULL), "weights", examples, site=site)
+def answer(site: str, value: float, examples: int = 10) -> Contribution:
+    return Contribution(site, Patch(torch.full((LAYOUT.size,), value), FULL), "weights", examples)
 
 
-def tally(*answers: Update) -> AttemptResult:
+def tally(*answers: Contribution) -> AttemptResult:
     return AttemptResult(Attempt(1, "train", 1, {}), list(answers), {}, [])
 
 
 def learned(
-    endpoint: Desk, rules: RoundRules, *answers: Update, quorum: int = 1
+    endpoint: Desk, rules: RoundRules, *answers: Contribution, quorum: int = 1
 ) -> tuple[AttemptResult, Tensor | None]:
     state = METHOD.init(torch.zeros(LAYOUT.size), [])
     after, found = learn_from(tally(*answers), state, METHOD, endpoint, rules, lambda them: len(them) >= quorum)  # type: ignore[arg-type]
@@ -82,12 +82,12 @@ def test_answers_are_weighed_and_shortened_before_they_are_learned_from() -> Non
     assert found is not None
     assert found.capped == {"c": 30, "d": 0}
     assert found.clipped == {"c": pytest.approx(200.0)}
-    assert [update.examples for update in found.updates] == [10, 10, 30]
+    assert [update.num_examples for update in found.updates] == [10, 10, 30]
     assert found.state.weights.tolist() == pytest.approx([(10 * 1 + 10 * 1 + 30 * 2) / 50] * LAYOUT.size)
 
 
 def test_what_carries_nothing_is_no_contribution() -> None:
-    empty = Update(Patch.empty(LAYOUT.size), "metrics", 10, site="a")
+    empty = Contribution("a", Patch.empty(LAYOUT.size), "metrics", 10)
     answers = tally(empty, answer("b", 1.0), answer("c", 1.0, 0))
     assert [update.site for update in answers.contributed] == ["b"]
 

@@ -15,7 +15,7 @@ from flare_sparse.checkpoint.store import Store
 from flare_sparse.endpoints.server import ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import CheckpointError, MissingBase, RejectedMessage, RoundFailed
-from flare_sparse.exchange import Patch, Update
+from flare_sparse.exchange import Contribution, Patch, Update
 from flare_sparse.federation import Federation, RoundRules
 from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
@@ -45,7 +45,7 @@ class Loop:
             try:
                 request = endpoint.receive(message)
                 update = endpoint.answer(request)
-                sent = [endpoint.encode(request, update).data.copy(), update.examples, update.metrics]
+                sent = [endpoint.encode(request, update).data.copy(), update.num_examples, update.metrics]
                 sent = self.tamper(question.sequence, name, sent)
                 if sent is not None:
                     replies[name] = self.server.decode(name, *sent)
@@ -92,8 +92,8 @@ def test_no_answer_at_all_never_becomes_a_model() -> None:
 def updates() -> list[Update]:
     on = [Mask(torch.tensor(bits, dtype=torch.bool)) for bits in ([1, 1, 0], [0, 1, 0])]
     return [
-        Update(Patch(torch.tensor([1.0, 2.0]), on[0]), "weights", 1, site="a"),
-        Update(Patch(torch.tensor([6.0]), on[1]), "weights", 3, site="b"),
+        Contribution("a", Patch(torch.tensor([1.0, 2.0]), on[0]), "weights", 1),
+        Contribution("b", Patch(torch.tensor([6.0]), on[1]), "weights", 3),
     ]
 
 
@@ -106,7 +106,7 @@ def test_a_sum_counts_absent_entries_as_zero_and_a_count_average_does_not() -> N
 def test_arrival_order_does_not_show() -> None:
     draw = torch.Generator().manual_seed(1)
     on = Mask.full(1000)
-    parts = [Update(Patch(torch.randn(1000, generator=draw), on), "weights", n, site=f"s{n}") for n in range(1, 9)]
+    parts = [Contribution(f"s{n}", Patch(torch.randn(1000, generator=draw), on), "weights", n) for n in range(1, 9)]
     digests = {
         compute_digest(weighted_sum([parts[i] for i in torch.randperm(8).tolist()], weigh_by_examples))
         for _ in range(50)
@@ -123,7 +123,7 @@ def test_a_sum_needs_one_update_a_site() -> None:
 
 def test_equal_updates_average_to_themselves() -> None:
     values = torch.randn(50)
-    parts = [Update(Patch(values, Mask.full(50)), "weights", n, site=f"s{n}") for n in (1, 5, 7)]
+    parts = [Contribution(f"s{n}", Patch(values, Mask.full(50)), "weights", n) for n in (1, 5, 7)]
     assert torch.allclose(weighted_sum(parts, weigh_by_examples), values)
 
 

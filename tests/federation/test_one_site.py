@@ -64,7 +64,7 @@ def play(
                 continue
             request = endpoints[site].receive(message)
             update = endpoints[site].answer(request)
-            said = (update, update.examples, update.metrics)
+            said = (update, update.num_examples, update.metrics)
             update, examples, metrics = attack(*said) if site == HOSTILE else said
             try:
                 replies[site] = server.decode(site, endpoints[site].encode(request, update).data, examples, metrics)

@@ -9,18 +9,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flare_sparse.aggregation.weighted import normalize_capped
-from flare_sparse.exchange import Patch, Update
+from flare_sparse.exchange import Contribution, Patch
 from flare_sparse.federation import Evaluation
 from flare_sparse.federation.rules import MAX_QUARANTINE_ROUNDS, Roster, RoundRules, cap_contributions
 
 SITES = ["a", "b", "c", "d"]
 
 
-def update(site: str, examples: int) -> Update:
-    return Update(Patch.empty(1), "weights", examples, site=site)
+def update(site: str, examples: int) -> Contribution:
+    return Contribution(site, Patch.empty(1), "weights", examples)
 
 
-def weights(*examples: int) -> list[Update]:
+def weights(*examples: int) -> list[Contribution]:
     return [update(f"site-{i}", n) for i, n in enumerate(examples)]
 
 
@@ -31,20 +31,22 @@ def weights(*examples: int) -> list[Update]:
 def test_no_site_weighs_more_than_its_share_and_nobody_gains(examples: list[int], max_share: float) -> None:
     before = weights(*examples)
     after, cut = cap_contributions(before, max_share)
-    total = sum(u.examples for u in after)
+    total = sum(u.num_examples for u in after)
     assert [u.site for u in after] == [u.site for u in before]
-    assert all(1 <= new.examples <= old.examples for new, old in zip(after, before, strict=True))
-    assert cut == {n.site: n.examples for n, o in zip(after, before, strict=True) if n.examples != o.examples}
+    assert all(1 <= new.num_examples <= old.num_examples for new, old in zip(after, before, strict=True))
+    assert cut == {
+        n.site: n.num_examples for n, o in zip(after, before, strict=True) if n.num_examples != o.num_examples
+    }
     if len(examples) * max_share >= 1:
         floor = min(examples) * len(examples)  # rounding down to whole examples cannot do better than equal weights
-        assert all(u.examples <= max(max_share * total * (1 + 1e-9), floor / len(examples)) for u in after)
+        assert all(u.num_examples <= max(max_share * total * (1 + 1e-9), floor / len(examples)) for u in after)
     else:
-        assert len({u.examples for u in after}) == 1
+        assert len({u.num_examples for u in after}) == 1
 
 
 def test_a_site_with_ten_to_the_thirty_examples_does_not_take_over() -> None:
     after, cut = cap_contributions(weights(100, 120, 2**52), 0.5)
-    assert [u.examples for u in after] == [100, 120, 220]
+    assert [u.num_examples for u in after] == [100, 120, 220]
     assert cut == {"site-2": 220}
 
 
@@ -79,7 +81,7 @@ def test_a_registered_claim_is_cut_before_a_share_is_made_of_it() -> None:
     assert roster.compute_share(["a", "b"], ["a", "b", "c"], 0.5) == 0.5
 
 
-def judged(site: str, mse: float, tests: float) -> Update:
+def judged(site: str, mse: float, tests: float) -> Contribution:
     return replace(update(site, 1), metrics={"mse": mse, "test_examples": tests})
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flare_sparse.checkpoint.packing import pack, unpack
-from flare_sparse.exchange import Patch, Request, Update
+from flare_sparse.exchange import Assignment, Patch, Request, Update, UpdateSpec
 from flare_sparse.local.dry_run import estimate
 from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS, Method
@@ -110,7 +110,9 @@ class Ballot(Method[Votes]):
     def ask(self, state: Votes, sites: Sequence[str]) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        return broadcast(sites, Request("vote", state.round, self.model(state), self.full_mask, "delta"))
+        return broadcast(
+            sites, Assignment(Request("vote", state.round, self.model(state), self.full_mask), UpdateSpec("delta"))
+        )
 
     def answer(self, request: Request, site: Any) -> Update:
         return Update(Patch.from_vector(torch.ones(site.layout.size), request.trainable), "delta", site.num_examples)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from flare_sparse.exchange import Contribution
 from flare_sparse.mask import Mask
 from flare_sparse.methods.dispfl import Config, State
 from flare_sparse.scores.erk import compute_erk_densities
@@ -29,8 +29,8 @@ def test_11_live_counts_per_tensor_never_change(bench: Any, regrow: str) -> None
         updates = []
         for index, name in enumerate(names, start=1):
             site = bench.site(index)
-            site.weights = asked[name].model.to_vector()
-            updates.append(replace(method.answer(asked[name], site), site=name))
+            site.weights = asked[name].request.model.to_vector()
+            updates.append(Contribution.from_update(name, method.answer(asked[name].request, site)))
         after = method.learn(state, updates)
         moved |= not torch.equal(after.masks, state.masks)
         assert not after.weights[~after.masks].any()
@@ -47,7 +47,7 @@ def test_11_equal_masks_and_all_neighbours_are_a_plain_average(bench: Any) -> No
     owners = ("site-1", "site-2", "site-3")
     state = State(1, owners, weights * mask, mask.expand(3, -1).clone())
     request = method.ask(state, owners)["site-2"]
-    assert torch.allclose(request.model.to_vector(), (weights * mask).double().mean(0).float())
+    assert torch.allclose(request.request.model.to_vector(), (weights * mask).double().mean(0).float())
 
 
 def test_erk_densities_meet_the_whole(bench: Any) -> None:
@@ -64,10 +64,10 @@ def test_top_k_remembers_what_it_did_not_send(bench: Any) -> None:
     state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
     owed = torch.zeros(bench.layout.size)
     for _ in range(3):
-        request = method.ask(state, ["site-1"])["site-1"]
+        request = method.ask(state, ["site-1"])["site-1"].request
         site.weights = state.weights.clone()
         change = site.train(site.weights, request.trainable, method.config.training, request.round) - site.weights
-        update = replace(method.answer(request, site), site="site-1")
+        update = Contribution.from_update("site-1", method.answer(request, site))
         assert update.patch.mask.count == int(0.1 * bench.layout.size)
         assert torch.equal(update.patch.to_vector() + site.memory["residual"], change + owed)
         owed = site.memory["residual"]

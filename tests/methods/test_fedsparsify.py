@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flare_sparse.exchange import Contribution
 from flare_sparse.mask import Mask, prune_mask
 from flare_sparse.methods.fedsparsify import Config, FedSparsify, centralised_one_shot
 from flare_sparse.params import Layout, TensorSpec
@@ -27,11 +28,11 @@ def test_1_masks_are_nested_and_pruned_weights_are_zero_everywhere(bench: Any, t
     method = bench.method("fedsparsify", sparsity=0.8, rounds=5, training=training)
     state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
     while (asked := method.ask(state, ["site-1"])) is not None:
-        request = asked["site-1"]
+        request = asked["site-1"].request
         site.weights = request.model.to_vector()
         trained = site.train(site.weights, request.trainable, method.config.training, request.round)
         assert not trained[~request.trainable.bits].any()
-        update = method.answer(request, site)
+        update = Contribution.from_update("site-1", method.answer(request, site))
         after = method.learn(state, [update])
         assert after.mask <= state.mask
         assert not after.weights[~after.mask.bits].any()

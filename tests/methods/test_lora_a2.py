@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from flare_sparse.exchange import Patch, Update
+from flare_sparse.exchange import Contribution, Patch, Update
 from flare_sparse.local.run import run_locally
 from flare_sparse.methods.lora_a2 import LoRAA2, State
 from flare_sparse.models.adapters import AdapterConfig, adapt
@@ -51,7 +50,7 @@ def answers(made: LoRAA2, state: State, sites: dict[str, Site]) -> list[Update]:
     found = []
     for name, site in sites.items():
         site.weights = state.weights.clone()
-        found.append(replace(made.answer(requests[name], site), site=name))
+        found.append(Contribution.from_update(name, made.answer(requests[name].request, site)))
     return found
 
 
@@ -94,7 +93,7 @@ def test_02_the_average_of_the_products_is_the_product_of_the_averages(uneven: A
     made = method(uneven, rounds=2)
     for state, updates in rounds(made, uneven, 2)[:2]:
         after = made.learn(state, updates)
-        shares = [update.examples / sum(u.examples for u in updates) for update in updates]
+        shares = [update.num_examples / sum(u.num_examples for u in updates) for update in updates]
         for module in range(made.slots.modules):
             moved = [product(made.slots, state.weights + update.patch.to_vector(), module) for update in updates]
             exact = sum((w * m for w, m in zip(shares, moved, strict=True)), torch.zeros_like(moved[0]))
@@ -122,13 +121,13 @@ def test_04_a_budget_of_all_ranks_is_plain_alternating_averaging(uneven: Any) ->
     seen = rounds(made, uneven, 3)
     for (state, updates), (after, _) in itertools.pairwise(seen):
         active = made.active(state.round)
-        total = sum(update.examples for update in updates)
+        total = sum(update.num_examples for update in updates)
         expected = state.weights.double().clone()
         for update in updates:
             assert update.patch.mask == made.slots.factors[active]
             site = uneven.sites()[update.site]
             trained = site.train(state.weights, made.slots.factors[active], made._training(active), state.round)
-            expected += (trained - state.weights).double() * update.examples / total
+            expected += (trained - state.weights).double() * update.num_examples / total
         assert torch.allclose(after.weights.double(), expected, atol=1e-6)
 
 
@@ -160,10 +159,10 @@ def test_05_the_start_is_the_base_and_one_round_adds_the_mean_of_db_times_a(unev
     assert torch.equal(module(x), base)
     made = method(uneven)
     (state, updates), (after, _) = rounds(made, uneven, 1)
-    total = sum(update.examples for update in updates)
+    total = sum(update.num_examples for update in updates)
     for index, adapter in enumerate(made.slots.adapters):
         mean = sum(
-            update.examples / total * adapter.matrix(update.patch.to_vector(), "B").double() for update in updates
+            update.num_examples / total * adapter.matrix(update.patch.to_vector(), "B").double() for update in updates
         )
         expected = mean @ adapter.matrix(state.weights, "A").double()
         assert torch.allclose(product(made.slots, after.weights, index), expected, atol=1e-7)
@@ -176,8 +175,8 @@ def test_08_a_slot_that_nobody_chose_keeps_its_bits_and_a_lone_choice_counts_wit
     first[[0, 5]], second[[5, 7]] = True, True
     delta = torch.randn(uneven.layout.size, generator=torch.Generator().manual_seed(1))
     updates = [
-        Update(Patch.from_vector(delta, made.slots.mask(first, "B")), "delta", 1, site="a"),
-        Update(Patch.from_vector(delta, made.slots.mask(second, "B")), "delta", 3, site="b"),
+        Contribution("a", Patch.from_vector(delta, made.slots.mask(first, "B")), "delta", 1),
+        Contribution("b", Patch.from_vector(delta, made.slots.mask(second, "B")), "delta", 3),
     ]
     after = made.learn(state, updates).weights
     lone, both = made.slots.mask(first & ~second, "B"), made.slots.mask(first & second, "B")

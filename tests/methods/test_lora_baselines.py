@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flare_sparse.aggregation.weighted import weigh_by_examples
-from flare_sparse.exchange import Patch, Update
+from flare_sparse.exchange import Contribution, Patch, Update
 from flare_sparse.methods.flexlora import factorise
 from flare_sparse.methods.hetlora import State
 
@@ -23,8 +23,8 @@ def updates(made: Any, state: Any, bench: Any) -> list[Update]:
     sites = bench.sites()
     asked = made.ask(state, sorted(sites))
     for name, site in sites.items():
-        site.weights = asked[name].model.to_vector()
-    return [replace(made.answer(asked[name], site), site=name) for name, site in sites.items()]
+        site.weights = asked[name].request.model.to_vector()
+    return [Contribution.from_update(name, made.answer(asked[name].request, site)) for name, site in sites.items()]
 
 
 def scalars(ledger: Any, direction: str) -> dict[tuple[int, str], int]:
@@ -103,7 +103,8 @@ def test_hetlora_weighs_by_the_size_of_the_product(adapted: Any) -> None:
     made = adapted.method("hetlora", rank=4)
     vectors = [torch.randn(adapted.layout.size, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     parts = [
-        Update(Patch.from_vector(v, made.full_mask), "weights", n, site=f"s{n}") for n, v in enumerate(vectors, start=1)
+        Contribution(f"s{n}", Patch.from_vector(v, made.full_mask), "weights", n)
+        for n, v in enumerate(vectors, start=1)
     ]
     sizes = [
         sum(float((a.matrix(v, "B") @ a.matrix(v, "A")).double().square().sum()) for a in made.slots.adapters) ** 0.5
@@ -123,6 +124,6 @@ def test_hetlora_gives_up_ranks_that_shrink_and_is_asked_for_the_rest(adapted: A
     after = made.learn(state, sent)
     assert after.ranks == (2, 2, 2)
     again = made.ask(after, ["site-1"])["site-1"]
-    assert again.model.mask == made.slots.select_first(2) | made.slots.rest
-    assert again.fits("site-1", made.held(1))
-    assert not again.fits("site-1", made.held(4))
+    assert again.request.model.mask == made.slots.select_first(2) | made.slots.rest
+    assert again.expected.accepts("site-1", made.held(1))
+    assert not again.expected.accepts("site-1", made.held(4))

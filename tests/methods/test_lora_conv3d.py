@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from flare_sparse.assemble import build_initial_model
+from flare_sparse.exchange import Contribution
 from flare_sparse.local.run import run_locally
 from flare_sparse.methods.lora_a2 import LoRAA2
 from flare_sparse.task import Examples
@@ -48,7 +49,7 @@ def test_01_03_10_base_and_unchosen_slots_stay_and_the_ledger_is_the_sum_of_the_
         updates = []
         for name, site in again.items():
             site.weights = state.weights.clone()
-            update = method.answer(requests[name], site)
+            update = method.answer(requests[name].request, site)
             chosen = slots.find_slots(update.patch.mask, active)
             assert chosen is not None
             widths = slots.widths(active)
@@ -57,7 +58,7 @@ def test_01_03_10_base_and_unchosen_slots_stay_and_the_ledger_is_the_sum_of_the_
                 assert int(widths[chosen].sum()) <= 2 * int(widths.sum()) // 8
             else:
                 assert int(chosen.sum()) == 2 * 6
-            updates.append(type(update)(update.patch, update.content, update.examples, site=name))
+            updates.append(Contribution.from_update(name, update))
         moved = torch.stack([u.patch.mask.bits for u in updates]).any(0)
         following = method.learn(state, updates)
         assert torch.equal(following.weights[~moved], state.weights[~moved])

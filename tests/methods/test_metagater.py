@@ -14,7 +14,7 @@ from toy import Toy
 
 from flare_sparse.assemble import build_initial_model
 from flare_sparse.errors import ConfigError
-from flare_sparse.exchange import Patch, Update
+from flare_sparse.exchange import Contribution, Patch, Update
 from flare_sparse.federation import Outcome
 from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
@@ -100,9 +100,10 @@ class Net:
 
 def answers(method: Any, state: Any, sites: dict[str, Site]) -> list[Update]:
     updates = []
-    for name, request in sorted((method.ask(state, sorted(sites)) or {}).items()):
+    for name, assignment in sorted((method.ask(state, sorted(sites)) or {}).items()):
+        request = assignment.request
         sites[name].weights = request.model.to_vector()
-        updates.append(replace(method.answer(request, sites[name]), site=name))
+        updates.append(Contribution.from_update(name, method.answer(request, sites[name])))
     return updates
 
 
@@ -157,7 +158,7 @@ def test_2_the_first_model_sent_is_the_initial_one_bit_for_bit(gated: Net) -> No
     method = gated.method()
     state = method.init(gated.weights, ["site-1"])
     assert torch.equal(state.ag, gated.weights)
-    assert torch.equal(method.ask(state, ["site-1"])["site-1"].model.to_vector(), gated.weights)
+    assert torch.equal(method.ask(state, ["site-1"])["site-1"].request.model.to_vector(), gated.weights)
     assert torch.equal(gated.states(1)[1].sent, gated.weights)
 
 
@@ -210,7 +211,7 @@ def test_4_one_local_step_is_the_mean_gradient(gated: Net) -> None:
 
 def test_5_sites_that_move_nothing_leave_everything_to_interpolation(gated: Net) -> None:
     method = gated.method()
-    zero = Update(Patch.from_vector(torch.zeros(gated.layout.size), method.full_mask), "delta", 1, site="a")
+    zero = Contribution("a", Patch.from_vector(torch.zeros(gated.layout.size), method.full_mask), "delta", 1)
     first = method.learn(method.init(gated.weights, ["a"]), [zero])
     assert all(torch.equal(x, gated.weights) for x in (first.w, first.ag, first.sent))
     apart = State(4, gated.weights, gated.weights + 1, gated.weights)
@@ -386,7 +387,7 @@ def test_running_statistics_are_plain_means(bench: Any) -> None:
     buffers = bench.layout.select(lambda entry: entry.role == "buffer")
     state = replace(method.init(bench.weights, ["a"]), round=3)
     change = torch.randn(bench.layout.size)
-    updates = [Update(Patch.from_vector(change * k, method.full_mask), "delta", 1, site=str(k)) for k in (1, 2)]
+    updates = [Contribution(str(k), Patch.from_vector(change * k, method.full_mask), "delta", 1) for k in (1, 2)]
     after = method.learn(state, updates)
     for vector in (after.w, after.ag):
         assert torch.allclose(vector[buffers], (bench.weights + 1.5 * change)[buffers], atol=1e-6)

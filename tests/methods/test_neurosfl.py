@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flare_sparse.aggregation.weighted import weigh_equally, weighted_sum
+from flare_sparse.exchange import Contribution
 from flare_sparse.mask import Mask, floor_fraction, top_k
 from flare_sparse.models import build
 from flare_sparse.params import Layout
@@ -120,9 +121,9 @@ def test_9_progressive_iter_snip_shrinks_step_by_step(bench: Any) -> None:
     counts = compute_keep_counts(maskable.count, floor_fraction(0.3, maskable.count), 4)
     state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
     for count in counts:
-        request = method.ask(state, ["site-1"])["site-1"]
+        request = method.ask(state, ["site-1"])["site-1"].request
         site.weights = request.model.to_vector()
-        after = method.learn(state, [replace(method.answer(request, site), site="site-1")])
+        after = method.learn(state, [Contribution.from_update("site-1", method.answer(request, site))])
         assert after.masks[0] <= state.masks[0]
         assert (after.masks[0] & maskable).count == count
         state = after

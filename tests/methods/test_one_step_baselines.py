@@ -158,6 +158,6 @@ def indices(site: Site) -> dict[str, torch.Tensor]:
 
 
 def replace_kind(snip: Any, site: Site) -> Any:
-    request = snip.ask_final(replace(snip.init(site.weights, ["site-1"]), round=99), ["site-1"])["site-1"]
+    request = snip.ask_final(replace(snip.init(site.weights, ["site-1"]), round=99), ["site-1"])["site-1"].request
     assert request.kind == "adapt"
     return request

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.exchange import Patch, Update
+from flare_sparse.exchange import Contribution, Patch, Update
 from flare_sparse.local.dry_run import estimate
 from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
@@ -27,7 +27,7 @@ EQUAL = {"training": {"optimizer": "sgd", "lr": 0.05}}
 
 def update(values: Tensor, on: Tensor, site: str, examples: int = 1) -> Update:
     mask = Mask(on)
-    return Update(Patch.from_vector(mask.take(values), mask), "weights", examples, {}, site)
+    return Contribution(site, Patch.from_vector(mask.take(values), mask), "weights", examples, {})
 
 
 def test_2_at_rate_1_the_server_adds_every_change(plain: Any) -> None:
@@ -213,7 +213,7 @@ def test_an_answer_beyond_the_structure_is_refused(name: str, code: str, plain: 
     units = [torch.arange(layer.units) > 2 for layer in layers]
     live = build_live_mask(plain.layout, layers, units)
     asked = method.ask(replace(state, live=live, prunings=1, round=2), ["site-1", "site-2"])
-    fits = asked["site-1"].fits
+    fits = asked["site-1"].expected.accepts
     wrong = Mask.full(live.size) if code == "more" else Mask.empty(live.size)
     assert fits("site-1", live)
     assert not fits("site-1", wrong)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from flare_sparse.assemble import build_initial_model
-from flare_sparse.exchange import Patch
+from flare_sparse.exchange import Contribution, Patch
 from flare_sparse.federation import Outcome
 from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS
@@ -87,6 +87,5 @@ class Bench:
         return compute_digest(self.run(name, sites, **settings)[0].weights)
 
     def scores(self, values: torch.Tensor, on: Any, site: str, examples: int = 1) -> Any:
-        from flare_sparse.exchange import Update
 
-        return Update(Patch.from_vector(values, on), "scores", examples, site=site)
+        return Contribution(site, Patch.from_vector(values, on), "scores", examples)

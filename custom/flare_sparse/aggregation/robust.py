@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ..exchange import Patch, Update
+from ..exchange import Contribution, Patch
 from .weighted import weigh_by_examples, weighted_sum
 
 _CHUNK = 2**18
@@ -48,7 +48,7 @@ class AggregationRule(BaseModel):
         return self.min_owners if self.rule == "median" else 1
 
 
-def aggregate(updates: Sequence[Update], before: Tensor, rule: AggregationRule) -> Tensor:
+def aggregate(updates: Sequence[Contribution], before: Tensor, rule: AggregationRule) -> Tensor:
     """The new weights ``(P,)`` from the sites' weights.
 
     Args:
@@ -65,7 +65,9 @@ def aggregate(updates: Sequence[Update], before: Tensor, rule: AggregationRule) 
     return support.put(torch.cat(pieces) if pieces else held, before.clone() * support.bits)
 
 
-def _chunks(updates: Sequence[Update], places: Tensor, held: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _chunks(
+    updates: Sequence[Contribution], places: Tensor, held: Tensor, size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Values ``(sites, coordinates)``, NaN where a site does not own one, some coordinates at a time."""
     ordered = sorted(updates, key=lambda update: update.site)
     vectors = []
@@ -89,8 +91,8 @@ def _robust(rows: Tensor, kept: Tensor, rule: AggregationRule) -> Tensor:
 
 
 def clip_deltas(
-    updates: Sequence[Update], before: Tensor, limit: float | None
-) -> tuple[list[Update], dict[str, float]]:
+    updates: Sequence[Contribution], before: Tensor, limit: float | None
+) -> tuple[list[Contribution], dict[str, float]]:
     """No change is longer than ``limit`` (L2); returns the updates and the length that those shortened came with.
 
     Args:

@@ -8,25 +8,25 @@ from math import fsum
 import torch
 from torch import Tensor
 
-from ..exchange import Update
+from ..exchange import Contribution
 from ..mask import Mask
 
-Weights = Callable[[Sequence[Update]], list[float]]
+Weights = Callable[[Sequence[Contribution]], list[float]]
 """How much each update counts; gets the updates in site-name order."""
 
 
-def weigh_by_examples(updates: Sequence[Update]) -> list[float]:
+def weigh_by_examples(updates: Sequence[Contribution]) -> list[float]:
     """n_k over the sum of n_k of this round's participants."""
-    total = sum(update.examples for update in updates)
-    return [update.examples / total for update in updates]
+    total = sum(update.num_examples for update in updates)
+    return [update.num_examples / total for update in updates]
 
 
-def weigh_equally(updates: Sequence[Update]) -> list[float]:
+def weigh_equally(updates: Sequence[Contribution]) -> list[float]:
     """1 / K."""
     return [1 / len(updates)] * len(updates)
 
 
-def weigh_by_one(updates: Sequence[Update]) -> list[float]:
+def weigh_by_one(updates: Sequence[Contribution]) -> list[float]:
     """A plain sum."""
     return [1.0] * len(updates)
 
@@ -71,7 +71,7 @@ def normalize_capped(weights: Sequence[float], max_share: float) -> list[float]:
     return [weight / total for weight in cut]
 
 
-def weighted_sum(updates: Sequence[Update], weights: Weights) -> Tensor:
+def weighted_sum(updates: Sequence[Contribution], weights: Weights) -> Tensor:
     """Sum over sites of ``weight * values``, each on its own selection; absent entries count as zero.
 
     Returns:
@@ -84,7 +84,7 @@ def weighted_sum(updates: Sequence[Update], weights: Weights) -> Tensor:
     return values.float() if on.is_full else on.put(values, torch.zeros(on.size))
 
 
-def apply_deltas(updates: Sequence[Update], weights: Weights, before: Tensor) -> Tensor:
+def apply_deltas(updates: Sequence[Contribution], weights: Weights, before: Tensor) -> Tensor:
     """``before`` plus the weighted sum of the updates' changes to it; absent entries have not changed.
 
     Args:
@@ -99,7 +99,7 @@ def apply_deltas(updates: Sequence[Update], weights: Weights, before: Tensor) ->
     return on.put((on.take(before).double() + change).float(), before.clone())
 
 
-def average_over_owners(updates: Sequence[Update], weights: Weights, fallback: Tensor) -> Tensor:
+def average_over_owners(updates: Sequence[Contribution], weights: Weights, fallback: Tensor) -> Tensor:
     """As :func:`weighted_sum`, divided per coordinate by the weight of those that hold it.
 
     Args:
@@ -114,7 +114,9 @@ def average_over_owners(updates: Sequence[Update], weights: Weights, fallback: T
     return on.put(average, fallback.clone())
 
 
-def _sum(updates: Sequence[Update], weights: Weights, values: Callable[[Update], Tensor]) -> tuple[Mask, Tensor]:
+def _sum(
+    updates: Sequence[Contribution], weights: Weights, values: Callable[[Contribution], Tensor]
+) -> tuple[Mask, Tensor]:
     """The entries that may differ from zero and their sums, float64; on one support only live values are touched."""
     ordered = sorted(updates, key=lambda update: update.site)
     if not ordered or len({update.site for update in ordered}) != len(ordered):

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..aggregation.weighted import weigh_by_examples
 from ..encryption import ServerCipher
 from ..errors import RejectedMessage, abbreviate
-from ..exchange import EVALUATE, EncryptedValues, Patch, Request, Update
+from ..exchange import EVALUATE, Assignment, Contribution, EncryptedValues, Patch
 from ..mask import Mask
 from ..params import Layout
 from ..wire.ciphertexts import get_key_id
@@ -105,24 +105,25 @@ class ServerEndpoint:
         self._held: dict[str, SiteBase] = {}
         self._residuals: dict[str, Tensor | None] = {}
         self._remainders: dict[str, Tensor | None] = {}
-        self._question: list[Request] = []
-        self._asked: dict[str, Request] = {}
+        self._question: list[Assignment] = []
+        self._asked: dict[str, Assignment] = {}
         self._sent: dict[str, Patch] = {}
 
-    def ask(self, requests: Mapping[str, Request]) -> Attempt:
+    def ask(self, assignments: Mapping[str, Assignment]) -> Attempt:
         """Encode one request per site; equal requests to sites that hold the same are encoded once.
 
         A request that is asked again, by whichever sites, says the same bits: a site that misses changes nobody else's.
         """
-        again = self._opens(list(requests.values()))
-        self._asked, self._sent = dict(requests), {}
+        again = self._opens(list(assignments.values()))
+        self._asked, self._sent = dict(assignments), {}
         settled: set[str] = set()
         done: dict[tuple[int, str | None, str], Encoded] = {}
         messages: dict[str, np.ndarray] = {}
-        for site in sorted(requests):
-            request = requests[site]
-            patch, plan = self._fitting(site, request)
-            key = (id(request), plan.base_mask.fingerprint if plan.base_mask else None, patch.base)
+        for site in sorted(assignments):
+            assignment = assignments[site]
+            request = assignment.request
+            patch, plan = self._fitting(site, assignment)
+            key = (id(assignment), plan.base_mask.fingerprint if plan.base_mask else None, patch.base)
             if key not in done:
                 stream = "all" if len(self._question) == 1 else site
                 done[key] = encode(
@@ -137,27 +138,27 @@ class ServerEndpoint:
                     settled.add(stream)
             messages[site] = done[key].data
             self._sent[site] = patch
-            self.ledger.record_sent(done[key], plan, site, request.content)
-        first = next(iter(requests.values()))
+            self.ledger.record_sent(done[key], plan, site, assignment.expected.content)
+        first = next(iter(assignments.values())).request
         return Attempt(self._sequence, first.kind, first.round, messages)
 
-    def _opens(self, requests: list[Request]) -> bool:
+    def _opens(self, assignments: list[Assignment]) -> bool:
         """Count a question; returns whether it only repeats the last one."""
         self._sequence += 1
-        again = all(any(request is asked for asked in self._question) for request in requests)
+        again = all(any(assignment is asked for asked in self._question) for assignment in assignments)
         if not again:
             self._before, self._opened = self._opened, self._sequence
-            self._question = list({id(request): request for request in requests}.values())
+            self._question = list({id(assignment): assignment for assignment in assignments}.values())
             self._remainders = dict(self._residuals)
         return again
 
-    def _fitting(self, site: str, request: Request) -> tuple[Patch, Plan]:
+    def _fitting(self, site: str, assignment: Assignment) -> tuple[Patch, Plan]:
         """The patch that this site can read, and what both ends hold."""
-        held = self._held.get(site)
+        held, request = self._held.get(site), assignment.request
         patch = request.model
         if patch.base == "previous" and (held is None or held.sequence < self._before):
-            assert request.otherwise is not None, "a patch over what is held needs Request.otherwise"
-            patch = request.otherwise
+            assert assignment.full_model is not None, "a patch over the previous model needs Assignment.full_model"
+            patch = assignment.full_model
         plan = Plan(
             self.layout,
             self.run,
@@ -177,7 +178,7 @@ class ServerEndpoint:
             return patch
         return Patch.from_encrypted(self.encrypted.values, patch.mask, patch.base)
 
-    def aggregate_encrypted(self, updates: Sequence[Update]) -> None:
+    def aggregate_encrypted(self, updates: Sequence[Contribution]) -> None:
         """The mean by examples of a round's encrypted answers is the model from now on; without any, nothing happens.
 
         Raises:
@@ -192,7 +193,7 @@ class ServerEndpoint:
             raise ValueError("encrypted answers can be summed on one selection only")
         self.encrypted = EncryptedModel(on, self.cipher.weighted_sum(answers, weigh_by_examples(ordered), on.count))
 
-    def find_underweight_sites(self, updates: Sequence[Update]) -> list[str]:
+    def find_underweight_sites(self, updates: Sequence[Contribution]) -> list[str]:
         """Sites whose share of an encrypted sum is too small for a number there."""
         ordered = [update for update in updates if update.patch.encrypted is not None]
         if self.cipher is None or not ordered:
@@ -200,7 +201,7 @@ class ServerEndpoint:
         shares = weigh_by_examples(ordered)
         return [update.site for update, share in zip(ordered, shares, strict=True) if share < self.cipher.least_weight]
 
-    def find_sites_with_wrong_key(self, updates: Sequence[Update]) -> list[str]:
+    def find_sites_with_wrong_key(self, updates: Sequence[Contribution]) -> list[str]:
         """Sites whose answer is under another key than the model's or, before there is one, than most answers'."""
         keys = {
             update.site: get_key_id(update.patch.encrypted) for update in updates if update.patch.encrypted is not None
@@ -211,14 +212,15 @@ class ServerEndpoint:
         agreed = get_key_id(self.encrypted.values) if self.encrypted else max(sorted(counts), key=counts.__getitem__)
         return sorted(site for site, key in keys.items() if key != agreed)
 
-    def compute_min_upload(self, site: str, request: Request) -> tuple[int, int]:
+    def compute_min_upload(self, site: str, assignment: Assignment) -> tuple[int, int]:
         """Entries and bytes that the answer of ``site`` to ``request`` has at least; the bytes of a selection that
         must be said are not among them.
         """
-        entries = request.expected.count if request.expected else request.least(site) if request.least else 0
-        if request.kind == EVALUATE:
+        expected = assignment.expected
+        entries = expected.mask.count if expected.mask else expected.min_entries(site) if expected.min_entries else 0
+        if assignment.request.kind == EVALUATE:
             entries = 0
-        return entries, min_message_bytes(entries, "float32" if request.content == "scores" else self.values)
+        return entries, min_message_bytes(entries, "float32" if expected.content == "scores" else self.values)
 
     def is_encodable(self, model: Patch) -> bool:
         """Whether a question can carry a model: each value is finite in the wire's format. A model that cannot be read
@@ -239,7 +241,7 @@ class ServerEndpoint:
         """The site lost what it held: it is sent everything next time (the one recovery path)."""
         self._held.pop(site, None)
 
-    def decode(self, site: str, data: Any, examples: Any, metrics: Any) -> Update:
+    def decode(self, site: str, data: Any, examples: Any, metrics: Any) -> Contribution:
         """An answer to the last question, checked against it.
 
         Args:
@@ -251,9 +253,10 @@ class ServerEndpoint:
         Raises:
             RejectedMessage: nobody asked this site, or something does not fit; the code says what.
         """
-        request = self._asked.get(site)
-        if request is None:
+        assignment = self._asked.get(site)
+        if assignment is None:
             raise RejectedMessage("E_REPLAY", "site", f"one of {sorted(self._asked)}", site, site)
+        request, expected = assignment.request, assignment.expected
         plan = Plan(
             self.layout,
             self.run,
@@ -266,18 +269,19 @@ class ServerEndpoint:
         message = decode(data, plan, site)
         if message.patch.base != "zeros" or message.trainable is not None:
             raise RejectedMessage("E_KIND", "over", "an answer over zeros", "a question's form", site)
-        if message.content not in (request.content, "metrics"):
-            raise RejectedMessage("E_KIND", "content", request.content, message.content, site)
+        if message.content not in (expected.content, "metrics"):
+            raise RejectedMessage("E_KIND", "content", expected.content, message.content, site)
         self._written_as_agreed(message, site)
-        if request.expected is not None and message.content != "metrics" and message.patch.mask != request.expected:
-            raise RejectedMessage("E_MASK", "selection", request.expected, message.patch.mask, site)
-        if request.fits is not None and message.content != "metrics" and not request.fits(site, message.patch.mask):
+        if expected.mask is not None and message.content != "metrics" and message.patch.mask != expected.mask:
+            raise RejectedMessage("E_MASK", "selection", expected.mask, message.patch.mask, site)
+        accepts = expected.accepts
+        if accepts is not None and message.content != "metrics" and not accepts(site, message.patch.mask):
             raise RejectedMessage(
                 "E_MASK", "selection", "one that the method allows this site", message.patch.mask, site
             )
-        if request.smallest is not None and bool((message.patch.values < request.smallest).any()):
-            raise RejectedMessage("E_RANGE", "values", f"at least {request.smallest:g}", "smaller ones", site)
-        update = Update(message.patch, message.content, _examples(examples, site), _metrics(metrics, site), site)
+        if expected.min_value is not None and bool((message.patch.values < expected.min_value).any()):
+            raise RejectedMessage("E_RANGE", "values", f"at least {expected.min_value:g}", "smaller ones", site)
+        update = Contribution(site, message.patch, message.content, _examples(examples, site), _metrics(metrics, site))
         self.ledger.record_received(message, plan, site, len(data))
         self._acknowledge(site)
         return update

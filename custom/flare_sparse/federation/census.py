@@ -8,7 +8,7 @@ from typing import Any
 from ..capabilities import Capabilities, parse_hello
 from ..endpoints.server import ServerEndpoint
 from ..errors import SiteExcluded
-from ..exchange import Request
+from ..exchange import Assignment
 
 Handshake = Callable[[list[str]], Mapping[str, Any]]
 """Brings back what each site says of itself, not believed in any way; sites that stay silent are absent."""
@@ -59,7 +59,7 @@ class Census:
             self.out[site] = why
             self.warn(why)
 
-    def find_over_cap(self, requests: Mapping[str, Request], endpoint: ServerEndpoint) -> dict[str, SiteExcluded]:
+    def find_over_cap(self, requests: Mapping[str, Assignment], endpoint: ServerEndpoint) -> dict[str, SiteExcluded]:
         """Sites that may not send what they are to be asked for, and why."""
         found = {}
         for site, request in requests.items():
@@ -67,7 +67,7 @@ class Census:
             if able and (
                 reason := able.find_violation(*endpoint.compute_min_upload(site, request), endpoint.layout.size)
             ):
-                what = f"it {reason} ({request.kind}, round {request.round})"
+                what = f"it {reason} ({request.request.kind}, round {request.request.round})"
                 found[site] = SiteExcluded(
                     "E_CAP", site, f"{what}. Choose settings that send less, or raise the cap there"
                 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..aggregation.robust import clip_deltas
 from ..endpoints.server import ServerEndpoint
 from ..errors import SelectionError
-from ..exchange import Update
+from ..exchange import Contribution
 from ..methods import Method
 from .replies import AttemptResult
 from .rules import RoundRules, cap_contributions
@@ -23,7 +23,7 @@ class LearnResult:
     """``state`` after a round, the updates as they were weighed and shortened, and whose were."""
 
     state: Any
-    updates: list[Update]
+    updates: list[Contribution]
     capped: dict[str, int] = field(default_factory=dict)
     clipped: dict[str, float] = field(default_factory=dict)
 
@@ -34,7 +34,7 @@ def learn_from(
     method: Method[Any],
     endpoint: ServerEndpoint,
     rules: RoundRules,
-    enough: Callable[[list[Update]], bool],
+    enough: Callable[[list[Contribution]], bool],
 ) -> tuple[AttemptResult, LearnResult | None]:
     """What the answers make of ``state``. While that is no model, the answer with the largest values is refused.
 
@@ -62,15 +62,15 @@ def learn_from(
 
 
 def _weighed(
-    contributed: list[Update], endpoint: ServerEndpoint, rules: RoundRules
-) -> tuple[list[Update], dict[str, int]]:
+    contributed: list[Contribution], endpoint: ServerEndpoint, rules: RoundRules
+) -> tuple[list[Contribution], dict[str, int]]:
     """The updates as they count, and with how many examples those that count less than they say; 0: not at all."""
     weighed, cut = cap_contributions(contributed, rules.max_share)
     light = endpoint.find_underweight_sites(weighed)
     return [u for u in weighed if u.site not in light], {**cut, **dict.fromkeys(light, 0)}
 
 
-def _usable(method: Method[Any], endpoint: ServerEndpoint, state: Any, updates: list[Update]) -> Any:
+def _usable(method: Method[Any], endpoint: ServerEndpoint, state: Any, updates: list[Contribution]) -> Any:
     """The state after a round, or None where it could not be sent: finite answers can have a sum or a product that is
     not.
     """

@@ -14,7 +14,7 @@ from ..capabilities import Capabilities
 from ..checkpoint.store import Store
 from ..endpoints.server import ServerEndpoint
 from ..errors import MissingBase, RoundFailed, SiteExcluded
-from ..exchange import EVALUATE, EncryptedValues, Request, Update
+from ..exchange import EVALUATE, Assignment, Contribution, EncryptedValues
 from ..methods import Method
 from ..task import Metric
 from .census import Census, Handshake
@@ -101,7 +101,7 @@ class Federation:
             state, model.to_vector(), model.mask, record.evaluation, self._best, self._records, self._unread()
         )
 
-    def _requests(self, state: Any, here: list[str], sites: Callable[[], list[str]]) -> dict[str, Request] | None:
+    def _requests(self, state: Any, here: list[str], sites: Callable[[], list[str]]) -> dict[str, Assignment] | None:
         """The method's next question. One to nobody is a failed attempt: others may be there in the next.
 
         Raises:
@@ -192,7 +192,7 @@ class Federation:
         self.on_round(record)
 
     def _round(
-        self, requests: dict[str, Request], transport: Transport, judged: int, learn: _Learn | None = None
+        self, requests: dict[str, Assignment], transport: Transport, judged: int, learn: _Learn | None = None
     ) -> tuple[RoundRecord, LearnResult]:
         """Ask until enough sites contribute; everything is validated before anything is summed.
 
@@ -233,13 +233,13 @@ class Federation:
         )
 
     def _learned(
-        self, state: Any, tally: AttemptResult, requests: Mapping[str, Request]
+        self, state: Any, tally: AttemptResult, requests: Mapping[str, Assignment]
     ) -> tuple[AttemptResult, LearnResult | None]:
         return learn_from(
             tally, state, self.method, self.endpoint, self.rules, partial(self._enough, requests=requests)
         )
 
-    def _within_caps(self, requests: dict[str, Request]) -> tuple[dict[str, Request], dict[str, SiteExcluded]]:
+    def _within_caps(self, requests: dict[str, Assignment]) -> tuple[dict[str, Assignment], dict[str, SiteExcluded]]:
         """The requests that sites can answer within their upload caps, and why the others are not asked.
 
         Raises:
@@ -254,7 +254,7 @@ class Federation:
             )
         return asked, too_much
 
-    def _enough(self, counted: list[Update], requests: Mapping[str, Request]) -> bool:
+    def _enough(self, counted: list[Contribution], requests: Mapping[str, Assignment]) -> bool:
         """The quorum, by sites and by weight; nobody is never enough."""
         if not counted or len(counted) < min(self.rules.min_sites, len(requests)):
             return False
@@ -294,7 +294,7 @@ class Federation:
             raise RoundFailed(f"round {record.round}: the sites asked and what became of them do not balance: {record}")
         return record
 
-    def _collect(self, requests: dict[str, Request], transport: Transport) -> AttemptResult:
+    def _collect(self, requests: dict[str, Assignment], transport: Transport) -> AttemptResult:
         """One question; sites that lost what they held are sent everything, once, in the same round."""
         question = self.endpoint.ask(requests)
         replies = {site: reply for site, reply in transport(question).items() if site in requests}
@@ -305,26 +305,28 @@ class Federation:
             question = self.endpoint.ask(lost)
             replies |= transport(question)
         for site, reply in replies.items():
-            if isinstance(reply, Update) and (code := self._roster.find_violation(reply, self.rules)):
+            if isinstance(reply, Contribution) and (code := self._roster.find_violation(reply, self.rules)):
                 replies[site] = code
         for site in self.endpoint.find_sites_with_wrong_key(
-            [reply for reply in replies.values() if isinstance(reply, Update)]
+            [reply for reply in replies.values() if isinstance(reply, Contribution)]
         ):
             replies[site] = "E_KEY"
-        rejected = {site: get_reason_code(reply) for site, reply in replies.items() if not isinstance(reply, Update)}
+        rejected = {
+            site: get_reason_code(reply) for site, reply in replies.items() if not isinstance(reply, Contribution)
+        }
         silent = sorted(set(requests) - set(replies))
-        answered = [reply for _, reply in sorted(replies.items()) if isinstance(reply, Update)]
+        answered = [reply for _, reply in sorted(replies.items()) if isinstance(reply, Contribution)]
         return AttemptResult(question, answered, rejected, silent)
 
 
-_Learn = Callable[[AttemptResult, Mapping[str, Request]], tuple[AttemptResult, LearnResult | None]]
+_Learn = Callable[[AttemptResult, Mapping[str, Assignment]], tuple[AttemptResult, LearnResult | None]]
 
 
 @dataclass(frozen=True)
 class _Facts:
     """What the loop knows of a round beside the tally."""
 
-    requests: Mapping[str, Request]
+    requests: Mapping[str, Assignment]
     counted: list[str]
     judged: int
     attempt: int

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..aggregation.weighted import cap
 from ..endpoints.server import ServerSnapshot
-from ..exchange import EncryptedValues, Update
+from ..exchange import Contribution, EncryptedValues
 from ..mask import Mask
 from ..wire.ledger import LedgerLine
 from .rules import Roster
@@ -25,7 +25,7 @@ class Evaluation:
     sites: dict[str, dict[str, float]]
 
     @classmethod
-    def from_updates(cls, updates: list[Update], max_share: float = 1.0) -> Evaluation:
+    def from_updates(cls, updates: list[Contribution], max_share: float = 1.0) -> Evaluation:
         """Means weighted by test examples (the pooled value for means such as MAE and accuracy).
 
         Args:

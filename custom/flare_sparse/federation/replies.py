@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..endpoints.server import Attempt
-from ..exchange import Update
+from ..exchange import Contribution
 
-Reply = Update | Exception | str
+Reply = Contribution | Exception | str
 """What became of a site's answer: an update, the error it was rejected with, or a short reason code."""
 Transport = Callable[[Attempt], Mapping[str, Reply]]
 """Takes a question to its sites and brings back what each one answered; sites that miss are absent."""
@@ -19,14 +19,14 @@ class AttemptResult:
     """A question's answers in order of the sites' names, the codes that others were rejected with, and who was silent."""
 
     question: Attempt
-    answered: list[Update]
+    answered: list[Contribution]
     rejected: dict[str, str]
     silent: list[str]
 
     @property
-    def contributed(self) -> list[Update]:
+    def contributed(self) -> list[Contribution]:
         """The answers that something can be learned from."""
-        return [u for u in self.answered if u.content != "metrics" and u.examples and u.patch.mask.count]
+        return [u for u in self.answered if u.content != "metrics" and u.num_examples and u.patch.mask.count]
 
     def without(self, site: str, code: str) -> AttemptResult:
         """The same with the answer of ``site`` rejected."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..aggregation.weighted import compute_common_cap
-from ..exchange import Update
+from ..exchange import Contribution
 
 MAX_QUARANTINE_ROUNDS = 16
 
@@ -63,14 +63,14 @@ class Roster:
         awake = [site for site in sites if not self.quarantined.get(site)]
         return awake if len(awake) >= max(1, rules.min_sites) else list(sites)
 
-    def find_violation(self, update: Update, rules: RoundRules) -> str | None:
+    def find_violation(self, update: Contribution, rules: RoundRules) -> str | None:
         """The code that an answer is refused with, where it speaks of more examples than ``rules`` say that there are, or
         of other numbers than the site's first answer, which registers them.
         """
         site, most = update.site, rules.examples.get(update.site)
-        if most is not None and update.examples > most * (1 + rules.examples_tolerance):
+        if most is not None and update.num_examples > most * (1 + rules.examples_tolerance):
             return "E_WEIGHT"
-        if not _near(update.examples, self.registered.setdefault(site, update.examples), rules):
+        if not _near(update.num_examples, self.registered.setdefault(site, update.num_examples), rules):
             return "E_WEIGHT"
         tested = update.metrics.get("test_examples")
         if tested is not None and not _near(tested, self.tested.setdefault(site, tested), rules):
@@ -111,24 +111,25 @@ def _near(now: float, registered: float, rules: RoundRules) -> bool:
     return abs(now - registered) <= rules.examples_tolerance * registered
 
 
-def cap_contributions(updates: Sequence[Update], max_share: float) -> tuple[list[Update], dict[str, int]]:
+def cap_contributions(updates: Sequence[Contribution], max_share: float) -> tuple[list[Contribution], dict[str, int]]:
     """No site weighs more than ``max_share`` of the sum; returns the updates and the new number of examples of those cut.
 
     The largest sites are cut to one common number of examples, the largest whole one that keeps the rule; the others
     stay as they are. Where there are too few sites for the rule, all weigh the same.
 
-    >>> from flare_sparse.exchange import Patch
-    >>> three = [Update(Patch.empty(1), "weights", n, site=f"site-{n}") for n in (10, 30, 960)]
+    >>> from flare_sparse.exchange import Contribution, Patch
+    >>> three = [Contribution(f"site-{n}", Patch.empty(1), "weights", n) for n in (10, 30, 960)]
     >>> cap_contributions(three, 0.5)[1]
     {'site-960': 40}
     """
     if max_share >= 1 or not updates:
         return list(updates), {}
-    limit = _limit([update.examples for update in updates], max_share)
-    cut = {update.site: limit for update in updates if update.examples > limit}
-    counted = [cut.get(update.site, update.examples) for update in updates]
+    limit = _limit([update.num_examples for update in updates], max_share)
+    cut = {update.site: limit for update in updates if update.num_examples > limit}
+    counted = [cut.get(update.site, update.num_examples) for update in updates]
     return [
-        replace(u, examples=n, claimed=u.examples, max_share=max_share) for u, n in zip(updates, counted, strict=True)
+        replace(u, num_examples=n, capped_from=u.num_examples, max_share=max_share)
+        for u, n in zip(updates, counted, strict=True)
     ], cut
 
 

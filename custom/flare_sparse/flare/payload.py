@@ -52,7 +52,7 @@ def message_to_shareable(message: np.ndarray, meta: dict[str, Any]) -> Shareable
 def answer_to_shareable(message: np.ndarray, update: Update) -> Shareable:
     """An encoded answer with the numbers that go beside it: examples and metrics."""
     metrics = {str(name): float(value) for name, value in update.metrics.items()}
-    return message_to_shareable(message, {"examples": operator.index(update.examples), "metrics": metrics})
+    return message_to_shareable(message, {"examples": operator.index(update.num_examples), "metrics": metrics})
 
 
 def shareable_to_message(shareable: Shareable, site: str) -> tuple[np.ndarray, dict[str, Any]]:
@@ -138,7 +138,7 @@ def update_to_dxo(update: Update, layout: Layout, vector: torch.Tensor) -> DXO:
     """
     if update.content == "metrics":
         return DXO(DataKind.METRICS, data=dict(update.metrics), meta={"content": update.content})
-    meta = {"content": update.content, "examples": update.examples}
+    meta = {"content": update.content, "examples": update.num_examples}
     update.patch.write_into(vector.zero_())
     return DXO(_KINDS[update.content], data=to_named_arrays(vector, layout), meta=meta)
 

@@ -74,7 +74,7 @@ def deliver(
             request = endpoint.receive(message)
             update = endpoint.answer(request)
             answer = endpoint.encode(request, update).data
-            yield name, server.decode(name, answer, update.examples, update.metrics)
+            yield name, server.decode(name, answer, update.num_examples, update.metrics)
         except WireError as error:
             yield name, error
 

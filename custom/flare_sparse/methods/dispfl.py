@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..exchange import EVALUATE, Patch, Request, Update
+from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
 from ..mask import Mask, top_k
 from ..scores.erk import compute_erk_densities, draw_random_mask
 from ..seeds import make_generator
@@ -70,20 +70,20 @@ class DisPFL(Method[State]):
         masks = torch.stack(rows)
         return State(1, owners, weights * masks, masks)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         owning = [name for name in sites if name in state.owners]
         active = sample_sites(owning, self.config.participation, self.seed, state.round)
         return {name: self._request("train", state, name, active) for name in active}
 
-    def _request(self, kind: str, state: State, name: str, active: Sequence[str]) -> Request:
+    def _request(self, kind: str, state: State, name: str, active: Sequence[str]) -> Assignment:
         """w~ (.) m_k: the sum of the neighbours' weights over the number of neighbours that hold a coordinate."""
         rows = [state.owners.index(other) for other in self._met(state, name, active)]
         held = state.masks[rows].sum(0)
         mean = state.weights[rows].double().sum(0) / held.clamp_min(1)
         mask = Mask(state.masks[state.owners.index(name)])
-        return Request(kind, state.round, Patch.from_vector(mean.float(), mask), mask)
+        return Assignment(Request(kind, state.round, Patch.from_vector(mean.float(), mask), mask))
 
     def _met(self, state: State, name: str, active: Sequence[str]) -> list[str]:
         """The site itself and its neighbours of this round."""
@@ -125,7 +125,7 @@ class DisPFL(Method[State]):
             return torch.rand(self.layout.size, generator=make_generator(self.seed, "regrow", site.name, request.round))
         return next(site.compute_gradients(weights, self.config.training.batch_size, 1, request.round)).abs()
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         weights, masks = state.weights.clone(), state.masks.clone()
         for update in updates:
             row = state.owners.index(update.site)
@@ -138,10 +138,10 @@ class DisPFL(Method[State]):
         held = state.masks.sum(0)
         return Patch.from_vector((state.weights.double().sum(0) / held.clamp_min(1)).float(), Mask(held > 0))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         personal = {}
         for name, weights, row in zip(state.owners, state.weights, state.masks, strict=True):
             if name in sites:
                 mask = Mask(row)
-                personal[name] = Request(EVALUATE, state.round, Patch.from_vector(weights, mask), mask)
+                personal[name] = Assignment(Request(EVALUATE, state.round, Patch.from_vector(weights, mask), mask))
         return personal

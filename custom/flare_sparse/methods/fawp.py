@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from ..aggregation.weighted import weigh_by_examples, weighted_sum
-from ..exchange import Update
+from ..exchange import Contribution
 from ..mask import Mask
 from ..training import Site
 from .method import MethodConfig
@@ -30,7 +30,7 @@ class FAwP(SCBFwP):
     def _allowed(self, live: Mask, site: str, on: Mask) -> bool:
         return on == live
 
-    def combined(self, state: State, updates: Sequence[Update]) -> Tensor:
+    def combined(self, state: State, updates: Sequence[Contribution]) -> Tensor:
         return weighted_sum(updates, weigh_by_examples)
 
     @property

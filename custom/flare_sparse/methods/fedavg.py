@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..aggregation.robust import aggregate
 from ..aggregation.weighted import apply_deltas, weigh_by_examples
-from ..exchange import Patch, Request, Update
+from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..training import Site
 from .method import AveragingConfig, Method, broadcast, sample_sites
 
@@ -47,18 +47,20 @@ class FedAvg(Method[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         model = self.model(state)
         asked = sample_sites(sites, self.config.participation, self.seed, state.round)
-        return broadcast(asked, Request("train", state.round, model, model.mask, expected=model.mask))
+        return broadcast(
+            asked, Assignment(Request("train", state.round, model, model.mask), UpdateSpec(mask=model.mask))
+        )
 
     def answer(self, request: Request, site: Site) -> Update:
         weights = site.train(site.weights, request.trainable, self.config.training, request.round)
         return Update(Patch.from_vector(weights, request.trainable), "weights", site.num_examples)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         weights, step = aggregate(updates, state.weights, self.config.aggregation), self.config.server_lr
         if step != 1:  # running statistics are averaged whatever the step
             size = self.layout.trainable_size

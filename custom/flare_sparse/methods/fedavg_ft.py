@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field
 from torch import Tensor
 
-from ..exchange import Patch, Request, Update
+from ..exchange import Assignment, Contribution, Patch, Request, Update
 from ..params import Layout
 from ..training import Site
 from . import fedavg
@@ -32,7 +32,7 @@ class FedAvgFT(Method[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return self._fedavg.init(weights, sites)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         return self._fedavg.ask(state, sites)
 
     def answer(self, request: Request, site: Site) -> Update:
@@ -42,12 +42,12 @@ class FedAvgFT(Method[State]):
         personal = site.train(site.weights, request.trainable, longer, request.round)
         return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, site.evaluate(personal))
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         return self._fedavg.learn(state, updates)
 
     def model(self, state: State) -> Patch:
         return self._fedavg.model(state)
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         model = self.model(state)
-        return broadcast(sites, Request("finetune", self.config.rounds + 1, model, model.mask))
+        return broadcast(sites, Assignment(Request("finetune", self.config.rounds + 1, model, model.mask)))

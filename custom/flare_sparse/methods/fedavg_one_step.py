@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..aggregation.weighted import weigh_by_examples, weigh_equally, weighted_sum
-from ..exchange import Patch, Request, Update
+from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
 from ..training import Site
 from .fedavg import State
@@ -35,12 +35,14 @@ class FedAvgOneStep(Method[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         model = self.model(state)
         asked = self.config.asked(sites, self.seed, state.round)
-        return broadcast(asked, Request("train", state.round, model, model.mask, expected=model.mask))
+        return broadcast(
+            asked, Assignment(Request("train", state.round, model, model.mask), UpdateSpec(mask=model.mask))
+        )
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind == "adapt":
@@ -49,7 +51,7 @@ class FedAvgOneStep(Method[State]):
         weights = site.train(site.weights, request.trainable, training, request.round, steps=steps)
         return Update(Patch.from_vector(weights, request.trainable), "weights", site.num_examples)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         rule = weigh_by_examples if self.config.weights == "examples" else weigh_equally
         return State(state.round + 1, weighted_sum(updates, rule))
 
@@ -59,5 +61,5 @@ class FedAvgOneStep(Method[State]):
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         return ask_to_adapt(self.model(state), sites, self.config)

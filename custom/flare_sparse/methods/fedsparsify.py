@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..aggregation.robust import aggregate
-from ..exchange import Patch, Request, Update
+from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction, prune_mask
 from ..training import Site
 from .method import AveragingConfig, MaskPreset, Method, broadcast, sample_sites
@@ -64,17 +64,19 @@ class FedSparsify(Method[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, self.full_mask)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         asked = sample_sites(sites, self.config.participation, self.seed, state.round)
-        return broadcast(asked, Request("train", state.round, self.model(state), state.mask, expected=state.mask))
+        return broadcast(
+            asked, Assignment(Request("train", state.round, self.model(state), state.mask), UpdateSpec(mask=state.mask))
+        )
 
     def answer(self, request: Request, site: Site) -> Update:  # w <- w - eta * (g (.) m)
         weights = site.train(site.weights, request.trainable, self.config.training, request.round)
         return Update(Patch.from_vector(weights, request.trainable), "weights", site.num_examples)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:  # average, then purge to s_t
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:  # average, then purge to s_t
         weights = aggregate(updates, state.weights, self.config.aggregation)
         mask = prune_mask(state.mask, weights.abs(), self.config.sparsity_after(state.round), self._prunable)
         return State(state.round + 1, weights * mask.bits, mask)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..aggregation.weighted import weigh_by_examples, weighted_sum
-from ..exchange import EVALUATE, Patch, Request, Update
+from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
 from ..params import Layout
 from ..training import Site
@@ -39,33 +39,29 @@ class FFALoRA(LoRAMethod[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         asked = sample_sites(sites, self.config.participation, self.seed, state.round)
         return broadcast(asked, self._request("train", state))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         return broadcast(sites, self._request(EVALUATE, state))
 
-    def _request(self, kind: str, state: State) -> Request:
+    def _request(self, kind: str, state: State) -> Assignment:
         everything = self.model(state)
         changed = Patch.from_vector(state.weights, self._travelling, over="previous") if state.round > 1 else everything
-        return Request(
-            kind,
-            state.round,
-            changed,
-            self._travelling,
-            content="delta",
-            expected=self._travelling,
-            otherwise=everything,
+        return Assignment(
+            Request(kind, state.round, changed, self._travelling),
+            UpdateSpec("delta", mask=self._travelling),
+            full_model=everything,
         )
 
     def answer(self, request: Request, site: Site) -> Update:
         trained = site.train(site.weights, request.trainable, self.config.training, request.round)
         return Update(Patch.from_vector(trained - site.weights, request.trainable), "delta", site.num_examples)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         moved = self._travelling.take(state.weights + weighted_sum(updates, weigh_by_examples))
         return State(state.round + 1, self._travelling.put(moved, state.weights.clone()))
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..aggregation.weighted import weigh_by_examples, weighted_sum
-from ..exchange import EVALUATE, Patch, Request, Update
+from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
 from ..training import Site
 from .method import sample_sites
@@ -45,21 +45,21 @@ class FlexLoRA(RankedMethod[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         return self._requests("train", state, sample_sites(sites, self.config.participation, self.seed, state.round))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         """Every site judges the model of its own rank."""
         return self._requests(EVALUATE, state, sites)
 
-    def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         """One question for each rank that is asked."""
         ranks = {site: self.config.rank_of(site) for site in sites}
         masks = {rank: self.held(rank) for rank in set(ranks.values())}
         asked = {
-            rank: Request(kind, state.round, Patch.from_vector(state.weights, on), on, expected=on)
+            rank: Assignment(Request(kind, state.round, Patch.from_vector(state.weights, on), on), UpdateSpec(mask=on))
             for rank, on in masks.items()
         }
         return {site: asked[rank] for site, rank in ranks.items()}
@@ -69,7 +69,7 @@ class FlexLoRA(RankedMethod[State]):
         trained = site.train(site.weights, on, self.config.training, request.round)
         return Update(Patch.from_vector(trained, on), "weights", site.num_examples)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         weights = weighted_sum(updates, weigh_by_examples)  # of the rest; the factors are written below
         shares, vectors = weigh_by_examples(updates), [update.patch.to_vector() for update in updates]
         for adapter in self.slots.adapters:

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..aggregation.weighted import normalize_capped, weigh_by_examples, weighted_sum
-from ..exchange import EVALUATE, Patch, Request, Update
+from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
 from ..training import Site
 from .method import sample_sites
@@ -49,16 +49,16 @@ class HetLoRA(RankedMethod[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, (), ())
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         return self._requests("train", state, sample_sites(sites, self.config.participation, self.seed, state.round))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         """Every site judges the model of its own rank."""
         return self._requests(EVALUATE, state, sites)
 
-    def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         """Truncation: the first r_k slots; one question for each rank that is asked."""
         left = dict(zip(state.owners, state.ranks, strict=True))
         ranks = {name: min(self._initial(name), left.get(name, self.slots.rank)) for name in sites}
@@ -66,7 +66,10 @@ class HetLoRA(RankedMethod[State]):
         for rank in set(ranks.values()):
             on, fewer = self.held(rank), self.held(self.pruned(rank))
             fits, least = partial(_among, (on, fewer)), partial(_entries, fewer)
-            asked[rank] = Request(kind, state.round, Patch.from_vector(state.weights, on), on, fits=fits, least=least)
+            asked[rank] = Assignment(
+                Request(kind, state.round, Patch.from_vector(state.weights, on), on),
+                UpdateSpec(accepts=fits, min_entries=least),
+            )
         return {name: asked[rank] for name, rank in ranks.items()}
 
     def _initial(self, site: str) -> int:
@@ -95,13 +98,13 @@ class HetLoRA(RankedMethod[State]):
         a, b = (on.bits & self.slots.factors["A"].bits, on.bits & self.slots.factors["B"].bits)
         return float(torch.linalg.vector_norm(vector[a]) * torch.linalg.vector_norm(vector[b]))
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         weights = weighted_sum(updates, self._by_size if self.config.sparsity_weighted else weigh_by_examples)
         ranks = dict(zip(state.owners, state.ranks, strict=True))
         ranks |= {update.site: self._rank(update.patch.mask) for update in updates}
         return State(state.round + 1, weights, tuple(sorted(ranks)), tuple(ranks[name] for name in sorted(ranks)))
 
-    def _by_size(self, updates: Sequence[Update]) -> list[float]:
+    def _by_size(self, updates: Sequence[Contribution]) -> list[float]:
         """``||B_k A_k||_F`` over their sum; by examples while all are zero."""
         sizes = [self._product_norm(update.patch.to_vector()) for update in updates]
         return normalize_capped(sizes, updates[0].max_share) if sum(sizes) > 0 else weigh_by_examples(updates)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..exchange import Patch, Request, Update
+from ..exchange import Assignment, Contribution, Patch, Request, Update
 from ..training import Site
 from .method import Method, broadcast
 
@@ -25,7 +25,7 @@ class LocalOnly(Method[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(weights)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         return None
 
     def answer(self, request: Request, site: Site) -> Update:
@@ -34,12 +34,12 @@ class LocalOnly(Method[State]):
             weights = site.train(weights, request.trainable, self.config.training, t)
         return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, site.evaluate(weights))
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         return state
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         model = self.model(state)
-        return broadcast(sites, Request("train_alone", self.config.rounds, model, model.mask))
+        return broadcast(sites, Assignment(Request("train_alone", self.config.rounds, model, model.mask)))

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..aggregation.weighted import weigh_by_examples, weighted_sum
-from ..exchange import EVALUATE, Patch, Request, Update
+from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
 from ..scores.ranks import Factor, choose_slots, compute_contribution
 from ..training import Site, TrainingConfig
@@ -66,28 +66,23 @@ class LoRAA2(RankedMethod[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, self.full_mask)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         asked = sample_sites(sites, self.config.participation, self.seed, state.round)
         return broadcast(asked, self._request("train", state))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         return broadcast(sites, self._request(EVALUATE, state))
 
-    def _request(self, kind: str, state: State) -> Request:
+    def _request(self, kind: str, state: State) -> Assignment:
         """Down travels what the last round changed; a newcomer gets both factors."""
         active = self.active(state.round)
         changed = Patch.from_vector(state.weights, state.changed, over="previous" if state.round > 1 else "zeros")
-        return Request(
-            kind,
-            state.round,
-            changed,
-            self._travelling(active),
-            content="delta",
-            otherwise=self.model(state),
-            fits=partial(self._allowed, active),
-            least=partial(self._fewest, active),
+        return Assignment(
+            Request(kind, state.round, changed, self._travelling(active)),
+            UpdateSpec("delta", accepts=partial(self._allowed, active), min_entries=partial(self._fewest, active)),
+            full_model=self.model(state),
         )
 
     def _travelling(self, active: Factor) -> Mask:
@@ -147,7 +142,7 @@ class LoRAA2(RankedMethod[State]):
         weights = start + change if self.config.trial == "epochs" else start
         return self.slots.compute_sums((weights * _gradient(site, weights, training, t)).abs(), active)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         """``B += sum_k w_k dB_k`` (Eq. 3); a slot that nobody chose keeps its bits, who did not choose one counts as 0."""
         travelling = self._travelling(self.active(state.round))
         weights = torch.where(travelling.bits, state.weights + weighted_sum(updates, weigh_by_examples), state.weights)

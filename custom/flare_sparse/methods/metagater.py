@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..aggregation.weighted import weigh_equally, weighted_sum
-from ..exchange import Patch, Request, Update
+from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
 from ..training import Site
 from .method import Method, broadcast
@@ -100,11 +100,11 @@ class MetaGater(Method[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, weights, weights)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         model = self.model(state)
-        request = Request("train", state.round, model, model.mask, content="delta", expected=model.mask)
+        request = Assignment(Request("train", state.round, model, model.mask), UpdateSpec("delta", mask=model.mask))
         return broadcast(self.config.asked(sites, self.seed, state.round), request)
 
     def answer(self, request: Request, site: Site) -> Update:
@@ -121,7 +121,7 @@ class MetaGater(Method[State]):
         )
         return Update(Patch.from_vector(solved - site.weights, request.trainable), "delta", site.num_examples)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         """Lines 10 to 13, with ``g = lambda * mean_i(w_t^pr - w~_t^i)``; running statistics are plain means."""
         steps, pr = self.config.steps(state.round), self._pr(state)
         change = weighted_sum(updates, weigh_equally)
@@ -153,7 +153,7 @@ class MetaGater(Method[State]):
             return Patch.from_vector(vector, self.full_mask)
         return Patch.from_vector(vector, self.full_mask - self._gates.closed(vector))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         return ask_to_adapt(self.model(state), sites, self.config)
 
     def count_paper_scalars(self, sites: int) -> int | None:

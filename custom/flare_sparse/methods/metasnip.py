@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..errors import ConfigError, suggest
-from ..exchange import Patch, Request, Update
+from ..exchange import Assignment, Contribution, Patch, Request, Update
 from ..mask import Mask, floor_fraction, top_k
 from ..params import Layout, TensorSpec
 from ..scores.snip import compute_saliency
@@ -41,16 +41,16 @@ class MetaSNIP(Method[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return self._metagater.init(weights, sites)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         return self._metagater.ask(state, sites)
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != "adapt":
             return self._metagater.answer(request, site)
         update = report_adaptation(site, self.adapt(site, request.trainable))
-        return Update(update.patch, update.content, update.examples, {**update.metrics, "pruned": self._pruned})
+        return Update(update.patch, update.content, update.num_examples, {**update.metrics, "pruned": self._pruned})
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         return self._metagater.learn(state, updates)
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
@@ -98,7 +98,7 @@ class MetaSNIP(Method[State]):
     def model(self, state: State) -> Patch:
         return self._metagater.model(state)
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         return ask_to_adapt(self.model(state), sites, self.config)
 
     def count_paper_scalars(self, sites: int) -> int | None:

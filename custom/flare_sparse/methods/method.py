@@ -39,7 +39,7 @@ from torch import Tensor
 from ..aggregation.robust import AggregationRule
 from ..capabilities import Capabilities, local_capabilities
 from ..errors import ConfigError
-from ..exchange import EVALUATE, Patch, Request, Update
+from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
 from ..mask import Mask
 from ..params import Layout
 from ..seeds import make_generator
@@ -114,7 +114,7 @@ class Method(ABC, Generic[S]):
         """The state before the first question; ``weights`` ``(P,)``, ``sites`` all that take part."""
 
     @abstractmethod
-    def ask(self, state: S, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: S, sites: Sequence[str]) -> dict[str, Assignment] | None:
         """The next question for each site asked, out of those present; None when training is over.
 
         A broadcast is one Request object for all: it is encoded once. Kind and round name a question to sites that
@@ -126,7 +126,7 @@ class Method(ABC, Generic[S]):
         """At a site: ``site.weights`` holds the vector that came with the request."""
 
     @abstractmethod
-    def learn(self, state: S, updates: Sequence[Update]) -> S:
+    def learn(self, state: S, updates: Sequence[Contribution]) -> S:
         """The state after a round; ``updates`` are validated, at least one, in site-name order."""
 
     @abstractmethod
@@ -141,10 +141,10 @@ class Method(ABC, Generic[S]):
         """At the server: this method, for sites that can what they said; the job's settings are not gone beyond."""
         return self
 
-    def ask_final(self, state: S, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: S, sites: Sequence[str]) -> dict[str, Assignment]:
         """The last question: how good is the result at each site?"""
         model = self.model(state)
-        return broadcast(sites, Request(EVALUATE, self.config.rounds + 1, model, model.mask))
+        return broadcast(sites, Assignment(Request(EVALUATE, self.config.rounds + 1, model, model.mask)))
 
     @property
     def note(self) -> str:
@@ -170,9 +170,9 @@ class Method(ABC, Generic[S]):
         return None
 
 
-def broadcast(sites: Sequence[str], request: Request) -> dict[str, Request]:
-    """The same question to all."""
-    return dict.fromkeys(sites, request)
+def broadcast(sites: Sequence[str], assignment: Assignment) -> dict[str, Assignment]:
+    """The same assignment for every site; one object, so that its message is encoded once."""
+    return dict.fromkeys(sites, assignment)
 
 
 def sample_sites(sites: Sequence[str], participation: float, seed: int, t: int) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..aggregation.robust import aggregate
 from ..aggregation.weighted import average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
-from ..exchange import EVALUATE, Patch, Request, Update
+from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction, top_k, top_k_per_tensor
 from ..scores.erk import compute_erk_densities, draw_random_mask
 from ..scores.snip import compute_keep_counts, compute_saliency
@@ -106,7 +106,7 @@ class NeuroSFL(Method[State]):
         noise = torch.rand(self.layout.size, generator=draw)
         return self._start(state, [top_k(noise, floor_fraction(1 - self.config.sparsity, maskable.count), maskable)])
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         if state.round == 0:
@@ -114,7 +114,8 @@ class NeuroSFL(Method[State]):
             rated = self._maskable & model.mask
             least = None if self.config.signed else 0.0
             return broadcast(
-                sites, Request("score", 0, model, model.mask, content="scores", expected=rated, smallest=least)
+                sites,
+                Assignment(Request("score", 0, model, model.mask), UpdateSpec("scores", mask=rated, min_value=least)),
             )
         training = [name for name in sites if name in state.owners] if state.owners else sites
         return self._models("train", state, sample_sites(training, self.config.participation, self.seed, state.round))
@@ -138,7 +139,7 @@ class NeuroSFL(Method[State]):
         weights = site.train(site.weights, request.trainable, self.config.training, request.round)
         return Update(Patch.from_vector(weights, request.trainable), "weights", site.num_examples)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         if state.round == 0:
             return self._choose(state, updates)
         if state.owners and self.config.average_over_owners:
@@ -147,7 +148,7 @@ class NeuroSFL(Method[State]):
             weights = aggregate(updates, state.weights, self.config.aggregation)
         return replace(state, round=state.round + 1, weights=weights)
 
-    def _choose(self, state: State, updates: Sequence[Update]) -> State:
+    def _choose(self, state: State, updates: Sequence[Contribution]) -> State:
         """Masks from this step's scores: T_q(sum_k |s_k|), Eq. 7."""
         step = state.step + 1
         maskable = self._maskable
@@ -167,7 +168,7 @@ class NeuroSFL(Method[State]):
         owners = tuple(update.site for update in updates) if self.config.own_masks else ()
         return self._start(replace(state, step=step, owners=owners), masks)
 
-    def _pooled(self, updates: Sequence[Update]) -> Tensor:
+    def _pooled(self, updates: Sequence[Contribution]) -> Tensor:
         """One score of each entry; with a robust ``aggregation`` no site's own size of scores decides."""
         aggregation = self.config.aggregation
         if aggregation.needs_single_updates:
@@ -185,14 +186,17 @@ class NeuroSFL(Method[State]):
         live = tuple(mask | ~self._maskable for mask in masks)
         return replace(state, round=1, weights=state.weights * _union(live).bits, masks=live)
 
-    def _models(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def _models(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         """The model of each site: one for all, or the global one under the site's own mask."""
         if not state.owners:
             model = self.model(state)
-            return broadcast(sites, Request(kind, state.round, model, model.mask, expected=model.mask))
+            return broadcast(
+                sites, Assignment(Request(kind, state.round, model, model.mask), UpdateSpec(mask=model.mask))
+            )
         own = {name: mask for name, mask in zip(state.owners, state.masks, strict=True) if name in sites}
         return {
-            n: Request(kind, state.round, Patch.from_vector(state.weights, m), m, expected=m) for n, m in own.items()
+            n: Assignment(Request(kind, state.round, Patch.from_vector(state.weights, m), m), UpdateSpec(mask=m))
+            for n, m in own.items()
         }
 
     @cached_property
@@ -202,7 +206,7 @@ class NeuroSFL(Method[State]):
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, _union(state.masks))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         return self._models(EVALUATE, state, sites)
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..aggregation.weighted import weigh_equally, weighted_sum
-from ..exchange import Patch, Request, Update
+from ..exchange import Contribution, Patch, Request, Update
 from ..training import Site
 from .fedavg import State
 from .fedavg_one_step import FedAvgOneStep
@@ -71,5 +71,5 @@ class PerFedAvg(FedAvgOneStep):
             return gradient
         return gradient.mul(min(1.0, training.clip_norm / max(float(gradient.norm()), 1e-12)))
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         return State(state.round + 1, weighted_sum(updates, weigh_equally))

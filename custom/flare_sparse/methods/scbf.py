@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ..aggregation.weighted import apply_deltas, average_over_owners, weigh_by_examples, weigh_by_one, weighted_sum
-from ..exchange import EVALUATE, Patch, Request, Update
+from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction
 from ..params import Layout
 from ..scores.scbf.groups import Biases, Groups, Selection
@@ -93,22 +93,25 @@ class SCBF(Method[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, self.full_mask, self.full_mask)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         asked = sample_sites(sites, self.config.participation, self.seed, state.round)
         return broadcast(asked, self._question("train", state))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Request]:
+    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         return broadcast(sites, self._question(EVALUATE, state))
 
-    def _question(self, kind: str, state: State) -> Request:
+    def _question(self, kind: str, state: State) -> Assignment:
         """What a round changed, to sites that hold all else; everything where saying which costs more."""
-        request = Request(kind, state.round, self.model(state), state.live, fits=partial(self._allowed, state.live))
+        request = Assignment(
+            Request(kind, state.round, self.model(state), state.live),
+            UpdateSpec(accepts=partial(self._allowed, state.live)),
+        )
         if not state.live.is_full or state.changed.count > 31 / 32 * self.layout.size:
             return request
         news = Patch.from_vector(state.weights, state.changed, over="previous")
-        return replace(request, model=news, otherwise=request.model)
+        return replace(request, request=replace(request.request, model=news), full_model=request.request.model)
 
     def _allowed(self, live: Mask, site: str, on: Mask) -> bool:
         """Nothing that was removed comes back because a site sends it."""
@@ -135,14 +138,14 @@ class SCBF(Method[State]):
         draw = make_generator(self.seed, "channels", site.name, t)
         return found.select_by_rate(change, rate, self.config.selection, draw)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         changed = updates[0].patch.mask
         for update in updates[1:]:
             changed = changed | update.patch.mask
         weights = torch.where(changed.bits, self.combined(state, updates), state.weights)
         return replace(state, round=state.round + 1, weights=weights, changed=changed)
 
-    def combined(self, state: State, updates: Sequence[Update]) -> Tensor:
+    def combined(self, state: State, updates: Sequence[Contribution]) -> Tensor:
         """The new weights ``(P,)`` where a site revealed something; what nobody revealed keeps its bits."""
         before, aggregation = state.weights, self.config.aggregation
         if aggregation == "mean":

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..exchange import Patch, Request, Update
+from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
 from ..params import Layout
 from ..scores.scbf.apoz import count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
@@ -77,12 +77,13 @@ class SCBFwP(SCBF):
             raise ConfigError(f"method.counted_at: {self.config.counted_at!r} is the only site, so no site would train")
         return super().init(weights, sites)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         counter = self.config.counted_at
         if state.phase == "count":
             model = self.model(state)
-            question = Request(
-                "count", state.round - 1, model, state.live, content="scores", expected=self._reported, smallest=0.0
+            question = Assignment(
+                Request("count", state.round - 1, model, state.live),
+                UpdateSpec("scores", mask=self._reported, min_value=0.0),
             )
             return broadcast(sites if counter == "sites" else [counter], question)
         asked = super().ask(state, [site for site in sites if site != counter])
@@ -91,8 +92,9 @@ class SCBFwP(SCBF):
         held = replace(
             Patch.empty(self.layout.size), base="previous"
         )  # the sites have the model: they counted its zeros
-        request = next(iter(asked.values()))
-        return broadcast(list(asked), replace(request, model=held, otherwise=request.model))
+        train = next(iter(asked.values()))
+        structure_only = replace(train.request, model=held)
+        return broadcast(list(asked), replace(train, request=structure_only, full_model=train.request.model))
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != "count":
@@ -100,13 +102,13 @@ class SCBFwP(SCBF):
         counts = count_zeros(site, site.weights, self._layers)
         return Update(encode_counts(counts, self._places, self.layout.size), "scores", site.num_examples)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         if state.phase == "count":
             return self._pruned(state, updates)
         due = self.config.due(state.prunings) and state.round < self.config.rounds
         return replace(super().learn(state, updates), phase="count" if due else "train")
 
-    def _pruned(self, state: State, updates: Sequence[Update]) -> State:
+    def _pruned(self, state: State, updates: Sequence[Contribution]) -> State:
         kept = get_kept_units(self.layout, self._layers, state.live)
         units = sum(layer.units for layer in self._layers)
         surplus = sum(int(layer.sum()) for layer in kept) - self.config.units_left(units, state.prunings + 1)

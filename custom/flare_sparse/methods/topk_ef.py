@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..aggregation.weighted import weigh_by_examples, weighted_sum
-from ..exchange import Patch, Request, Update
+from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction, top_k
 from ..training import Site
 from .method import Method, MethodConfig, broadcast, sample_sites
@@ -37,19 +37,15 @@ class TopKEF(Method[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, self.full_mask)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Request] | None:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
         if state.round > self.config.rounds:
             return None
         changed = Patch.from_vector(state.weights, state.changed, over="previous" if state.round > 1 else "zeros")
         everything = self.model(state)
-        request = Request(
-            "train",
-            state.round,
-            changed,
-            everything.mask,
-            content="delta",
-            otherwise=everything,
-            least=lambda _: self._uploaded,
+        request = Assignment(
+            Request("train", state.round, changed, everything.mask),
+            UpdateSpec("delta", min_entries=lambda _: self._uploaded),
+            full_model=everything,
         )
         return broadcast(sample_sites(sites, self.config.participation, self.seed, state.round), request)
 
@@ -67,7 +63,7 @@ class TopKEF(Method[State]):
         site.memory["residual"] = change * ~chosen.bits
         return Update(Patch.from_vector(change, chosen), "delta", site.num_examples)
 
-    def learn(self, state: State, updates: Sequence[Update]) -> State:
+    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
         changed = updates[0].patch.mask
         for update in updates[1:]:
             changed = changed | update.patch.mask

@@ -30,7 +30,7 @@ from flare_sparse.capabilities import local_capabilities
 from flare_sparse.encryption import PRECISION, KeyContexts, ServerCipher, SiteCipher
 from flare_sparse.endpoints.server import ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.exchange import Patch, Request
+from flare_sparse.exchange import Assignment, Patch, Request, UpdateSpec
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import EncodeUpdate
 from flare_sparse.flare.payload import (
@@ -153,7 +153,7 @@ def seven(reply: Shareable) -> Shareable:
     update = endpoint.answer(endpoint.asked)
     values = torch.full_like(update.patch.values, 777.0)
     forged = type(update)(
-        type(update.patch)(values, update.patch.mask), update.content, update.examples, update.metrics
+        type(update.patch)(values, update.patch.mask), update.content, update.num_examples, update.metrics
     )
     return message_to_shareable(endpoint.encode(endpoint.asked, forged).data, dict(dxo.meta))
 
@@ -343,7 +343,9 @@ def test_metrics_of_few_test_examples_stay_at_the_site_and_the_answer_leaves(kin
         hospital = Hospital(tmp_path / str(least), policy={"min_test_examples": least})
         if kind == "evaluate":
             model = Patch.from_vector(torch.zeros(hospital.layout.size), Mask.full(hospital.layout.size))
-            hospital.question = hospital.server.ask({"site-1": Request("evaluate", 0, model, model.mask, "metrics")})
+            hospital.question = hospital.server.ask(
+                {"site-1": Assignment(Request("evaluate", 0, model, model.mask), UpdateSpec("metrics"))}
+            )
         reply = hospital.leaves()
         assert reply.get_return_code() == ReturnCode.OK
         assert bool(from_shareable(reply).meta["metrics"]) is leave

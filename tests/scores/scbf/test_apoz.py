@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.exchange import Update
+from flare_sparse.exchange import Contribution
 from flare_sparse.federation.rules import cap_contributions
 from flare_sparse.params import Layout
 from flare_sparse.scores.scbf.apoz import WHOLE, count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
@@ -59,10 +59,10 @@ def pictures(count: int, seed: int) -> Tensor:
     return torch.randn(count, 1, 6, 6, generator=torch.Generator().manual_seed(seed))
 
 
-def update(where: Site, name: str) -> Update:
+def update(where: Site, name: str) -> Contribution:
     at = locate_counts(LAYOUT, LAYERS)
-    return Update(
-        encode_counts(count_zeros(where, WEIGHTS, LAYERS), at, LAYOUT.size), "scores", where.num_examples, {}, name
+    return Contribution(
+        name, encode_counts(count_zeros(where, WEIGHTS, LAYERS), at, LAYOUT.size), "scores", where.num_examples, {}
     )
 
 
@@ -86,8 +86,8 @@ def test_vector_16() -> None:
     """One neuron over four examples, and two clients with (zeros, total) of (3, 4) and (1, 6)."""
     at = torch.tensor([[0, 1, 2]])
 
-    def said(zeros: int, examples: int, name: str) -> Update:
-        return Update(encode_counts(torch.tensor([[zeros, 1]]), at, 3), "scores", examples, {}, name)
+    def said(zeros: int, examples: int, name: str) -> Contribution:
+        return Contribution(name, encode_counts(torch.tensor([[zeros, 1]]), at, 3), "scores", examples, {})
 
     assert pool_apoz([said(3, 4, "a")], at) == [Fraction(3, 4)]
     assert pool_apoz([said(3, 4, "a"), said(1, 6, "b")], at) == [Fraction(4, 10)]
@@ -98,25 +98,25 @@ def test_vector_16() -> None:
 def test_counts_beyond_what_float32_holds_arrive_whole(zeros: int, positions: int) -> None:
     at = torch.tensor([[0, 2, 4]])
     examples = -(-max(zeros, 1) // positions)
-    sent = Update(encode_counts(torch.tensor([[zeros, positions]]), at, 5), "scores", examples, {}, "a")
+    sent = Contribution("a", encode_counts(torch.tensor([[zeros, positions]]), at, 5), "scores", examples, {})
     assert pool_apoz([sent], at) == [Fraction(zeros, positions * examples)]
 
 
 def test_a_site_that_counts_with_fewer_examples_than_it_has_keeps_its_share_of_zeros() -> None:
     at = torch.tensor([[0, 1, 2]])
     sites = [
-        Update(encode_counts(torch.tensor([[z, 1]]), at, 3), "scores", n, {}, s)
+        Contribution(s, encode_counts(torch.tensor([[z, 1]]), at, 3), "scores", n, {})
         for z, n, s in ((100, 1000, "a"), (50, 100, "b"))
     ]
     cut, _ = cap_contributions(sites, 0.5)
-    assert [u.examples for u in cut] == [100, 100]
+    assert [u.num_examples for u in cut] == [100, 100]
     assert pool_apoz(cut, at) == [(Fraction(1, 10) + Fraction(1, 2)) / 2]
 
 
 def test_outputs_that_a_site_claims_give_it_no_weight() -> None:
     at = torch.tensor([[0, 1, 2]])
     sites = [
-        Update(encode_counts(torch.tensor([[z, each]]), at, 3), "scores", 10, {}, s)
+        Contribution(s, encode_counts(torch.tensor([[z, each]]), at, 3), "scores", 10, {})
         for z, each, s in ((0, 4, "a"), (10**12, 10**11, "b"))
     ]
     assert pool_apoz(sites, at) == [Fraction(1, 2)]
@@ -126,7 +126,9 @@ def test_what_is_claimed_beyond_what_is_possible_is_cut_off() -> None:
     at = torch.tensor([[0, 1, 2]])
     vector = torch.tensor([5.0 * WHOLE, -3.0, 7.0])
     patch = encode_counts(torch.tensor([[1, 1]]), at, 3)
-    assert pool_apoz([Update(type(patch).from_vector(vector, patch.mask), "scores", 10, {}, "a")], at) == [Fraction(1)]
+    assert pool_apoz([Contribution("a", type(patch).from_vector(vector, patch.mask), "scores", 10, {})], at) == [
+        Fraction(1)
+    ]
     assert pool_apoz([], at) == [Fraction(0)]
 
 
@@ -138,7 +140,7 @@ def test_8_a_unit_that_is_never_active_can_go_without_a_trace() -> None:
     where = site(pictures(12, 4))
     at = locate_counts(LAYOUT, LAYERS)
     counts = count_zeros(where, weights, LAYERS)
-    share = pool_apoz([Update(encode_counts(counts, at, LAYOUT.size), "scores", 12, {}, "a")], at)
+    share = pool_apoz([Contribution("a", encode_counts(counts, at, LAYOUT.size), "scores", 12, {})], at)
     assert share[3 + 2] == 1
     kept = [torch.ones(3, dtype=torch.bool), torch.tensor([True, True, False, True, True])]
     live = build_live_mask(LAYOUT, LAYERS, kept)

@@ -238,7 +238,7 @@ def _start(update: Update, endpoint: SiteEndpoint) -> Any:
 
 
 def _with(update: Update, values: torch.Tensor) -> Update:
-    return Update(Patch(values, update.patch.mask), update.content, update.examples, update.metrics, update.site)
+    return replace(update, patch=Patch(values, update.patch.mask))
 
 
 def _decoded(message: Any, endpoint: SiteEndpoint, asked: Request) -> Decoded:
@@ -274,7 +274,7 @@ def _same(found: Decoded, meta: dict[str, Any], approved: Update) -> None:
         found.content == approved.content
         and found.patch.mask == approved.patch.mask
         and (torch.equal(mine, theirs) if not room else torch.allclose(mine, theirs, rtol=share, atol=room))
-        and meta.get("examples") == approved.examples
+        and meta.get("examples") == approved.num_examples
         and set(meta.get("metrics", {})) <= set(approved.metrics)
         and all(approved.metrics[name] == value for name, value in meta.get("metrics", {}).items())
     )

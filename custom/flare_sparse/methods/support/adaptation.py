@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...exchange import Patch, Request, Update
+from ...exchange import Assignment, Patch, Request, Update
 from ...mask import Mask
 from ...training import Site, TrainingConfig
 from ..method import MethodConfig, broadcast, sample_sites
@@ -49,10 +49,10 @@ def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: A
     return site.step_in_stages(weights, [stage for stage in stages if stage.count], step)
 
 
-def ask_to_adapt(model: Patch, sites: Sequence[str], config: AdaptationConfig) -> dict[str, Request]:
+def ask_to_adapt(model: Patch, sites: Sequence[str], config: AdaptationConfig) -> dict[str, Assignment]:
     """The last question: adapt, and say how good the result is. To the targets, or to all where none is present."""
     targets = [site for site in sites if site in config.targets]
-    return broadcast(targets or sites, Request("adapt", config.rounds + 1, model, model.mask))
+    return broadcast(targets or sites, Assignment(Request("adapt", config.rounds + 1, model, model.mask)))
 
 
 def report_adaptation(site: Site, adapted: Tensor) -> Update:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...exchange import Patch, Update
+from ...exchange import Contribution, Patch
 from ...mask import Mask
 from ...params import Layout
 from ...structure.removal import RemovableLayer, locate_unit_entries
@@ -71,7 +71,7 @@ def encode_counts(counts: Tensor, at: Tensor, size: int) -> Patch:
     return Patch.from_vector(vector, Mask(on))
 
 
-def pool_apoz(updates: Sequence[Update], at: Tensor) -> list[Fraction]:
+def pool_apoz(updates: Sequence[Contribution], at: Tensor) -> list[Fraction]:
     """APoZ of every unit over the examples of all sites, exact; 0 where nothing was counted.
 
     The mean of the sites' own shares of zeros, each within 0 and 1, weighted by their examples as they count. That is the
@@ -86,8 +86,8 @@ def pool_apoz(updates: Sequence[Update], at: Tensor) -> list[Fraction]:
         high, low, each = update.patch.to_vector()[at].round().long().clamp_(min=0).unbind(1)
         for unit, (a, b, positions) in enumerate(zip(high.tolist(), low.tolist(), each.tolist(), strict=True)):
             if total := positions * update.reported_examples:
-                idle[unit] += update.examples * Fraction(min(a * WHOLE + b, total), total)
-                weight[unit] += update.examples
+                idle[unit] += update.num_examples * Fraction(min(a * WHOLE + b, total), total)
+                weight[unit] += update.num_examples
     return [share / n if n else Fraction(0) for share, n in zip(idle, weight, strict=True)]
 
 
