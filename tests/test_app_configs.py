@@ -1,4 +1,4 @@
-"""What a user copies works: every file in app_configs/ is valid, named after itself, and explains itself."""
+"""Every file in app_configs/ is valid, named after itself and described by comments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = sorted(FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_configuration_is_valid_and_says_what_it_is(file: Path, tmp_path: Path) -> None:
+def test_configuration_is_valid_named_after_its_file_and_described(file: Path, tmp_path: Path) -> None:
     config = load_config(file)
     assert config.name == file.stem
     assert file.read_text().startswith("# ")
@@ -29,12 +29,12 @@ def test_every_method_has_a_configuration() -> None:
     assert {load_config(file).method.name for file in FILES} == set(METHODS)
 
 
-def test_a_file_that_a_comment_names_exists() -> None:
+def test_files_named_in_comments_exist() -> None:
     named = {name for file in FILES for name in re.findall(r"app_configs/(\w+\.yaml)", file.read_text())}
     assert named <= {file.name for file in FILES}
 
 
-def test_the_paper_preset_is_the_papers() -> None:
+def test_fedsparsify_preset_has_the_papers_settings() -> None:
     config = load_config(FOLDER / "fedsparsify_paper.yaml")
     settings = config.method.config.model_dump()
     assert config.simulator is not None
@@ -46,7 +46,7 @@ def test_the_paper_preset_is_the_papers() -> None:
     assert Layout.from_module(build_task(config).model()).size == 2_950_401
 
 
-def test_the_network_of_neurosfl_is_the_papers() -> None:
+def test_neurosfl_preset_has_the_papers_network() -> None:
     layout = Layout.from_module(build_task(load_config(FOLDER / "neurosfl_alexnet3d.yaml")).model())
     assert layout.trainable_size == 2_570_241
     assert sum(entry.size for entry in layout.tensors if entry.role == "weight") == 2_568_064

@@ -1,4 +1,4 @@
-"""Configuration: what is read is what was meant, and everything wrong is said at once."""
+"""Configuration: settings are read as given, and all errors are reported together."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from flare_sparse.config import (
     build_task,
     dump_config,
     import_task_class,
-    job_to_dict,
     load_config,
     parse_job,
+    serialize_job,
 )
 from flare_sparse.errors import ConfigError
 from flare_sparse.methods.neurosfl import NeuroSFL
@@ -86,14 +86,14 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def complaints(path: Path, *overrides: str) -> list[str]:
-    """The lines of the error, one per problem."""
+def load_problems(path: Path, *overrides: str) -> list[str]:
+    """Return the lines of the error, one per problem."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     return [line.strip() for line in str(caught.value).splitlines()[1:-1]]
 
 
-def test_settings_arrive_and_defaults_are_filled_in(file: Path) -> None:
+def test_settings_are_read_and_defaults_filled_in(file: Path) -> None:
     config = load_config(file)
     assert (config.name, config.seed, config.method.name, config.task.name) == ("trial", 7, "neurosfl", "toy")
     assert config.method.config.model_dump()["sparsity"] == 0.8
@@ -113,7 +113,7 @@ def test_method_and_task_are_built_with_their_settings(file: Path) -> None:
     assert (method.layout.size, method.config.sparsity, method.seed) == (15, 0.8, 7)
 
 
-def test_a_dumped_configuration_reads_back_equal(file: Path) -> None:
+def test_dumped_configuration_is_read_back_equal(file: Path) -> None:
     config = load_config(file, ["method.saliency_batches=null", "wire.values=bfloat16"])
     file.write_text(dump_config(config))
     assert load_config(file) == config
@@ -125,7 +125,7 @@ def test_a_dumped_configuration_reads_back_equal(file: Path) -> None:
     seed=st.integers(0, 2**53 - 1),
     rounds=st.integers(1, 10**6),
 )
-def test_numbers_survive_yaml_and_json(sparsity: float, lr: float, seed: int, rounds: int) -> None:
+def test_numbers_survive_yaml_and_json_unchanged(sparsity: float, lr: float, seed: int, rounds: int) -> None:
     job = JobConfig.model_validate(
         {
             "name": "n",
@@ -134,30 +134,30 @@ def test_numbers_survive_yaml_and_json(sparsity: float, lr: float, seed: int, ro
             "task": {"name": "toy"},
         }
     )
-    assert parse_job(json.loads(json.dumps(job_to_dict(job)))) == job
+    assert parse_job(json.loads(json.dumps(serialize_job(job)))) == job
     assert parse_job(yaml.safe_load(dump_config(job))) == job
 
 
-def test_what_travels_says_nothing_about_the_simulator_or_any_path(file: Path) -> None:
-    travelling = job_to_dict(load_config(file))
-    assert set(travelling) == {"name", "seed", "method", "task", "wire", "federation"}
-    assert str(file.parent) not in json.dumps(travelling)
-    assert parse_job(travelling) == load_config(file).job
+def test_job_contains_neither_simulator_nor_paths(file: Path) -> None:
+    job = serialize_job(load_config(file))
+    assert set(job) == {"name", "seed", "method", "task", "wire", "federation"}
+    assert str(file.parent) not in json.dumps(job)
+    assert parse_job(job) == load_config(file).job
 
 
-def test_overrides_win_and_are_yaml(file: Path) -> None:
+def test_overrides_are_yaml_and_take_precedence(file: Path) -> None:
     config = load_config(file, ["method.sparsity=0.95", "method.training.lr=1e-5", "wire={values: float16}"])
     assert config.method.config.model_dump()["sparsity"] == 0.95
     assert config.method.config.training.lr == 1e-5
     assert config.wire.values == "float16"
 
 
-def test_a_method_is_replaced_whole(file: Path) -> None:
+def test_override_can_replace_a_whole_section(file: Path) -> None:
     assert load_config(file, ["method={name: fedavg, rounds: 3}"]).method.config.rounds == 3
 
 
-def test_all_errors_come_at_once_with_path_value_range_and_closest_name(file: Path) -> None:
-    lines = complaints(
+def test_all_errors_are_listed_with_path_value_range_and_closest_name(file: Path) -> None:
+    lines = load_problems(
         file,
         "method.sparsty=0.9",
         "method.sparsity=1.5",
@@ -180,10 +180,10 @@ def test_all_errors_come_at_once_with_path_value_range_and_closest_name(file: Pa
     assert "Did you mean 'seed'?" in by_path["sed"]
 
 
-def test_the_error_names_the_file_and_the_way_out(file: Path) -> None:
+def test_error_names_the_file_and_the_remedy(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.yaml: 1 error, nothing was started") as caught:
         load_config(file, ["method.sparsity=-1"])
-    assert str(caught.value).endswith("Correct the file, or give --set KEY.PATH=VALUE.")
+    assert str(caught.value).endswith("Correct the file, or override a setting with --set KEY.PATH=VALUE.")
 
 
 @pytest.mark.parametrize(
@@ -199,16 +199,16 @@ def test_the_error_names_the_file_and_the_way_out(file: Path) -> None:
         ("simulator.data={path: x, partition: {kind: iid, alpha: 1}}", "simulator.data.partition.alpha: no such field"),
         ("simulator.data={path: x}", "simulator.data: partition is missing"),
         ("simulator.data.path=x", "simulator.data: give either phantom or path"),
-        ("simulator.data={path: 'x/{site}', partition: {kind: iid}}", "leave it out with phantom and with {site}"),
+        ("simulator.data={path: 'x/{site}', partition: {kind: iid}}", "omit it with phantom and with {site}"),
         ("simulator.sites=null", "simulator: sites is missing"),
-        ("federation.min_sites=5", "federation.min_sites is 5, simulator.sites only 4"),
+        ("federation.min_sites=5", "federation.min_sites is 5, but simulator.sites only 4"),
         ("name=two words", "name: found 'two words'; expected text"),
         ("method.training.lr=.inf", "method.training.lr: expected a finite number"),
         ("method=null", "method: expected a section"),
     ],
 )
-def test_each_mistake_is_explained(file: Path, assignment: str, expected: str) -> None:
-    assert expected in "\n".join(complaints(file, assignment))
+def test_each_kind_of_mistake_is_explained(file: Path, assignment: str, expected: str) -> None:
+    assert expected in "\n".join(load_problems(file, assignment))
 
 
 ENCRYPTED = ("wire.encryption=ckks", "federation.min_sites=2", "method={name: neurosfl}")
@@ -217,7 +217,7 @@ ENCRYPTED = ("wire.encryption=ckks", "federation.min_sites=2", "method={name: ne
 @pytest.mark.parametrize(
     ("override", "reason", "fix"),
     [
-        ("method={name: fedsparsify}", "method fedsparsify: its server half reads", "neurosfl or fedavg"),
+        ("method={name: fedsparsify}", "method fedsparsify: the server computes", "neurosfl or fedavg"),
         ("method={name: fedavg, server_lr: 0.5}", "server_lr 0.5 is a step", "wire.encryption to none"),
         (
             "method={name: neurosfl, aggregation: {rule: median, min_owners: 2}}",
@@ -226,11 +226,13 @@ ENCRYPTED = ("wire.encryption=ckks", "federation.min_sites=2", "method={name: ne
         ),
         ("method={name: neurosfl, scores: individual_snip}", "scores: individual_snip gives each site", "defaults"),
         ("wire.values=bfloat16", "wire.values is bfloat16", "leave it at float32"),
-        ("federation.clip_norm=1.0", "federation.clip_norm looks at single answers", "the site's own policy"),
+        ("federation.clip_norm=1.0", "federation.clip_norm needs to read single updates", "the site's own policy"),
         ("federation.min_sites=1", "a sum of one is that site's model", "set it to 2 or more"),
     ],
 )
-def test_what_the_server_must_read_is_refused_with_encryption(file: Path, override: str, reason: str, fix: str) -> None:
+def test_settings_that_need_readable_updates_are_refused_with_encryption(
+    file: Path, override: str, reason: str, fix: str
+) -> None:
     assert load_config(file, ENCRYPTED).encrypted
     with pytest.raises(ConfigError) as caught:
         load_config(file, [*ENCRYPTED, override])
@@ -239,9 +241,9 @@ def test_what_the_server_must_read_is_refused_with_encryption(file: Path, overri
     assert "wire.encryption" in str(caught.value)
 
 
-def test_a_missing_section_is_named(file: Path) -> None:
+def test_missing_sections_are_named(file: Path) -> None:
     file.write_text("name: x\n")
-    assert [line.split(";")[0] for line in complaints(file)] == ["method: missing", "task: missing"]
+    assert [line.split(";")[0] for line in load_problems(file)] == ["method: missing", "task: missing"]
 
 
 @pytest.mark.parametrize(
@@ -253,18 +255,18 @@ def test_a_missing_section_is_named(file: Path) -> None:
         ("", "expected a section"),
     ],
 )
-def test_a_file_that_is_no_configuration(file: Path, text: str, expected: str) -> None:
+def test_file_that_is_not_a_configuration_is_refused(file: Path, text: str, expected: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=expected):
         load_config(file)
 
 
-def test_a_missing_file_names_the_closest(file: Path) -> None:
+def test_missing_file_names_the_closest_file(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"no such file\. Did you mean 'run\.yaml'\?"):
         load_config(file.with_name("rum.yaml"))
 
 
-def test_malformed_overrides_come_at_once(file: Path) -> None:
+def test_malformed_overrides_are_listed_together(file: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(file, ["sparsity", "=3", "seed.deep=1", "seed=[", "seed=1"])
     starts = ["--set sparsity:", "--set =3:", "--set seed.deep=1:", "--set seed=[:"]
@@ -301,30 +303,30 @@ class MyTask(TASKS["toy"]):
 """
 
 
-def test_a_users_own_task_beside_the_file(file: Path) -> None:
+def test_user_task_beside_the_file_is_loaded(file: Path) -> None:
     file.with_name("own_task_module.py").write_text(OWN)
     own = "task={class: own_task_module.MyTask, depth: 4}"
     config = load_config(file, [own])
     kind = import_task_class("own_task_module.MyTask")
     assert config.task.config.model_dump() == {"width": 3, "dropout": 0.0, "depth": 4}
-    assert job_to_dict(config)["task"]["class"] == "own_task_module.MyTask"
+    assert serialize_job(config)["task"]["class"] == "own_task_module.MyTask"
     assert type(build_task(config, kind)) is kind
-    assert parse_job(job_to_dict(config), kind) == config.job
-    assert "no such field. Did you mean 'depth'?" in complaints(file, own, "task.deph=1")[0]
+    assert parse_job(serialize_job(config), kind) == config.job
+    assert "no such field. Did you mean 'depth'?" in load_problems(file, own, "task.deph=1")[0]
 
 
-def test_a_dotted_path_in_a_job_is_never_imported(file: Path) -> None:
-    travelling = {**job_to_dict(load_config(file)), "task": {"class": "os.system", "command": "true"}}
+def test_dotted_path_in_a_job_is_never_imported(file: Path) -> None:
+    job = {**serialize_job(load_config(file)), "task": {"class": "os.system", "command": "true"}}
     with pytest.raises(ConfigError, match=r"task\.class: found 'os\.system'; expected one of: "):
-        parse_job(travelling)
+        parse_job(job)
 
 
 @pytest.mark.parametrize("dotted", ["nowhere.Task", "json.Missing", "json.dumps", "Toy", ""])
-def test_a_class_that_is_no_task(file: Path, dotted: str) -> None:
+def test_class_that_is_not_a_task_is_refused(file: Path, dotted: str) -> None:
     with pytest.raises(ConfigError, match=r"task\.class"):
         load_config(file, [f"task={{class: '{dotted}'}}"])
 
 
-def test_defaults_of_sections_are_documented() -> None:
+def test_every_section_has_a_description() -> None:
     for model in (RunConfig, JobConfig):
         assert [name for name, field in model.model_fields.items() if not field.description and name != "data"] == []

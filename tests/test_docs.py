@@ -1,10 +1,12 @@
-"""What the docs say exists: every error code has its row, every link leads somewhere, every command is real."""
+"""The pages agree with the package: error codes, links, commands, settings and glossary terms exist."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -23,10 +25,19 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(next(iter(flare_sparse.__path__)))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CODE = re.compile(r"E_[A-Z_]+")
+FOLDERS = ("app_configs", "benchmarks", "custom", "docs", "poc", "tests")
+SUFFIXES = (".md", ".py", ".yaml", ".ipynb", ".jinja")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
+SOURCES = [ROOT / "pyproject.toml", *ROOT.glob("*.md"), *(p for p in FILES if "workspace" not in p.parts)]
+OUTSIDE = re.compile(
+    r"\b(?:ALGORITHMS|FINDINGS|FLARE_NOTES|ECOSYSTEM)\b|\b(?:STYLE|DESIGN|LANGUAGE|RELIABILITY|LEARNING|PRIVACY)\.md\b"
+    r"|\(C\d(?:, C\d)*\)|\bconvention C\d\b"
+)
+"""Names of documents that a reader of the repository does not have."""
 
 
-def codes_in_the_package() -> set[str]:
-    """String literals of the package that are a whole error code."""
+def find_error_codes() -> set[str]:
+    """String literals of the package that are an error code and nothing else."""
     return {
         node.value
         for path in PACKAGE.rglob("*.py")
@@ -35,20 +46,35 @@ def codes_in_the_package() -> set[str]:
     } - {"E_"}
 
 
-def test_every_error_code_has_its_row() -> None:
+def test_every_error_code_has_a_row_in_troubleshooting() -> None:
     rows = [line for line in (ROOT / "docs/troubleshooting.md").read_text().splitlines() if line.startswith("| `E_")]
     documented = {code for row in rows for code in CODE.findall(row.split("|")[1])}
-    assert codes_in_the_package() - documented == set()
+    assert find_error_codes() - documented == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+def test_relative_links_point_to_existing_files(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text) + re.findall(
+        r"^\[[^\]]+\]: (?!https?:)(\S+)", text, re.MULTILINE
+    )
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def command_lines(page: Path, program: str) -> Iterator[str]:
-    """What follows a program in fenced shell blocks and in inline code, up to the end of that command."""
+def list_anchors(page: Path) -> set[str]:
+    """Anchors of the headings of a page, as GitHub derives them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_anchors_of_links_are_headings(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text())
+    assert [(file, a) for file, a in links if a not in list_anchors(page.parent / file if file else page)] == []
+
+
+def find_command_lines(page: Path, program: str) -> Iterator[str]:
+    """Arguments of each call of ``program`` in the fenced shell blocks and the inline code of a page."""
     text = page.read_text()
     fenced = re.findall(r"```(?:bash|sh)\n(.*?)```", text, flags=re.DOTALL)
     inline = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace("\n", " "))
@@ -58,8 +84,8 @@ def command_lines(page: Path, program: str) -> Iterator[str]:
                 yield found[1].strip()
 
 
-def unknown_in(line: str) -> set[str]:
-    """Options of a ``flare-sparse`` line that its command does not have; all of it where there is no such command."""
+def find_unknown_options(line: str) -> set[str]:
+    """Options of a ``flare-sparse`` line that its command lacks; the whole line if there is no such command."""
     command: Any = get_command(app)
     words = line.split()
     while words and hasattr(command, "commands"):
@@ -74,16 +100,16 @@ def unknown_in(line: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_on_a_page_can_be_typed(page: Path) -> None:
-    found = {line: unknown_in(line) for line in command_lines(page, "flare-sparse")}
-    assert {line: unknown for line, unknown in found.items() if unknown} == {}
+def test_commands_and_paths_on_a_page_exist(page: Path) -> None:
+    unknown = {line: find_unknown_options(line) for line in find_command_lines(page, "flare-sparse")}
+    assert {line: options for line, options in unknown.items() if options} == {}
     named = set(re.findall(r"(?:app_configs|jobs|benchmarks|poc)/[\w./-]*\w", page.read_text()))
     assert {name for name in named if not (ROOT / name).exists() and not name.startswith("poc/workspace")} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_setting_on_a_page_is_one_that_its_configuration_takes(page: Path) -> None:
-    for line in command_lines(page, "flare-sparse"):
+def test_settings_on_a_page_are_accepted_by_their_configuration(page: Path) -> None:
+    for line in find_command_lines(page, "flare-sparse"):
         words = shlex.split(line)
         files = [word for word in words if word.startswith("app_configs/") and (ROOT / word).is_file()]
         settings = [value for option, value in pairwise(words) if option == "--set"]
@@ -92,27 +118,122 @@ def test_every_setting_on_a_page_is_one_that_its_configuration_takes(page: Path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_benchmark_on_a_page_has_the_options_it_is_given(page: Path) -> None:
-    for line in command_lines(page, r"(?:python|\$\(which python\))"):
+def test_benchmarks_on_a_page_have_the_options_shown(page: Path) -> None:
+    for line in find_command_lines(page, r"(?:python|\$\(which python\))"):
         script, *rest = line.split() or [""]
         if script.startswith("benchmarks/"):
             known = set(re.findall(r'"(--[a-z-]+)"', (ROOT / script).read_text()))
             assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", " ".join(rest))) - known == set(), line
 
 
-def test_a_command_that_is_not_there_is_noticed() -> None:
-    assert unknown_in("run CONFIG --env poc --sites 3") == set()
-    assert unknown_in("run CONFIG --envv poc") == {"--envv"}
-    assert unknown_in("site allow|nocode KIT") == {"site allow|nocode KIT"}
+def test_unknown_commands_and_options_are_found() -> None:
+    assert find_unknown_options("run CONFIG --env poc --sites 3") == set()
+    assert find_unknown_options("run CONFIG --envv poc") == {"--envv"}
+    assert find_unknown_options("site allow|nocode KIT") == {"site allow|nocode KIT"}
 
 
-def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of a page in one language."""
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_imports_on_a_page_exist(page: Path) -> None:
+    blocks = re.findall(r"^ *```python\n(.*?)```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    statements = [node for block in blocks for node in ast.walk(ast.parse(textwrap.dedent(block)))]
+    imported = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module]
+    missing = {
+        f"{node.module}.{alias.name}"
+        for node in imported
+        if str(node.module).split(".")[0] == "flare_sparse"
+        for alias in node.names
+        if not hasattr(importlib.import_module(str(node.module)), alias.name)
+    }
+    assert missing == set()
+
+
+def list_glossary_rows() -> list[list[str]]:
+    """Cells of the rows of ``docs/glossary.md``: term, meaning, FLARE's word, name in code."""
+    lines = (ROOT / "docs/glossary.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in rows if row[0] not in ("term", "---")]
+
+
+def test_glossary_has_50_to_80_distinct_terms() -> None:
+    terms = [row[0] for row in list_glossary_rows()]
+    assert 50 <= len(terms) <= 80
+    assert len(set(terms)) == len(terms)
+
+
+def test_glossary_names_exist_in_the_package() -> None:
+    words = {word for path in PACKAGE.rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
+    cited = {name for row in list_glossary_rows() for name in re.findall(r"`(\w+)`", row[3])}
+    assert cited - words == set()
+
+
+def test_settings_in_the_specification_exist() -> None:
+    text = (ROOT / "docs/algorithms.md").read_text()
+    sections = re.findall(r"^###[^\n]*[Ss]ettings[^\n]*\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.MULTILINE)
+    paragraphs = re.findall(r"^Settings: .*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)
+    words = {word for path in PACKAGE.rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
+    named = {name for part in [*sections, *paragraphs] for name in re.findall(r"`(\w+)`", part)}
+    assert len(named) > 50
+    assert named - words == set()
+
+
+def expand_braces(path: str) -> list[str]:
+    """The paths that a shell makes of ``path`` with at most one pair of braces."""
+    head, brace, tail = path.partition("{")
+    names, _, ending = tail.partition("}")
+    return [f"{head}{name}{ending}" for name in names.split(",")] if brace else [path]
+
+
+def test_files_named_in_the_specification_exist() -> None:
+    named = re.findall(r"`(\w[\w/]*/[\w{},]*(?:\.py)?)`", (ROOT / "docs/algorithms.md").read_text())
+    assert len(named) > 10
+    assert [file for path in named for file in expand_braces(path) if not (PACKAGE / file).exists()] == []
+
+
+CITATION = re.compile(
+    r"docs/algorithms\.md,\s+sections?\s+(?P<sections>\d+(?:\.\d+)?(?:(?:,|\s+and|\s+to)\s+\d+(?:\.\d+)?)*)"
+    r"(?:,\s+(?P<kind>invariant|deviation|vector)s?\s+(?P<number>\d+))?"
+)
+
+
+def list_specification_items() -> dict[str, int]:
+    """Length of the last numbered list of each section of the specification, 0 without one, by section number."""
+    parts = re.split(r"^##+ (\d+(?:\.\d+)?) .*$", (ROOT / "docs/algorithms.md").read_text(), flags=re.MULTILINE)
+    numbers = {
+        section: re.findall(r"^(\d+)\. ", text, re.MULTILINE)
+        for section, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    return {section: int(items[-1]) if items else 0 for section, items in numbers.items()}
+
+
+def test_sections_cited_from_the_specification_exist() -> None:
+    items = list_specification_items()
+    unknown = []
+    for path in SOURCES:
+        for match in CITATION.finditer(path.read_text()):
+            sections = re.findall(r"\d+(?:\.\d+)?", match["sections"])
+            # A number belongs to the section before it.
+            if not items.keys() >= {*sections} or int(match["number"] or 0) > items[sections[-1]]:
+                unknown.append((str(path.relative_to(ROOT)), match[0]))
+    assert unknown == []
+
+
+def test_no_text_cites_a_document_outside_the_repository() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), word)
+        for path in SOURCES
+        if path != Path(__file__)
+        for word in OUTSIDE.findall(path.read_text())
+    }
+    assert found == set()
+
+
+def find_fenced_blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks in ``language`` of a page."""
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
 
 
-def test_the_task_of_the_docs_passes_the_check(tmp_path: Path) -> None:
-    (module,), (configuration,) = blocks("own-task.md", "python"), blocks("own-task.md", "yaml")
+def test_example_of_own_task_passes_the_check_command(tmp_path: Path) -> None:
+    (module,), (configuration,) = find_fenced_blocks("own-task.md", "python"), find_fenced_blocks("own-task.md", "yaml")
     (tmp_path / "my_tasks.py").write_text(module)
     (tmp_path / "dose.yaml").write_text(configuration)
     (tmp_path / "data").mkdir()

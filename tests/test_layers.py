@@ -1,4 +1,4 @@
-"""Who may import whom. A row of ORDER imports only rows before it: read from the source, so nothing is run."""
+"""Which part may import which: a row of ORDER imports only rows before it. Read from the source; no code runs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import flare_sparse.methods
 from flare_sparse.methods import METHODS, Method
 
 PACKAGE = Path(next(iter(flare_sparse.__path__)))
+TESTS = Path(__file__).parent
 ORDER = (
     ("errors", "version", "seeds"),
     ("params",),
@@ -52,8 +53,8 @@ USES_DOMAIN = {"config", "flare", "cli"}
 USES_FLARE = {"flare", "cli"}
 
 
-def modules() -> dict[str, Path]:
-    """Dotted name below the package, by source file; a package has the name of its folder."""
+def find_modules() -> dict[str, Path]:
+    """Return the source file of every module, by dotted name below the package."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -61,11 +62,11 @@ def modules() -> dict[str, Path]:
     return found
 
 
-MODULES = modules()
+MODULES = find_modules()
 
 
-def imported(name: str) -> Iterator[str]:
-    """Absolute dotted names that a module imports, anywhere in it; ours without the package's name."""
+def iterate_imports(name: str) -> Iterator[str]:
+    """Yield the absolute dotted names that a module imports, anywhere in it; ours without the package's name."""
     path = MODULES[name]
     package = name.split(".") if path.name == "__init__.py" and name else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -79,13 +80,13 @@ def imported(name: str) -> Iterator[str]:
                 yield deeper if deeper in MODULES else base
 
 
-def ours(name: str) -> set[str]:
-    """Modules of the package that a module imports."""
-    return {target for target in imported(name) if target in MODULES and target != name}
+def find_own_imports(name: str) -> set[str]:
+    """Return the modules of the package that a module imports."""
+    return {target for target in iterate_imports(name) if target in MODULES and target != name}
 
 
-def part(name: str) -> str:
-    """The entry of ``ORDER`` that a module belongs to: the longest one that its name begins with."""
+def find_part(name: str) -> str:
+    """Return the entry of ``ORDER`` that a module belongs to: the longest one that its name begins with."""
     pieces = name.split(".")
     prefixes = (".".join(pieces[:length]) for length in range(len(pieces), 0, -1))
     return next((prefix for prefix in prefixes if prefix in RANK), pieces[0])
@@ -94,43 +95,47 @@ def part(name: str) -> str:
 INSIDE = [name for name in MODULES if name]
 
 
-def test_every_module_has_its_row() -> None:
-    assert sorted({part(name) for name in INSIDE} - set(RANK)) == []
+def test_every_module_belongs_to_a_row_of_the_order() -> None:
+    assert sorted({find_part(name) for name in INSIDE} - set(RANK)) == []
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_a_row_imports_only_rows_before_it(name: str) -> None:
-    upward = [f"{name} imports {t}" for t in ours(name) if part(t) != part(name) and RANK[part(t)] >= RANK[part(name)]]
+def test_row_imports_only_rows_before_it(name: str) -> None:
+    upward = [
+        f"{name} imports {t}"
+        for t in find_own_imports(name)
+        if find_part(t) != find_part(name) and RANK[find_part(t)] >= RANK[find_part(name)]
+    ]
     assert upward == []
 
 
 @pytest.mark.parametrize("name", [name for name in INSIDE if name.split(".")[0] in DOMAIN])
-def test_models_data_and_tasks_know_nothing_of_federation(name: str) -> None:
-    assert {target.split(".")[0] for target in ours(name)} <= DOMAIN_MAY_USE | DOMAIN
+def test_models_data_and_tasks_do_not_import_federation(name: str) -> None:
+    assert {target.split(".")[0] for target in find_own_imports(name)} <= DOMAIN_MAY_USE | DOMAIN
 
 
 @pytest.mark.parametrize("name", [name for name in INSIDE if name.split(".")[0] not in DOMAIN | USES_DOMAIN])
-def test_no_method_or_core_module_knows_a_model_a_data_set_or_a_ready_task(name: str) -> None:
-    assert {target.split(".")[0] for target in ours(name)} & DOMAIN == set()
+def test_methods_and_core_do_not_import_models_data_or_tasks(name: str) -> None:
+    assert {target.split(".")[0] for target in find_own_imports(name)} & DOMAIN == set()
 
 
 @pytest.mark.parametrize("name", [name for name in INSIDE if name.split(".")[0] not in USES_FLARE])
 def test_only_the_shell_imports_nvflare(name: str) -> None:
-    assert [target for target in imported(name) if target.split(".")[0] == "nvflare"] == []
+    assert [target for target in iterate_imports(name) if target.split(".")[0] == "nvflare"] == []
 
 
-def test_there_is_no_import_cycle() -> None:
-    graph = {name: ours(name) - {package_of(name)} for name in INSIDE}
+def test_imports_have_no_cycle() -> None:
+    graph = {name: find_own_imports(name) - {get_package(name)} for name in INSIDE}
     assert len(list(TopologicalSorter(graph).static_order())) == len(INSIDE)
 
 
-def package_of(name: str) -> str:
-    """The package that a module lies in: it is being imported when the module is."""
+def get_package(name: str) -> str:
+    """Return the package that a module lies in; Python imports it before the module."""
     return name.rpartition(".")[0]
 
 
 def test_no_module_imports_its_own_package() -> None:
-    assert [name for name in INSIDE if package_of(name) and package_of(name) in ours(name)] == []
+    assert [name for name in INSIDE if get_package(name) and get_package(name) in find_own_imports(name)] == []
 
 
 def test_every_method_of_the_package_is_registered_under_its_name() -> None:
@@ -144,7 +149,7 @@ def test_every_method_of_the_package_is_registered_under_its_name() -> None:
     assert {cls.name: cls for cls in defined} == METHODS
 
 
-def test_a_process_of_flare_starts_without_the_heavy_libraries() -> None:
+def test_process_of_flare_starts_without_the_heavy_libraries() -> None:
     """MONAI alone takes seconds and 300 MB in every process of a job; what needs it imports it then."""
     code = (
         "import sys, flare_sparse.flare.controller, flare_sparse.flare.executor, flare_sparse.flare.session\n"
@@ -152,3 +157,15 @@ def test_a_process_of_flare_starts_without_the_heavy_libraries() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_every_folder_of_tests_mirrors_a_folder_of_the_package() -> None:
+    beside = {"integration", "catalogue", "support", "golden"}
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    mirrored = {folder for folder in folders if not beside & set(folder.parts)}
+    assert [str(folder) for folder in sorted(mirrored) if not (PACKAGE / folder).is_dir()] == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_concrete_methods_are_final(name: str) -> None:
+    assert getattr(METHODS[name], "__final__", False)

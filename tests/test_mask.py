@@ -1,4 +1,4 @@
-"""Exact selection with deterministic ties, and layouts."""
+"""Exact selections with deterministic ties, and layouts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ SCORES = st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.0, 1.0, 2.0, float("inf")]
 
 
 @given(SCORES, st.data())
-def test_top_k_is_a_stable_sort(values: list[float], data: st.DataObject) -> None:
-    """C3: exactly k, by score, ties to the lowest index, never outside the candidates."""
+def test_top_k_selects_exactly_k_largest_scores_with_ties_to_the_lowest_index(
+    values: list[float], data: st.DataObject
+) -> None:
+    """docs/algorithms.md, section 1.4; the result never lies outside the candidates."""
     scores = torch.tensor(values)
     within = Mask(torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))))
     k = data.draw(st.integers(0, within.count))
@@ -27,17 +29,17 @@ def test_top_k_is_a_stable_sort(values: list[float], data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("k", [-1, 4])
-def test_more_than_there_is_cannot_be_selected(k: int) -> None:
+def test_selecting_more_entries_than_there_are_raises(k: int) -> None:
     with pytest.raises(SelectionError, match="of 3 entries"):
         top_k(torch.ones(3), k)
 
 
-def test_scores_must_be_numbers() -> None:
+def test_top_k_of_nan_scores_raises() -> None:
     with pytest.raises(SelectionError, match="1 of 3 scores are NaN"):
         top_k(torch.tensor([1.0, float("nan"), 2.0]), 1)
 
 
-def test_every_tensor_keeps_its_best() -> None:
+def test_top_k_per_tensor_keeps_the_best_of_every_tensor() -> None:
     layout = Layout((TensorSpec("a", (3,), "weight"), TensorSpec("b", (3,), "weight")))
     scores = torch.tensor([9.0, 8, 7, 1, 3, 2])
     assert top_k_per_tensor(scores, 3, layout, Mask.full(6), 1).bits.tolist() == [True, True, False, False, True, False]
@@ -47,12 +49,12 @@ def test_every_tensor_keeps_its_best() -> None:
 
 
 @pytest.mark.parametrize(("fraction", "total", "count"), [(0.1, 30, 3), (0.29, 100, 29), (0.95, 7, 6), (0, 9, 0)])
-def test_a_share_is_a_floor_that_forgives_the_last_bit(fraction: float, total: int, count: int) -> None:
+def test_floor_fraction_tolerates_rounding_of_decimals(fraction: float, total: int, count: int) -> None:
     assert floor_fraction(fraction, total) == count
 
 
-def test_a_live_weight_may_be_zero() -> None:
-    """C4: masks are explicit, never derived from values."""
+def test_mask_keeps_zero_weights_live() -> None:
+    """docs/algorithms.md, section 1.3: masks are explicit, never derived from values."""
     mask = Mask(torch.tensor([True, False, True]))
     assert mask.take(torch.zeros(3)).tolist() == [0, 0]
     assert mask.put(torch.tensor([0.0, 5.0]), torch.ones(3)).tolist() == [0, 1, 5]
@@ -65,13 +67,13 @@ def test_a_live_weight_may_be_zero() -> None:
 
 @pytest.mark.parametrize("mask", [Mask.full(3), Mask(torch.tensor([True, False, True]))])
 @pytest.mark.parametrize("count", [1, 4])
-def test_only_as_many_values_as_positions_are_put(mask: Mask, count: int) -> None:
+def test_put_requires_as_many_values_as_selected_positions(mask: Mask, count: int) -> None:
     with pytest.raises(SelectionError, match="expected shape"):
         mask.put(torch.ones(count), torch.zeros(3))
 
 
-def test_a_layout_has_parameters_first_then_float_buffers() -> None:
-    """C2, C8: roles come from modules; integer buffers have no place."""
+def test_layout_lists_parameters_then_float_buffers() -> None:
+    """docs/algorithms.md, sections 1.2 and 1.9: roles come from modules; integer buffers are not part of a layout."""
     net = nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.Flatten(), nn.Linear(4, 1))
     layout = Layout.from_module(net)
     assert [(e.name, e.role) for e in layout.tensors] == [
@@ -82,7 +84,6 @@ def test_a_layout_has_parameters_first_then_float_buffers() -> None:
     named = dict([*net.named_parameters(), *net.named_buffers()])
     vector = layout.flatten(named)
     assert all(torch.equal(tensor, named[name]) for name, tensor in layout.unflatten(vector).items())
-    assert [Mask.from_preset(layout, preset).count for preset in ("conv_linear_weights", "all_but_norm", "all_trainable")] == [
-        58, 61, 65
-    ]  # fmt: skip
+    presets = ("conv_linear_weights", "all_but_norm", "all_trainable")
+    assert [Mask.from_preset(layout, preset).count for preset in presets] == [58, 61, 65]
     assert layout.fingerprint != Layout(layout.tensors[::-1]).fingerprint

@@ -1,4 +1,4 @@
-"""The notebooks of the docs run from top to bottom and show what they are for."""
+"""The notebooks of the docs run from top to bottom and show the expected results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[1] / "docs" / "notebooks"
-SHOWN = {
+EXPECTED_OUTPUT = {
     "what_does_a_method_buy": ("neurosfl sent", "times less than the", "better than training alone at", "are not zero"),
     "bring_my_own_task": ("data of site-3: 80 training and 20 test", "model sha256", "Linear(in_features=8"),
 }
@@ -18,10 +18,10 @@ SHOWN = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
-def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
+def test_notebook_runs_and_shows_its_results(name: str, tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
-    assert all(not cell.get("outputs") for cell in notebook.cells), "kept without outputs"
-    where = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=400, kernel_name="python3", resources=where).execute()
-    shown = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
-    assert [text for text in SHOWN[name] if text not in shown] == [], shown
+    assert all(not cell.get("outputs") for cell in notebook.cells), "notebooks are stored without outputs"
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=400, kernel_name="python3", resources=resources).execute()
+    output = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
+    assert [text for text in EXPECTED_OUTPUT[name] if text not in output] == [], output

@@ -1,4 +1,4 @@
-"""Layouts: what of a network is exchanged, and what is its frozen base."""
+"""Layouts: the exchanged tensors of a network and its frozen base model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flare_sparse.params import Layout, get_frozen_tensors
 
 
 def net(scale: float = 1.0) -> nn.Sequential:
-    """A frozen body with running statistics under a head that trains."""
+    """A frozen body with running statistics under a trainable head."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
@@ -20,23 +20,23 @@ def net(scale: float = 1.0) -> nn.Sequential:
     return nn.Sequential(body, head)
 
 
-def test_a_network_that_trains_as_a_whole_has_no_base() -> None:
+def test_network_without_frozen_parameters_has_no_base_model() -> None:
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
     assert get_frozen_tensors(module) == {}
     assert Layout.from_module(module) == Layout(Layout.from_module(module).tensors)
     assert len(Layout.from_module(module).tensors) == 6
 
 
-def test_only_what_is_not_frozen_is_in_the_layout_statistics_included() -> None:
-    names = [entry.name for entry in Layout.from_module(net()).tensors]
+def test_layout_excludes_frozen_tensors_and_their_statistics() -> None:
+    names = [spec.name for spec in Layout.from_module(net()).tensors]
     assert names == ["1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias", "1.0.running_mean", "1.0.running_var"]
     assert {"0.0.weight", "0.1.running_mean", "0.1.running_var"} <= get_frozen_tensors(net()).keys()
 
 
-def test_the_same_tensors_over_another_base_are_another_layout() -> None:
+def test_layouts_over_different_base_models_differ() -> None:
     ours, same, other = (Layout.from_module(net(scale)) for scale in (1.0, 1.0, 1.0000001))
     assert ours.fingerprint == same.fingerprint != other.fingerprint
     assert ours.tensors == other.tensors
     shifted = net()
-    shifted[0][1].running_mean[0] += 1  # statistics are part of the base
+    shifted[0][1].running_mean[0] += 1  # statistics are part of the base model
     assert Layout.from_module(shifted).fingerprint != ours.fingerprint

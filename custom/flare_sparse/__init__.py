@@ -1,4 +1,4 @@
-"""Federated learning on NVIDIA FLARE in which only what matters travels."""
+"""Sparse federated learning on NVIDIA FLARE: sites and server exchange only the selected entries of a model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``load_model`` brings every task and network along: only when it is asked for."""
+    """Import ``load_model`` on first access: it imports every task and network, which takes seconds."""
     if name == "load_model":
         from .runs.load import load_model
 

@@ -1,4 +1,7 @@
-"""From a job's settings to its parts: task, model, method, run id. The same function on the server and at every site."""
+"""Build a job's parts from its settings: task, model, method and run id.
+
+Server and sites call the same functions, so that both endpoints of a run agree without exchanging these parts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from .checkpoint.store import Store
-from .config import JobConfig, build_method, build_task, job_to_dict
+from .config import JobConfig, build_method, build_task, serialize_job
 from .errors import ConfigError
 from .federation import RoundRules
 from .methods import Method
@@ -25,87 +28,104 @@ from .training import Site
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of one job; equal on both ends because they come from the same settings."""
+    """Parts of one job, equal at both endpoints because they are built from the same settings.
+
+    Attributes:
+        task: the learning problem.
+        method: the federated method.
+        layout: layout of the task's model.
+        weights: ``(P,)`` initial vector.
+        run_id: name of the run.
+    """
 
     task: Task
-    method: Method[Any]
+    method: Method[Any, Any]
     layout: Layout
     weights: Tensor
     run_id: str
 
 
 def assemble(job: JobConfig, user_task: Task | None = None) -> Assembly:
-    """Build a job's parts.
+    """Build the parts of a job.
 
     Args:
         job: validated settings.
-        user_task: the user's own task, already built; None: the registered task that the job names.
+        user_task: a user task, already built; None to build the registered task that the job names.
 
     Raises:
         ConfigError: the model cannot be built from the settings.
     """
     task = user_task or build_task(job)
     layout, weights = build_initial_model(task, job.seed)
-    return Assembly(task, build_method(job, layout), layout, weights, compute_run_id(job_to_dict(job), layout))
+    return Assembly(task, build_method(job, layout), layout, weights, compute_run_id(serialize_job(job), layout))
 
 
 def build_rules(job: JobConfig) -> RoundRules:
-    """When a round of this job counts."""
-    said = job.federation
+    """Build the rules by which the rounds of a job are committed."""
+    settings = job.federation
     return RoundRules(
-        min_sites=said.min_sites,
-        min_weight=said.min_weight,
-        retries=said.retries,
-        max_share=said.max_share,
-        clip_norm=said.clip_norm,
-        examples_tolerance=said.examples_tolerance,
-        quarantine_after=said.quarantine_after,
-        examples=said.examples,
+        min_sites=settings.min_sites,
+        min_weight=settings.min_weight,
+        retries=settings.retries,
+        max_share=settings.max_share,
+        clip_norm=settings.clip_norm,
+        examples_tolerance=settings.examples_tolerance,
+        quarantine_after=settings.quarantine_after,
+        examples=settings.examples,
     )
 
 
 def open_checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -> Store:
-    """Where one end of a job keeps its checkpoints, below ``root``: ``"server"`` or the name of a site.
+    """Open the checkpoint store of one endpoint of a job.
 
-    The folder's name holds the run's, so that another job finds nothing there and starts afresh.
+    The folder is named after the run id, so that another job finds no checkpoints there and starts from round 1.
+
+    Args:
+        job: settings of the job.
+        assembly: its parts.
+        root: folder that holds the checkpoints of all jobs.
+        end: ``"server"`` or the name of a site.
     """
-    belongs = {"run": assembly.run_id, "layout": assembly.layout.fingerprint, "end": end, "job": job_to_dict(job)}
-    return Store(root / f"{job.name}-{assembly.run_id}" / end, belongs)
+    owner = {"run": assembly.run_id, "layout": assembly.layout.fingerprint, "end": end, "job": serialize_job(job)}
+    return Store(root / f"{job.name}-{assembly.run_id}" / end, owner)
 
 
 def open_site(assembly: Assembly, data: SiteData) -> Site:
-    """A site with its data loaded.
+    """Load a site's data and build the site.
 
     Raises:
-        ConfigError: the site chooses a setting that this method does not leave to it, or out of its range.
-        DataError: the data is missing or unusable; the text names files and stays at the site.
+        ConfigError: the site file sets a setting that the method does not let sites choose, or an invalid value.
+        DataError: the data is missing or invalid; the message names files and stays at the site.
     """
     method = assembly.method
-    choices = _chosen(method, data)
+    # Settings are checked before the data is loaded: loading may take minutes.
+    site_settings = _validate_site_settings(method, data)
     examples = assembly.task.load(data, method.seed)
     device = str(method.config.training.torch_device)
     site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device)
-    site.site_settings = choices
+    site.site_settings = site_settings
     return site
 
 
-def _chosen(method: Method[Any], data: SiteData) -> BaseModel | None:
-    """What the site sets for itself; None when it sets nothing."""
-    own = data.methods.get(method.name)
-    if not own:
+def _validate_site_settings(method: Method[Any, Any], data: SiteData) -> BaseModel | None:
+    """Return the method's settings from the site file; None if there are none."""
+    settings = data.methods.get(method.name)
+    if not settings:
         return None
     if method.SiteConfig is None:
-        raise ConfigError(f"site {data.site}: methods.{method.name}: this method leaves no setting to a site")
+        raise ConfigError(
+            f"site {data.site}: methods.{method.name}: this method has no settings that a site may choose"
+        )
     try:
-        return method.SiteConfig.model_validate(own)
+        return method.SiteConfig.model_validate(settings)
     except ValidationError as error:
-        parts = [f"methods.{method.name}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        problems = [f"methods.{method.name}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         allowed = ", ".join(method.SiteConfig.model_fields)
-        raise ConfigError(f"site {data.site}: {'; '.join(parts)}. A site may set: {allowed}") from error
+        raise ConfigError(f"site {data.site}: {'; '.join(problems)}. A site may set: {allowed}") from error
 
 
 def build_initial_model(task: Task, seed: int) -> tuple[Layout, Tensor]:
-    """The layout of the task's model and its initial vector ``(P,)``, drawn from the run's seed."""
+    """Return the layout of the task's model and its initial vector ``(P,)``, drawn from the run's seed."""
     with seed_torch(seed):
         module = task.model()
     layout = Layout.from_module(module)
@@ -113,6 +133,6 @@ def build_initial_model(task: Task, seed: int) -> tuple[Layout, Tensor]:
 
 
 def compute_run_id(config: Mapping[str, Any], layout: Layout) -> str:
-    """16 hex digits that name a run: the same job on the same model has the same one."""
+    """Return the run id, 16 hex digits: equal for equal settings and layouts."""
     text = json.dumps([config, layout.fingerprint], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

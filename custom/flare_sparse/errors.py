@@ -1,4 +1,4 @@
-"""Every error that a user, a site or the server can meet: what was wrong, where, and the way out."""
+"""Exceptions of the package. Each message names the problem, its place, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ from difflib import get_close_matches
 
 
 class FlareSparseError(Exception):
-    """Base of all errors of this package. ``code`` is stable and listed in docs/troubleshooting.md."""
+    """Base class of all errors of this package. ``code`` is stable and listed in docs/troubleshooting.md."""
 
     code = "E_FLARE_SPARSE"
 
 
 class ConfigError(FlareSparseError):
-    """A configuration is not usable. The message names each field, what was given and what is allowed."""
+    """A configuration is invalid. The message names each field, the value given and the values allowed."""
 
     code = "E_CONFIG"
 
 
 class DataError(FlareSparseError):
-    """A site's data is not usable. The message may name subjects and files: it stays at the site."""
+    """A site's data is missing or invalid. The message may name subjects and files, so it stays at the site."""
 
     code = "E_DATA"
 
 
 class SelectionError(FlareSparseError, ValueError):
-    """A selection cannot be made: more entries wanted than there are, or scores that are not numbers."""
+    """A selection is impossible: more entries are requested than exist, or a score is NaN."""
 
     code = "E_SELECTION"
 
 
 class SiteExcluded(FlareSparseError):
-    """A site is not asked, since it cannot take part; the others go on without it.
+    """A site cannot take part in a request; the run continues with the other sites.
 
     Args:
-        code: stable reason, ``E_...``.
-        site: who is left out.
-        why: what does not fit, and the way out.
+        code: stable reason code, ``E_...``.
+        site: name of the excluded site.
+        reason: obstacle to taking part, and the remedy.
     """
 
-    def __init__(self, code: str, site: str, why: str):
-        self.code, self.site, self.why = code, site, why
-        super().__init__(code, site, why)
+    def __init__(self, code: str, site: str, reason: str):
+        self.code, self.site, self.reason = code, site, reason
+        super().__init__(code, site, reason)
 
     def __str__(self) -> str:
-        return f"{self.code}: site {self.site!r} is left out: {self.why}"
+        return f"{self.code}: site {self.site!r} is excluded: {self.reason}"
 
 
 class RoundFailed(FlareSparseError):
-    """A round found too few usable contributions; the model is what it was before the round."""
+    """A round received fewer contributions than the quorum; the last committed model is intact."""
 
     code = "E_QUORUM"
 
 
 class CheckpointError(FlareSparseError):
-    """A checkpoint cannot be written, or is not of this run; the one before it is intact."""
+    """A checkpoint cannot be written or belongs to another run; the previous checkpoint is intact."""
 
     code = "E_CHECKPOINT"
 
 
 class PolicyRefusal(FlareSparseError):
-    """A site's policy does not let this out. Only the code leaves the site."""
+    """A site's policy forbids an update or a part of the job. Only the code leaves the site."""
 
     code = "E_POLICY"
 
 
 class WireError(FlareSparseError, ValueError):
-    """A message that does not fit what its receiver holds.
+    """A message contradicts the plan of its receiver.
 
     Args:
-        code: stable reason, ``E_...`` (docs/wire-format.md lists them).
+        code: stable reason code, ``E_...`` (listed in docs/wire-format.md).
         field: the part of the message that is wrong.
-        expected: what the receiver holds.
-        found: what came.
-        site: who sent it (the name the framework knows, never one from the message).
+        expected: the value that the receiver expects.
+        found: the value in the message.
+        site: name of the sender as FLARE authenticated it, never a name taken from the message.
     """
 
     def __init__(self, code: str, field: str, expected: object, found: object, site: str = "?"):
@@ -83,37 +83,39 @@ class WireError(FlareSparseError, ValueError):
     def __str__(self) -> str:
         return f"{self.code}: site {self.site!r}, {self.field}: expected {self.expected}, found {self.found}"
 
-    def with_site(self, site: str) -> WireError:
-        """The same error with the sender's name filled in."""
+    def attach_site(self, site: str) -> WireError:
+        """Return the same error with the sender's name filled in."""
         return type(self)(self.code, self.field, self.expected, self.found, site)
 
 
 class RejectedMessage(WireError):
-    """The message is malformed or does not belong here; its sender is left out of the round."""
+    """The message is malformed or does not belong to this exchange; the round continues without its sender."""
 
 
 class MissingBase(WireError):
-    """The message leans on something that the receiver does not hold: it answers "send everything"."""
+    """The message is a patch over a base that the receiver does not hold; the receiver asks for the full model."""
 
 
 def abbreviate(value: object) -> str:
-    """A few characters of anything that came from outside: a huge number's digits or an object's own text, which may be as
-    long as a peer likes, are never asked for.
+    """Return a short text for an untrusted value.
+
+    Strings are cut to 40 characters. Integers of 2**64 or more and all other objects appear as their type's name, so
+    a peer cannot make the receiver format huge numbers or run ``__repr__`` of an object.
 
     >>> abbreviate("a" * 1000) == repr("a" * 40), abbreviate(10**5000), abbreviate([1])
     (True, 'int', 'list')
     """
     if isinstance(value, str):
         return repr(value[:40])
-    short = value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**64)
-    return repr(value) if short else type(value).__name__
+    is_short = value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**64)
+    return repr(value) if is_short else type(value).__name__
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` with the nearest valid name, or nothing when none is near.
+    """Return `` Did you mean 'x'?`` with the closest valid name, or an empty string if none is close.
 
     >>> suggest("sparsty", ["rounds", "sparsity"])
     " Did you mean 'sparsity'?"
     """
-    near = get_close_matches(str(name), list(valid), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    matches = get_close_matches(str(name), list(valid), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -1,4 +1,4 @@
-"""What the server and the sites say to each other."""
+"""Requests and updates: what the server and the sites exchange."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Base = Literal["zeros", "previous"]
 Content = Literal["weights", "delta", "scores", "metrics"]
 
 EVALUATE = "evaluate"
-"""The question that every site answers for every method: how good is this model on your test examples?"""
+"""Kind of the request that every site answers for every method: metrics of the model on its test examples."""
 
 
 @dataclass(frozen=True)
 class EncryptedValues:
-    """Values that only who holds the key can read, as they travel (docs/wire-format.md).
+    """Ciphertext of values, as it travels (docs/wire-format.md).
 
     Attributes:
         data: uint8 ``(n,)``.
@@ -33,15 +33,15 @@ class EncryptedValues:
 
 @dataclass(frozen=True)
 class Patch:
-    """The entries ``on`` take these values; all others are as in ``over``.
+    """Values of the entries of a mask, over a base: all other entries are those of the base.
 
     Attributes:
-        source: float32, the values ``(on.count,)`` in the order of the layout, or the vector ``(P,)`` that they are
-            entries of, which must not change while the patch is in use: a message gathers from it directly.
-        on: the entries that travel, out of P.
-        over: ``"zeros"``, or ``"previous"``: the vector that the receiver holds since the last message.
-        sealed: the values, encrypted. For a receiver that cannot read them ``source`` is NaN: whatever is computed with
-            it is NaN, too, and is never sent.
+        source: float32, either the values ``(mask.count,)`` in the order of the layout, or the vector ``(P,)`` that
+            they are entries of. The vector must not change while the patch is in use: messages gather from it directly.
+        mask: entries in the patch.
+        base: ``"zeros"``, or ``"previous"``: the vector that the receiver holds since the last message.
+        encrypted: ciphertext of the values. Where it cannot be decrypted, ``source`` is NaN, and so is every
+            result computed from it; NaN is never sent.
     """
 
     source: Tensor
@@ -50,30 +50,31 @@ class Patch:
     encrypted: EncryptedValues | None = None
 
     @classmethod
-    def from_vector(cls, vector: Tensor, on: Mask, over: Base = "zeros") -> Patch:
-        """The entries ``on`` of a vector ``(P,)``."""
-        return cls(vector, on, over)
+    def from_vector(cls, vector: Tensor, mask: Mask, base: Base = "zeros") -> Patch:
+        """Return the patch of the entries ``mask`` of a vector ``(P,)``, which is not copied."""
+        return cls(vector, mask, base)
 
     @classmethod
-    def from_encrypted(cls, sealed: EncryptedValues, on: Mask, over: Base = "zeros") -> Patch:
-        """A patch whose values the holder cannot read."""
-        return cls(torch.full((on.count,), math.nan), on, over, sealed)
+    def from_encrypted(cls, encrypted: EncryptedValues, mask: Mask, base: Base = "zeros") -> Patch:
+        """Return a patch of encrypted values without their plaintext."""
+        return cls(torch.full((mask.count,), math.nan), mask, base, encrypted)
 
     @cached_property
     def values(self) -> Tensor:
-        """float32 ``(on.count,)``, in the order of the layout."""
+        """float32 ``(mask.count,)``, in the order of the layout."""
         return self.source if self.source.numel() == self.mask.count else self.mask.take(self.source)
 
     @classmethod
     def empty(cls, size: int) -> Patch:
+        """Return the patch without values of a layout of ``size`` entries."""
         return cls(Tensor(), Mask.empty(size))
 
     def to_vector(self) -> Tensor:
-        """The patch over zeros, ``(on.size,)``."""
+        """Return the patch over zeros, ``(P,)``."""
         return self.write_into(torch.zeros(self.mask.size))
 
     def write_into(self, base: Tensor) -> Tensor:
-        """``base`` ``(P,)`` with this patch written into it, in place."""
+        """Write this patch into ``base`` ``(P,)``, in place, and return it."""
         return self.mask.put(self.values, base)
 
 
@@ -82,10 +83,10 @@ class Request:
     """What the server sends to a site.
 
     Attributes:
-        kind: what is asked for; a method answers the kinds that it asks, every site answers ``"evaluate"``.
-        round: 1-based; 0 for what comes before the first round of training.
-        model: what the site's vector becomes.
-        trainable: the entries that may change; all others keep their value bit for bit.
+        kind: one of the method's kinds, or ``"evaluate"``, which every site answers.
+        round: 1-based; 0 before training.
+        model: patch that turns the site's vector into the model of the request.
+        trainable: entries that training may change; all others keep their value bit for bit.
     """
 
     kind: str
@@ -96,10 +97,10 @@ class Request:
 
 @dataclass(frozen=True)
 class UpdateSpec:
-    """What an update must be for the server to accept it. It never travels.
+    """Requirements that an update must meet to be accepted. They stay at the server.
 
     Attributes:
-        content: what the values are; an update may always carry metrics only.
+        content: required content; an update of metrics alone is always accepted.
         mask: the exact entries that an update carries; None: see ``accepts``.
         accepts: whether a site may send a selection, by site name and mask; None: any selection.
         min_entries: fewest entries of an update by site name, where ``mask`` is None; None: the site decides.
@@ -118,8 +119,8 @@ class Assignment:
     """A request and what the server requires of the update that answers it.
 
     Attributes:
-        request: what travels.
-        expected: what the update must be.
+        request: message to the site.
+        expected: requirements on the update.
         full_model: sent instead of ``request.model`` to a site that does not hold the base of ``request.model``.
     """
 
@@ -133,10 +134,10 @@ class Update:
     """What a site returns.
 
     Attributes:
-        patch: the values that travel to the server; empty when the site only reports metrics.
-        content: what the values are.
-        num_examples: number of training examples behind them (n_k).
-        metrics: the site's evaluation of the model that it received, or of its personal model. Where a method leaves
+        patch: values for the server; empty when the site only reports metrics.
+        content: kind of the values.
+        num_examples: number of training examples of the site (n_k).
+        metrics: the site's evaluation of the model that it received, or of its personal model. If a method leaves
             it empty, the site endpoint adds the former, unless the update carries scores.
     """
 
@@ -151,10 +152,10 @@ class Contribution:
     """A site's update as the server counts it.
 
     Attributes:
-        site: the sender's name as the framework knows it, never one from the message.
+        site: the sender's name as FLARE authenticated it, never one from the message.
         patch, content, metrics: as in the update.
-        num_examples: the weight of the site in sums; at most what the site reported.
-        capped_from: what the site reported, where it counts with fewer examples; None: it counts with what it reported.
+        num_examples: weight of the site in sums; at most the reported number.
+        capped_from: reported number of examples, where ``num_examples`` is smaller; None: they are equal.
         max_share: largest share of a sum that one site may have.
     """
 
@@ -168,10 +169,10 @@ class Contribution:
 
     @classmethod
     def from_update(cls, site: str, update: Update) -> Contribution:
-        """The update of ``site``, counted with the number of examples that it reports."""
+        """Return the update of ``site``, weighted by its reported number of examples."""
         return cls(site, update.patch, update.content, update.num_examples, update.metrics)
 
     @property
     def reported_examples(self) -> int:
-        """The number of examples that the values were computed from, as the site reported it."""
+        """Reported number of examples from which the values were computed."""
         return self.num_examples if self.capped_from is None else self.capped_from

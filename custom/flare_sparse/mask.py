@@ -1,4 +1,4 @@
-"""Masks: which entries of a vector live, train or travel. Exact counts, deterministic ties (C3, C4)."""
+"""Masks: selections of the entries of a vector, with exact counts and deterministic ties."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from .params import MASKABLE, Layout, TensorSpec
 
 
 class Mask:
-    """A selection of the P entries of a vector: bool, explicit, never derived from ``w != 0`` (C4).
+    """A selection of the P entries of a vector.
 
-    Immutable: the tensor given to the constructor must not be written to afterwards. What is asked of it often
-    (count, indices, fingerprint) is computed once.
+    A mask is explicit and never derived from ``w != 0``: a live weight may be exactly zero, and treating it as pruned
+    would change the selection.
+
+    Masks are immutable: the tensor given to the constructor must not be written to afterwards, because count, indices
+    and fingerprint are cached.
 
     Attributes:
         bits: bool tensor ``(P,)``.
@@ -31,21 +34,23 @@ class Mask:
 
     @classmethod
     def full(cls, size: int) -> Mask:
+        """Return the mask that selects all of ``size`` entries."""
         return cls(torch.ones(size, dtype=torch.bool))
 
     @classmethod
     def empty(cls, size: int) -> Mask:
+        """Return the mask that selects none of ``size`` entries."""
         return cls(torch.zeros(size, dtype=torch.bool))
 
     @classmethod
-    def from_tensors(cls, layout: Layout, wanted: Callable[[TensorSpec], bool]) -> Mask:
-        """All entries of the tensors that satisfy ``wanted``."""
-        return cls(layout.select(wanted))
+    def from_tensors(cls, layout: Layout, predicate: Callable[[TensorSpec], bool]) -> Mask:
+        """Select all entries of the tensors that satisfy ``predicate``."""
+        return cls(layout.select(predicate))
 
     @classmethod
     def from_preset(cls, layout: Layout, preset: str) -> Mask:
-        """The entries that ``preset`` (a key of ``params.MASKABLE``) allows to be masked (C2)."""
-        return cls.from_tensors(layout, lambda entry: entry.role in MASKABLE[preset])
+        """Select the maskable entries of ``preset``, a key of ``params.MASKABLE``."""
+        return cls.from_tensors(layout, lambda spec: spec.role in MASKABLE[preset])
 
     @property
     def size(self) -> int:
@@ -59,6 +64,7 @@ class Mask:
 
     @property
     def is_full(self) -> bool:
+        """Whether every entry is selected."""
         return self.count == self.size
 
     @cached_property
@@ -68,7 +74,7 @@ class Mask:
 
     @cached_property
     def packed(self) -> bytes:
-        """One bit per entry, the first entry in the highest bit of the first byte; padding bits are zero."""
+        """One bit per entry, the first entry in the most significant bit of the first byte; padding bits are zero."""
         return np.packbits(self.bits.numpy()).tobytes()
 
     @cached_property
@@ -77,16 +83,16 @@ class Mask:
         return hashlib.sha256(self.size.to_bytes(8, "little") + self.packed).hexdigest()[:32]
 
     def take(self, vector: Tensor) -> Tensor:
-        """The selected values ``(count,)`` of ``vector`` ``(P,)``, in order."""
+        """Return the selected values ``(count,)`` of ``vector`` ``(P,)``, in order; ``vector`` itself if all are."""
         if self.is_full:
             return vector
         return torch.from_numpy(vector.detach().numpy().take(self.indices.numpy()))
 
     def put(self, values: Tensor, into: Tensor) -> Tensor:
-        """Write ``values`` ``(count,)`` to the selected positions of ``into`` ``(P,)``, in place; returns ``into``.
+        """Write ``values`` ``(count,)`` to the selected positions of ``into`` ``(P,)`` in place; return ``into``.
 
         Raises:
-            SelectionError: there are more or fewer values than selected positions.
+            SelectionError: the number of values differs from the number of selected positions.
         """
         if values.shape != (self.count,):
             raise SelectionError(f"values: expected shape ({self.count},), found {tuple(values.shape)}")
@@ -107,7 +113,7 @@ class Mask:
         return Mask(~self.bits)
 
     def __le__(self, other: Mask) -> bool:
-        """Nested: every entry of this mask is in ``other``."""
+        """Return whether this mask is nested in ``other``: every entry that it selects is selected there."""
         return not bool((self.bits & ~other.bits).any())
 
     def __eq__(self, other: object) -> bool:
@@ -121,18 +127,28 @@ class Mask:
 
 
 def floor_fraction(fraction: float, total: int) -> int:
-    """``floor(fraction * total)``, forgiving the last bit of a decimal fraction: ``share(0.1, 30) == 3``."""
+    """Return ``floor(fraction * total)``, tolerant of the rounding of decimal fractions.
+
+    >>> floor_fraction(0.7, 10), floor_fraction(0.29, 100)
+    (7, 29)
+    """
+    # 0.29 * 100 is 28.999999999999996 in float64. Without the tolerance one entry too few would be selected; 1e-9
+    # exceeds the rounding error of every product below 2**22 and is far from one whole entry.
     return int(np.floor(fraction * total + 1e-9))
 
 
 def top_k(scores: Tensor, k: int, within: Mask | None = None) -> Mask:
-    """Exactly the ``k`` largest ``scores`` ``(P,)``, ties to the lowest index, never outside ``within`` (C3).
+    """Select exactly the ``k`` largest of ``scores`` ``(P,)``, ties to the lowest index.
 
-    Takes O(P): the k-th largest score is found by partition, entries above it are in, and ties fill up from the
-    lowest index.
+    Takes O(P) time (docs/algorithms.md, section 1.4).
+
+    Args:
+        scores: ``(P,)``.
+        k: number of entries to select.
+        within: candidates; None for all entries.
 
     Raises:
-        SelectionError: fewer than ``k`` entries to choose from, or a score that is NaN.
+        SelectionError: there are fewer than ``k`` candidates, or a candidate's score is NaN.
     """
     candidates = within if within is not None else Mask.full(scores.numel())
     if not 0 <= k <= candidates.count:
@@ -140,42 +156,48 @@ def top_k(scores: Tensor, k: int, within: Mask | None = None) -> Mask:
     values = candidates.take(scores.detach()).numpy()
     if np.isnan(values).any():
         raise SelectionError(f"{int(np.isnan(values).sum())} of {values.size} scores are NaN; nothing is selected")
-    chosen = np.zeros(values.size, dtype=bool)
+    selected = np.zeros(values.size, dtype=bool)
+    # A sort or torch.topk orders ties differently on other machines. The partition yields only the k-th largest value;
+    # entries above it are in, and entries equal to it fill the remaining slots by index, so the result is unique.
     if k:
         threshold = np.partition(values, values.size - k)[values.size - k]
-        np.greater(values, threshold, out=chosen)
+        np.greater(values, threshold, out=selected)
         ties = np.flatnonzero(values == threshold)
-        chosen[ties[: k - int(np.count_nonzero(chosen))]] = True
-    on = torch.zeros(candidates.size, dtype=torch.bool)
-    on[candidates.indices] = torch.from_numpy(chosen)
-    return Mask(on)
+        selected[ties[: k - int(np.count_nonzero(selected))]] = True
+    bits = torch.zeros(candidates.size, dtype=torch.bool)
+    bits[candidates.indices] = torch.from_numpy(selected)
+    return Mask(bits)
 
 
 def top_k_per_tensor(scores: Tensor, k: int, layout: Layout, within: Mask, at_least: int) -> Mask:
-    """As :func:`top_k`, but every tensor that has candidates keeps its ``at_least`` best, so no layer dies.
+    """Select the ``k`` largest scores, among them the ``at_least`` largest of every tensor.
+
+    The minimum keeps every layer connected. A tensor with fewer candidates keeps all of them.
 
     Raises:
-        SelectionError: ``k`` is too small for ``at_least`` entries of every tensor.
+        SelectionError: the minimum of all tensors exceeds ``k``; or as :func:`top_k`.
     """
-    kept = Mask.empty(layout.size)
+    selected = Mask.empty(layout.size)
     if at_least:
-        for entry in layout.tensors:
-            candidates = Mask.from_tensors(layout, lambda e, wanted=entry: e is wanted) & within  # type: ignore[misc]
-            kept = kept | top_k(scores, min(at_least, candidates.count), candidates)
-    if kept.count > k:
-        raise SelectionError(f"min_per_layer {at_least} needs {kept.count} live entries, the sparsity leaves {k}")
-    return kept | top_k(scores, k - kept.count, within - kept)
+        for spec in layout.tensors:
+            candidates = Mask.from_tensors(layout, lambda s, spec=spec: s is spec) & within  # type: ignore[misc]
+            selected = selected | top_k(scores, min(at_least, candidates.count), candidates)
+    if selected.count > k:
+        raise SelectionError(
+            f"min_per_layer {at_least} needs {selected.count} live entries, but the sparsity leaves {k}"
+        )
+    return selected | top_k(scores, k - selected.count, within - selected)
 
 
 def prune_mask(mask: Mask, scores: Tensor, sparsity: float, pool: Mask) -> Mask:
-    """Turn off the lowest-scored live entries of ``pool`` until ``floor(sparsity * |pool|)`` of it are off.
+    """Switch off the lowest-scored live entries of ``pool`` until ``floor(sparsity * |pool|)`` of the pool are off.
 
-    Ties are turned off from the lowest index (FedSparsify's purge). The result is nested in ``mask``: nothing that
-    was off comes back, and a pool that is sparse enough stays as it is.
+    Among ties the lowest index goes first (FedSparsify's purge). The result is nested in ``mask``: no entry is
+    regrown, and a pool that is already sparse enough is unchanged.
     """
     live = mask & pool
-    off = floor_fraction(sparsity, pool.count)
-    surplus = live.count - (pool.count - off)
+    target = floor_fraction(sparsity, pool.count)
+    surplus = live.count - (pool.count - target)
     if surplus <= 0:
         return mask
     return mask - top_k(-scores, surplus, within=live)

@@ -1,4 +1,4 @@
-"""Layout: where each tensor of a model lies in one flat vector of P scalars."""
+"""Layout of a model: the position of each of its tensors in one flat vector of P scalars."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ MASKABLE: dict[str, tuple[Role, ...]] = {
     "all_but_norm": ("weight", "bias"),
     "all_trainable": ("weight", "bias", "norm", "other"),
 }
-"""Which roles a pruning method may mask (convention C2). Buffers are never masked."""
+"""Roles that a pruning method may mask, by preset. Buffers are never masked."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a layout: ``role`` says what it does in its module."""
+    """One tensor of a layout; ``role`` is its function within its module."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,6 +52,7 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
+        """Number of scalars."""
         return prod(self.shape)
 
 
@@ -59,128 +60,137 @@ class TensorSpec:
 class Layout:
     """Names, shapes and roles of a model's tensors: parameters in state-dict order, then float buffers.
 
-    A *vector* of this layout is a float32 tensor of shape ``(P,)`` with ``P = size``; each tensor is laid out
-    in C order. Integer buffers (``num_batches_tracked``) have no place in it and stay local.
+    A *vector* of this layout is a float32 tensor of shape ``(P,)`` with ``P = size``; each tensor occupies a
+    contiguous range of it, in C order. Integer buffers (``num_batches_tracked``) are not part of the vector and never
+    leave a site.
 
     Attributes:
-        entries: the tensors, in order.
-        base: sha256 of the tensors that are part of the module but not of the layout (:func:`frozen`): every end
-            makes them itself, and ends whose base differs have different fingerprints. Empty: there are none.
-        skeleton: the network without its numbers (on torch's ``meta`` device), for what needs to know how tensors
-            connect; None where only the tensors are known. Two layouts are equal whatever their skeletons.
+        tensors: the tensors, in the order of the vector.
+        base_model_digest: sha256 of the frozen base model (:func:`get_frozen_tensors`), empty if there is none. Every
+            endpoint builds the base model itself; the digest enters the fingerprint, so endpoints with different base
+            models reject each other's messages.
+        skeleton: the network on torch's ``meta`` device, that is without values, for code that needs to know how
+            tensors connect; None if only the tensors are known. It takes no part in comparisons.
     """
 
     tensors: tuple[TensorSpec, ...]
-    base: str = ""
+    base_model_digest: str = ""
     skeleton: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_module(cls, module: nn.Module) -> Layout:
-        """Layout of a module: all that is not its frozen base.
+        """Build the layout of a module, without its frozen base model.
 
         Raises:
             ConfigError: a parameter is not float32.
         """
-        roles, base = _roles(module), get_frozen_tensors(module)
+        roles, frozen = _find_roles(module), get_frozen_tensors(module)
         for name, p in module.named_parameters():
             if p.dtype != torch.float32:
                 raise ConfigError(f"parameter {name!r} is {p.dtype}; expected torch.float32: call model.float()")
         parameters = [
-            TensorSpec(n, tuple(p.shape), roles.get(n, "other")) for n, p in module.named_parameters() if n not in base
+            TensorSpec(name, tuple(p.shape), roles.get(name, "other"))
+            for name, p in module.named_parameters()
+            if name not in frozen
         ]
+        # Integer buffers stay local: float32 would round large counters, and averages of counts have no meaning.
         buffers = [
-            TensorSpec(n, tuple(b.shape), "buffer")
-            for n, b in module.named_buffers()
-            if b is not None and b.is_floating_point() and n not in base
+            TensorSpec(name, tuple(b.shape), "buffer")
+            for name, b in module.named_buffers()
+            if b is not None and b.is_floating_point() and name not in frozen
         ]
-        return cls(tuple(parameters + buffers), _digest(base), _skeleton(module))
+        return cls(tuple(parameters + buffers), _compute_base_model_digest(frozen), _build_skeleton(module))
 
     @cached_property
     def size(self) -> int:
         """P, the number of scalars."""
-        return sum(entry.size for entry in self.tensors)
+        return sum(spec.size for spec in self.tensors)
 
     @cached_property
     def trainable_size(self) -> int:
-        """Number of scalars that are parameters; they come first in a vector, buffers after them."""
-        return sum(entry.size for entry in self.tensors if entry.role != "buffer")
+        """Number of scalars that are parameters; they precede the buffers in a vector."""
+        return sum(spec.size for spec in self.tensors if spec.role != "buffer")
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits that differ for any other names, shapes, roles, order or frozen base."""
-        listed: list[object] = [[e.name, list(e.shape), e.role] for e in self.tensors]
-        text = json.dumps(listed + ([self.base] if self.base else []), separators=(",", ":"))
+        """32 hex digits; layouts that differ in names, shapes, roles, order or base model have different ones."""
+        rows: list[object] = [[spec.name, list(spec.shape), spec.role] for spec in self.tensors]
+        digests = [self.base_model_digest] if self.base_model_digest else []
+        text = json.dumps(rows + digests, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Start of each entry in a vector, and P at the end."""
+        """Start of each tensor in a vector, followed by P."""
         starts = [0]
-        for entry in self.tensors:
-            starts.append(starts[-1] + entry.size)
+        for spec in self.tensors:
+            starts.append(starts[-1] + spec.size)
         return tuple(starts)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The vector ``(P,)`` of named tensors; a copy."""
+        """Copy named tensors into one vector ``(P,)``."""
         if not self.tensors:
             return torch.zeros(0)
-        return torch.cat([tensors[entry.name].detach().reshape(-1) for entry in self.tensors])
+        return torch.cat([tensors[spec.name].detach().reshape(-1) for spec in self.tensors])
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of ``vector`` ``(P,)``, one per tensor; nothing is copied."""
-        pieces = vector.split([entry.size for entry in self.tensors])
-        return {e.name: piece.view(e.shape) for e, piece in zip(self.tensors, pieces, strict=True)}
+        """Return views of ``vector`` ``(P,)``, one per tensor; nothing is copied."""
+        pieces = vector.split([spec.size for spec in self.tensors])
+        return {spec.name: piece.view(spec.shape) for spec, piece in zip(self.tensors, pieces, strict=True)}
 
-    def select(self, wanted: Callable[[TensorSpec], bool]) -> Tensor:
-        """Bool vector ``(P,)``: the entries of the tensors that satisfy ``wanted``."""
-        on = torch.zeros(self.size, dtype=torch.bool)
-        for entry, start in zip(self.tensors, self.offsets, strict=False):
-            on[start : start + entry.size] = wanted(entry)
-        return on
+    def select(self, predicate: Callable[[TensorSpec], bool]) -> Tensor:
+        """Return a bool vector ``(P,)``: the entries of the tensors that satisfy ``predicate``."""
+        bits = torch.zeros(self.size, dtype=torch.bool)
+        for spec, start in zip(self.tensors, self.offsets, strict=False):
+            bits[start : start + spec.size] = predicate(spec)
+        return bits
 
 
-def _skeleton(module: nn.Module) -> nn.Module:
-    """A copy that shares nothing with the module and holds no numbers."""
-    shapes: dict[int, Tensor] = {id(b): b.to("meta") for b in module.buffers()}
-    shapes |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, shapes)
+def _build_skeleton(module: nn.Module) -> nn.Module:
+    """Copy a module onto the ``meta`` device: the copy holds no values and shares nothing with the module."""
+    # deepcopy takes the second argument as its memo: each tensor is replaced by its meta twin instead of being copied.
+    memo: dict[int, Tensor] = {id(b): b.to("meta") for b in module.buffers()}
+    memo |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, memo)
 
 
 def get_frozen_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The base of an adapted network, by name: parameters that require no gradient, and with them the float buffers of
-    modules that own no other parameter. Empty for a network that trains as a whole.
+    """Return the tensors of the frozen base model under adapters, by name; empty if every parameter trains.
+
+    These are the parameters that require no gradient, and the float buffers of every module that owns no trainable
+    parameter.
     """
-    base = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
-    if not base:
-        return base
+    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+    if not frozen:
+        return frozen
     for prefix, part in module.named_modules():
         if all(not p.requires_grad for p in part.parameters(recurse=False)):
-            base |= {n: b for n, b in part.named_buffers(prefix, recurse=False) if b.is_floating_point()}
-    return base
+            frozen |= {name: b for name, b in part.named_buffers(prefix, recurse=False) if b.is_floating_point()}
+    return frozen
 
 
-def _digest(base: Mapping[str, Tensor]) -> str:
-    if not base:
+def _compute_base_model_digest(frozen: Mapping[str, Tensor]) -> str:
+    if not frozen:
         return ""
-    total = hashlib.sha256()
-    for name, tensor in sorted(base.items()):
-        total.update(f"{name}{tuple(tensor.shape)}".encode())
-        total.update(tensor.cpu().contiguous().numpy().astype("<f4", copy=False).data)
-    return total.hexdigest()
+    digest = hashlib.sha256()
+    for name, tensor in sorted(frozen.items()):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().numpy().astype("<f4", copy=False).data)
+    return digest.hexdigest()
 
 
-def _roles(module: nn.Module) -> dict[str, Role]:
+def _find_roles(module: nn.Module) -> dict[str, Role]:
     roles: dict[str, Role] = {}
     for prefix, part in module.named_modules():
         for name, _ in part.named_parameters(recurse=False):
-            full = f"{prefix}.{name}" if prefix else name
+            path = f"{prefix}.{name}" if prefix else name
             if isinstance(part, _NORM):
-                roles[full] = "norm"
+                roles[path] = "norm"
             elif isinstance(part, _WEIGHTED) and name in ("weight", "bias"):
-                roles[full] = "weight" if name == "weight" else "bias"
+                roles[path] = "weight" if name == "weight" else "bias"
     return roles
 
 
 def compute_digest(weights: Tensor) -> str:
-    """sha256 of a vector's float32 bytes, little-endian."""
+    """Return the sha256 of a vector's little-endian float32 bytes."""
     return hashlib.sha256(weights.to(torch.float32).numpy().astype("<f4", copy=False).tobytes()).hexdigest()

@@ -1,4 +1,8 @@
-"""Seeds derived from (run seed, labels): the same inputs give the same bits, in any process and any order."""
+"""Seeds derived from the run's seed and labels.
+
+A stream depends on its labels alone, not on how many numbers other streams have drawn: the same inputs give the same
+bits in any process and in any order of calls.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,21 @@ import torch
 
 
 def derive_seed(seed: int, *labels: object) -> int:
-    """A 63-bit seed for the stream that the labels name, e.g. ``derive(1, "train", "site-2", 7)``."""
+    """Return a 63-bit seed for the stream named by the labels, e.g. ``derive_seed(1, "train", "site-2", 7)``."""
+    # The separator keeps ("a", "bc") and ("ab", "c") apart.
     text = "\x1f".join(str(part) for part in (seed, *labels))
+    # 63 bits: torch takes seeds as signed 64-bit integers.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def make_generator(seed: int, *labels: object) -> torch.Generator:
-    """A generator of its own for one stream."""
+    """Return a new generator for the stream named by the labels."""
     return torch.Generator().manual_seed(derive_seed(seed, *labels))
 
 
 @contextmanager
 def seed_torch(seed: int) -> Iterator[None]:
-    """Torch's global generator (dropout, initialisation) starts at ``seed`` inside, and goes on as before after."""
+    """Seed torch's global generators (dropout, initialisation) within the context; restore their state on exit."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
@@ -30,10 +36,13 @@ def seed_torch(seed: int) -> Iterator[None]:
 
 @contextmanager
 def limit_threads(count: int) -> Iterator[None]:
-    """A fixed number of torch threads: another number ends in other bits."""
-    before = torch.get_num_threads()
+    """Set the number of torch threads within the context; restore it on exit.
+
+    The number of threads changes the order of floating-point sums, and with it the bits of the result.
+    """
+    previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)

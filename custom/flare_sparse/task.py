@@ -1,4 +1,4 @@
-"""Task: what a site brings. Core and methods know this file only; ready tasks are in ``tasks/``."""
+"""Task: the interface between a learning problem and the package. Ready-made tasks are in ``tasks/``."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class TaskConfig(BaseModel):
-    """Base of a task's settings; an unknown field is an error."""
+    """Base class of a task's settings; an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True)
 class Metric:
-    """The figure a task is judged by: its key in the metrics, its unit, and which way is better."""
+    """The metric that models are compared by: its key, its unit, and whether lower or higher is better."""
 
     name: str
     unit: str
     mode: Literal["min", "max"]
 
     def is_better(self, new: float, old: float) -> bool:
+        """Return whether ``new`` is strictly better than ``old``."""
         return new < old if self.mode == "min" else new > old
 
 
 @dataclass(frozen=True)
 class SiteData:
-    """Where one site's examples lie. Set at the site, never in the job.
+    """Location of one site's examples. Set at the site, never in the job.
 
     Attributes:
         site: name of the site.
         path: folder or file.
-        subset: identifiers of the examples that belong to the site; None for all of them.
-        methods: by method's name, settings that the site chooses for itself where the method lets it.
+        subset: identifiers of the site's examples; None for all examples of ``path``.
+        methods: settings that the site chooses for itself, by name of the method.
     """
 
     site: str
@@ -53,7 +54,7 @@ class SiteData:
 
 @dataclass(frozen=True)
 class Examples:
-    """A site's training and test examples. ``skipped`` counts those left out because they cannot be used."""
+    """A site's training and test examples; ``skipped`` counts unusable examples that are in neither."""
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -61,20 +62,22 @@ class Examples:
 
     @property
     def n_train(self) -> int:
+        """Number of training examples."""
         return len(self.train)  # type: ignore[arg-type]
 
     @property
     def n_test(self) -> int:
+        """Number of test examples."""
         return len(self.test)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """What the simulator's partitioners need to know of a data set: one entry per example.
+    """Index of a data set, one item per example; the simulator partitions it into sites.
 
     Attributes:
-        ids: identifiers, unique.
-        columns: per example, such as ``site``, ``age``, ``label``; strings or numbers.
+        ids: unique identifiers.
+        columns: per-example values such as ``site``, ``age``, ``label``; strings or numbers.
     """
 
     ids: tuple[str, ...]
@@ -82,14 +85,14 @@ class Cohort:
 
 
 class Task(ABC):
-    """One learning problem, the same on the server and on every site.
+    """One learning problem, the same on the server and at every site.
 
-    A user's own task subclasses this in a module of theirs (docs/own-task.md). The server only calls ``model()``;
-    ``load`` runs at a site and nothing of what it returns leaves it.
+    A user task subclasses this class in the user's own module (docs/own-task.md). The server calls only ``model``;
+    ``load`` runs at a site, and the examples that it returns stay there.
 
     Attributes:
-        Config: its settings.
-        metric: the figure that rounds and models are compared by.
+        Config: class of the settings.
+        metric: the metric that rounds and models are compared by.
     """
 
     Config: ClassVar[type[TaskConfig]] = TaskConfig
@@ -100,48 +103,48 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A freshly initialised network (float32). Random numbers come from torch's global generator."""
+        """Return a newly initialised float32 network. Random numbers come from torch's global generator."""
 
     @abstractmethod
     def load(self, data: SiteData, seed: int) -> Examples:
-        """The site's examples, split into train and test; the split depends on ``seed`` only.
+        """Load the site's examples, split into training and test; the split depends on ``seed`` only.
 
         Raises:
-            DataError: the data is missing or unusable; the message names files and fields.
+            DataError: the data is missing or invalid; the message names files and fields.
         """
 
     def cohort(self, path: Path) -> Cohort:
-        """The index of a data set, for the simulator to split into sites; nothing else calls it.
+        """Return the index of a data set; only the simulator calls it, to partition the examples into sites.
 
         Raises:
-            DataError: there is no such data set.
-            NotImplementedError: the task cannot be split by the simulator.
+            DataError: the data set does not exist.
+            NotImplementedError: the task does not support partitioning.
         """
         raise NotImplementedError(f"{type(self).__name__} has no cohort(); give each simulated site its own folder")
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean loss over one batch, a scalar."""
+        """Return the mean loss over one batch, a scalar."""
 
     @abstractmethod
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Predictions and targets of one batch, both with the batch as first dimension, in the metric's unit."""
+        """Return predictions and targets of one batch in the metric's unit; the first dimension is the batch."""
 
     @abstractmethod
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        """Figures over all test examples; ``metric.name`` must be among them."""
+        """Return the metrics over all test examples; ``metric.name`` must be among them."""
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Write a trained model into ``folder`` in the form that others open: here ``model.safetensors``, its state.
+        """Write a trained model to ``folder`` in a format that other tools read; by default ``model.safetensors``.
 
-        Integers (counters, tables of positions) are made with the network and left out.
+        Integer tensors (counters, position tables) are not saved: ``model`` creates them.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        state = {n: v.contiguous() for n, v in model.state_dict().items() if v.is_floating_point()}
+        state = {name: v.contiguous() for name, v in model.state_dict().items() if v.is_floating_point()}
         safetensors.torch.save_file(state, folder / "model.safetensors")
 
     def evaluate(self, model: nn.Module, test: Dataset[Any], batch_size: int = 16) -> dict[str, float]:
-        """``metrics`` over a data set, with the model in evaluation mode; empty for an empty data set."""
+        """Return ``metrics`` over a data set, with the model in eval mode; empty for an empty data set."""
         if not len(test):  # type: ignore[arg-type]
             return {}
         was_training = model.training
@@ -153,6 +156,6 @@ class Task(ABC):
         return self.metrics(predictions, targets)
 
 
-def iterate_minibatches(dataset: Dataset[Any], batch_size: int, make_generator: torch.Generator) -> Iterator[Any]:
-    """One pass over the data in random order; the last batch may be smaller."""
-    yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=make_generator)
+def iterate_minibatches(dataset: Dataset[Any], batch_size: int, generator: torch.Generator) -> Iterator[Any]:
+    """Yield the minibatches of one pass over the data in random order; the last one may be smaller."""
+    yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=generator)

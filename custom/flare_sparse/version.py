@@ -1,4 +1,4 @@
-"""The version of this package, as it stands in the code that runs: a job may bring another than the one installed."""
+"""Version of the running code. A job may carry its own copy of the package, so installed metadata may differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Robust sums: exact against numpy, over the owners of a coordinate, and out of reach of a few hostile sites."""
+"""Robust aggregation: equal to numpy, over the owners of an entry, and not moved far by a hostile site."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from flare_sparse.aggregation.robust import AggregationRule, aggregate, clip_deltas
 from flare_sparse.aggregation.weighted import weigh_by_examples, weighted_sum
-from flare_sparse.exchange import Contribution, Patch
+from flare_sparse.exchange import Content, Contribution, Patch
 from flare_sparse.mask import Mask
 
 MEDIAN, TRIMMED = AggregationRule(rule="median"), AggregationRule(rule="trimmed_mean", trim=0.25)
 
 
-def update(i: int, values: torch.Tensor, on: Mask | None = None, content: str = "weights") -> Contribution:
-    return Contribution(f"site-{i}", Patch.from_vector(values, on or Mask.full(values.numel())), content, 10 + i)  # type: ignore[arg-type]
+def update(i: int, values: torch.Tensor, mask: Mask | None = None, content: Content = "weights") -> Contribution:
+    return Contribution(f"site-{i}", Patch.from_vector(values, mask or Mask.full(values.numel())), content, 10 + i)
 
 
 def dense(sites: int, size: int = 50, seed: int = 0) -> list[Contribution]:
@@ -25,39 +25,40 @@ def dense(sites: int, size: int = 50, seed: int = 0) -> list[Contribution]:
     return [update(i, torch.randn(size, generator=draw)) for i in range(sites)]
 
 
-def rows(updates: list[Contribution]) -> np.ndarray:
-    return np.stack([u.patch.values.double().numpy() for u in updates])
+def rows(contributions: list[Contribution]) -> np.ndarray:
+    return np.stack([u.patch.values.double().numpy() for u in contributions])
 
 
-def test_the_mean_is_the_weighted_sum_bit_for_bit() -> None:
+def test_mean_equals_the_weighted_sum_bit_for_bit() -> None:
     updates = dense(5)
     assert torch.equal(aggregate(updates, torch.zeros(50), AggregationRule()), weighted_sum(updates, weigh_by_examples))
 
 
 @pytest.mark.parametrize("sites", [3, 4, 5, 8])
-def test_the_median_is_numpys(sites: int) -> None:
+def test_median_equals_numpys(sites: int) -> None:
     updates = dense(sites)
     expected = np.median(rows(updates), axis=0).astype(np.float32)
     assert np.array_equal(aggregate(updates, torch.zeros(50), MEDIAN).numpy(), expected)
 
 
 @pytest.mark.parametrize("sites", [4, 8, 9])
-def test_the_trimmed_mean_leaves_out_as_many_at_each_end(sites: int) -> None:
+def test_trimmed_mean_leaves_out_the_same_number_at_each_end(sites: int) -> None:
     updates = dense(sites)
     inner = np.sort(rows(updates), axis=0)[sites // 4 : sites - sites // 4]
     assert np.allclose(aggregate(updates, torch.zeros(50), TRIMMED).numpy(), inner.mean(0), atol=1e-7)
 
 
-def test_only_the_owners_of_a_coordinate_count_and_too_few_change_nothing() -> None:
-    on = [Mask(torch.tensor(row, dtype=torch.bool)) for row in ([1, 1, 0, 1], [1, 1, 0, 0], [1, 0, 1, 1], [1, 1, 0, 0])]
-    updates = [update(i, torch.full((4,), float(i + 1)), mask) for i, mask in enumerate(on)]
+def test_only_owners_of_an_entry_count_and_too_few_owners_keep_it() -> None:
+    bits = ([1, 1, 0, 1], [1, 1, 0, 0], [1, 0, 1, 1], [1, 1, 0, 0])
+    masks = [Mask(torch.tensor(row, dtype=torch.bool)) for row in bits]
+    updates = [update(i, torch.full((4,), float(i + 1)), mask) for i, mask in enumerate(masks)]
     before = torch.tensor([9.0, 9.0, 9.0, 9.0])
     assert aggregate(updates, before, MEDIAN).tolist() == [2.5, 2.0, 9.0, 9.0]
 
 
-def test_outside_a_shared_mask_stays_zero() -> None:
-    on = Mask(torch.tensor([True, False, True]))
-    updates = [update(i, torch.full((3,), float(i)), on) for i in range(3)]
+def test_entries_outside_a_common_mask_become_zero() -> None:
+    mask = Mask(torch.tensor([True, False, True]))
+    updates = [update(i, torch.full((3,), float(i)), mask) for i in range(3)]
     assert aggregate(updates, torch.tensor([5.0, 0.0, 5.0]), MEDIAN).tolist() == [1.0, 0.0, 1.0]
 
 
@@ -66,7 +67,7 @@ def test_outside_a_shared_mask_stays_zero() -> None:
     hostile=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=4, max_size=4),
     rule=st.sampled_from([MEDIAN, TRIMMED]),
 )
-def test_one_hostile_site_moves_no_coordinate_out_of_the_honest_range(
+def test_one_hostile_site_moves_no_entry_out_of_the_honest_range(
     honest: list[list[float]], hostile: list[float], rule: AggregationRule
 ) -> None:
     everyone = [update(i, torch.tensor(row)) for i, row in enumerate([*honest, hostile])]
@@ -77,36 +78,36 @@ def test_one_hostile_site_moves_no_coordinate_out_of_the_honest_range(
 
 
 @given(order=st.permutations(range(6)))
-def test_the_order_of_arrival_does_not_show(order: list[int]) -> None:
+def test_order_of_arrival_does_not_change_a_bit_of_a_robust_aggregate(order: list[int]) -> None:
     updates = dense(6)
     shuffled = [updates[i] for i in order]
     for rule in (MEDIAN, TRIMMED):
         assert torch.equal(aggregate(shuffled, torch.zeros(50), rule), aggregate(updates, torch.zeros(50), rule))
 
 
-def test_a_long_change_is_shortened_and_said() -> None:
+def test_long_delta_is_clipped_and_its_norm_returned() -> None:
     before = torch.ones(4)
     near, far = update(0, before + 0.1), update(1, before + 100.0)
-    kept, cut = clip_deltas([near, far], before, 2.0)
-    assert kept[0] is near
-    assert cut == {"site-1": pytest.approx(200.0)}
-    assert float((kept[1].patch.values - before).norm()) == pytest.approx(2.0, rel=1e-6)
+    clipped, norms = clip_deltas([near, far], before, 2.0)
+    assert clipped[0] is near
+    assert norms == {"site-1": pytest.approx(200.0)}
+    assert float((clipped[1].patch.values - before).norm()) == pytest.approx(2.0, rel=1e-6)
     assert clip_deltas([near, far], before, None) == ([near, far], {})
 
 
-def test_scores_are_not_clipped_and_differences_are_as_they_are() -> None:
-    scores, change = (
+def test_scores_are_not_clipped_and_deltas_are_measured_from_zero() -> None:
+    scores, delta = (
         update(0, torch.full((4,), 50.0), content="scores"),
         update(1, torch.full((4,), 50.0), content="delta"),
     )
-    kept, cut = clip_deltas([scores, change], torch.full((4,), 49.0), 1.0)
-    assert kept[0] is scores
-    assert list(cut) == ["site-1"]
+    clipped, norms = clip_deltas([scores, delta], torch.full((4,), 49.0), 1.0)
+    assert clipped[0] is scores
+    assert list(norms) == ["site-1"]
 
 
 @pytest.mark.parametrize(
-    ("combine", "sites"),
+    ("rule", "sites"),
     [(AggregationRule(), 1), (MEDIAN, 3), (TRIMMED, 4), (AggregationRule(rule="trimmed_mean"), 10)],
 )
-def test_a_rule_says_how_many_sites_it_needs(combine: AggregationRule, sites: int) -> None:
-    assert combine.min_sites_needed == sites
+def test_rule_needs_enough_sites_to_outvote_one(rule: AggregationRule, sites: int) -> None:
+    assert rule.min_sites_needed == sites

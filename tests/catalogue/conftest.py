@@ -1,10 +1,10 @@
-"""A federation of three sites in this process, whose second site sends what a test makes of its honest answer."""
+"""A federation of three sites in this process, whose second site sends what a test makes of its honest update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 import torch
 import toy
+from local_federation import RUN, LocalFederation, Upload
 
 from flare_sparse.aggregation.weighted import weigh_by_examples, weighted_sum
-from flare_sparse.endpoints.server import ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.errors import WireError
 from flare_sparse.exchange import Assignment, Patch, Request, Update, UpdateSpec
-from flare_sparse.federation import Federation, Outcome, RoundRules
+from flare_sparse.federation import Outcome, RoundRules
 from flare_sparse.mask import Mask
 from flare_sparse.methods import Method
 from flare_sparse.methods.method import MethodConfig, broadcast
@@ -31,82 +29,86 @@ from flare_sparse.wire.envelope import HEADER_BYTES, Header, read_header, write_
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
 
-RUN, HOSTILE, OTHERS = "0" * 16, "site-2", ["site-1", "site-3"]
-SITES = sorted([HOSTILE, *OTHERS])
+HOSTILE, HONEST = "site-2", ["site-1", "site-3"]
+SITES = sorted([HOSTILE, *HONEST])
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A message taken apart; ``sealed`` puts it together with checksums that hold, as a forger would."""
+    """Header, selection and values of a message."""
 
     header: Header
     selection: bytes
     values: bytes
 
     @classmethod
-    def of(cls, message: np.ndarray) -> Parts:
+    def from_message(cls, message: np.ndarray) -> Parts:
         header = read_header(message)
-        cut = HEADER_BYTES + header.selection_bytes
+        selection_end = HEADER_BYTES + header.selection_bytes
         width = 4 if header.values == 1 else 2
         values = message[header.values_start : header.values_start + width * header.scalars]
-        return cls(header, message[HEADER_BYTES:cut].tobytes(), values.tobytes())
+        return cls(header, message[HEADER_BYTES:selection_end].tobytes(), values.tobytes())
 
-    def sealed(self, **fields: Any) -> np.ndarray:
-        """The message, with other header fields than its parts have."""
+    def to_message(self, **header_fields: Any) -> np.ndarray:
+        """Return the message, with valid checksums, after changing some fields of its header."""
         header = replace(self.header, selection_bytes=len(self.selection))
         buffer = np.zeros(header.values_start + -(-len(self.values) // 8) * 8, np.uint8)
         buffer[HEADER_BYTES : HEADER_BYTES + len(self.selection)] = np.frombuffer(self.selection, np.uint8)
         buffer[header.values_start : header.values_start + len(self.values)] = np.frombuffer(self.values, np.uint8)
-        write_header(replace(header, **fields), buffer)
+        write_header(replace(header, **header_fields), buffer)
         return buffer
 
 
 @dataclass(frozen=True)
-class Sent:
-    """An answer and what came beside it, with both desks at hand."""
-
-    message: Any
-    examples: Any
-    metrics: Any
-    request: Request
-    update: Update
-    site: SiteEndpoint
-    server: ServerEndpoint
+class Sent(Upload):
+    """An encoded upload, with ways to forge other messages from it."""
 
     @property
     def parts(self) -> Parts:
-        return Parts.of(self.message)
+        return Parts.from_message(self.message)
 
-    def sealed(self, **fields: Any) -> Sent:
-        """With other fields in the message's header."""
-        return replace(self, message=self.parts.sealed(**fields))
+    def with_header(self, **header_fields: Any) -> Sent:
+        """Return the upload with other fields in the message's header."""
+        return replace(self, message=self.parts.to_message(**header_fields))
 
-    def said(self, selection: bytes) -> Sent:
-        """With other bytes for the selection."""
-        return replace(self, message=replace(self.parts, selection=selection).sealed())
+    def with_selection(self, selection: bytes) -> Sent:
+        """Return the upload with other bytes as its selection."""
+        return replace(self, message=replace(self.parts, selection=selection).to_message())
 
-    def on(self, encoding: str, on: Mask, values: ValueType = "float32") -> Sent:
-        """Ones on other entries than were asked for, in a given encoding."""
-        update = replace(self.update, patch=Patch.from_vector(torch.ones(on.size), on))
-        with forced(encoding), patch.object(self.site, "values", values):
-            return replace(self, message=self.site.encode(self.request, update).data)
-
-    def arriving(self) -> Update:
-        return self.server.decode(HOSTILE, self.message, self.examples, self.metrics)
+    def with_mask(self, encoding: str, mask: Mask, values: ValueType = "float32") -> Sent:
+        """Return an upload of ones at the entries of ``mask``, in a given encoding."""
+        update = replace(self.update, patch=Patch.from_vector(torch.ones(mask.size), mask))
+        with force_encoding(encoding), patch.object(self.endpoint, "values", values):
+            return replace(self, message=self.endpoint.encode(self.request, update).data)
 
 
 Attack = Callable[[Sent], Any]
-"""What leaves the hostile site instead of its answer; None: nothing. An update has been decoded already."""
+"""Returns what the hostile site sends instead of its upload: another upload, or None for nothing."""
 
 
-def forced(name: str | None) -> Any:
-    """Within this, every selection is said by one encoding, whether or not another takes fewer bytes; None: as ever."""
+def force_encoding(name: str | None) -> Any:
+    """Return a context in which every selection is encoded by ``name``, even if another takes fewer bytes.
+
+    None leaves the choice to the codec.
+    """
     if name is None:
         return nullcontext()
     encoding = ENCODINGS[name]
     return patch.object(
-        codec, "choose_encoding", lambda on, known, layout: (encoding, encoding.encode(on, known, layout))
+        codec,
+        "choose_encoding",
+        lambda mask, base_mask, layout, encodings: (encoding, encoding.encode(mask, base_mask, layout)),
     )
+
+
+class EncodingFederation(LocalFederation):
+    """A local federation whose training updates are written by one encoding."""
+
+    encoding: str | None = None
+
+    def encode(self, upload: Upload) -> Any:
+        with force_encoding(None if upload.request.kind == "evaluate" else self.encoding):
+            return super().encode(upload)
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,16 @@ class State:
     weights: torch.Tensor
 
 
-class Picked(Method[State]):
-    """The sites send how the entries ``on`` have changed, whichever those are."""
+class SelectedDelta(Method[MethodConfig, State]):
+    """FedAvg whose sites send the delta of the entries of ``selection``, whichever those are.
 
-    name = "picked"
-    on: Mask
+    With ``is_free`` the server does not check the selection.
+    """
+
+    name = "selected_delta"
+    selection: Mask
     trainable: Mask
-    free = False
+    is_free = False
 
     def init(self, weights: torch.Tensor, sites: Any) -> State:
         return State(1, weights)
@@ -129,17 +134,13 @@ class Picked(Method[State]):
     def ask(self, state: State, sites: Any) -> dict[str, Request] | None:
         if state.round > self.config.rounds:
             return None
-        expected = None if self.free else self.on
-        return broadcast(
-            sites,
-            Assignment(
-                Request("train", state.round, self.model(state), self.trainable), UpdateSpec("delta", mask=expected)
-            ),
-        )
+        expected = UpdateSpec("delta", mask=None if self.is_free else self.selection)
+        request = Request("train", state.round, self.model(state), self.trainable)
+        return broadcast(sites, Assignment(request, expected))
 
     def answer(self, request: Request, site: Any) -> Update:
         trained = site.train(site.weights, request.trainable, self.config.training, request.round)
-        return Update(Patch.from_vector(trained - site.weights, self.on), "delta", site.num_examples)
+        return Update(Patch.from_vector(trained - site.weights, self.selection), "delta", site.num_examples)
 
     def learn(self, state: State, updates: Any) -> State:
         return State(state.round + 1, state.weights + weighted_sum(updates, weigh_by_examples))
@@ -148,14 +149,14 @@ class Picked(Method[State]):
         return Patch.from_vector(state.weights, self.full_mask)
 
 
-def _random(size: int, share: float, seed: int) -> Mask:
-    return Mask(torch.rand(size, generator=torch.Generator().manual_seed(seed)) < share)
+def draw_mask(size: int, density: float, seed: int) -> Mask:
+    return Mask(torch.rand(size, generator=torch.Generator().manual_seed(seed)) < density)
 
 
-def selections(layout: Any) -> dict[str, tuple[Mask, Mask]]:
-    """For every encoding, the entries that a site is to send and those that may change."""
+def build_selections(layout: Any) -> dict[str, tuple[Mask, Mask]]:
+    """Return, for every encoding, the mask of the entries to send and the mask of the trainable entries."""
     size = layout.size
-    full, most, some = Mask.full(size), _random(size, 0.7, 1), _random(size, 0.4, 2)
+    full, most, some = Mask.full(size), draw_mask(size, 0.7, 1), draw_mask(size, 0.4, 2)
     few, rows = torch.zeros(size, dtype=torch.bool), layout.unflatten(torch.zeros(size, dtype=torch.bool))
     few[[0, 3, 14, 30, 125, 139]] = True
     rows["0.weight"][[0, 3]] = True
@@ -172,21 +173,29 @@ def selections(layout: Any) -> dict[str, tuple[Mask, Mask]]:
 
 
 class Wire:
-    """Runs of one encoding: what is refused has its code in the round's record and leaves no other trace."""
+    """Runs with one encoding, in which a rejection leaves a code in the round's record and no other trace.
 
-    def __init__(self, encoding: str, values: ValueType = "float32", *, free: bool = False):
-        self.encoding, self.values, self.free = encoding, values, free
-        self.bench = toy.Bench(toy.Plain())
+    Args:
+        encoding: writes every training update.
+        values: number format.
+        is_free: whether a site may choose what it sends.
+    """
+
+    def __init__(self, encoding: str, values: ValueType = "float32", *, is_free: bool = False):
+        self.encoding: str | None = encoding
+        self.values, self.is_free = values, is_free
+        self.bench = toy.ToyBench(toy.Plain())
         self.layout = self.bench.layout
-        self.on, self.trainable = selections(self.layout)[encoding]
+        self.selection, self.trainable = build_selections(self.layout)[encoding]
 
-    def method(self, rounds: int) -> Method[Any]:
+    def build_method(self, rounds: int) -> Method[Any, Any]:
         training = {"lr": 0.05, "epochs": 1, "batch_size": 16}
-        made = Picked(MethodConfig.model_validate({"rounds": rounds, "training": training}), self.layout, 1)
-        made.on, made.trainable, made.free = self.on, self.trainable, self.free
-        return made
+        config = MethodConfig.model_validate({"rounds": rounds, "training": training})
+        method = SelectedDelta(config, self.layout, 1)
+        method.selection, method.trainable, method.is_free = self.selection, self.trainable, self.is_free
+        return method
 
-    def play(
+    def run(
         self,
         attack: Callable[[int, Sent], Any] = lambda t, sent: sent,
         rounds: int = 2,
@@ -194,82 +203,65 @@ class Wire:
         rules: RoundRules | None = None,
         hostile: tuple[str, ...] = (HOSTILE,),
     ) -> tuple[Outcome, Ledger]:
-        """A run in which the hostile sites answer questions of training with what ``attack`` makes of their answer."""
-        method, ledger = self.method(rounds), Ledger()
-        server = ServerEndpoint(self.layout, RUN, self.values, ledger)
-        made = self.bench.sites()
-        endpoints = {name: SiteEndpoint(made[name], method, RUN, self.values) for name in sites}
+        """Return outcome and ledger of a run whose hostile sites send what ``attack`` makes of each upload."""
 
-        def answered(name: str, message: Any) -> Any:
-            endpoint = endpoints[name]
-            request = endpoint.receive(message)
-            update = endpoint.answer(request)
-            if request.kind == "evaluate":
-                return server.decode(name, endpoint.encode(request, update).data, update.num_examples, update.metrics)
-            with forced(self.encoding):
-                data = endpoint.encode(request, update).data.copy()
-            sent = Sent(data, update.num_examples, update.metrics, request, update, endpoint, server)
-            sent = attack(request.round, sent) if name in hostile else sent
-            if not isinstance(sent, Sent):
-                return sent
-            return server.decode(name, sent.message, sent.examples, sent.metrics)
+        def change_message(upload: Upload) -> Any:
+            if upload.request.kind == "evaluate" or upload.site not in hostile:
+                return upload
+            sent = Sent(**{field.name: getattr(upload, field.name) for field in fields(Upload)})
+            return attack(upload.request.round, sent)
 
-        def carry(question: Any) -> dict[str, Any]:
-            replies: dict[str, Any] = {}
-            for name, message in question.messages.items():
-                try:
-                    reply = answered(name, message)
-                except WireError as error:
-                    reply = error
-                if reply is not None:
-                    replies[name] = reply
-            return replies
+        federation = EncodingFederation(
+            self.build_method(rounds),
+            self.bench,
+            sites={name: site for name, site in self.bench.sites().items() if name in sites},
+            rules=rules or RoundRules(quarantine_after=0),
+            values=self.values,
+        )
+        federation.encoding, federation.change_message = self.encoding, change_message
+        return federation.run(), federation.ledger
 
-        rules = rules or RoundRules(quarantine_after=0)
-        federation = Federation(method, server, self.bench.task.metric, rules)
-        return federation.run(self.bench.weights, lambda: sites, carry), ledger
-
-    def refuses(self, *attacks: tuple[str, Attack]) -> None:
-        """One round for each attack and the code that it is refused with."""
+    def assert_rejects(self, *attacks: tuple[str, Attack]) -> None:
+        """Run one round for each attack, and assert that it is rejected with its code and changes nothing else."""
         rounds = len(attacks)
-        outcome, ledger = self.play(lambda t, sent: attacks[t - 1][1](sent), rounds)
+        outcome, ledger = self.run(lambda t, sent: attacks[t - 1][1](sent), rounds)
         *training, last = outcome.rounds
         assert [record.rejected for record in training] == [{HOSTILE: code} for code, _ in attacks]
-        assert all(record.sites_contributed == OTHERS and record.is_balanced for record in training)
-        assert last.sites_contributed == SITES, "the job lives, and the site may go on"
+        assert all(record.sites_contributed == HONEST and record.is_balanced for record in training)
+        assert last.sites_contributed == SITES, "the run continues, and so does the site"
         assert not [line for line in ledger.lines if (line.site, line.direction, line.kind) == (HOSTILE, "up", "train")]
-        assert compute_digest(outcome.weights) == self.without(rounds)
+        assert compute_digest(outcome.weights) == self.compute_digest_without_site(rounds)
 
-    def without(self, rounds: int = 2) -> str:
-        """The model's digest of a run that the site has no part in."""
-        return _without(self.encoding, self.values, self.free, rounds)
+    def compute_digest_without_site(self, rounds: int = 2) -> str:
+        """Return the digest of the final model of a run without the hostile site."""
+        return _compute_digest_without_site(self.encoding, self.values, self.is_free, rounds)
 
-    def undisturbed(self, rounds: int = 2) -> str:
-        """The model's digest of a run in which all three sites are honest."""
-        return compute_digest(self.play(rounds=rounds)[0].weights)
+    def compute_honest_digest(self, rounds: int = 2) -> str:
+        """Return the digest of the final model of a run of three honest sites."""
+        return compute_digest(self.run(rounds=rounds)[0].weights)
 
 
 @lru_cache
-def _without(encoding: str, values: ValueType, free: bool, rounds: int) -> str:
-    return compute_digest(Wire(encoding, values, free=free).play(rounds=rounds, sites=OTHERS)[0].weights)
+def _compute_digest_without_site(encoding: str, values: ValueType, is_free: bool, rounds: int) -> str:
+    outcome, _ = Wire(encoding, values, is_free=is_free).run(rounds=rounds, sites=HONEST)
+    return compute_digest(outcome.weights)
 
 
-class Ready(Wire):
-    """The same with a method of the package, whose messages are said in the fewest bytes."""
-
-    encoding = None  # type: ignore[assignment]
+class MethodWire(Wire):
+    """Runs of a method of the package, whose updates are written in the fewest bytes."""
 
     def __init__(self, name: str, values: ValueType = "float32", task: str = "Plain", **settings: Any):
         self.name, self.values, self.settings = name, values, settings
-        self.bench = toy.Bench(getattr(toy, task)())
+        self.encoding = None
+        self.bench = toy.ToyBench(getattr(toy, task)())
         self.layout = self.bench.layout
 
-    def method(self, rounds: int) -> Method[Any]:
-        made: Method[Any] = self.bench.method(self.name, rounds=rounds, **self.settings)
-        return made
+    def build_method(self, rounds: int) -> Method[Any, Any]:
+        method: Method[Any, Any] = self.bench.method(self.name, rounds=rounds, **self.settings)
+        return method
 
-    def without(self, rounds: int = 2) -> str:
-        return compute_digest(self.play(rounds=rounds, sites=OTHERS)[0].weights)
+    def compute_digest_without_site(self, rounds: int = 2) -> str:
+        return compute_digest(self.run(rounds=rounds, sites=HONEST)[0].weights)
 
 
 @pytest.fixture
@@ -279,5 +271,5 @@ def wire(encoding: str) -> Wire:
 
 @pytest.fixture
 def catalogue() -> SimpleNamespace:
-    """What rows that need another federation than ``wire`` make theirs of."""
-    return SimpleNamespace(Wire=Wire, Ready=Ready, Parts=Parts, RUN=RUN, toy=toy)
+    """What the rows that need another federation than ``wire`` build theirs from."""
+    return SimpleNamespace(Wire=Wire, MethodWire=MethodWire, Parts=Parts, RUN=RUN, toy=toy)

@@ -1,4 +1,4 @@
-"""Bad input, section 4: what a site's own data can be. Through the site's FLARE components and back, FOBS included."""
+"""Bad input, section 4: a site's own data, through the site's FLARE components and back, FOBS included."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from flare_sparse.wire.ledger import Ledger
 SHAPE = (12, 16, 12)
 SITES, OTHERS, HOSTILE = ["site-1", "site-2", "site-3"], ["site-1", "site-3"], "site-2"
 CANARY = "CANARY7f3a"
-"""Stands in the folder of the second site and in its subjects' names; nothing that leaves it may show it."""
+"""Part of the second site's folder and of its subjects' names; nothing that leaves the site may contain it."""
 
 Damage = Callable[[Path], None]
 
 
 class Hospital:
-    """One site: FLARE's filters and executor around its data, and what they leave on its disk."""
+    """One site: FLARE's filters and executor around its data."""
 
     def __init__(self, folder: Path, name: str, job: dict[str, Any], data: Path, subset: list[str] | None):
         for part in ("local", "run", "config"):
             (folder / part).mkdir(parents=True)
-        said = {"data": str(data), "subset": subset}
-        (folder / "local" / "flare_sparse.yaml").write_text(yaml.safe_dump(said))
+        settings = {"data": str(data), "subset": subset}
+        (folder / "local" / "flare_sparse.yaml").write_text(yaml.safe_dump(settings))
         (folder / "config" / "flare_sparse.yaml").write_text(yaml.safe_dump(job))
         workspace = SimpleNamespace(
             get_site_config_dir=lambda: str(folder / "local"),
@@ -67,8 +67,8 @@ class Hospital:
         self.fl_ctx = FLContextManager(engine=engine, identity_name=name, job_id="job").new_context()
         self.folder, self.executor = folder, SparseExecutor()
 
-    def sends(self, message: np.ndarray) -> bytes:
-        """What FLARE would put on the line."""
+    def reply(self, message: np.ndarray) -> bytes:
+        """Return the bytes that FLARE would send in reply to a request."""
         data = DecodeRequest().process(message_to_shareable(message, {}), self.fl_ctx)
         reply = self.executor.execute(TASK, data, self.fl_ctx, Signal())
         try:
@@ -92,15 +92,15 @@ class Hospitals:
         self.damaged = Path(shutil.copytree(brains, folder / CANARY))
         self.subjects = sorted(path.name for path in self.damaged.glob(f"sub-{CANARY}*"))
         self.subset: list[str] | None = self.subjects
-        self.left: list[bytes] = []
+        self.sent: list[bytes] = []
 
     def file(self, number: int) -> Path:
-        """The volume of one of the second site's subjects."""
+        """Return the volume of one of the second site's subjects."""
         name = self.subjects[number]
         return self.damaged / name / "anat" / f"{name}_T1w.nii.gz"
 
     def run(self, sites: list[str] = SITES) -> Outcome:
-        """FedAvg over two rounds."""
+        """Run FedAvg over two rounds."""
         self.runs += 1
         network = {"name": "brain_age_cnn_3mm", "channels": [2, 2], "reduced": 2}
         task = {"name": self.task, "shape": list(SHAPE), "spacing": [3, 3, 3], "downsample": 2, "model": network}
@@ -113,19 +113,21 @@ class Hospitals:
         server = FLContextManager(engine=engine, identity_name="server", job_id="job").new_context()
         self.hospitals = {name: self._hospital(name, job) for name in sites}
 
-        def carry(question: Any) -> dict[str, Any]:
+        def deliver(attempt: Any) -> dict[str, Any]:
             replies = {}
-            for name, message in question.messages.items():
-                sent = self.hospitals[name].sends(message)
-                self.left.append(sent)
-                result: Shareable = fobs.loads(sent)
+            for name, message in attempt.messages.items():
+                data = self.hospitals[name].reply(message)
+                self.sent.append(data)
+                result: Shareable = fobs.loads(data)
                 result.set_header(ServerCommandKey.FL_CLIENT, Client(name, "token"))
                 replies[name] = DecodeUpdate().process(result, server)[REPLY]
             return replies
 
         rules = RoundRules(quarantine_after=0)
-        federation = Federation(assembly.method, session.endpoint, assembly.task.metric, rules)
-        return federation.run(assembly.weights, lambda: sites, carry)
+        federation = Federation(
+            assembly.method, session.endpoint, assembly.task.metric, lambda: sites, deliver, rules=rules
+        )
+        return federation.run(assembly.weights)
 
     def _hospital(self, name: str, job: dict[str, Any]) -> Hospital:
         folder = self.folder / f"run-{self.runs}" / name
@@ -134,27 +136,27 @@ class Hospitals:
         number = int(name[-1])
         return Hospital(folder, name, job, self.brains, [f"sub-0{number}00{i}" for i in range(1, 4)])
 
-    def refuses(self, *damages: tuple[str, Damage]) -> str:
-        """Each damage to a subject of its own: found, named at the site, and only a code leaves it.
+    def assert_rejects(self, *damages: tuple[str, Damage]) -> str:
+        """Damage one subject each; assert that the site names each finding and that only a code leaves it.
 
-        Returns what the site is told.
+        Returns the error text at the site.
         """
         for number, (_, damage) in enumerate(damages):
             damage(self.file(number))
         outcome = self.run()
         assert all(record.rejected == {HOSTILE: "E_DATA"} for record in outcome.rounds)
         assert all(record.sites_contributed == OTHERS and record.is_balanced for record in outcome.rounds)
-        said = self.hospitals[HOSTILE].error
+        error = self.hospitals[HOSTILE].error
         for number, (finding, _) in enumerate(damages):
-            assert f"{self.subjects[number]}: {finding}" in said.replace(self.file(number).name, "FILE"), said
-        assert not any(CANARY.encode() in sent for sent in self.left)
+            assert f"{self.subjects[number]}: {finding}" in error.replace(self.file(number).name, "FILE"), error
+        assert not any(CANARY.encode() in sent for sent in self.sent)
         assert compute_digest(outcome.weights) == compute_digest(self.run(OTHERS).weights)
-        return said
+        return error
 
 
 @pytest.fixture(scope="module")
 def brains(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three subjects of sites 1 and 3, four of the second, whose names are to be kept secret."""
+    """Phantoms of three sites; the names of the second site's subjects contain the canary."""
     path = write_phantoms(tmp_path_factory.mktemp("brains") / "p", sites=3, subjects=4, seed=0, shape=SHAPE)
     table = path / "participants.tsv"
     table.write_text(table.read_text().replace("sub-0200", f"sub-{CANARY}"))
@@ -168,12 +170,12 @@ def brains(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hospitals(tmp_path: Path, brains: Path, monkeypatch: pytest.MonkeyPatch) -> Hospitals:
     monkeypatch.setenv(CHECKPOINTS_VARIABLE, "off")
-    flare_decomposers.register()  # what FLARE itself registers in every process, and nothing of a job
+    flare_decomposers.register()  # what FLARE registers in every process
     common_decomposers.register()
     return Hospitals(tmp_path, brains)
 
 
-def flipped(share: float) -> Damage:
+def flip_bit(share: float) -> Damage:
     def damage(file: Path) -> None:
         data = bytearray(file.read_bytes())
         data[int(share * len(data))] ^= 16
@@ -182,11 +184,11 @@ def flipped(share: float) -> Damage:
     return damage
 
 
-def cut(length: int) -> Damage:
+def truncate(length: int) -> Damage:
     return lambda file: file.write_bytes(file.read_bytes()[:length]) and None
 
 
-def volume(voxels: np.ndarray, affine: np.ndarray | None = None) -> Damage:
+def write_volume(voxels: np.ndarray, affine: np.ndarray | None = None) -> Damage:
     def damage(file: Path) -> None:
         image = nib.Nifti1Image(voxels, None)
         image.header.set_sform(np.diag([3.0, 3.0, 3.0, 1.0]) if affine is None else affine, code=2)
@@ -195,17 +197,17 @@ def volume(voxels: np.ndarray, affine: np.ndarray | None = None) -> Damage:
     return damage
 
 
-def header(field: str, value: Any) -> Damage:
+def change_header(field: str, value: Any) -> Damage:
     def damage(file: Path) -> None:
         data = gzip.decompress(file.read_bytes())
-        said = nib.Nifti1Header(data[:348])
-        said[field] = value
-        file.write_bytes(gzip.compress(said.binaryblock + data[348:]))
+        header = nib.Nifti1Header(data[:348])
+        header[field] = value
+        file.write_bytes(gzip.compress(header.binaryblock + data[348:]))
 
     return damage
 
 
-def bomb(file: Path) -> None:
+def inflate(file: Path) -> None:
     data = gzip.decompress(file.read_bytes())
     with gzip.open(file, "wb", compresslevel=1) as stream:
         stream.write(data)
@@ -216,66 +218,76 @@ def bomb(file: Path) -> None:
 VOXELS = np.random.default_rng(0).integers(1, 200, SHAPE).astype(np.uint8)
 
 
-def spoilt(value: float) -> np.ndarray:
+def build_voxels(value: float) -> np.ndarray:
     voxels = VOXELS.astype(np.float32)
     voxels[0, 0, 0] = value
     return voxels
 
 
-def test_row_34_flipped_bits_in_a_volume(hospitals: Hospitals) -> None:
-    """Three of them; that 400 of 400 are found is in tests/data/test_nifti.py."""
-    hospitals.refuses(*(("corrupt file FILE", flipped(share)) for share in (0.25, 0.5, 0.75)))
+@pytest.mark.row(34)
+def test_flipped_bits_in_a_volume_are_found(hospitals: Hospitals) -> None:
+    """tests/data/test_nifti.py flips 400 bits."""
+    hospitals.assert_rejects(*(("corrupt file FILE", flip_bit(share)) for share in (0.25, 0.5, 0.75)))
 
 
-def test_row_35_truncated_and_empty_files_and_a_bad_magic(hospitals: Hospitals) -> None:
-    """A code leaves, not even a hashed name; the site itself is told the file."""
-    hospitals.refuses(
-        ("corrupt file FILE", cut(200)),
-        ("corrupt file FILE", cut(0)),
+@pytest.mark.row(35)
+def test_truncated_empty_missing_and_foreign_files_are_found(hospitals: Hospitals) -> None:
+    """Only a code leaves the site; the error text at the site names the file."""
+    hospitals.assert_rejects(
+        ("corrupt file FILE", truncate(200)),
+        ("corrupt file FILE", truncate(0)),
         ("corrupt file FILE", lambda file: file.write_bytes(b"no image at all") and None),
         ("missing file", lambda file: file.unlink()),
     )
 
 
-def test_row_36_a_header_that_asks_for_terabytes(hospitals: Hospitals) -> None:
-    hospitals.refuses(("wrong shape 32767x32767x32767", header("dim", [3, 32767, 32767, 32767, 1, 1, 1, 1])))
-
-
-def test_row_37_a_file_that_inflates_without_end(hospitals: Hospitals) -> None:
-    hospitals.refuses(("FILE inflates to more than the", bomb))
-
-
-def test_row_38_voxels_that_are_no_image(hospitals: Hospitals) -> None:
-    hospitals.refuses(
-        ("1 voxels of FILE are NaN or infinite", volume(spoilt(np.nan))),
-        ("1 voxels of FILE are NaN or infinite", volume(spoilt(np.inf))),
-        ("all voxels of FILE are equal", volume(np.full(SHAPE, 7, np.uint8))),
+@pytest.mark.row(36)
+def test_header_of_terabytes_is_rejected(hospitals: Hospitals) -> None:
+    hospitals.assert_rejects(
+        ("wrong shape 32767x32767x32767", change_header("dim", [3, 32767, 32767, 32767, 1, 1, 1, 1]))
     )
 
 
-def test_row_39_another_geometry(hospitals: Hospitals) -> None:
-    """There are no label images, so that none can have another grid."""
-    hospitals.refuses(
-        ("FILE: the affine does not map voxels to space", volume(VOXELS, np.zeros((4, 4)))),
-        ("wrong shape 12x16x11", volume(VOXELS[..., 1:])),
-        ("FILE: voxels of 3x3x2 mm", volume(VOXELS, np.diag([3.0, 3.0, 2.0, 1.0]))),
-        ("wrong shape 12x16x12x3", volume(np.stack([VOXELS] * 3, axis=-1))),
+@pytest.mark.row(37)
+def test_compression_bomb_is_rejected(hospitals: Hospitals) -> None:
+    hospitals.assert_rejects(("FILE inflates to more than the", inflate))
+
+
+@pytest.mark.row(38)
+def test_nan_infinite_and_constant_voxels_are_rejected(hospitals: Hospitals) -> None:
+    hospitals.assert_rejects(
+        ("1 voxels of FILE are NaN or infinite", write_volume(build_voxels(np.nan))),
+        ("1 voxels of FILE are NaN or infinite", write_volume(build_voxels(np.inf))),
+        ("all voxels of FILE are equal", write_volume(np.full(SHAPE, 7, np.uint8))),
     )
 
 
-def test_row_40_a_site_without_examples(hospitals: Hospitals, catalogue: Any) -> None:
-    """Whose task gives it none to train on abstains; whose list of subjects is empty is told that it must be wrong."""
-    wire = catalogue.Ready("fedavg")
-    wire.bench.sites = lambda bench=wire.bench: {**catalogue.toy.Bench.sites(bench), HOSTILE: bench.site(2, 0)}
-    outcome, _ = wire.play()
+@pytest.mark.row(39)
+def test_another_geometry_is_rejected(hospitals: Hospitals) -> None:
+    """The tasks have no label images, so no grid of a label image is checked."""
+    hospitals.assert_rejects(
+        ("FILE: the affine does not map voxels to space", write_volume(VOXELS, np.zeros((4, 4)))),
+        ("wrong shape 12x16x11", write_volume(VOXELS[..., 1:])),
+        ("FILE: voxels of 3x3x2 mm", write_volume(VOXELS, np.diag([3.0, 3.0, 2.0, 1.0]))),
+        ("wrong shape 12x16x12x3", write_volume(np.stack([VOXELS] * 3, axis=-1))),
+    )
+
+
+@pytest.mark.row(40)
+def test_site_without_examples_abstains_and_one_without_subjects_fails(hospitals: Hospitals, catalogue: Any) -> None:
+    """A site whose task has no training example abstains; an empty list of subjects is an error at the site."""
+    wire = catalogue.MethodWire("fedavg")
+    wire.bench.sites = lambda bench=wire.bench: {**catalogue.toy.ToyBench.sites(bench), HOSTILE: bench.site(2, 0)}
+    outcome, _ = wire.run()
     assert [record.abstained for record in outcome.rounds] == [[HOSTILE], [HOSTILE], []]
-    assert compute_digest(outcome.weights) == wire.without()
+    assert compute_digest(outcome.weights) == wire.compute_digest_without_site()
     hospitals.subset = []
-    assert "there are no subjects" in hospitals.refuses()
+    assert "there are no subjects" in hospitals.assert_rejects()
 
 
-def test_row_41_a_site_of_one_class(hospitals: Hospitals) -> None:
-    """Its loss is defined and it contributes; the area under its curve is left out rather than made up."""
+@pytest.mark.row(41)
+def test_site_of_one_class_contributes_without_an_auc(hospitals: Hospitals) -> None:
+    """Its loss is defined; the area under the curve is not and is left out."""
     hospitals.task = "sex_classification"
     table = hospitals.damaged / "participants.tsv"
     table.write_text(table.read_text().replace("\tM\t", "\tF\t"))
@@ -287,27 +299,29 @@ def test_row_41_a_site_of_one_class(hospitals: Hospitals) -> None:
     assert compute_digest(outcome.weights) != compute_digest(hospitals.run(OTHERS).weights)
 
 
-def test_row_42_labels_outside_the_classes(hospitals: Hospitals) -> None:
+@pytest.mark.row(42)
+def test_labels_outside_the_classes_are_rejected(hospitals: Hospitals) -> None:
     hospitals.task = "sex_classification"
     table = hospitals.damaged / "participants.tsv"
     table.write_text(table.read_text().replace("\tM\t", "\tX\t", 4))
-    assert "sex 'X' in participants.tsv; expected M or F" in hospitals.refuses()
+    assert "sex 'X' in participants.tsv; expected M or F" in hospitals.assert_rejects()
 
 
-def test_row_43_a_subjects_name_leaves_neither_in_answers_nor_in_logs(
+@pytest.mark.row(43)
+def test_subject_names_are_neither_in_replies_nor_in_logs(
     hospitals: Hospitals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a run that goes well and in one that does not; over mTLS and on the server's disk: test_deployed.py."""
+    """In a run that succeeds and one that fails; tests/integration/test_deployed.py searches the server's disk."""
     caplog.set_level(logging.DEBUG)
     assert all(record.sites_contributed == SITES for record in hospitals.run().rounds)
-    hospitals.refuses(("corrupt file FILE", flipped(0.5)))
+    hospitals.assert_rejects(("corrupt file FILE", flip_bit(0.5)))
     assert CANARY in str(hospitals.file(0))
     assert CANARY not in caplog.text
-    assert not any(CANARY.encode() in sent for sent in hospitals.left)
+    assert not any(CANARY.encode() in sent for sent in hospitals.sent)
 
 
-def test_what_a_sites_filter_marks_as_failed_takes_no_object_along(hospitals: Hospitals) -> None:
-    """Between executor and encoder an answer holds objects that the server's FLARE would end its process over."""
+def test_failed_result_carries_no_objects(hospitals: Hospitals) -> None:
+    """Between executor and encoder a result holds objects that FLARE's server cannot deserialize: it would exit."""
     hospitals.run()
     hospital = hospitals.hospitals["site-1"]
     stopped = make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)

@@ -1,9 +1,10 @@
-"""The table of the docs and the tests name the same rows: every row has its test, and every test its row."""
+"""docs/bad-input.md and the tests name the same rows: every row has its test, and every test its row."""
 
 from __future__ import annotations
 
 import ast
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,37 +17,55 @@ CODE = re.compile(r"`([EW]_[A-Z_]+)`")
 ROWS = {int(row[1]): row for row in ROW.finditer(PAGE.read_text(encoding="utf-8"))}
 
 
-def functions_of(module: str) -> dict[str, str]:
-    """The source of each function of a module by name."""
+@dataclass(frozen=True)
+class Function:
+    """A function of a test module; ``row`` is the argument of its marker ``row``, None without one."""
+
+    name: str
+    row: int | None
+    source: str
+
+
+def read_functions(module: str) -> list[Function]:
+    """Return the functions of a module."""
     source = (HERE / f"{module}.py").read_text(encoding="utf-8")
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: ast.get_source_segment(source, node) or "" for node in functions}
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return [Function(node.name, find_row(node), ast.get_source_segment(source, node) or "") for node in nodes]
 
 
-def test_the_table_has_the_43_rows() -> None:
+def find_row(node: ast.FunctionDef) -> int | None:
+    """Return the row that a test is marked with."""
+    marks = [mark for mark in node.decorator_list if ast.unparse(mark).startswith("pytest.mark.row(")]
+    return ast.literal_eval(marks[0].args[0]) if marks and isinstance(marks[0], ast.Call) else None
+
+
+def test_table_has_43_rows() -> None:
     assert sorted(ROWS) == list(range(1, 44))
 
 
 @pytest.mark.parametrize("number", range(1, 44))
-def test_a_row_has_its_test(number: int) -> None:
-    row = ROWS[number]
-    found = [name for name in functions_of(row[5]) if name.startswith(f"test_row_{number:02d}_")]
-    assert found, f"row {number} has no test in {row[5]}.py"
+def test_every_row_has_a_test(number: int) -> None:
+    module = ROWS[number][5]
+    assert number in {function.row for function in read_functions(module)}, f"row {number} has no test in {module}.py"
 
 
 @pytest.mark.parametrize("number", range(1, 44))
-def test_a_rows_codes_are_those_that_its_test_looks_for(number: int) -> None:
+def test_codes_of_a_row_are_those_of_its_test(number: int) -> None:
     row = ROWS[number]
-    functions = functions_of(row[5])
-    source = "".join(text for name, text in functions.items() if name.startswith(f"test_row_{number:02d}_"))
-    helpers = "".join(text for name, text in functions.items() if not name.startswith("test_") and f"{name}(" in source)
+    functions = read_functions(row[5])
+    source = "".join(function.source for function in functions if function.row == number)
+    helpers = "".join(
+        function.source
+        for function in functions
+        if not function.name.startswith("test_") and f"{function.name}(" in source
+    )
     implied = "E_DATA" if row[5] == "test_data" else ""
     assert [code for code in CODE.findall(row[4]) if code not in source + helpers + implied] == []
 
 
-def test_a_test_has_its_row() -> None:
+def test_every_marked_test_has_its_row() -> None:
     modules = sorted(path.stem for path in HERE.glob("test_*.py"))
-    named = {
-        (int(name[9:11]), module) for module in modules for name in functions_of(module) if name.startswith("test_row_")
+    marked = {
+        (function.row, module) for module in modules for function in read_functions(module) if function.row is not None
     }
-    assert named == {(number, row[5]) for number, row in ROWS.items()}
+    assert marked == {(number, row[5]) for number, row in ROWS.items()}

@@ -1,4 +1,4 @@
-"""Packing: every value of a state comes back as it was, equal objects are written once, nothing else is built."""
+"""Packing: every value comes back as it was, shared objects are written once, other types are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outer(Generic[S]):
     last: torch.Tensor | None
 
 
-def there_and_back(value: Any, kind: Any) -> Any:
+def pack_and_unpack(value: Any, kind: Any) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     return unpack(json.loads(json.dumps(pack(value, tensors))), kind, tensors)
 
@@ -42,25 +42,25 @@ def there_and_back(value: Any, kind: Any) -> Any:
     names=st.lists(st.text(max_size=5)),
     last=st.none() | st.lists(st.floats(allow_nan=False, width=32), max_size=5),
 )
-def test_what_goes_in_comes_out(on: list[bool], figures: dict[str, float], names: list[str], last: Any) -> None:
+def test_unpack_inverts_pack(on: list[bool], figures: dict[str, float], names: list[str], last: Any) -> None:
     mask = Mask(torch.tensor(on))
     vector = None if last is None else torch.tensor(last, dtype=torch.float32)
-    outer = there_and_back(Outer(Inner((mask, mask), figures), names, vector), Outer[Inner])
+    outer = pack_and_unpack(Outer(Inner((mask, mask), figures), names, vector), Outer[Inner])
     assert outer.state == Inner((mask, mask), figures)
     assert outer.names == names
     assert outer.last is vector if vector is None else torch.equal(outer.last, vector)
 
 
-def test_one_object_is_written_once() -> None:
+def test_shared_object_is_written_once() -> None:
     mask, tensors = Mask(torch.ones(4, dtype=torch.bool)), {}
     pack(Inner((mask, mask, mask)), tensors)
     assert len(tensors) == 1
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), lambda: 0, b"bytes"])
-def test_other_types_are_refused(value: Any) -> None:
+def test_pack_refuses_other_types(value: Any) -> None:
     if isinstance(value, bytes):
-        assert there_and_back(value, list[int]) == list(value)
+        assert pack_and_unpack(value, list[int]) == list(value)
         return
     with pytest.raises(CheckpointError, match="cannot be kept"):
         pack(value, {})
@@ -79,6 +79,6 @@ def test_other_types_are_refused(value: Any) -> None:
         (None, int),
     ],
 )
-def test_what_is_not_declared_is_refused(packed: Any, kind: Any) -> None:
+def test_unpack_refuses_values_of_undeclared_types(packed: Any, kind: Any) -> None:
     with pytest.raises(CheckpointError):
         unpack(packed, kind, {})

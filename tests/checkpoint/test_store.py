@@ -1,4 +1,4 @@
-"""Checkpoints: whatever fails while one is written, the old or the new is there, whole; a stranger's is refused."""
+"""Checkpoints: a failed write leaves the old or the new one intact, and those of another run are refused."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def content(number: int) -> Content:
     return Content(number, torch.full((64,), float(number)), Mask(torch.arange(64) % 3 == number % 3))
 
 
-def number_in(store: Store) -> int:
-    """Of the checkpoint that a restart would find; its parts belong together."""
-    found = store.load(Content)
-    assert found is not None
-    number, loaded = found
+def find_newest_number(store: Store) -> int:
+    """Return the number of the checkpoint that a restart finds, after a check that its parts belong together."""
+    newest = store.load(Content)
+    assert newest is not None
+    number, loaded = newest
     assert loaded.number == number
     assert torch.equal(loaded.weights, content(number).weights)
     assert loaded.mask == content(number).mask
@@ -48,11 +48,11 @@ def store(tmp_path: Path) -> Store:
 
 
 class Killed(BaseException):
-    """The process is gone in the middle of a call."""
+    """Stands for a kill of the process in the middle of a call."""
 
 
 class Disk:
-    """Counts the calls that reach the disk and fails the n-th."""
+    """Counts calls to the disk and lets the n-th one fail."""
 
     def __init__(self, nth: int, fault: str):
         self.nth, self.fault, self.calls = nth, fault, 0
@@ -76,10 +76,10 @@ class Disk:
 
 
 @pytest.mark.parametrize("fault", ["EIO", "ENOSPC", "short", "kill", "kill half written"])
-def test_whatever_call_fails_the_old_or_the_new_one_is_there_whole(
+def test_failure_of_any_disk_call_leaves_the_old_or_the_new_checkpoint_intact(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite's way: fail the n-th call to the disk for n = 1, 2, ... until a save goes through."""
+    """As SQLite does: the n-th call to the disk fails, for n = 1, 2, ... until a save succeeds."""
     for n in count(1):
         store, disk, saved = Store(tmp_path / str(n), {}), Disk(n, fault), True
         store.save(1, content(1))
@@ -90,15 +90,16 @@ def test_whatever_call_fails_the_old_or_the_new_one_is_there_whole(
                 store.save(2, content(2))
             except (CheckpointError, Killed):
                 saved = False
-        assert number_in(store) == 2 if saved else number_in(store) in (1, 2)
-        store.save(3, content(3))  # and the next save does not stumble over what was left
-        assert number_in(store) == 3
+        assert find_newest_number(store) == 2 if saved else find_newest_number(store) in (1, 2)
+        # Remains of the failed save do not disturb the next one.
+        store.save(3, content(3))
+        assert find_newest_number(store) == 3
         if disk.calls < n:
             break
     assert n > 8
 
 
-def test_the_last_two_are_kept_and_a_damaged_one_is_passed_over(store: Store) -> None:
+def test_two_newest_are_kept_and_damaged_ones_are_skipped(store: Store) -> None:
     for number in (1, 2, 3):
         store.save(number, content(number))
     assert store.list_numbers() == [2, 3]
@@ -107,30 +108,30 @@ def test_the_last_two_are_kept_and_a_damaged_one_is_passed_over(store: Store) ->
         whole = path.read_bytes()
         for at in range(0, len(whole), max(1, len(whole) // 50)):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-            assert number_in(store) == 2
+            assert find_newest_number(store) == 2
         path.write_bytes(whole[:-1])
-        assert number_in(store) == 2
+        assert find_newest_number(store) == 2
         path.write_bytes(whole)
-    assert number_in(store) == 3
+    assert find_newest_number(store) == 3
     assert store.load(Content, below=3)[0] == 2  # type: ignore[index]
 
 
-def test_one_that_is_spared_stays_as_long_as_it_is(store: Store) -> None:
+def test_also_kept_checkpoint_stays_until_it_is_no_longer_named(store: Store) -> None:
     for number in (1, 2, 3, 4):
-        store.save(number, content(number), spared=1)
+        store.save(number, content(number), also_keep=1)
     assert store.list_numbers() == [1, 3, 4]
     store.save(5, content(5))
     assert store.list_numbers() == [4, 5]
 
 
-def test_none_is_found_where_none_is(store: Store) -> None:
+def test_load_returns_none_without_a_checkpoint(store: Store) -> None:
     assert store.load(Content) is None
     store.save(4, content(4))
     store.delete(4)
     assert store.load(Content) is None
 
 
-def test_another_jobs_checkpoint_is_refused_and_the_difference_named(store: Store) -> None:
+def test_checkpoint_of_another_job_is_refused_with_the_difference(store: Store) -> None:
     store.save(1, content(1))
     other = Store(store.folder, {"run": "b" * 16, "job": {"method": {"sparsity": 0.95}}})
     with pytest.raises(CheckpointError, match=r"job\.method\.sparsity: 0\.9 in the checkpoint, 0\.95 now"):
@@ -139,21 +140,21 @@ def test_another_jobs_checkpoint_is_refused_and_the_difference_named(store: Stor
         other.check()
 
 
-def test_another_format_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_of_another_format_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(1, content(1))
     monkeypatch.setattr("flare_sparse.checkpoint.store.FORMAT", 3)
     with pytest.raises(CheckpointError, match="written in format 2, this version reads 3"):
         store.load(Content)
 
 
-def test_one_process_at_a_time(store: Store) -> None:
-    """A job that is submitted while the same one runs does not write into its checkpoints."""
+def test_second_process_cannot_claim_the_folder(store: Store) -> None:
+    """A job submitted while the same one runs does not write into its checkpoints."""
     store.claim()
-    second = Store(store.folder, store.belongs)
-    with pytest.raises(CheckpointError, match="The same job runs already"):
+    second = Store(store.folder, store.identity)
+    with pytest.raises(CheckpointError, match="If the same job is running already"):
         second.claim()
     store.save(1, content(1))
-    assert number_in(store) == 1
+    assert find_newest_number(store) == 1
     os.close(store._lock)
     second.claim()
     os.close(second._lock)
@@ -165,7 +166,7 @@ class Other:
     weights: torch.Tensor
 
 
-def test_what_is_not_what_was_declared_is_refused(store: Store) -> None:
+def test_checkpoint_with_other_fields_is_refused(store: Store) -> None:
     store.save(1, content(1))
     with pytest.raises(CheckpointError, match="Other has"):
         store.load(Other)

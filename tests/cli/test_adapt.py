@@ -1,4 +1,4 @@
-"""``flare-sparse adapt``: from a finished run's folder to a new site's own model."""
+"""``flare-sparse adapt``: from the result folder of a run to the personal model of a new site."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
-from flare_sparse.cli.local import rehearse_config
+from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
 from flare_sparse.errors import ConfigError
 from flare_sparse.params import Layout, TensorSpec
-from flare_sparse.runs.model_files import load_mask, read_model, save_model
+from flare_sparse.runs.model_files import read_mask, read_model, save_model
 
 
 def write_images(path: Path, seed: int, count: int = 24) -> None:
-    """Two classes of 8x8 grey images: dark and bright, more so at each site."""
+    """Write two classes of 8x8 grey images, dark and bright."""
     rng = np.random.default_rng(seed)
     labels = np.arange(count) % 2
     images = rng.integers(0, 90, (count, 8, 8)) + 130 * labels[:, None, None]
@@ -31,7 +31,7 @@ def write_images(path: Path, seed: int, count: int = 24) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A MetaGater run with gates over two sites."""
+    """The folder with a finished MetaGater run with gates over two sites."""
     folder = tmp_path_factory.mktemp("adapt")
     for i in (1, 2, 9):
         write_images(folder / f"site-{i}.npz", i)
@@ -45,7 +45,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     file = folder / "gated.yaml"
     file.write_text(yaml.safe_dump(config))
-    rehearse_config(load_config(file), file, folder / "run")
+    run_config_locally(load_config(file), file, folder / "run")
     return folder
 
 
@@ -54,7 +54,7 @@ def call() -> Callable[..., Result]:
     return lambda *arguments: CliRunner().invoke(app, ["adapt", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_the_model_of_a_run_becomes_a_new_sites_own(
+def test_adapt_writes_a_changed_model_and_metrics_before_and_after(
     finished: Path, call: Callable[..., Result], tmp_path: Path
 ) -> None:
     result = call(finished / "run", "--data", finished / "site-9.npz", "--site", "nine", "--out", tmp_path)
@@ -73,7 +73,7 @@ def test_the_model_of_a_run_becomes_a_new_sites_own(
     assert str(tmp_path / "adaptation.json") in result.output
 
 
-def test_the_same_site_ends_with_the_same_bits(finished: Path, call: Callable[..., Result], tmp_path: Path) -> None:
+def test_adapting_twice_gives_the_same_bits(finished: Path, call: Callable[..., Result], tmp_path: Path) -> None:
     sums = []
     for name in ("first", "second"):
         call(finished / "run", "--data", finished / "site-9.npz", "--out", tmp_path / name)
@@ -81,8 +81,10 @@ def test_the_same_site_ends_with_the_same_bits(finished: Path, call: Callable[..
     assert sums[0] == sums[1]
 
 
-def test_it_is_the_adaptation_of_the_run_itself(finished: Path, call: Callable[..., Result], tmp_path: Path) -> None:
-    """What the command reports for a site of the run is what the run reported for it."""
+def test_adapt_reports_for_a_site_of_the_run_what_the_run_reported(
+    finished: Path, call: Callable[..., Result], tmp_path: Path
+) -> None:
+    """The command and the end of a run adapt a model in the same way."""
     call(finished / "run", "--data", finished / "site-1.npz", "--site", "site-1", "--out", tmp_path)
     figures = json.loads((tmp_path / "adaptation.json").read_text())
     summary = json.loads((finished / "run" / "summary.json").read_text())["final"]["sites"]["site-1"]
@@ -93,24 +95,24 @@ def test_it_is_the_adaptation_of_the_run_itself(finished: Path, call: Callable[.
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
-        (("run", "--data", "nowhere.npz"), "there is no file or folder", 1),
-        ((".", "--data", "site-9.npz"), "it has no config.yaml", 2),
+        (("run", "--data", "nowhere.npz"), "there is no file or folder of this name", 1),
+        ((".", "--data", "site-9.npz"), "there is no config.yaml here", 2),
         (("run", "--data", "site-9.npz", "--set", "method={name: fedavg}"), "'fedavg' does not adapt", 2),
         (("run", "--data", "site-9.npz", "--set", "task.model={name: image_mlp}"), "another network", 2),
         (("run", "--data", "site-9.npz", "--set", "method.adapt_lr=0"), "method.adapt_lr", 2),
     ],
 )
-def test_what_cannot_be_adapted_is_explained(
+def test_run_that_cannot_be_adapted_is_refused_with_the_reason(
     finished: Path, call: Callable[..., Result], arguments: tuple[str, ...], message: str, code: int
 ) -> None:
-    places = [str(finished / a) if a in (".", "run") or a.endswith(".npz") else a for a in arguments]
-    result = call(*places)
+    paths = [str(finished / a) if a in (".", "run") or a.endswith(".npz") else a for a in arguments]
+    result = call(*paths)
     assert result.exit_code == code
     assert message in result.output
     assert "Traceback" not in result.output
 
 
-def test_a_damaged_model_is_refused(finished: Path, call: Callable[..., Result], tmp_path: Path) -> None:
+def test_damaged_model_is_refused(finished: Path, call: Callable[..., Result], tmp_path: Path) -> None:
     broken = tmp_path / "run"
     shutil.copytree(finished / "run", broken)
     (broken / "model.safetensors").write_bytes(b"no model")
@@ -119,15 +121,15 @@ def test_a_damaged_model_is_refused(finished: Path, call: Callable[..., Result],
     assert "cannot be read as a model" in result.output
 
 
-def test_a_model_and_its_mask_are_read_back_and_not_mistaken_for_each_other(finished: Path, tmp_path: Path) -> None:
+def test_model_and_mask_files_are_read_back_and_distinguished(finished: Path, tmp_path: Path) -> None:
     from flare_sparse.assemble import assemble
 
     assembly = assemble(load_config(finished / "run" / "config.yaml"))
     vector = read_model(finished / "run" / "model.safetensors", assembly.layout)
     assert vector.shape == (assembly.layout.size,)
-    assert load_mask(finished / "run" / "mask.safetensors", assembly.layout).size == assembly.layout.size
+    assert read_mask(finished / "run" / "mask.safetensors", assembly.layout).size == assembly.layout.size
     with pytest.raises(ConfigError, match=r"expected tensors of torch\.bool"):
-        load_mask(finished / "run" / "model.safetensors", assembly.layout)
+        read_mask(finished / "run" / "model.safetensors", assembly.layout)
     save_model(tmp_path / "m", Layout((TensorSpec("a", (2,)),)), vector[:2])
     with pytest.raises(ConfigError, match="another network"):
         read_model(tmp_path / "m", Layout((TensorSpec("b", (2,)),)))

@@ -1,4 +1,4 @@
-"""The command line: what it teaches, what it refuses, and how it ends."""
+"""The command line: help texts, refused options, output and exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ COMMANDS = {
     "export",
     "methods",
     "phantom",
-    "rehearse",
     "save",
     "fetch-model",
     "adapt",
@@ -39,11 +38,11 @@ class LineConfig(TaskConfig):
     width: int = Field(2, ge=1, description="numbers in an example")
     broken: bool = Field(False, description="the model cannot be built")
     crash: bool = Field(False, description="the loss raises an error of its own")
-    scale: float = Field(1.0, description="of the numbers in an example")
+    scale: float = Field(1.0, description="scale of the numbers in an example")
 
 
-class LedgerLine(Task):
-    """Predict the sum of a few numbers; each site's folder must hold a file ``ok``."""
+class LineTask(Task):
+    """Predict the sum of a few numbers; the folder of each site must hold a file ``ok``."""
 
     Config = LineConfig
     metric = Metric("mae", "", "min")
@@ -74,8 +73,8 @@ class LedgerLine(Task):
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two sites, both with data."""
-    monkeypatch.setitem(TASKS, "line", LedgerLine)
+    """A configuration of two sites with data."""
+    monkeypatch.setitem(TASKS, "line", LineTask)
     for site in ("site-1", "site-2"):
         (tmp_path / site).mkdir()
         (tmp_path / site / "ok").touch()
@@ -90,12 +89,12 @@ def call(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
-def test_the_installed_command_is_this_one() -> None:
+def test_installed_command_is_this_app() -> None:
     (entry,) = [e for e in entry_points(group="console_scripts") if e.name == "flare-sparse"]
     assert entry.load() is app
 
 
-def test_help_teaches_the_first_command_and_lists_all() -> None:
+def test_help_shows_a_first_command_and_lists_all_commands() -> None:
     result = call("--help")
     assert result.exit_code == 0
     assert "flare-sparse run app_configs/neurosfl_brain_age.yaml" in result.output
@@ -104,13 +103,13 @@ def test_help_teaches_the_first_command_and_lists_all() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_explains_itself_with_an_example(name: str) -> None:
+def test_help_of_every_command_has_an_example(name: str) -> None:
     result = call(name, "--help")
     assert result.exit_code == 0
     assert f"flare-sparse {name} " in result.output.replace("\n", " ")
 
 
-def test_version() -> None:
+def test_version_option_prints_the_installed_version() -> None:
     assert call("--version").output == f"flare-sparse {version('flare-sparse')}\n"
 
 
@@ -129,29 +128,37 @@ def test_methods_shows_every_setting_with_default_and_range() -> None:
     assert any(line.startswith("method.training.lr ") for line in lines)
 
 
-def test_an_unknown_method_ends_with_2_and_the_closest_name() -> None:
+def test_methods_shows_a_methods_own_defaults_of_a_section() -> None:
+    lines = call("methods", "lora_a2").output.splitlines()
+    rows = {words[0]: words[1] for words in map(str.split, lines) if len(words) > 1}
+    assert rows["method.training.optimizer"] == "adamw"
+    assert rows["method.training.epochs"] == "5"
+
+
+def test_unknown_method_exits_with_2_and_suggests_the_closest_name() -> None:
     result = call("methods", "neurosfll")
     assert result.exit_code == 2
     assert "Did you mean 'neurosfl'?" in result.output
     assert "Traceback" not in result.output
 
 
-def test_check_passes(config: Path) -> None:
+def test_check_passes_every_step_of_a_valid_configuration(config: Path) -> None:
     result = call("check", config)
     lines = result.output.splitlines()
     assert result.exit_code == 0, result.output
     assert [line.split()[0] for line in lines] == ["PASS"] * 9, result.output
-    assert lines[1].startswith("PASS federation: max_share is 1: a site that says it has 2^52 examples decides alone")
+    note = "PASS federation: max_share is 1: a site that reports 2^52 examples determines the model alone"
+    assert lines[1].startswith(note)
     assert lines[3] == "PASS model: 3 scalars"
     assert lines[5] == "PASS data of site-1: 8 training and 2 test examples"
 
 
-def test_check_says_how_much_one_site_may_weigh(config: Path) -> None:
+def test_check_shows_the_largest_weight_of_a_site(config: Path) -> None:
     result = call("check", config, "--set", "federation.max_share=0.5")
-    assert "PASS federation: one site weighs at most 50% of a sum" in result.output
+    assert "PASS federation: one site has at most 50% of a round's weight" in result.output
 
 
-def test_check_names_every_site_whose_data_is_bad_and_goes_on(config: Path) -> None:
+def test_check_reports_every_site_with_bad_data_and_continues(config: Path) -> None:
     for site in ("site-1", "site-2"):
         (config.parent / site / "ok").unlink()
     result = call("check", config)
@@ -162,14 +169,14 @@ def test_check_names_every_site_whose_data_is_bad_and_goes_on(config: Path) -> N
     assert "Traceback" not in result.output
 
 
-def test_check_takes_its_step_where_there_is_data(config: Path) -> None:
+def test_check_trains_one_step_at_a_site_with_data(config: Path) -> None:
     (config.parent / "site-1/ok").unlink()
     result = call("check", config)
     assert result.exit_code == 1
     assert "PASS one training step" in result.output
 
 
-def test_check_says_that_a_model_cannot_be_built_and_still_reads_the_data(config: Path) -> None:
+def test_check_reports_a_model_that_cannot_be_built_and_still_reads_the_data(config: Path) -> None:
     result = call("check", config, "--set", "task.broken=true")
     assert "FAIL model: E_CONFIG" in result.output
     assert "PASS data of site-2" in result.output
@@ -183,34 +190,34 @@ def test_check_reports_all_errors_of_a_configuration(config: Path) -> None:
     assert "method.rounds: found 0; expected a whole number, >= 1" in result.output
 
 
-def test_check_finds_a_step_that_diverges(config: Path) -> None:
+def test_check_reports_a_diverging_step(config: Path) -> None:
     result = call("check", config, "--set", "method.training={optimizer: sgd, lr: 3e38}", "--set", "task.scale=1e20")
     assert "FAIL one training step: E_DIVERGED" in result.output
     assert result.exit_code == 1
 
 
-def test_check_shows_where_a_task_of_the_user_fails(config: Path) -> None:
+def test_check_shows_the_line_at_which_a_user_task_fails(config: Path) -> None:
     result = call("check", config, "--set", "task.crash=true")
     assert result.exit_code == 1
     assert "FAIL one training step: ZeroDivisionError: integer division or modulo by zero (" in result.output
     assert "test_app.py:" in result.output
 
 
-def test_a_wrong_configuration_is_one_clean_block(config: Path) -> None:
+def test_configuration_error_is_printed_without_a_traceback(config: Path) -> None:
     result = call("estimate", config, "--set", "method.rounds=none")
     assert result.exit_code == 2
     assert result.output.startswith("error E_CONFIG")
     assert "Traceback" not in result.output
 
 
-def test_phantom_writes_a_data_set_that_the_simulator_reads(tmp_path: Path) -> None:
+def test_phantom_writes_a_volume_for_each_subject_of_each_site(tmp_path: Path) -> None:
     result = call("phantom", "--out", tmp_path / "brains", "--sites", "2", "--subjects", "3", "--seed", "5")
     assert result.exit_code == 0, result.output
-    assert result.output.startswith("6 brains of 2 sites in ")
+    assert result.output.strip().endswith(": 6 phantoms of 2 sites")
     assert len(list((tmp_path / "brains").glob("sub-*/anat/*_T1w.nii.gz"))) == 6
 
 
-def test_phantom_refuses_a_folder_in_use(tmp_path: Path) -> None:
+def test_phantom_refuses_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     result = call("phantom", "--out", tmp_path)
     assert result.exit_code == 1
@@ -219,22 +226,36 @@ def test_phantom_refuses_a_folder_in_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--env", "prod"), "--kit"),
         (("--env", "prod", "--kit", "kit", "--resume"), "--resume"),
         (("--env", "prod", "--kit", "kit", "--sites", "3"), "--sites"),
         (("--kit", "kit"), "--kit is for --env prod"),
         (("--env", "poc", "--byoc"), "--byoc is for --env prod"),
+        (("--env", "local", "--kit", "kit"), "--kit is for --env prod"),
     ],
 )
-def test_an_option_of_another_environment_is_refused(config: Path, options: tuple[str, ...], said: str) -> None:
+def test_option_of_another_environment_is_refused(config: Path, options: tuple[str, ...], message: str) -> None:
     result = call("run", str(config), *options)
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
 
 
-def test_check_goes_on_without_a_simulator_section(config: Path) -> None:
+def test_local_run_writes_model_and_record_to_the_default_folder(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call("run", config, "--env", "local", "--rounds", "1", "--seed", "5", "--set", "method.training.lr=0.01")
+    assert result.exit_code == 0, result.output
+    written = {path.name for path in (tmp_path / "runs" / "line-local").iterdir()}
+    assert {"model.safetensors", "summary.json", "rounds.jsonl", "ledger.jsonl", "config.yaml"} <= written
+    again = call("run", config, "--env", "local", "--rounds", "1", "--seed", "5", "--resume")
+    assert again.exit_code == 1
+    assert "holds no checkpoint" in again.output
+
+
+def test_check_continues_without_a_simulator_section(config: Path) -> None:
     text = config.read_text()
     config.write_text(text[: text.index("simulator:")])
     result = call("check", str(config))
@@ -244,15 +265,15 @@ def test_check_goes_on_without_a_simulator_section(config: Path) -> None:
     assert "one training step" not in result.output
 
 
-def test_export_sends_a_users_own_task_along_or_says_that_it_does_not(config: Path, tmp_path: Path) -> None:
+def test_export_sends_a_user_task_with_byoc_and_otherwise_tells_how_to_install_it(config: Path, tmp_path: Path) -> None:
     (tmp_path / "line_task.py").write_text((ROOT / "tests" / "integration" / "own_task.py").read_text())
     file = tmp_path / "own.yaml"
     file.write_text("name: own\nmethod: {name: fedavg}\ntask: {class: line_task.SumTask}\n")
     out = tmp_path / "jobs"
-    alone = call("export", str(file), "--out", str(out), "--set", "federation.min_sites=1")
-    assert alone.exit_code == 0, alone.output
-    assert "site allow KIT --also line_task.SumTask" in " ".join(alone.output.split())
+    installed = call("export", str(file), "--out", str(out), "--set", "federation.min_sites=1")
+    assert installed.exit_code == 0, installed.output
+    assert "site allow KIT --also line_task.SumTask" in " ".join(installed.output.split())
     assert not list(out.rglob("custom"))
-    along = call("export", str(file), "--out", str(out), "--byoc")
-    assert along.exit_code == 0, along.output
+    byoc = call("export", str(file), "--out", str(out), "--byoc")
+    assert byoc.exit_code == 0, byoc.output
     assert list(out.rglob("custom/line_task.py"))

@@ -1,4 +1,4 @@
-"""BIDS folders: what is in them is found, and each thing that can be wrong with a subject is said."""
+"""BIDS data sets: subjects are found, and everything unusable about a subject is explained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flare_sparse.data.bids import Subject, cohort, read_subjects
+from flare_sparse.data.bids import Subject, read_cohort, read_subjects
 from flare_sparse.errors import DataError
 
 
@@ -25,28 +25,32 @@ def dataset(folder: Path, table: str, images: tuple[str, ...] = ()) -> Path:
 TABLE = "participant_id\tage\tsex\tsite\nsub-02\t30.5\tF\tA\nsub-01\tn/a\tM\tB\n"
 
 
-def test_subjects_come_in_name_order_with_row_and_image(tmp_path: Path) -> None:
+def test_subjects_are_sorted_with_row_and_first_image(tmp_path: Path) -> None:
     images = ("sub-01/anat/sub-01_T1w.nii.gz", "sub-02/anat/sub-02_run-2_T1w.nii.gz")
     path = dataset(tmp_path, TABLE, (*images, "sub-02/anat/sub-02_run-1_T1w.nii.gz", "sub-03/anat/sub-03_T2w.nii.gz"))
     subjects = read_subjects(path)
     assert list(subjects) == ["sub-01", "sub-02", "sub-03"]
-    assert subjects["sub-01"].file() == path / images[0]
-    assert subjects["sub-02"].file().name == "sub-02_run-1_T1w.nii.gz"
-    assert (subjects["sub-02"].age(), subjects["sub-02"].sex(), subjects["sub-01"].sex()) == (30.5, 0.0, 1.0)
+    assert subjects["sub-01"].get_image() == path / images[0]
+    assert subjects["sub-02"].get_image().name == "sub-02_run-1_T1w.nii.gz"
+    assert (subjects["sub-02"].parse_age(), subjects["sub-02"].parse_sex(), subjects["sub-01"].parse_sex()) == (
+        30.5,
+        0.0,
+        1.0,
+    )
 
 
-def test_the_cohort_has_all_columns_and_ages_as_numbers(tmp_path: Path) -> None:
-    index = cohort(dataset(tmp_path, TABLE))
+def test_cohort_has_all_columns_and_numeric_ages(tmp_path: Path) -> None:
+    index = read_cohort(dataset(tmp_path, TABLE))
     assert index.ids == ("sub-01", "sub-02")
     assert index.columns["site"].tolist() == ["B", "A"]
     assert np.isnan(index.columns["age"][0])
     assert index.columns["age"][1] == 30.5
 
 
-def test_several_data_sets_in_a_folder_are_natural_sites(tmp_path: Path) -> None:
+def test_bids_folders_become_natural_sites(tmp_path: Path) -> None:
     for name in ("North", "South"):
         dataset(tmp_path / name, TABLE)
-    index = cohort(tmp_path)
+    index = read_cohort(tmp_path)
     assert index.ids == ("North/sub-01", "North/sub-02", "South/sub-01", "South/sub-02")
     assert index.columns["site"].tolist() == ["North", "North", "South", "South"]
 
@@ -62,20 +66,20 @@ def test_several_data_sets_in_a_folder_are_natural_sites(tmp_path: Path) -> None
         (Subject({"age": "250"}), "age '250' in participants.tsv; expected years, 0 to 120"),
     ],
 )
-def test_an_age_that_cannot_be_used(subject: Subject, message: str) -> None:
+def test_unusable_age_is_explained(subject: Subject, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        subject.age()
+        subject.parse_age()
     assert str(caught.value).startswith(message)
 
 
-def test_a_sex_that_cannot_be_used() -> None:
+def test_unusable_sex_is_explained() -> None:
     with pytest.raises(DataError, match=r"sex 'O' in participants.tsv; expected M or F"):
-        Subject({"sex": "O"}).sex()
+        Subject({"sex": "O"}).parse_sex()
 
 
-def test_a_missing_image() -> None:
+def test_missing_image_is_explained() -> None:
     with pytest.raises(DataError, match=r"missing file: no anat/\*_T1w.nii.gz"):
-        Subject({"age": "3"}).file()
+        Subject({"age": "3"}).get_image()
 
 
 @pytest.mark.parametrize(
@@ -83,30 +87,30 @@ def test_a_missing_image() -> None:
     [
         ("subject\tage\nsub-01\t3\n", "no column 'participant_id'; found subject, age"),
         ("participant_id\tage\n../x\t3\n", "line 2: participant_id '../x'; expected sub- and letters or digits"),
-        ("participant_id\nsub-01\nsub-01\n", "line 3: sub-01 is there twice"),
+        ("participant_id\nsub-01\nsub-01\n", "line 3: sub-01 occurs twice"),
         ("participant_id\tage\nsub-01\t3\t4\n", "line 2: more fields than columns"),
     ],
 )
-def test_a_malformed_table_is_refused_with_its_line(tmp_path: Path, table: str, message: str) -> None:
+def test_malformed_table_is_refused_with_its_line(tmp_path: Path, table: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         read_subjects(dataset(tmp_path, table))
     assert message in str(caught.value)
 
 
-def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+def test_table_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "participants.tsv").write_bytes(b"participant_id\nsub-\xff\n")
     with pytest.raises(DataError, match="Expected UTF-8 text"):
         read_subjects(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])
-def test_a_folder_without_a_data_set(tmp_path: Path, name: str) -> None:
+def test_folder_without_data_set_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=r"no BIDS data set; expected participants.tsv"):
         read_subjects(tmp_path / name)
 
 
-def test_the_real_brains(shared_data: Path) -> None:
-    index = cohort(shared_data / "brain_t1")
+def test_real_brains_have_the_expected_sites(shared_data: Path) -> None:
+    index = read_cohort(shared_data / "brain_t1")
     assert len(index.ids) == 252
     assert dict(zip(*np.unique(index.columns["site"], return_counts=True), strict=True)) == {"IXI-HH": 180, "NSK": 72}
     assert (index.columns["age"].min() >= 19, index.columns["age"].max() <= 82) == (True, True)

@@ -1,4 +1,4 @@
-"""NIfTI files that are damaged or lie: found before a voxel is used, and before memory is taken."""
+"""Damaged or inconsistent NIfTI files: detected before a voxel is used and before memory is allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AFFINE = np.diag([3.0, 3.0, 3.0, 1.0])
 
 
 def smooth(shape: tuple[int, ...] = SHAPE) -> np.ndarray:
-    """An image that compresses to some kilobytes, as brains do."""
+    """Return an image that compresses to a few kilobytes, like a brain."""
     grid = np.meshgrid(*(np.linspace(-1, 1, side) for side in shape), indexing="ij")
     noise = np.random.default_rng(3).integers(0, 8, shape)
     return (200 * np.exp(-3 * sum(axis**2 for axis in grid)) + noise).astype(np.uint8)
@@ -32,8 +32,8 @@ def nifti(
     return file
 
 
-def header_says(file: Path, field: str, value: Any) -> Path:
-    """The file again, with another number in its header and a good checksum."""
+def set_header_field(file: Path, field: str, value: Any) -> Path:
+    """Rewrite the file with another number in its header and a valid checksum."""
     data = bytearray(gzip.decompress(file.read_bytes()))
     header = nib.Nifti1Header(bytes(data[:348]))
     header[field] = value
@@ -41,26 +41,26 @@ def header_says(file: Path, field: str, value: Any) -> Path:
     return file
 
 
-def test_400_flipped_bits_of_400_are_found(tmp_path: Path) -> None:
-    """Or change no voxel: the time in a gzip header and the bits that fill its last byte are of no image."""
+def test_flipped_bit_is_detected_or_changes_no_voxel(tmp_path: Path) -> None:
+    """Bits that change no voxel are harmless: the time in the gzip header and the padding of its last byte."""
     file = nifti(tmp_path / "sub-01_T1w.nii.gz")
-    whole, voxels = file.read_bytes(), read_voxels(file, SHAPE)
-    assert 4_000 < len(whole) < 16_000
-    rng, found, harmless = np.random.default_rng(1), 0, 0
-    for position in rng.choice(8 * len(whole), 400, replace=False).tolist():
-        damaged = bytearray(whole)
+    original, voxels = file.read_bytes(), read_voxels(file, SHAPE)
+    assert 4_000 < len(original) < 16_000
+    rng, detected, harmless = np.random.default_rng(1), 0, 0
+    for position in rng.choice(8 * len(original), 400, replace=False).tolist():
+        damaged = bytearray(original)
         damaged[position // 8] ^= 1 << position % 8
         file.write_bytes(damaged)
         try:
-            assert np.array_equal(read_voxels(file, SHAPE), voxels), "a damaged file was read without a word"
+            assert np.array_equal(read_voxels(file, SHAPE), voxels), "damage was not detected"
             harmless += 1
         except DataError:
-            found += 1
-    assert found + harmless == 400
+            detected += 1
+    assert detected + harmless == 400
     assert harmless <= 4
 
 
-def test_a_real_brain_is_read_whole_and_one_flipped_bit_is_found(shared_data: Path, tmp_path: Path) -> None:
+def test_real_brain_is_read_completely_and_flipped_bit_is_detected(shared_data: Path, tmp_path: Path) -> None:
     real = next(iter(sorted(shared_data.glob("brain_t1/NSK/sub-*/anat/*_T1w.nii.gz"))))
     assert read_voxels(real, (52, 64, 52), (3, 3, 3)).max() == 255
     data = bytearray(real.read_bytes())
@@ -71,8 +71,8 @@ def test_a_real_brain_is_read_whole_and_one_flipped_bit_is_found(shared_data: Pa
         read_voxels(copy, (52, 64, 52))
 
 
-def test_a_header_that_asks_for_terabytes_takes_no_memory(tmp_path: Path) -> None:
-    file = header_says(nifti(tmp_path / "a.nii.gz"), "dim", [3, 32767, 32767, 32767, 1, 1, 1, 1])
+def test_header_that_declares_terabytes_allocates_no_memory(tmp_path: Path) -> None:
+    file = set_header_field(nifti(tmp_path / "a.nii.gz"), "dim", [3, 32767, 32767, 32767, 1, 1, 1, 1])
     tracemalloc.start()
     with pytest.raises(DataError, match="wrong shape 32767x32767x32767"):
         read_voxels(file, SHAPE)
@@ -81,7 +81,7 @@ def test_a_header_that_asks_for_terabytes_takes_no_memory(tmp_path: Path) -> Non
     assert peak < 2**20
 
 
-def test_a_bomb_is_stopped_where_its_header_ends(tmp_path: Path) -> None:
+def test_decompression_bomb_stops_at_declared_length(tmp_path: Path) -> None:
     """300 MB of zeros in 300 KB."""
     file = nifti(tmp_path / "a.nii.gz")
     data = gzip.decompress(file.read_bytes())
@@ -99,7 +99,7 @@ def test_a_bomb_is_stopped_where_its_header_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("affine", "said"),
+    ("affine", "message"),
     [
         (np.zeros((4, 4)), "does not map voxels to space"),
         (np.diag([3.0, 3.0, np.nan, 1.0]), "does not map voxels to space"),
@@ -108,29 +108,29 @@ def test_a_bomb_is_stopped_where_its_header_ends(tmp_path: Path) -> None:
         (np.diag([3.0, 3.0, 2.0, 1.0]), "expected 3x3x3 mm: resample"),
     ],
 )
-def test_an_affine_that_cannot_be(affine: np.ndarray, said: str, tmp_path: Path) -> None:
+def test_unusable_affine_is_refused(affine: np.ndarray, message: str, tmp_path: Path) -> None:
     image = nib.Nifti1Image(smooth(), None)
     image.header.set_sform(affine, code=2)
     nib.save(image, tmp_path / "a.nii.gz")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_voxels(tmp_path / "a.nii.gz", SHAPE, (3, 3, 3))
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, [("R", "u1"), ("G", "u1"), ("B", "u1")]])
-def test_voxels_that_are_not_one_number(dtype: Any, tmp_path: Path) -> None:
+def test_voxels_of_several_numbers_are_refused(dtype: Any, tmp_path: Path) -> None:
     voxels = np.zeros(SHAPE, dtype)
-    with pytest.raises(DataError, match="expected one number a voxel"):
+    with pytest.raises(DataError, match="expected one number per voxel"):
         read_voxels(nifti(tmp_path / "a.nii.gz", voxels), SHAPE)
 
 
-def test_a_series_is_no_volume(tmp_path: Path) -> None:
+def test_time_series_is_refused(tmp_path: Path) -> None:
     series = np.stack([smooth()] * 3, axis=-1)
     with pytest.raises(DataError, match="wrong shape 24x26x22x3"):
         read_voxels(nifti(tmp_path / "a.nii.gz", series), SHAPE)
 
 
-def test_voxels_that_begin_beyond_any_header(tmp_path: Path) -> None:
-    file = header_says(nifti(tmp_path / "a.nii.gz"), "vox_offset", 2.0**30)
+def test_voxel_offset_beyond_any_header_is_refused(tmp_path: Path) -> None:
+    file = set_header_field(nifti(tmp_path / "a.nii.gz"), "vox_offset", 2.0**30)
     with pytest.raises(DataError, match=r"corrupt|the voxels begin at byte"):
         read_voxels(file, SHAPE)
 
@@ -140,7 +140,7 @@ def test_both_versions_of_the_format_and_plain_files_are_read(tmp_path: Path) ->
         assert np.array_equal(read_voxels(nifti(tmp_path / name, kind=kind), SHAPE), smooth())
 
 
-def test_another_format_is_not_taken(tmp_path: Path) -> None:
+def test_other_image_formats_are_refused(tmp_path: Path) -> None:
     file = nifti(tmp_path / "a.img", kind=nib.Nifti1Pair)
-    with pytest.raises(DataError, match="is no NIfTI file but Nifti1Pair"):
+    with pytest.raises(DataError, match="is not a NIfTI file but Nifti1Pair"):
         read_voxels(file, SHAPE)

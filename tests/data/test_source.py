@@ -1,4 +1,4 @@
-"""Where a site's data lies: three places in their order, and what is said when none knows."""
+"""Location of a site's data: three sources in a fixed order, and the error if none is present."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from pathlib import Path
 
 import pytest
 
-from flare_sparse.data.source import site_data, write_site_files
+from flare_sparse.data.source import find_site_data, write_site_files
 from flare_sparse.errors import DataError
 from flare_sparse.task import SiteData
 
 
-def site_file(file: Path, text: str) -> Path:
+def write_file(file: Path, text: str) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     return file
 
 
-def test_the_three_places_in_their_order(tmp_path: Path) -> None:
+def test_sources_of_data_are_tried_in_order(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("named", "local", "variable")}
     for folder in folders.values():
         folder.mkdir()
-    named = site_file(tmp_path / "files" / "A.yaml", "data: ../named\nsubset: [x, y]\n")
-    site_file(folders["local"] / "flare_sparse.yaml", "data: .\n")
+    named = write_file(tmp_path / "files" / "A.yaml", "data: ../named\nsubset: [x, y]\n")
+    write_file(folders["local"] / "flare_sparse.yaml", "data: .\n")
     environment = {
         "FLARE_SPARSE_SITE_FILE": str(named.parent / "{site}.yaml"),
         "FLARE_SPARSE_DATA": str(tmp_path / "{site}"),
     }
-    first = site_data("A", folders["local"], environment)
+    first = find_site_data("A", folders["local"], environment)
     assert (first.site, first.path.resolve(), first.subset) == ("A", folders["named"], ("x", "y"))
     environment.pop("FLARE_SPARSE_SITE_FILE")
-    assert site_data("A", folders["local"], environment) == SiteData("A", folders["local"])
-    assert site_data("variable", folders["named"], environment) == SiteData("variable", folders["variable"])
+    assert find_site_data("A", folders["local"], environment) == SiteData("A", folders["local"])
+    assert find_site_data("variable", folders["named"], environment) == SiteData("variable", folders["variable"])
 
 
-def test_nothing_found_names_the_three_places_and_the_remedy(tmp_path: Path) -> None:
+def test_missing_location_names_all_sources_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        site_data("A", tmp_path, {})
+        find_site_data("A", tmp_path, {})
     for part in ("$FLARE_SPARSE_SITE_FILE", str(tmp_path / "flare_sparse.yaml"), "$FLARE_SPARSE_DATA", "'data: /path"):
         assert part in str(caught.value)
     with pytest.raises(DataError, match=r"flare_sparse\.yaml in the local folder of the site \(there is none\)"):
-        site_data("A", None, {})
+        find_site_data("A", None, {})
 
 
 @pytest.mark.parametrize(
@@ -53,26 +53,26 @@ def test_nothing_found_names_the_three_places_and_the_remedy(tmp_path: Path) -> 
         ("data: nowhere\n", "nowhere; there is no such file or folder"),
     ],
 )
-def test_a_wrong_site_file(tmp_path: Path, text: str, message: str) -> None:
-    site_file(tmp_path / "flare_sparse.yaml", text)
+def test_malformed_site_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
+    write_file(tmp_path / "flare_sparse.yaml", text)
     with pytest.raises(DataError) as caught:
-        site_data("A", tmp_path, {})
+        find_site_data("A", tmp_path, {})
     assert message in str(caught.value)
     assert str(tmp_path / "flare_sparse.yaml") in str(caught.value)
 
 
-def test_a_named_site_file_must_be_there(tmp_path: Path) -> None:
-    site_file(tmp_path / "flare_sparse.yaml", "data: .\n")
+def test_named_site_file_must_exist(tmp_path: Path) -> None:
+    write_file(tmp_path / "flare_sparse.yaml", "data: .\n")
     with pytest.raises(DataError, match="cannot be read as a site file"):
-        site_data("A", tmp_path, {"FLARE_SPARSE_SITE_FILE": str(tmp_path / "missing.yaml")})
+        find_site_data("A", tmp_path, {"FLARE_SPARSE_SITE_FILE": str(tmp_path / "missing.yaml")})
 
 
-def test_data_that_is_not_where_the_variable_points(tmp_path: Path) -> None:
+def test_missing_data_of_the_variable_is_explained(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"\$FLARE_SPARSE_DATA: data is .*nowhere; there is no such"):
-        site_data("A", None, {"FLARE_SPARSE_DATA": str(tmp_path / "nowhere")})
+        find_site_data("A", None, {"FLARE_SPARSE_DATA": str(tmp_path / "nowhere")})
 
 
 def test_written_site_files_are_read_back(tmp_path: Path) -> None:
     sites = [SiteData("A", tmp_path, ("x/1", "ü")), SiteData("B-2", tmp_path)]
     variable = write_site_files(tmp_path / "new" / "files", sites)
-    assert [site_data(name, None, {"FLARE_SPARSE_SITE_FILE": variable}) for name in ("A", "B-2")] == sites
+    assert [find_site_data(name, None, {"FLARE_SPARSE_SITE_FILE": variable}) for name in ("A", "B-2")] == sites

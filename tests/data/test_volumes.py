@@ -1,4 +1,4 @@
-"""Volumes: what is read is what is in the file, and nothing unusable gets through."""
+"""Volumes: voxels are read exactly, and unusable files are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flare_sparse.data.volumes import Item, Volumes, preparation, read_voxels
+from flare_sparse.data.volumes import VolumeDataset, VolumeExample, build_preprocessing, read_voxels
 from flare_sparse.errors import DataError
 
 SHAPE = (6, 8, 4)
@@ -24,13 +24,13 @@ def nifti(file: Path, voxels: np.ndarray = VOXELS, affine: np.ndarray | None = N
     return file
 
 
-def test_voxels_are_read_as_they_are(tmp_path: Path) -> None:
+def test_voxels_are_read_unchanged(tmp_path: Path) -> None:
     voxels = read_voxels(nifti(tmp_path / "a.nii.gz"), SHAPE)
     assert voxels.dtype == np.float32
     assert np.array_equal(voxels, VOXELS)
 
 
-def test_other_orientations_are_turned_to_ras(tmp_path: Path) -> None:
+def test_other_orientations_are_reoriented_to_ras(tmp_path: Path) -> None:
     flipped = nifti(tmp_path / "a.nii.gz", VOXELS[::-1], np.diag([-3.0, 3.0, 3.0, 1.0]))
     assert np.array_equal(read_voxels(flipped, SHAPE), VOXELS)
     swapped = np.array([[0, 3.0, 0, 0], [3.0, 0, 0, 0], [0, 0, 3.0, 0], [0, 0, 0, 1]])
@@ -38,24 +38,24 @@ def test_other_orientations_are_turned_to_ras(tmp_path: Path) -> None:
     assert np.array_equal(read_voxels(turned, SHAPE), VOXELS)
 
 
-def test_a_fourth_axis_of_length_one_is_dropped(tmp_path: Path) -> None:
+def test_fourth_axis_of_length_one_is_dropped(tmp_path: Path) -> None:
     assert read_voxels(nifti(tmp_path / "a.nii.gz", VOXELS[..., None]), SHAPE).shape == SHAPE
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_file_is_explained(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"missing file a.nii.gz"):
         read_voxels(tmp_path / "a.nii.gz", SHAPE)
 
 
 @pytest.mark.parametrize("kept", [0, 9, 100, 200])
-def test_truncated_gzip(tmp_path: Path, kept: int) -> None:
+def test_truncated_gzip_is_refused(tmp_path: Path, kept: int) -> None:
     file = nifti(tmp_path / "a.nii.gz")
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(DataError, match=r"corrupt file a\.nii\.gz: .* Copy or convert it again"):
         read_voxels(file, SHAPE)
 
 
-def test_a_file_that_is_no_image(tmp_path: Path) -> None:
+def test_file_that_is_not_an_image_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.nii.gz"
     file.write_bytes(gzip.compress(b"nothing of the kind" * 100))
     with pytest.raises(DataError, match=r"corrupt file a\.nii\.gz"):
@@ -63,28 +63,28 @@ def test_a_file_that_is_no_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_voxels_that_are_not_finite(tmp_path: Path, value: float) -> None:
+def test_voxels_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
     voxels = VOXELS.astype(np.float32)
     voxels[0, :2, 0] = value
     with pytest.raises(DataError, match=r"2 voxels of a\.nii\.gz are NaN or infinite"):
         read_voxels(nifti(tmp_path / "a.nii.gz", voxels), SHAPE)
 
 
-def test_wrong_shape(tmp_path: Path) -> None:
+def test_wrong_shape_is_refused_before_and_after_reorientation(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"wrong shape 6x8x4 in a\.nii\.gz; expected 6x8x5"):
         read_voxels(nifti(tmp_path / "a.nii.gz"), (6, 8, 5))
     with pytest.raises(DataError, match=r"wrong shape 6x8x4 of a\.nii\.gz in RAS orientation; expected 8x6x4"):
         read_voxels(nifti(tmp_path / "a.nii.gz"), (8, 6, 4))
 
 
-def test_an_empty_image(tmp_path: Path) -> None:
+def test_constant_image_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"all voxels of a\.nii\.gz are equal"):
         read_voxels(nifti(tmp_path / "a.nii.gz", np.full(SHAPE, 7, np.uint8)), SHAPE)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 351), value=st.integers(0, 255))
-def test_a_wrong_byte_in_the_header_is_an_error_of_ours_or_harmless(tmp_path: Path, place: int, value: int) -> None:
+def test_changed_header_byte_raises_data_error_or_is_harmless(tmp_path: Path, place: int, value: int) -> None:
     file = nifti(tmp_path / "a.nii")
     content = bytearray(file.read_bytes())
     content[place] = value
@@ -97,8 +97,8 @@ def test_a_wrong_byte_in_the_header_is_an_error_of_ours_or_harmless(tmp_path: Pa
     assert np.isfinite(voxels).all()
 
 
-def test_inputs_are_means_of_cubes_then_z_scored() -> None:
-    prepared = preparation(2)(VOXELS[:5].astype(np.float32))
+def test_preprocessing_averages_cubes_and_z_scores() -> None:
+    prepared = build_preprocessing(2)(VOXELS[:5].astype(np.float32))
     cubes = VOXELS[:4].reshape(2, 2, 4, 2, 2, 2).mean(axis=(1, 3, 5))
     assert prepared.shape == (1, 2, 4, 2)
     assert prepared.dtype == torch.float32
@@ -106,10 +106,10 @@ def test_inputs_are_means_of_cubes_then_z_scored() -> None:
     np.testing.assert_allclose(prepared[0], (cubes - cubes.mean()) / cubes.std(), rtol=1e-5, atol=1e-6)
 
 
-def test_volumes_from_memory_and_from_disk_are_the_same(tmp_path: Path) -> None:
+def test_volumes_from_memory_and_from_disk_are_equal(tmp_path: Path) -> None:
     file = nifti(tmp_path / "a.nii.gz")
-    ready = preparation(2)(read_voxels(file, SHAPE))
-    kept, read = (Volumes([Item(file, 41.5, prepared)], SHAPE, 2) for prepared in (ready, None))
+    ready = build_preprocessing(2)(read_voxels(file, SHAPE))
+    kept, read = (VolumeDataset([VolumeExample(file, 41.5, prepared)], SHAPE, 2) for prepared in (ready, None))
     assert torch.equal(kept[0][0], read[0][0])
     assert torch.equal(kept[0][1], torch.tensor([41.5]))
     assert (len(kept), kept[0][1].dtype) == (1, torch.float32)

@@ -1,4 +1,4 @@
-"""The sum of ciphertexts is the sum of the values, and nothing that comes from outside is believed."""
+"""Sums of ciphertexts equal sums of values, and ciphertexts from outside are checked before they are used."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ SLOTS = 4096
 
 
 @cache
-def contexts() -> KeyContexts:
+def get_contexts() -> KeyContexts:
     return KeyContexts.generate()
 
 
 @cache
-def server() -> ServerCipher:
-    return ServerCipher(contexts().server)
+def get_server() -> ServerCipher:
+    return ServerCipher(get_contexts().server)
 
 
 @cache
-def site() -> SiteCipher:
-    return SiteCipher(contexts().client)
+def get_site() -> SiteCipher:
+    return SiteCipher(get_contexts().client)
 
 
 @cache
-def stranger() -> SiteCipher:
-    """A site of another project: the same parameters, another key."""
+def get_foreign_site() -> SiteCipher:
+    """Return the cipher of a site of another project: same parameters, another key."""
     return SiteCipher(KeyContexts.generate().client)
 
 
-def numbers(seed: int, count: int, scale: float) -> torch.Tensor:
+def draw_values(seed: int, count: int, scale: float) -> torch.Tensor:
     return (torch.rand(count, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * scale
 
 
@@ -53,71 +53,73 @@ def numbers(seed: int, count: int, scale: float) -> torch.Tensor:
     magnitude=st.floats(-6, 5),
     seed=st.integers(0, 2**31),
 )
-def test_the_sum_equals_that_of_the_values(count: int, examples: list[int], magnitude: float, seed: int) -> None:
-    """Within PRECISION of the exact sum, before the one rounding to float32 that a plain sum has, too."""
-    values = [numbers(seed + k, count, 10**magnitude) for k in range(len(examples))]
+def test_decrypted_sum_equals_sum_of_values_within_precision(
+    count: int, examples: list[int], magnitude: float, seed: int
+) -> None:
+    """The error is at most PRECISION before the rounding to float32, which a sum in the clear has as well."""
+    values = [draw_values(seed + k, count, 10**magnitude) for k in range(len(examples))]
     weights = [n / sum(examples) for n in examples]
-    answers = [site().encrypt(v) for v in values]
-    for answer in answers:
-        server().check(answer, count, "site-1")
-    found = site().decrypt(server().weighted_sum(answers, weights, count), count)
+    updates = [get_site().encrypt(v) for v in values]
+    for update in updates:
+        get_server().check(update, count, "site-1")
+    decrypted = get_site().decrypt(get_server().weighted_sum(updates, weights, count), count)
     exact = sum((w * v.double() for w, v in zip(weights, values, strict=True)), torch.zeros(count).double())
     rounding = 2.0**-24 * exact.abs()
-    assert bool(((found.double() - exact).abs() <= PRECISION + rounding).all())
+    assert bool(((decrypted.double() - exact).abs() <= PRECISION + rounding).all())
 
 
 @pytest.mark.parametrize("value", [2.0**18, -(2.0**18)])
-def test_the_largest_values_do_not_wrap_around(value: float) -> None:
-    """A vector of one value is the worst case: all of it stands in one coefficient of the polynomial."""
-    answer = site().encrypt(torch.full((SLOTS,), value))
-    found = site().decrypt(server().weighted_sum([answer, answer], [0.5, 0.5], SLOTS), SLOTS)
-    assert torch.equal(found, torch.full((SLOTS,), value))
+def test_largest_values_do_not_wrap_around(value: float) -> None:
+    """A vector of equal values is the worst case: one coefficient of the polynomial holds all of it."""
+    update = get_site().encrypt(torch.full((SLOTS,), value))
+    decrypted = get_site().decrypt(get_server().weighted_sum([update, update], [0.5, 0.5], SLOTS), SLOTS)
+    assert torch.equal(decrypted, torch.full((SLOTS,), value))
 
 
-def test_the_bias_of_the_multiplication_does_not_add_up() -> None:
-    """CKKS divides by a prime that is only nearly its scale; uncorrected, ten rounds would move 1000 by 0.007."""
+def test_rescaling_error_does_not_accumulate_over_rounds() -> None:
+    """CKKS divides by a prime that is only close to its scale; uncorrected, ten rounds would move 1000 by 0.007."""
     values = torch.full((64,), 1000.0)
     for _ in range(10):
-        answer = site().encrypt(values)
-        values = site().decrypt(server().weighted_sum([answer], [1.0], 64), 64)
+        update = get_site().encrypt(values)
+        values = get_site().decrypt(get_server().weighted_sum([update], [1.0], 64), 64)
     assert float((values - 1000).abs().max()) <= 10 * PRECISION + 1000 * 2**-23
 
 
-def test_two_encryptions_of_the_same_values_have_no_ciphertext_in_common() -> None:
-    first, second = site().encrypt(torch.zeros(10)), site().encrypt(torch.zeros(10))
+def test_encrypting_the_same_values_twice_gives_different_ciphertexts() -> None:
+    first, second = get_site().encrypt(torch.zeros(10)), get_site().encrypt(torch.zeros(10))
     assert not torch.equal(first.data, second.data)
 
 
-def test_the_servers_context_decrypts_nothing() -> None:
-    context = ts.context_from(contexts().server)
+def test_server_context_cannot_decrypt() -> None:
+    context = ts.context_from(get_contexts().server)
     assert not context.has_secret_key()
-    (data,) = split_ciphertexts(site().encrypt(torch.ones(3)), server().ciphertext_format, 3)
-    vector = server()._scheme.read(data, 3)
+    (data,) = split_ciphertexts(get_site().encrypt(torch.ones(3)), get_server().ciphertext_format, 3)
+    vector = get_server()._scheme.parse_ciphertext(data, 3)
     with pytest.raises(ValueError, match="secret_key"):
         vector.decrypt()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_never_encrypted(bad: float) -> None:
+def test_encrypt_refuses_non_finite_values(bad: float) -> None:
     with pytest.raises(RejectedMessage, match="E_FINITE"):
-        site().encrypt(torch.tensor([1.0, bad]))
+        get_site().encrypt(torch.tensor([1.0, bad]))
 
 
-def test_what_could_wrap_around_is_never_encrypted() -> None:
+def test_encrypt_refuses_values_that_could_wrap_around() -> None:
     with pytest.raises(RejectedMessage, match="E_RANGE"):
-        site().encrypt(torch.tensor([1.0, 2.0**18 * 1.01]))
+        get_site().encrypt(torch.tensor([1.0, 2.0**18 * 1.01]))
 
 
-def test_a_context_in_the_wrong_hands_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"holds the secret key.*server_context"):
-        ServerCipher(contexts().client)
+def test_context_of_the_other_end_or_malformed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"contains the secret key.*server_context"):
+        ServerCipher(get_contexts().client)
     with pytest.raises(ConfigError, match=r"no secret key.*client_context"):
-        SiteCipher(contexts().server)
+        SiteCipher(get_contexts().server)
     with pytest.raises(ConfigError, match="not a TenSEAL context"):
         ServerCipher(b"nonsense")
 
 
-def test_a_context_without_room_for_the_one_multiplication_is_refused() -> None:
+def test_context_that_allows_no_multiplication_is_refused() -> None:
     context = ts.context(
         ts.SCHEME_TYPE.CKKS,
         poly_modulus_degree=8192,
@@ -129,82 +131,86 @@ def test_a_context_without_room_for_the_one_multiplication_is_refused() -> None:
         SiteCipher(context.serialize(save_secret_key=True))
 
 
-def test_another_key_is_named_and_a_forged_name_does_not_help() -> None:
-    foreign = stranger().encrypt(torch.ones(5))
+def test_foreign_key_is_refused_even_under_a_forged_key_id() -> None:
+    foreign = get_foreign_site().encrypt(torch.ones(5))
     with pytest.raises(RejectedMessage, match="E_KEY"):
-        site().decrypt(foreign, 5)
+        get_site().decrypt(foreign, 5)
     forged = join_ciphertexts(
-        server().ciphertext_format.parameters, site().key, split_ciphertexts(foreign, server().ciphertext_format, 5)
+        get_server().ciphertext_format.parameters,
+        get_site().key_id,
+        split_ciphertexts(foreign, get_server().ciphertext_format, 5),
     )
     with pytest.raises(RejectedMessage, match=r"E_CIPHERTEXT.*noise"):
-        site().decrypt(forged, 5)
-    poisoned = server().weighted_sum([site().encrypt(torch.ones(5)), forged], [0.5, 0.5], 5)
+        get_site().decrypt(forged, 5)
+    poisoned = get_server().weighted_sum([get_site().encrypt(torch.ones(5)), forged], [0.5, 0.5], 5)
     with pytest.raises(RejectedMessage, match=r"E_CIPHERTEXT.*noise"):
-        site().decrypt(poisoned, 5)
+        get_site().decrypt(poisoned, 5)
 
 
-def test_the_name_of_a_key_is_the_same_at_every_site() -> None:
-    assert SiteCipher(contexts().client).key == site().key != stranger().key
-    assert get_key_id(site().encrypt(torch.ones(1))) == site().key
+def test_key_id_is_equal_at_every_site_and_differs_between_projects() -> None:
+    assert SiteCipher(get_contexts().client).key_id == get_site().key_id != get_foreign_site().key_id
+    assert get_key_id(get_site().encrypt(torch.ones(1))) == get_site().key_id
 
 
-def test_a_sum_is_no_answer() -> None:
-    """Its multiplication is used up; added to fresh answers it would be read at another scale."""
-    summed = server().weighted_sum([site().encrypt(torch.ones(5))], [1.0], 5)
+def test_server_refuses_a_sum_as_an_update() -> None:
+    """Its multiplication is consumed; summed with fresh updates it would be decoded at another scale."""
+    summed = get_server().weighted_sum([get_site().encrypt(torch.ones(5))], [1.0], 5)
     with pytest.raises(RejectedMessage, match=r"E_CIPHERTEXT.*level"):
-        server().check(summed, 5, "site-1")
+        get_server().check(summed, 5, "site-1")
 
 
-def test_how_many_values_there_are_is_the_receivers_own_knowledge() -> None:
-    """TenSEAL repeats values to fill a ciphertext; a sender's number of them is not even read."""
-    sealed = site().encrypt(torch.tensor([1.0, 2.0]))
-    assert site().decrypt(sealed, 1).tolist() == [1]
-    assert site().decrypt(sealed, 3).tolist() == [1, 2, 1]
+def test_number_of_values_is_set_by_the_receiver() -> None:
+    """TenSEAL repeats values to fill a ciphertext; the sender's number of values is not transmitted."""
+    encrypted = get_site().encrypt(torch.tensor([1.0, 2.0]))
+    assert get_site().decrypt(encrypted, 1).tolist() == [1]
+    assert get_site().decrypt(encrypted, 3).tolist() == [1, 2, 1]
 
 
-def bomb(size: int) -> bytes:
-    """A ciphertext of few bytes that SEAL would inflate to ``size``."""
-    (data,) = split_ciphertexts(site().encrypt(torch.ones(1)), site().ciphertext_format, 1)
+def build_bomb(size: int) -> bytes:
+    """Return a short ciphertext that SEAL would decompress to ``size`` bytes."""
+    (data,) = split_ciphertexts(get_site().encrypt(torch.ones(1)), get_site().ciphertext_format, 1)
     content = zstandard.ZstdCompressor(level=19).compress(bytes(size))
     return data[:8] + struct.pack("<Q", 16 + len(content)) + content
 
 
-def test_a_small_ciphertext_that_inflates_is_refused_before_it_does() -> None:
-    data = bomb(1 << 28)
+def test_decompression_bomb_is_refused_before_it_expands() -> None:
+    data = build_bomb(1 << 28)
     assert len(data) < 40_000
-    with pytest.raises(RejectedMessage, match=r"E_SIZE.*inflated"):
-        server().check(join_ciphertexts(server().ciphertext_format.parameters, site().key, [data]), 1, "site-1")
+    with pytest.raises(RejectedMessage, match=r"E_SIZE.*decompressed"):
+        get_server().check(
+            join_ciphertexts(get_server().ciphertext_format.parameters, get_site().key_id, [data]), 1, "site-1"
+        )
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_a_changed_ciphertext_is_refused_or_is_noise_and_nothing_else_is_raised(data: st.DataObject) -> None:
-    (whole,) = split_ciphertexts(_sealed_ones(), site().ciphertext_format, 4)
-    raw = bytearray(whole)
+def test_changed_ciphertext_is_refused_or_decrypts_without_another_error(data: st.DataObject) -> None:
+    (ciphertext,) = split_ciphertexts(encrypt_ones(), get_site().ciphertext_format, 4)
+    raw = bytearray(ciphertext)
     for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.one_of(st.integers(0, 160), st.integers(0, len(raw) - 1)))
-        raw[place] = data.draw(st.integers(0, 255))
+        position = data.draw(st.one_of(st.integers(0, 160), st.integers(0, len(raw) - 1)))
+        raw[position] = data.draw(st.integers(0, 255))
     cut = data.draw(st.sampled_from([None, None, None, 0, 10, 100, len(raw) - 1]))
-    changed = join_ciphertexts(site().ciphertext_format.parameters, site().key, [bytes(raw)[:cut]])
+    changed = join_ciphertexts(get_site().ciphertext_format.parameters, get_site().key_id, [bytes(raw)[:cut]])
     codes = set()
     try:
-        server().check(changed, 4, "site-1")
-        site().decrypt(changed, 4)
+        get_server().check(changed, 4, "site-1")
+        get_site().decrypt(changed, 4)
     except RejectedMessage as error:
         codes.add(error.code)
     assert codes <= {"E_CIPHERTEXT", "E_SIZE"}
 
 
 @cache
-def _sealed_ones() -> EncryptedValues:
-    return site().encrypt(torch.ones(4))
+def encrypt_ones() -> EncryptedValues:
+    return get_site().encrypt(torch.ones(4))
 
 
-def test_lengths_are_held_against_what_a_ciphertext_can_have() -> None:
-    ciphertext_format, good = site().ciphertext_format, site().encrypt(torch.ones(SLOTS + 1)).data.numpy()
+def test_measure_refuses_wrong_lengths_and_parameters() -> None:
+    ciphertext_format, good = get_site().ciphertext_format, get_site().encrypt(torch.ones(SLOTS + 1)).data.numpy()
     assert measure_ciphertexts(good, SLOTS + 1, ciphertext_format) == good.size
     longer = good.copy()
-    longer[24:28] = np.frombuffer(struct.pack("<I", ciphertext_format.most_bytes + 1), np.uint8)
+    longer[24:28] = np.frombuffer(struct.pack("<I", ciphertext_format.max_bytes + 1), np.uint8)
     with pytest.raises(RejectedMessage, match="E_SIZE"):
         measure_ciphertexts(longer, SLOTS + 1, ciphertext_format)
     with pytest.raises(RejectedMessage, match="E_LEN"):
@@ -213,14 +219,16 @@ def test_lengths_are_held_against_what_a_ciphertext_can_have() -> None:
     other[0] ^= 1
     with pytest.raises(RejectedMessage, match="E_CONTEXT"):
         measure_ciphertexts(other, SLOTS + 1, ciphertext_format)
-    assert bytes(ciphertext_format.parameters) == server().ciphertext_format.parameters
+    assert bytes(ciphertext_format.parameters) == get_server().ciphertext_format.parameters
 
 
-def test_the_largest_ciphertext_fits_its_bound() -> None:
-    """Random residues compress worst: what a fresh ciphertext has is what any has, within the slack."""
+def test_fresh_ciphertext_is_close_to_but_within_its_maximum_length() -> None:
+    """Random residues do not compress: every fresh ciphertext has about the same length."""
     lengths = [
         len(data)
-        for data in split_ciphertexts(site().encrypt(numbers(1, 8 * SLOTS, 1e5)), site().ciphertext_format, 8 * SLOTS)
+        for data in split_ciphertexts(
+            get_site().encrypt(draw_values(1, 8 * SLOTS, 1e5)), get_site().ciphertext_format, 8 * SLOTS
+        )
     ]
-    assert max(lengths) <= site().ciphertext_format.most_bytes
-    assert min(lengths) > site().ciphertext_format.most_bytes * 0.85
+    assert max(lengths) <= get_site().ciphertext_format.max_bytes
+    assert min(lengths) > get_site().ciphertext_format.max_bytes * 0.85

@@ -1,4 +1,4 @@
-"""What a round's answers make of the state."""
+"""From a round's contributions to the next state: caps, clipping, rejection of what cannot be sent."""
 
 from __future__ import annotations
 
@@ -24,75 +24,79 @@ METHOD = METHODS["fedavg"](METHODS["fedavg"].Config(rounds=1), LAYOUT, 1)
 
 
 @dataclass
-class Desk:
-    """What the server's desk says of a model and of weights: a model beyond ``largest`` cannot be sent."""
+class FakeEndpoint:
+    """An endpoint that can send values up to ``largest`` and finds the sites ``underweight`` too light."""
 
     largest: float = 2.0**60
-    light: frozenset[str] = frozenset()
+    underweight: frozenset[str] = frozenset()
 
     def is_encodable(self, model: Patch) -> bool:
         return bool((model.values.abs() <= self.largest).all())
 
-    def find_underweight_sites(self, updates: list[Contribution]) -> set[str]:
-        return set(self.light)
+    def find_underweight_sites(self, contributions: list[Contribution]) -> set[str]:
+        return set(self.underweight)
 
 
-def answer(site: str, value: float, examples: int = 10) -> Contribution:
+def contribute(site: str, value: float, examples: int = 10) -> Contribution:
     return Contribution(site, Patch(torch.full((LAYOUT.size,), value), FULL), "weights", examples)
 
 
-def tally(*answers: Contribution) -> AttemptResult:
-    return AttemptResult(Attempt(1, "train", 1, {}), list(answers), {}, [])
+def build_result(*contributions: Contribution) -> AttemptResult:
+    return AttemptResult(Attempt(1, "train", 1, {}), list(contributions), {}, [])
 
 
-def learned(
-    endpoint: Desk, rules: RoundRules, *answers: Contribution, quorum: int = 1
+def learn(
+    endpoint: FakeEndpoint, rules: RoundRules, *contributions: Contribution, quorum: int = 1
 ) -> tuple[AttemptResult, Tensor | None]:
     state = METHOD.init(torch.zeros(LAYOUT.size), [])
-    after, found = learn_from(tally(*answers), state, METHOD, endpoint, rules, lambda them: len(them) >= quorum)  # type: ignore[arg-type]
-    return after, None if found is None else found.state.weights
+    after, result = learn_from(
+        build_result(*contributions), state, METHOD, endpoint, rules, lambda counted: len(counted) >= quorum
+    )  # type: ignore[arg-type]
+    return after, None if result is None else result.state.weights
 
 
-def test_the_answer_with_the_largest_values_is_refused_until_there_is_a_model() -> None:
-    loud = [answer("a", 1.0), answer("b", 3.0), answer("c", 5.0)]
-    after, weights = learned(Desk(largest=1.5), RoundRules(), *loud)
+def test_contributions_with_the_largest_norm_are_rejected_until_the_model_can_be_sent() -> None:
+    contributions = [contribute("a", 1.0), contribute("b", 3.0), contribute("c", 5.0)]
+    after, weights = learn(FakeEndpoint(largest=1.5), RoundRules(), *contributions)
     assert after.rejected == {"c": "E_RANGE", "b": "E_RANGE"}
-    assert [update.site for update in after.answered] == ["a"]
+    assert [update.site for update in after.accepted] == ["a"]
     assert weights is not None
     assert weights.tolist() == [1.0] * LAYOUT.size
 
 
-def test_below_the_quorum_nothing_is_learned() -> None:
-    after, weights = learned(Desk(largest=1.5), RoundRules(), answer("a", 1.0), answer("b", 3.0), quorum=2)
+def test_nothing_is_learned_below_the_quorum() -> None:
+    after, weights = learn(
+        FakeEndpoint(largest=1.5), RoundRules(), contribute("a", 1.0), contribute("b", 3.0), quorum=2
+    )
     assert (after.rejected, weights) == ({"b": "E_RANGE"}, None)
 
 
-def test_answers_are_weighed_and_shortened_before_they_are_learned_from() -> None:
+def test_contributions_are_capped_and_clipped_before_they_are_aggregated() -> None:
     state = METHOD.init(torch.zeros(LAYOUT.size), [])
-    sites = [answer("a", 1.0, 10), answer("b", 1.0, 10), answer("c", 100.0, 1000), answer("d", 9.0, 10)]
+    sites = [contribute("a", 1.0, 10), contribute("b", 1.0, 10), contribute("c", 100.0, 1000), contribute("d", 9.0, 10)]
     rules = RoundRules(max_share=0.5, clip_norm=4.0)
-    _, found = learn_from(
-        tally(*sites),
+    _, result = learn_from(
+        build_result(*sites),
         state,
         METHOD,
-        Desk(light=frozenset({"d"})),
+        FakeEndpoint(underweight=frozenset({"d"})),
         rules,
-        lambda them: True,  # type: ignore[arg-type]
+        lambda counted: True,  # type: ignore[arg-type]
     )
-    assert found is not None
-    assert found.capped == {"c": 30, "d": 0}
-    assert found.clipped == {"c": pytest.approx(200.0)}
-    assert [update.num_examples for update in found.updates] == [10, 10, 30]
-    assert found.state.weights.tolist() == pytest.approx([(10 * 1 + 10 * 1 + 30 * 2) / 50] * LAYOUT.size)
+    assert result is not None
+    assert result.capped == {"c": 30, "d": 0}
+    assert result.clipped == {"c": pytest.approx(200.0)}
+    assert [update.num_examples for update in result.contributions] == [10, 10, 30]
+    assert result.state.weights.tolist() == pytest.approx([(10 * 1 + 10 * 1 + 30 * 2) / 50] * LAYOUT.size)
 
 
-def test_what_carries_nothing_is_no_contribution() -> None:
+def test_update_without_values_or_without_weight_does_not_contribute() -> None:
     empty = Contribution("a", Patch.empty(LAYOUT.size), "metrics", 10)
-    answers = tally(empty, answer("b", 1.0), answer("c", 1.0, 0))
-    assert [update.site for update in answers.contributed] == ["b"]
+    result = build_result(empty, contribute("b", 1.0), contribute("c", 1.0, 0))
+    assert [update.site for update in result.contributed] == ["b"]
 
 
-def test_a_rejection_has_a_code_whatever_it_was() -> None:
+def test_every_kind_of_rejection_has_a_reason_code() -> None:
     assert get_reason_code("E_SITE") == "E_SITE"
     assert get_reason_code(ValueError("x")) == "ValueError"
     assert get_reason_code(WireError("E_SHORT", "header", 128, 3, "a")) == "E_SHORT"

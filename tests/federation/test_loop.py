@@ -1,76 +1,58 @@
-"""Rounds: what is rejected changes nobody else's result, what is lost is sent again, what is too little is not committed."""
+"""Rounds of a run: quorum, retries, lost bases, quarantine and commits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy
+from local_federation import LocalFederation, Upload
 
-from flare_sparse.aggregation.weighted import average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
 from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.server import ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.errors import CheckpointError, MissingBase, RejectedMessage, RoundFailed
-from flare_sparse.exchange import Contribution, Patch, Update
-from flare_sparse.federation import Federation, RoundRules
+from flare_sparse.endpoints.server import SERVER
+from flare_sparse.errors import CheckpointError, RoundFailed
+from flare_sparse.federation import RoundRules
 from flare_sparse.local.run import run_locally
-from flare_sparse.mask import Mask
 from flare_sparse.params import compute_digest
-from flare_sparse.wire.ledger import Ledger
-
-RUN = "0" * 16
 
 
-class Loop:
-    """A federation in this process, with a hand in every message."""
+class Loop(LocalFederation):
+    """A local federation whose ``tamper`` changes every message on its way to the server."""
 
     def __init__(self, bench: Any, name: str = "fedsparsify", rules: RoundRules | None = None, **settings: Any):
-        self.bench, self.method = bench, bench.method(name, **settings)
-        self.server = ServerEndpoint(bench.layout, RUN, "float32", Ledger())
-        self.endpoints = {n: SiteEndpoint(site, self.method, RUN, "float32") for n, site in bench.sites().items()}
-        self.federation = Federation(self.method, self.server, bench.task.metric, rules)
-        self.tamper: Callable[[int, str, Any], Any] = lambda sequence, site, reply: reply
-        self.forget: set[tuple[int, str]] = set()
+        self.store: Store | None = None
+        stores = lambda end: self.store if end == SERVER else None  # noqa: E731
+        super().__init__(name, bench, rules=rules, stores=stores, **settings)
+        self.tamper: Callable[[int, str, Any], Any] = lambda sequence, site, message: message
+        self.change_message = self._tamper
 
-    def carry(self, question: Any) -> dict[str, Any]:
-        replies: dict[str, Any] = {}
-        for name, message in question.messages.items():
-            if (question.sequence, name) in self.forget:
-                self.endpoints[name] = SiteEndpoint(self.bench.sites()[name], self.method, RUN, "float32")
-            endpoint = self.endpoints[name]
-            try:
-                request = endpoint.receive(message)
-                update = endpoint.answer(request)
-                sent = [endpoint.encode(request, update).data.copy(), update.num_examples, update.metrics]
-                sent = self.tamper(question.sequence, name, sent)
-                if sent is not None:
-                    replies[name] = self.server.decode(name, *sent)
-            except (RejectedMessage, MissingBase) as error:
-                replies[name] = error
-        return replies
-
-    def run(self) -> Any:
-        return self.federation.run(self.bench.weights, lambda: sorted(self.endpoints), self.carry)
+    def _tamper(self, upload: Upload) -> Upload | None:
+        sent = [upload.message, upload.examples, upload.metrics]
+        changed = self.tamper(upload.attempt.sequence, upload.site, sent)
+        if changed is None:
+            return None
+        message, examples, metrics = changed
+        return replace(upload, message=message, examples=examples, metrics=metrics)
 
 
 def bench() -> Any:
-    return toy.Bench()
+    return toy.ToyBench()
 
 
 @pytest.mark.parametrize("name", ["fedsparsify", "neurosfl"])
-def test_a_site_that_lost_what_it_held_is_sent_everything_in_the_same_round(name: str) -> None:
+def test_site_that_lost_its_base_is_sent_the_full_model_in_the_same_round(name: str) -> None:
     loop = Loop(bench(), name)
-    loop.forget = {(3, "site-2")}
+    loop.restarts = {(3, "site-2")}
     outcome = loop.run()
     assert all(record.sites_contributed == ["site-1", "site-2", "site-3"] for record in outcome.rounds)
     assert compute_digest(outcome.weights) == compute_digest(Loop(bench(), name).run().weights)
 
 
-def test_a_round_below_the_quorum_is_asked_again_and_then_stops_the_run() -> None:
+def test_round_below_the_quorum_is_retried_and_then_stops_the_run() -> None:
     loop = Loop(bench(), rules=RoundRules(min_sites=3, retries=2))
     loop.tamper = lambda q, site, sent: None if site == "site-3" and q in (2, 3) else sent
     outcome = loop.run()
@@ -78,57 +60,19 @@ def test_a_round_below_the_quorum_is_asked_again_and_then_stops_the_run() -> Non
     assert compute_digest(outcome.weights) == compute_digest(Loop(bench()).run().weights)
     loop = Loop(bench(), rules=RoundRules(min_sites=3, retries=1))
     loop.tamper = lambda q, site, sent: None if site == "site-3" else sent
-    with pytest.raises(RoundFailed, match=r"2 of 3 sites contributed.*silent: \['site-3'\]"):
+    with pytest.raises(RoundFailed, match=r"2 of 3 sites contributed.*timed out: \['site-3'\]"):
         loop.run()
 
 
-def test_no_answer_at_all_never_becomes_a_model() -> None:
+def test_zero_contributions_never_meet_the_quorum() -> None:
     loop = Loop(bench(), rules=RoundRules(min_sites=1, retries=0))
     loop.tamper = lambda *_: None
     with pytest.raises(RoundFailed, match="0 of 3"):
         loop.run()
 
 
-def updates() -> list[Update]:
-    on = [Mask(torch.tensor(bits, dtype=torch.bool)) for bits in ([1, 1, 0], [0, 1, 0])]
-    return [
-        Contribution("a", Patch(torch.tensor([1.0, 2.0]), on[0]), "weights", 1),
-        Contribution("b", Patch(torch.tensor([6.0]), on[1]), "weights", 3),
-    ]
-
-
-def test_a_sum_counts_absent_entries_as_zero_and_a_count_average_does_not() -> None:
-    assert weighted_sum(updates(), weigh_by_examples).tolist() == [0.25, 5.0, 0.0]
-    assert weighted_sum(updates(), weigh_equally).tolist() == [0.5, 4.0, 0.0]
-    assert average_over_owners(updates(), weigh_by_examples, torch.full((3,), 9.0)).tolist() == [1.0, 5.0, 9.0]
-
-
-def test_arrival_order_does_not_show() -> None:
-    draw = torch.Generator().manual_seed(1)
-    on = Mask.full(1000)
-    parts = [Contribution(f"s{n}", Patch(torch.randn(1000, generator=draw), on), "weights", n) for n in range(1, 9)]
-    digests = {
-        compute_digest(weighted_sum([parts[i] for i in torch.randperm(8).tolist()], weigh_by_examples))
-        for _ in range(50)
-    }
-    assert len(digests) == 1
-
-
-def test_a_sum_needs_one_update_a_site() -> None:
-    with pytest.raises(ValueError, match="one update of each site"):
-        weighted_sum([], weigh_equally)
-    with pytest.raises(ValueError, match="one update of each site"):
-        weighted_sum([updates()[0], updates()[0]], weigh_equally)
-
-
-def test_equal_updates_average_to_themselves() -> None:
-    values = torch.randn(50)
-    parts = [Contribution(f"s{n}", Patch(values, Mask.full(50)), "weights", n) for n in (1, 5, 7)]
-    assert torch.allclose(weighted_sum(parts, weigh_by_examples), values)
-
-
 @pytest.mark.parametrize("values", ["bfloat16", "float16"])
-def test_short_formats_halve_the_bytes_and_end_near_float32(values: str) -> None:
+def test_16_bit_formats_halve_the_bytes_and_end_near_float32(values: str) -> None:
     made = bench()
     exact, dense = run_locally(made.method("fedavg"), made.weights, made.sites(), made.task.metric)
     short, half = run_locally(
@@ -139,7 +83,7 @@ def test_short_formats_halve_the_bytes_and_end_near_float32(values: str) -> None
     assert torch.allclose(short.weights, exact.weights, atol=0.05)
 
 
-def test_a_quorum_by_weight_is_asked_again_and_then_stops_the_run() -> None:
+def test_round_below_the_quorum_by_weight_is_retried_and_then_stops_the_run() -> None:
     """site-1 and site-2 have 56 of 96 examples."""
     loop = Loop(bench(), rules=RoundRules(min_weight=0.6, retries=1))
     loop.tamper = lambda q, site, sent: None if site == "site-3" and q == 2 else sent
@@ -148,10 +92,10 @@ def test_a_quorum_by_weight_is_asked_again_and_then_stops_the_run() -> None:
     loop.tamper = lambda q, site, sent: None if site == "site-3" and q > 1 else sent
     with pytest.raises(RoundFailed, match="with 60% of the examples"):
         loop.run()
-    assert [record.sites_contributed for record in loop.federation._records] == [["site-1", "site-2", "site-3"]]
+    assert [record.sites_contributed for record in loop.records] == [["site-1", "site-2", "site-3"]]
 
 
-def test_an_absent_site_rests_and_every_round_balances() -> None:
+def test_absent_site_is_quarantined_and_every_site_asked_has_one_outcome() -> None:
     loop = Loop(bench(), rules=RoundRules(quarantine_after=2), rounds=8)
     loop.tamper = lambda q, site, sent: None if site == "site-3" and q < 6 else sent
     rounds = loop.run().rounds
@@ -161,7 +105,7 @@ def test_an_absent_site_rests_and_every_round_balances() -> None:
     assert rounds[6].sites_contributed == ["site-1", "site-2", "site-3"]
 
 
-def test_a_round_in_which_everybody_fails_leaves_the_model_as_it_was_and_is_asked_again() -> None:
+def test_round_in_which_every_site_fails_is_retried_and_leaves_no_trace_in_the_model() -> None:
     loop = Loop(bench())
     loop.tamper = lambda q, site, sent: [sent[0][:-8], *sent[1:]] if q == 2 else sent
     outcome = loop.run()
@@ -169,30 +113,24 @@ def test_a_round_in_which_everybody_fails_leaves_the_model_as_it_was_and_is_aske
     assert compute_digest(outcome.weights) == compute_digest(Loop(bench()).run().weights)
 
 
-def test_fifty_orders_of_arrival_end_in_one_model() -> None:
-    """Eight sites; a sum in the order of arrival would end in many."""
+def test_order_of_arrival_does_not_change_a_bit_of_the_model() -> None:
+    """Fifty orders of eight sites end in one model; sums in the order of arrival would not."""
     import random
 
     digests = set()
     for order in range(50):
-        loop = Loop(bench(), "fedavg", rounds=1)
-        sites = loop.bench.sites(8)
-        loop.endpoints = {n: SiteEndpoint(site, loop.method, RUN, "float32") for n, site in sites.items()}
-        names = list(loop.endpoints)
-        random.Random(order).shuffle(names)
-        loop.endpoints = {name: loop.endpoints[name] for name in names}
-        carry = loop.carry
-        shuffled = lambda question, names=names, carry=carry: carry(  # noqa: E731
-            type(question)(question.sequence, question.kind, question.round, {n: question.messages[n] for n in names})
-        )
-        outcome = loop.federation.run(loop.bench.weights, lambda names=names: names, shuffled)
+        loop = LocalFederation("fedavg", bench(), sites=8, rounds=1)
+        loop.order = list(loop.endpoints)
+        random.Random(order).shuffle(loop.order)
+        outcome = loop.run()
         digests.add(compute_digest(outcome.weights))
     assert len(digests) == 1
 
 
-def test_a_commit_that_cannot_be_written_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full in round 2: the run stops, round 2 is announced to nobody, and round 1 can be gone on from."""
-    announced: list[int] = []
+def test_round_whose_checkpoint_cannot_be_written_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full in round 2: the run stops, round 2 is not announced, and the run can be resumed from round 1."""
     loop = Loop(bench())
     store = Store(tmp_path / "server", {})
     save = store.save
@@ -203,12 +141,12 @@ def test_a_commit_that_cannot_be_written_is_no_commit(tmp_path: Path, monkeypatc
         save(number, content)
 
     monkeypatch.setattr(store, "save", full)
-    loop.federation.store, loop.federation.on_round = store, lambda record: announced.append(record.round)
+    loop.store = store
     with pytest.raises(CheckpointError):
         loop.run()
-    assert announced == [1]
+    assert [record.round for record in loop.records] == [1]
     monkeypatch.undo()
     again = Loop(bench())
-    again.federation.store = store
-    outcome = again.federation.run(again.bench.weights, lambda: sorted(again.endpoints), again.carry, resume=True)
+    again.store = store
+    outcome = again.run(resume=True)
     assert compute_digest(outcome.weights) == compute_digest(Loop(bench()).run().weights)

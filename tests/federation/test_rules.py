@@ -1,4 +1,4 @@
-"""Who is asked, who weighs how much, and that every site asked is accounted for."""
+"""Weights of sites, registered numbers of examples, quarantine and quorum."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def weights(*examples: int) -> list[Contribution]:
     examples=st.lists(st.integers(1, 10**6), min_size=1, max_size=12),
     max_share=st.floats(0.05, 1.0, exclude_max=True),
 )
-def test_no_site_weighs_more_than_its_share_and_nobody_gains(examples: list[int], max_share: float) -> None:
+def test_cap_keeps_every_site_below_its_share_and_raises_no_weight(examples: list[int], max_share: float) -> None:
     before = weights(*examples)
     after, cut = cap_contributions(before, max_share)
     total = sum(u.num_examples for u in after)
@@ -44,60 +44,69 @@ def test_no_site_weighs_more_than_its_share_and_nobody_gains(examples: list[int]
         assert len({u.num_examples for u in after}) == 1
 
 
-def test_a_site_with_ten_to_the_thirty_examples_does_not_take_over() -> None:
+def test_site_with_a_huge_number_of_examples_is_capped() -> None:
     after, cut = cap_contributions(weights(100, 120, 2**52), 0.5)
     assert [u.num_examples for u in after] == [100, 120, 220]
     assert cut == {"site-2": 220}
 
 
-def test_without_a_cap_nothing_changes() -> None:
+def test_max_share_of_one_changes_no_weight() -> None:
     before = weights(3, 4)
     assert cap_contributions(before, 1.0) == (before, {})
 
 
-@pytest.mark.parametrize(("now", "fits"), [(100, True), (109, True), (91, True), (112, False), (80, False), (0, False)])
-def test_a_site_stays_with_the_number_of_examples_that_it_registered(now: int, fits: bool) -> None:
-    roster = Roster()
-    assert roster.find_violation(update("a", 100), RoundRules()) is None
-    assert roster.find_violation(update("a", now), RoundRules()) == (None if fits else "E_WEIGHT")
+@pytest.mark.parametrize(
+    ("examples", "is_accepted"), [(100, True), (109, True), (91, True), (112, False), (80, False), (0, False)]
+)
+def test_number_of_examples_must_stay_near_the_registered_one(examples: int, is_accepted: bool) -> None:
+    assert Roster().find_violation(update("a", 100), RoundRules()) is None
+    roster = Roster().register(update("a", 100))
+    assert roster.find_violation(update("a", examples), RoundRules()) == (None if is_accepted else "E_WEIGHT")
 
 
-def test_test_examples_are_registered_like_training_examples() -> None:
-    roster = Roster()
-    said = [replace(update("a", 100), metrics={"mse": 1.0, "test_examples": n}) for n in (20.0, 21.0, 2.0**52)]
-    assert roster.find_violation(update("a", 100), RoundRules()) is None, "scores come without a judgement"
-    assert [roster.find_violation(one, RoundRules()) for one in said] == [None, None, "E_METRICS"]
+def test_number_of_test_examples_must_stay_near_the_registered_one() -> None:
+    roster, violations = Roster(), []
+    reported = [replace(update("a", 100), metrics={"mse": 1.0, "test_examples": n}) for n in (20.0, 21.0, 2.0**52)]
+    assert roster.find_violation(update("a", 100), RoundRules()) is None, "scores come without metrics"
+    roster = roster.register(update("a", 100))
+    assert roster.tested == {}
+    for contribution in reported:
+        violations.append(roster.find_violation(contribution, RoundRules()))
+        if violations[-1] is None:
+            roster = roster.register(contribution)
+    assert violations == [None, None, "E_METRICS"]
+    assert roster == Roster(registered={"a": 100}, tested={"a": 20.0})
 
 
-def test_what_was_agreed_beforehand_is_the_most_that_a_site_may_say() -> None:
+def test_number_of_examples_must_not_exceed_the_known_one() -> None:
     roster, rules = Roster(), RoundRules(examples={"a": 100}, examples_tolerance=0.0)
     assert [roster.find_violation(update("a", n), rules) for n in (2**52, 101, 100)] == ["E_WEIGHT", "E_WEIGHT", None]
-    assert roster.find_violation(update("b", 2**52), rules) is None, "of whom nothing was agreed"
+    assert roster.find_violation(update("b", 2**52), rules) is None, "no number is known of this site"
 
 
-def test_a_registered_claim_is_cut_before_a_share_is_made_of_it() -> None:
+def test_registered_examples_are_capped_before_a_share_is_computed() -> None:
     roster = Roster(registered={"a": 100, "b": 100, "c": 2**52})
     assert roster.compute_share(["a", "b"], ["a", "b", "c"]) < 1e-9
     assert roster.compute_share(["a", "b"], ["a", "b", "c"], 0.5) == 0.5
 
 
-def judged(site: str, mse: float, tests: float) -> Contribution:
+def evaluate(site: str, mse: float, tests: float) -> Contribution:
     return replace(update(site, 1), metrics={"mse": mse, "test_examples": tests})
 
 
-def test_no_site_is_more_than_its_share_of_a_judgement() -> None:
-    sites = [judged("a", 1.0, 10), judged("b", 3.0, 30), judged("c", 0.0, 2.0**52)]
-    assert Evaluation.from_updates(sites).overall["mse"] < 1e-9
-    assert Evaluation.from_updates(sites, 0.5).overall == {"mse": (10 + 90) / 80, "test_examples": 80}
+def test_no_site_exceeds_its_share_of_an_evaluation() -> None:
+    sites = [evaluate("a", 1.0, 10), evaluate("b", 3.0, 30), evaluate("c", 0.0, 2.0**52)]
+    assert Evaluation.from_contributions(sites).overall["mse"] < 1e-9
+    assert Evaluation.from_contributions(sites, 0.5).overall == {"mse": (10 + 90) / 80, "test_examples": 80}
     assert (
-        Evaluation.from_updates(sites[:2], 0.99).overall
-        == Evaluation.from_updates(sites[:2]).overall
+        Evaluation.from_contributions(sites[:2], 0.99).overall
+        == Evaluation.from_contributions(sites[:2]).overall
         == {"mse": 2.5, "test_examples": 40}
     )
 
 
 @given(st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=9), st.floats(0.05, 1.0))
-def test_shares_add_up_to_one_and_keep_to_the_largest(numbers: list[float], max_share: float) -> None:
+def test_normalized_weights_sum_to_one_and_keep_the_cap(numbers: list[float], max_share: float) -> None:
     assume(sum(numbers) > 1e-3)
     shares = normalize_capped(numbers, max_share)
     assert sum(shares) == pytest.approx(1)
@@ -107,28 +116,27 @@ def test_shares_add_up_to_one_and_keep_to_the_largest(numbers: list[float], max_
         assert shares == [number / sum(numbers) for number in numbers]
 
 
-def test_a_site_that_misses_rests_longer_each_time_and_comes_back_with_one_answer() -> None:
+def test_quarantine_doubles_with_each_miss_and_ends_with_one_update() -> None:
     roster, rules = Roster(), RoundRules(quarantine_after=3)
     asked = []
     for _ in range(60):
         present = roster.select_available(SITES, rules)
         asked.append("d" in present)
-        roster.record_round([s for s in present if s != "d"], present, rules)
-    rests = [len(run) for run in "".join("x" if there else "." for there in asked).split("x") if run]
+        roster = roster.record_round([s for s in present if s != "d"], present, rules)
+    quarantines = [len(run) for run in "".join("x" if is_asked else "." for is_asked in asked).split("x") if run]
     assert asked[:3] == [True] * 3
-    assert rests[:5] == [1, 2, 4, 8, MAX_QUARANTINE_ROUNDS]
-    roster.quarantined.clear()
-    roster.record_round(SITES, SITES, rules)
+    assert quarantines[:5] == [1, 2, 4, 8, MAX_QUARANTINE_ROUNDS]
+    roster = replace(roster, quarantined={}).record_round(SITES, SITES, rules)
     assert roster.missed == roster.quarantined == {}
 
 
-def test_when_too_few_are_left_everybody_is_asked() -> None:
+def test_quarantined_sites_are_asked_when_too_few_others_are_left() -> None:
     roster = Roster(quarantined={"a": 4, "b": 4, "c": 4})
     assert roster.select_available(SITES, RoundRules(min_sites=2)) == SITES
     assert roster.select_available(SITES, RoundRules(min_sites=1)) == ["d"]
 
 
-def test_the_quorum_by_weight_counts_who_never_registered_as_the_mean() -> None:
+def test_unregistered_site_counts_with_the_mean_of_the_others() -> None:
     roster = Roster(registered={"a": 100, "b": 300})
     assert roster.compute_share(["a"], ["a", "b"]) == 0.25
     assert roster.compute_share(["a", "b"], ["a", "b", "c"]) == pytest.approx(400 / 600)

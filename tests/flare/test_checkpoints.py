@@ -1,4 +1,4 @@
-"""A job that ended keeps its checkpoints until FLARE has archived its result, and no longer."""
+"""A finished job keeps its checkpoints until FLARE has archived its result, and no longer."""
 
 from __future__ import annotations
 
@@ -25,42 +25,45 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace(str(tmp_path), "server")
 
 
-def ended(root: Path, name: str, workspace: Workspace, job: str) -> Store:
+def create_finished(root: Path, name: str, workspace: Workspace, job: str) -> Store:
     store = Store(root / name / "server", {})
     store.save(1, Content(1))
     mark_job_finished(store, workspace, job)
     return store
 
 
-def test_what_was_archived_is_forgotten_and_nothing_else(workspace: Workspace, tmp_path: Path) -> None:
+def test_checkpoints_are_deleted_only_after_the_result_is_archived(workspace: Workspace, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    archived, not_yet = ended(root, "a-1", workspace, "job-1"), ended(root, "b-2", workspace, "job-2")
+    archived, unarchived = (
+        create_finished(root, "a-1", workspace, "job-1"),
+        create_finished(root, "b-2", workspace, "job-2"),
+    )
     running = Store(root / "c-3" / "server", {})
     running.save(1, Content(1))
     delete_archived(root)
-    assert [store.list_numbers() for store in (archived, not_yet, running)] == [[1], [1], [1]]
-    shutil.rmtree(tmp_path / "job-1")  # as FLARE does when the archive is written
+    assert [store.list_numbers() for store in (archived, unarchived, running)] == [[1], [1], [1]]
+    shutil.rmtree(tmp_path / "job-1")  # as FLARE does after it has archived the job
     delete_archived(root)
-    assert [store.list_numbers() for store in (archived, not_yet, running)] == [[], [1], [1]]
-    assert archived.get_finished() is None
-    assert not_yet.get_finished() == tmp_path / "job-2"
+    assert [store.list_numbers() for store in (archived, unarchived, running)] == [[], [1], [1]]
+    assert archived.get_result_folder() is None
+    assert unarchived.get_result_folder() == tmp_path / "job-2"
 
 
-def test_a_job_that_runs_again_is_left_alone(workspace: Workspace, tmp_path: Path) -> None:
+def test_checkpoints_of_a_job_that_runs_again_are_kept(workspace: Workspace, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    again = ended(root, "a-1", workspace, "job-1")
+    rerun = create_finished(root, "a-1", workspace, "job-1")
     shutil.rmtree(tmp_path / "job-1")
-    again.claim()
+    rerun.claim()
     delete_archived(root)
-    assert again.list_numbers() == [1]
-    again.release()
+    assert rerun.list_numbers() == [1]
+    rerun.release()
     delete_archived(root)
-    assert again.list_numbers() == []
+    assert rerun.list_numbers() == []
 
 
-def test_a_run_that_goes_on_is_not_over(workspace: Workspace, tmp_path: Path) -> None:
-    store = ended(tmp_path / "checkpoints", "a-1", workspace, "job-1")
-    store.clear_finished()
+def test_checkpoints_of_a_resumed_run_are_kept(workspace: Workspace, tmp_path: Path) -> None:
+    store = create_finished(tmp_path / "checkpoints", "a-1", workspace, "job-1")
+    store.unmark_finished()
     shutil.rmtree(tmp_path / "job-1")
     delete_archived(tmp_path / "checkpoints")
     assert store.list_numbers() == [1]

@@ -1,4 +1,4 @@
-"""Exported job folders: what is in them, and that no constructor argument gets lost on the way."""
+"""Exported job folders hold settings and the components' arguments, and code only with BYOC."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import yaml
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from nvflare.job_config.fed_job_config import FedJobConfig
 
-from flare_sparse.config import RunConfig, job_to_dict, load_config
+from flare_sparse.config import RunConfig, load_config, serialize_job
 from flare_sparse.flare import aggregator, controller, executor, filters, session
-from flare_sparse.flare.export import SIGNATURES, export_job, find_differences
+from flare_sparse.flare.export import SIGNATURES, export_job, find_outdated_files
 from flare_sparse.flare.site.allow_list import CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
@@ -37,8 +37,8 @@ def config() -> RunConfig:
 
 
 @pytest.mark.parametrize("component", COMPONENTS, ids=lambda c: type(c).__name__)
-def test_every_constructor_argument_survives_the_export(component: object, tmp_path: Path) -> None:
-    """FLARE keeps only arguments stored under their own name; any other vanishes without a word."""
+def test_export_keeps_every_constructor_argument(component: object, tmp_path: Path) -> None:
+    """FLARE exports only arguments that are stored in an attribute of the same name and silently drops the others."""
     exported = FedJobConfig("job", 1)
     exported.set_app_packages(["flare_sparse"])
     arguments = exported._get_args(component, str(tmp_path))
@@ -46,7 +46,7 @@ def test_every_constructor_argument_survives_the_export(component: object, tmp_p
     assert set(arguments) == {name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
 
 
-def test_every_component_of_the_shell_is_tested_here() -> None:
+def test_list_of_components_is_complete() -> None:
     found = {
         name
         for module in (aggregator, controller, executor, filters, session)
@@ -56,51 +56,49 @@ def test_every_component_of_the_shell_is_tested_here() -> None:
     assert found == {type(component).__name__ for component in COMPONENTS}
 
 
-def test_an_installed_job_carries_settings_and_no_code(config: RunConfig, tmp_path: Path) -> None:
+def test_installed_job_carries_settings_and_no_code(config: RunConfig, tmp_path: Path) -> None:
     app = export_job(config, tmp_path) / "app"
     files = sorted(str(path.relative_to(app)) for path in app.rglob("*") if path.is_file())
     assert files == ["config/config_fed_client.json", "config/config_fed_server.json", "config/flare_sparse.yaml"]
-    assert yaml.safe_load((app / "config" / "flare_sparse.yaml").read_text()) == job_to_dict(config)
+    assert yaml.safe_load((app / "config" / "flare_sparse.yaml").read_text()) == serialize_job(config)
 
 
-def test_a_job_names_the_classes_that_sites_allow_and_some_of_flares_default_list(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_job_names_only_allowed_classes_and_some_of_flares_default_list(config: RunConfig, tmp_path: Path) -> None:
     app = export_job(config, tmp_path) / "app"
     text = "".join((app / "config" / f"config_fed_{side}.json").read_text() for side in ("server", "client"))
     paths = {line.split('"')[3] for line in text.splitlines() if '"path":' in line}
     ours = {path for path in paths if path.startswith("flare_sparse.")}
-    assert ours == {*CLASSES} - {"flare_sparse.flare.session.UserTask"}  # only where the task is the user's own
+    assert ours == {*CLASSES} - {"flare_sparse.flare.session.UserTask"}  # only in jobs with a user task
     assert paths - ours <= {*DEFAULT_CLASS_ALLOW_LIST}
     assert "simulator" not in text
 
 
-def test_a_byoc_job_carries_the_whole_package(config: RunConfig, tmp_path: Path) -> None:
+def test_byoc_job_carries_the_whole_package(config: RunConfig, tmp_path: Path) -> None:
     import flare_sparse
 
     source = Path(flare_sparse.__file__).parent
     custom = export_job(config, tmp_path, "byoc") / "app" / "custom" / "flare_sparse"
-    wanted = {str(path.relative_to(source)) for path in source.rglob("*.py")}
-    assert {str(path.relative_to(custom)) for path in custom.rglob("*.py")} == wanted
+    expected = {str(path.relative_to(source)) for path in source.rglob("*.py")}
+    assert {str(path.relative_to(custom)) for path in custom.rglob("*.py")} == expected
     assert not list(custom.rglob("__pycache__"))
 
 
-def test_polling_is_nested_where_flare_reads_it(config: RunConfig, tmp_path: Path) -> None:
+def test_request_interval_is_nested_where_flare_reads_it(config: RunConfig, tmp_path: Path) -> None:
     app = export_job(config, tmp_path) / "app"
     server = json.loads((app / "config" / "config_fed_server.json").read_text())
     assert server["server"] == {"task_request_interval": 0.05}
 
 
-def test_differences_are_found(config: RunConfig, tmp_path: Path) -> None:
-    assert find_differences(config, tmp_path) == ["neurosfl_brain_age: missing"]
+def test_differences_of_a_job_folder_are_listed_and_signatures_ignored(config: RunConfig, tmp_path: Path) -> None:
+    assert find_outdated_files(config, tmp_path) == ["neurosfl_brain_age: missing"]
     job = export_job(config, tmp_path)
     for folder in (job, job / "app", job / "app" / "config"):
-        for name in SIGNATURES:  # the folder was submitted
+        for name in SIGNATURES:  # as FLARE does on submission
             (folder / name).write_text("signed")
-    assert find_differences(config, tmp_path) == []
+    assert find_outdated_files(config, tmp_path) == []
     (job / "app" / "config" / "flare_sparse.yaml").write_text("seed: 7\n")
     (job / "extra").write_text("")
-    assert find_differences(config, tmp_path) == [
+    assert find_outdated_files(config, tmp_path) == [
         "neurosfl_brain_age/app/config/flare_sparse.yaml: differs",
-        "neurosfl_brain_age/extra: not exported any more",
+        "neurosfl_brain_age/extra: no longer exported",
     ]

@@ -1,4 +1,4 @@
-"""Messages, DXOs and updates: converters lose nothing, and what a site's filter does to a DXO is what travels."""
+"""Converters between messages, DXOs and updates lose nothing, and changes of a site's filter are sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from flare_sparse.errors import RejectedMessage
 from flare_sparse.exchange import Patch, Update
 from flare_sparse.flare.payload import (
     dxo_to_update,
-    mask_to_dxo,
     message_to_shareable,
     shareable_to_message,
     update_to_dxo,
@@ -21,14 +20,14 @@ from flare_sparse.mask import Mask
 from flare_sparse.params import Layout, TensorSpec
 
 LAYOUT = Layout((TensorSpec("a.weight", (2, 3), "weight"), TensorSpec("a.bias", (2,), "bias")))
-ON = Mask(torch.tensor([1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool))
+MASK = Mask(torch.tensor([1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool))
 
 
 def update(content: str = "weights") -> Update:
-    return Update(Patch.from_vector(torch.arange(8.0) + 1, ON), content, 5, {"mae": 2.0})  # type: ignore[arg-type]
+    return Update(Patch.from_vector(torch.arange(8.0) + 1, MASK), content, 5, {"mae": 2.0})  # type: ignore[arg-type]
 
 
-def test_a_message_passes_through_a_shareable() -> None:
+def test_message_survives_a_shareable() -> None:
     message = np.arange(10, dtype=np.uint8)
     back, meta = shareable_to_message(message_to_shareable(message, {"examples": 3}), "site-1")
     assert back is message
@@ -45,7 +44,7 @@ def test_a_message_passes_through_a_shareable() -> None:
         (DXO(DataKind.APP_DEFINED, data={"message": np.zeros(3, np.float64)}).to_shareable(), "message"),
     ],
 )
-def test_anything_else_is_rejected_with_the_site_and_the_field(shareable: Shareable, field: str) -> None:
+def test_anything_but_a_message_is_rejected_with_site_and_field(shareable: Shareable, field: str) -> None:
     with pytest.raises(RejectedMessage) as caught:
         shareable_to_message(shareable, "site-1")
     assert (caught.value.site, caught.value.field) == ("site-1", field)
@@ -54,7 +53,7 @@ def test_anything_else_is_rejected_with_the_site_and_the_field(shareable: Sharea
 @pytest.mark.parametrize(
     ("content", "kind"), [("weights", "WEIGHTS"), ("delta", "WEIGHT_DIFF"), ("scores", "WEIGHT_DIFF")]
 )
-def test_an_update_is_an_ordinary_dxo_of_named_arrays(content: str, kind: str) -> None:
+def test_update_becomes_an_ordinary_dxo_of_named_arrays(content: str, kind: str) -> None:
     dxo = update_to_dxo(update(content), LAYOUT, torch.ones(8))
     assert dxo.data_kind == kind
     assert np.array_equal(dxo.data["a.weight"], [[1, 0, 3], [0, 0, 6]])
@@ -70,7 +69,7 @@ def test_untouched_values_come_back_bit_for_bit() -> None:
     assert torch.equal(back.patch.values, sent.patch.values)
 
 
-def test_a_site_filter_that_writes_in_place_or_replaces_is_obeyed() -> None:
+def test_arrays_changed_in_place_or_replaced_by_a_site_filter_are_sent() -> None:
     sent = update()
     vector = torch.ones(LAYOUT.size)
     dxo = update_to_dxo(sent, LAYOUT, vector)
@@ -80,7 +79,7 @@ def test_a_site_filter_that_writes_in_place_or_replaces_is_obeyed() -> None:
     assert back.patch.values.tolist() == [2.0, 6.0, 12.0, -1.0, -2.0]
 
 
-def test_a_transposed_view_of_the_same_memory_counts_as_changed() -> None:
+def test_transposed_view_of_the_same_memory_counts_as_changed() -> None:
     square = Layout((TensorSpec("w", (2, 2), "weight"),))
     sent = Update(Patch.from_vector(torch.arange(4.0), Mask.full(4)), "weights", 1)
     vector = torch.ones(4)
@@ -90,7 +89,7 @@ def test_a_transposed_view_of_the_same_memory_counts_as_changed() -> None:
 
 
 @pytest.mark.parametrize("name", ["removed", "reshaped", "kind"])
-def test_a_filter_that_breaks_the_update_withholds_it(name: str) -> None:
+def test_update_broken_by_a_filter_is_rejected(name: str) -> None:
     sent = update()
     vector = torch.ones(LAYOUT.size)
     dxo = update_to_dxo(sent, LAYOUT, vector)
@@ -102,8 +101,3 @@ def test_a_filter_that_breaks_the_update_withholds_it(name: str) -> None:
         dxo.data_kind = DataKind.APP_DEFINED
     with pytest.raises(RejectedMessage):
         dxo_to_update(dxo, sent, vector, LAYOUT)
-
-
-def test_a_mask_as_named_arrays() -> None:
-    data = mask_to_dxo(ON, LAYOUT).data
-    assert data["a.weight"].tolist() == [[True, False, True], [False, False, True]]

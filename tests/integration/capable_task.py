@@ -1,4 +1,4 @@
-"""A small network with adapters, at sites of which two cannot take part: another version, an upload cap too small."""
+"""A small network with adapters; two sites cannot take part: one has another version, one too small an upload cap."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse import Examples, Metric, SiteData, Task, capabilities
 from flare_sparse.flare import session
-from flare_sparse.models.adapters import AdapterConfig, adapt
-from flare_sparse.models.base import drawn
+from flare_sparse.models.adapters import AdapterConfig, add_adapters
+from flare_sparse.models.base import seed_initialization
 from flare_sparse.policy.policy import Policy
 
 
 class CapableTask(Task):
-    """Each site runs in a process of its own, so what ``load`` sets holds at that site only."""
+    """Each site runs in its own process, so that ``load`` changes that site only."""
 
     metric = Metric("mse", "", "min")
 
     def model(self) -> nn.Module:
-        with drawn(0):
+        with seed_initialization(0):
             network = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
-        return adapt(network, AdapterConfig(rank=4))
+        return add_adapters(network, AdapterConfig(rank=4))
 
     def load(self, data: SiteData, seed: int) -> Examples:
         if data.site == "site-3":

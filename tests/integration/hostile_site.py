@@ -1,6 +1,6 @@
-"""What a hostile site's FLARE client would send in place of its answers: a filter behind the package's own.
+"""Filters that send what a hostile site's FLARE client could send instead of its updates.
 
-It stands for a site that runs other code than ours; here it travels with the job and does nothing at honest sites.
+They stand for a site that runs other code. Here they travel with the job and do nothing at the other sites.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from nvflare.apis.shareable import Shareable, make_reply
 VICTIM = "site-1"
 
 
-def said(message: Any, examples: Any = 32, metrics: Any = None, **data: Any) -> Shareable:
-    """A message of ours, with anything in it and beside it."""
+def wrap_message(message: Any, examples: Any = 32, metrics: Any = None, **data: Any) -> Shareable:
+    """Wrap any message with any numbers beside it, as the package wraps its own."""
     content = {"message": message, **data}
     return DXO(DataKind.APP_DEFINED, data=content, meta={"examples": examples, "metrics": metrics or {}}).to_shareable()
 
 
-def garbage(message: np.ndarray) -> Shareable:
-    return said(np.random.default_rng(1).integers(0, 256, message.size).astype(np.uint8))
+def send_garbage(message: np.ndarray) -> Shareable:
+    return wrap_message(np.random.default_rng(1).integers(0, 256, message.size).astype(np.uint8))
 
 
-def forged(message: np.ndarray, value: float, count: int = 1) -> np.ndarray:
-    """The first values changed and the checksums put right, as a forger would."""
+def forge_values(message: np.ndarray, value: float, count: int = 1) -> np.ndarray:
+    """Change the first values of a message and correct its checksums."""
     from flare_sparse.wire.envelope import read_header, write_header
 
     message = message.copy()
@@ -38,35 +38,35 @@ def forged(message: np.ndarray, value: float, count: int = 1) -> np.ndarray:
     return message
 
 
-def refusal(text: str) -> Shareable:
+def send_refusal(text: str) -> Shareable:
     reply = make_reply(text)
     reply.set_header("flare_sparse_code", text)
     return reply
 
 
 ATTACKS: list[tuple[str, Any]] = [
-    ("E_VERSION", garbage),
+    ("E_VERSION", send_garbage),
     ("E_KIND", lambda message: DXO(DataKind.WEIGHTS, data={"0.weight": np.ones((2, 2))}).to_shareable()),
-    ("E_FINITE", lambda message: said(forged(message, np.nan))),
-    ("E_DTYPE", lambda message: said(message.reshape(2, -1))),
-    ("E_DTYPE", lambda message: said(message.astype(np.float64))),
-    ("E_WEIGHT", lambda message: said(message, 1e30)),
-    ("E_WEIGHT", lambda message: said(message, "thirty-two")),
-    ("E_METRICS", lambda message: said(message, metrics={"mse": 0.0, "test_examples": 0})),
-    ("E_KIND", lambda message: said(message.tobytes())),
+    ("E_FINITE", lambda message: wrap_message(forge_values(message, np.nan))),
+    ("E_DTYPE", lambda message: wrap_message(message.reshape(2, -1))),
+    ("E_DTYPE", lambda message: wrap_message(message.astype(np.float64))),
+    ("E_WEIGHT", lambda message: wrap_message(message, 1e30)),
+    ("E_WEIGHT", lambda message: wrap_message(message, "thirty-two")),
+    ("E_METRICS", lambda message: wrap_message(message, metrics={"mse": 0.0, "test_examples": 0})),
+    ("E_KIND", lambda message: wrap_message(message.tobytes())),
     ("E_KIND", lambda message: Shareable({"flare_sparse.reply": "anything"})),
-    ("E_SITE", lambda message: refusal("subject CANARY-4711 is ill")),
+    ("E_SITE", lambda message: send_refusal("subject CANARY-4711 is ill")),
     (ReturnCode.EXECUTION_EXCEPTION, lambda message: make_reply(ReturnCode.EXECUTION_EXCEPTION)),
-    ("E_LEN", lambda message: said(message[:-4])),
+    ("E_LEN", lambda message: wrap_message(message[:-4])),
 ]
-"""One a round, with the code that the server has for it."""
+"""One attack per round, with the code with which the server rejects it."""
 
 
 class Hostile(Filter):
-    """At one site, an attack a round; it names itself another site in all of them.
+    """Sends one attack per round at one site, each under the name of another site.
 
     Args:
-        site: the hostile one.
+        site: name of the hostile site.
     """
 
     def __init__(self, site: str):
@@ -83,10 +83,10 @@ class Hostile(Filter):
 
 
 class Overwriter(Filter):
-    """At one site, 777 in place of what the site's own filters let through.
+    """Writes 777 over the values of one site's messages, after the site's own filters.
 
     Args:
-        site: the site that the job means.
+        site: name of the attacked site.
     """
 
     def __init__(self, site: str):
@@ -97,5 +97,5 @@ class Overwriter(Filter):
         if fl_ctx.get_identity_name() != self.site:
             return shareable
         dxo = from_shareable(shareable)
-        dxo.data["message"] = forged(dxo.data["message"], 777.0, 4)
+        dxo.data["message"] = forge_values(dxo.data["message"], 777.0, 4)
         return dxo.to_shareable()

@@ -1,4 +1,4 @@
-"""A user's own task, as docs/own-task.md describes it: one class in one module. Also used with a site that fails."""
+"""A user task as docs/own-task.md describes it: one class in one module. One site can be made to fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SumConfig(TaskConfig):
 
 
 class SumTask(Task):
-    """Predict the sum of three of twelve numbers; every site draws its own."""
+    """Predict the sum of three of twelve random numbers, which differ between sites."""
 
     Config = SumConfig
     metric = Metric("mse", "", "min")
@@ -30,11 +30,11 @@ class SumTask(Task):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         if data.site == self.config.broken_site:
-            subject = "-".join(("CANARY", "4711"))  # in one piece only where the error is written
-            kind = DataError if self.config.expected else KeyError
-            raise kind(f"subject {subject} in {data.path} cannot be read")
-        draw = torch.Generator().manual_seed(int(data.site[-1]))
-        x = torch.randn(40, 12, generator=draw)
+            subject = "-".join(("CANARY", "4711"))  # the text is complete only in the error, not in this source
+            error_type = DataError if self.config.expected else KeyError
+            raise error_type(f"subject {subject} in {data.path} cannot be read")
+        generator = torch.Generator().manual_seed(int(data.site[-1]))
+        x = torch.randn(40, 12, generator=generator)
         y = x[:, :3].sum(1, keepdim=True)
         return Examples(TensorDataset(x[8:], y[8:]), TensorDataset(x[:8], y[:8]))
 

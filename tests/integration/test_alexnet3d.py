@@ -1,4 +1,4 @@
-"""NeuroSFL at 90 % on AlexNet3D in a real FLARE job: every message weighs what the paper's sparsity promises."""
+"""NeuroSFL at 90 % sparsity on AlexNet3D in a real FLARE job: messages have the size of the live entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIVE = 256_806
 MASKABLE = 2_568_064
 
 
-def test_bytes_of_every_message_after_the_score_round(tmp_path: Path) -> None:
+def test_messages_after_the_score_round_have_the_size_of_the_live_entries(tmp_path: Path) -> None:
     (tmp_path / "alexnet_task.py").write_text((Path(__file__).parent / "alexnet_task.py").read_text())
     for site in ("site-1", "site-2"):
         (tmp_path / site).mkdir()
@@ -39,11 +39,11 @@ def test_bytes_of_every_message_after_the_score_round(tmp_path: Path) -> None:
     train = [line for line in lines if line["kind"] == "train"]
     dense_rest = train[0]["scalars_total"] - MASKABLE
     assert {line["scalars_sent"] for line in train} == {LIVE + dense_rest}
-    announcing = [line for line in train if line["direction"] == "down" and line["round"] == 1]
-    others = [line for line in train if line not in announcing]
-    assert len(announcing) == 2
-    assert len(others) == 6
-    for line in others:
+    with_new_mask = [line for line in train if line["direction"] == "down" and line["round"] == 1]
+    without_mask = [line for line in train if line not in with_new_mask]
+    assert len(with_new_mask) == 2
+    assert len(without_mask) == 6
+    for line in without_mask:
         assert line["payload_bytes"] == pytest.approx(4 * (LIVE + dense_rest), rel=0.01)
         assert line["selection_bytes"] == 0
-    assert all(line["selection_bytes"] <= MASKABLE / 8 for line in announcing)
+    assert all(line["selection_bytes"] <= MASKABLE / 8 for line in with_new_mask)

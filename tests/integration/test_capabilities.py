@@ -1,4 +1,4 @@
-"""A real FLARE job whose sites differ in what they can: version, upload cap, rank budget."""
+"""A real FLARE job whose sites differ in their capabilities: version, upload cap, rank budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from flare_sparse.cli.local import rehearse_config
+from flare_sparse.cli.local import run_config_locally
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 
@@ -29,7 +29,7 @@ def configuration(folder: Path) -> Path:
         "simulator": {
             "sites": 4,
             "data": {"path": str(folder / "{site}")},
-            "choices": {"site-1": {"lora_a2": {"rank": 1}}},
+            "site_settings": {"site-1": {"lora_a2": {"rank": 1}}},
         },
     }
     file = folder / "config.yaml"
@@ -41,21 +41,21 @@ def jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_server_plans_with_what_the_sites_say_and_the_job_goes_on_with_those_that_fit(tmp_path: Path) -> None:
-    """The bits of a rehearsal of the two sites that can take part, one of them with a rank budget of its own."""
+def test_job_continues_with_the_sites_whose_capabilities_suffice(tmp_path: Path) -> None:
+    """It ends with the bits of a local run of those two sites, of which one has a rank budget of its own."""
     (tmp_path / "job").mkdir()
     file = configuration(tmp_path / "job")
     flare = run_in_simulator(load_config(file), file, tmp_path / "flare", Console(quiet=True))
-    rehearsal = rehearse_config(load_config(file, ["simulator.sites=2"]), file, tmp_path / "rehearsal")
-    assert flare["model_sha256"] == rehearsal["model_sha256"]
+    local = run_config_locally(load_config(file, ["simulator.sites=2"]), file, tmp_path / "local")
+    assert flare["model_sha256"] == local["model_sha256"]
     *rounds, last = jsonl(tmp_path / "flare" / "rounds.jsonl")
     assert all(line["sites_contributed"] == ["site-1", "site-2"] and line["rejected"] == {} for line in rounds)
     assert last["sites_contributed"] == ["site-1", "site-2", "site-4"]
     for line in rounds:
         assert line["excluded"]["site-3"].startswith("E_VERSION")
-        assert "flare-sparse 0.0.9 (wire format 1), the server flare-sparse 0.1.0" in line["excluded"]["site-3"]
+        assert "flare-sparse 0.0.9 (wire format 1), the server runs flare-sparse 0.1.0" in line["excluded"]["site-3"]
         assert line["excluded"]["site-4"].startswith("E_CAP")
         assert "at most 200 bytes" in line["excluded"]["site-4"]
     log = (tmp_path / "flare" / "flare.log").read_text()
-    assert log.count("E_VERSION: site 'site-3' is left out") == 1
-    assert log.count("E_CAP: site 'site-4' is left out") == 1
+    assert log.count("E_VERSION: site 'site-3' is excluded") == 1
+    assert log.count("E_CAP: site 'site-4' is excluded") == 1

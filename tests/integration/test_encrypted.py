@@ -1,4 +1,4 @@
-"""Real FLARE jobs that encrypt: in the simulator, and over the kits that ``nvflare poc prepare --he`` makes."""
+"""Real encrypted FLARE jobs: in the simulator, and with the kits of ``nvflare poc prepare --he``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
-from flare_sparse.cli.local import rehearse_config
+from flare_sparse.cli.local import run_config_locally
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 from flare_sparse.encryption import CLIENT_FILE, KeyContexts
 
 ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 TOLERANCE = 1e-5
-"""Of the final weights: three sums, each within 2^-22, carried on by SGD with a small learning rate."""
+"""Tolerance of the final weights: three sums, each within 2^-22, propagated by SGD with a small learning rate."""
 
 
 @pytest.fixture
@@ -49,17 +49,19 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def furthest(one: Path, other: Path) -> float:
-    """Largest difference of two models' entries."""
+def compute_largest_difference(one: Path, other: Path) -> float:
+    """Return the largest difference between the entries of two models."""
     first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 def check_record(out: Path, summary: dict[str, Any], plain: Path) -> None:
-    """The model is that of the plain run, every ciphertext is in the ledger, and the server's folder holds no trained model
-    that it could read (the best one may be the initial one, which everybody knows).
+    """Check model, ledger and server folder of an encrypted run.
+
+    The model equals that of the plain run, the ledger lists every ciphertext, and the server's folder holds no trained
+    model in readable form. The best model may be the initial one, which is not secret.
     """
-    assert furthest(out, plain) <= TOLERANCE
+    assert compute_largest_difference(out, plain) <= TOLERANCE
     lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
     weights = [line for line in lines if line["direction"] == "up" and line["content"] == "weights"]
     assert len(weights) == 9
@@ -68,17 +70,19 @@ def check_record(out: Path, summary: dict[str, Any], plain: Path) -> None:
     assert summary["traffic"]["up"]["payload_bytes"] == sum(
         line["payload_bytes"] for line in lines if line["direction"] == "up"
     )
-    held = {path.name for path in out.rglob("app_server/flare_sparse/*model.safetensors")}
-    assert "encrypted_model.safetensors" in held
-    assert "model.safetensors" not in held
+    server_models = {path.name for path in out.rglob("app_server/flare_sparse/*model.safetensors")}
+    assert "encrypted_model.safetensors" in server_models
+    assert "model.safetensors" not in server_models
 
 
 @pytest.mark.slow
-def test_the_simulator_ends_where_the_plain_run_does(config: Path, tmp_path: Path) -> None:
-    rehearse_config(load_config(config), config, tmp_path / "plain")
+def test_encrypted_simulator_run_equals_the_plain_run_and_only_its_key_decrypts_it(
+    config: Path, tmp_path: Path
+) -> None:
+    run_config_locally(load_config(config), config, tmp_path / "plain")
     out = tmp_path / "sim"
-    secret = load_config(config, ["wire.encryption=ckks"])
-    summary = run_in_simulator(secret, config, out, Console(quiet=True))
+    encrypted = load_config(config, ["wire.encryption=ckks"])
+    summary = run_in_simulator(encrypted, config, out, Console(quiet=True))
     check_record(out, summary, tmp_path / "plain")
     (out / "model.safetensors").rename(tmp_path / "model.safetensors")
     refused = CliRunner().invoke(app, ["save", str(out)])
@@ -86,15 +90,15 @@ def test_the_simulator_ends_where_the_plain_run_does(config: Path, tmp_path: Pat
     key = tmp_path / "other.tenseal"
     key.write_bytes(KeyContexts.generate().client)
     assert CliRunner().invoke(app, ["decrypt", str(out), "--context", str(key)]).exit_code == 1
-    opened = CliRunner().invoke(app, ["decrypt", str(out), "--context", str(out / "he" / CLIENT_FILE)])
-    assert opened.exit_code == 0, opened.output
-    assert furthest(out, tmp_path) == 0
+    decrypted = CliRunner().invoke(app, ["decrypt", str(out), "--context", str(out / "he" / CLIENT_FILE)])
+    assert decrypted.exit_code == 0, decrypted.output
+    assert compute_largest_difference(out, tmp_path) == 0
 
 
 @pytest.mark.slow
-def test_poc_uses_the_keys_of_its_kits(config: Path, tmp_path: Path) -> None:
-    """FLARE's own proof of concept; it needs the ports 8002 and 8003."""
-    rehearse_config(load_config(config), config, tmp_path / "plain")
+def test_encrypted_poc_run_uses_the_keys_of_its_kits(config: Path, tmp_path: Path) -> None:
+    """Needs the ports 8002 and 8003 of FLARE's POC mode."""
+    run_config_locally(load_config(config), config, tmp_path / "plain")
     out = tmp_path / "poc"
     line = ["flare-sparse", "run", str(config), "--env", "poc", "--set", "wire.encryption=ckks", "--out", str(out)]
     done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)

@@ -1,4 +1,4 @@
-"""One of three sites of a real FLARE job is hostile: the job ends, and with the bits of a job that it has no part in."""
+"""One of three sites of a real FLARE job is hostile: the job ends with the bits of a job without that site."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SITES, OTHERS, HOSTILE = ["site-1", "site-2", "site-3"], ["site-1", "site-3"], "
 
 @pytest.fixture
 def attacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of the hostile filter, importable as the job's processes import it."""
+    """The module of the hostile filter, imported as in the processes of the job."""
     (tmp_path / "hostile_site.py").write_text((HERE / "hostile_site.py").read_text())
     monkeypatch.syspath_prepend(str(tmp_path))
     return importlib.import_module("hostile_site")
 
 
 def configuration(folder: Path, rounds: int) -> RunConfig:
-    """FedAvg over SumTask; no site rests, so that every attack is played."""
+    """FedAvg over SumTask; without quarantine, so that every attack is sent."""
     (folder / "own_task.py").write_text((HERE / "own_task.py").read_text())
     content = {
         "name": "hostile",
@@ -46,14 +46,14 @@ def configuration(folder: Path, rounds: int) -> RunConfig:
     return load_config(folder / "config.yaml")
 
 
-def places(folder: Path) -> dict[str, SiteData]:
+def create_sites(folder: Path) -> dict[str, SiteData]:
     for site in SITES:
         (folder / site).mkdir()
     return {site: SiteData(site, folder / site) for site in SITES}
 
 
-def rehearsed(config: RunConfig, data: dict[str, SiteData], folder: Path) -> str:
-    """The model's digest of a run of the other sites alone."""
+def run_without_the_hostile_site(config: RunConfig, data: dict[str, SiteData], folder: Path) -> str:
+    """Return the digest of the model of a run without the hostile site."""
     assembly = assemble(config, build_task(config, import_task_class(config.task.name, folder)))
     sites = {name: open_site(assembly, data[name]) for name in OTHERS}
     metric = assembly.task.metric
@@ -64,8 +64,8 @@ def rehearsed(config: RunConfig, data: dict[str, SiteData], folder: Path) -> str
 
 
 @pytest.mark.slow
-def test_a_hostile_site_is_refused_in_every_round_and_leaves_no_trace(tmp_path: Path, attacks: ModuleType) -> None:
-    config, data = configuration(tmp_path, len(attacks.ATTACKS)), places(tmp_path)
+def test_hostile_site_is_rejected_in_every_round_and_leaves_no_trace(tmp_path: Path, attacks: ModuleType) -> None:
+    config, data = configuration(tmp_path, len(attacks.ATTACKS)), create_sites(tmp_path)
     recipe = SparseRecipe(config, packaging="byoc", modules=(tmp_path / "own_task.py", tmp_path / "hostile_site.py"))
     recipe.add_client_output_filter(attacks.Hostile(HOSTILE), tasks=[TASK])
     out = tmp_path / "out"
@@ -75,5 +75,5 @@ def test_a_hostile_site_is_refused_in_every_round_and_leaves_no_trace(tmp_path: 
     assert [line["rejected"] for line in training] == [{HOSTILE: code} for code, _ in attacks.ATTACKS]
     assert all(line["sites_contributed"] == OTHERS for line in training)
     assert last["sites_contributed"] == SITES
-    assert "CANARY-4711" not in record, "a site's own words are not repeated"
-    assert summary["model_sha256"] == rehearsed(config, data, tmp_path)
+    assert "CANARY-4711" not in record, "text of a site must not enter the record"
+    assert summary["model_sha256"] == run_without_the_hostile_site(config, data, tmp_path)

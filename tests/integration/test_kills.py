@@ -1,4 +1,4 @@
-"""Three of the 25 kills of benchmarks/kill_matrix.py, on a provisioned federation of its own."""
+"""Three of the 25 kills of benchmarks/faults/kill_matrix.py, on a provisioned federation of its own."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What became of each kill."""
+    """The outcome of each kill, by name."""
     folder = tmp_path_factory.mktemp("kills")
-    line = [sys.executable, str(ROOT / "benchmarks" / "kill_matrix.py"), "--cells", ",".join(CELLS)]
+    line = [sys.executable, str(ROOT / "benchmarks" / "faults" / "kill_matrix.py"), "--cells", ",".join(CELLS)]
     line += ["--folder", str(folder), "--ports", *map(str, free_ports(2))]
     done = subprocess.run(line, capture_output=True, text=True, timeout=900, check=False)
     assert (folder / "kills.json").is_file(), done.stdout + done.stderr
@@ -40,7 +40,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CELLS)
-def test_the_job_submitted_again_ends_with_the_model_of_an_undisturbed_run(name: str, cells: dict[str, Any]) -> None:
+def test_killed_job_submitted_again_ends_with_the_model_of_an_undisturbed_run(name: str, cells: dict[str, Any]) -> None:
     cell = cells[name]
     assert cell["checks"]["hit"], "the kill came in another phase"
     assert cell["committed"] == [1], "one round was committed before the kill"
@@ -50,7 +50,7 @@ def test_the_job_submitted_again_ends_with_the_model_of_an_undisturbed_run(name:
 
 
 @pytest.mark.long
-def test_who_comes_back_by_itself_and_what_an_admin_sees(cells: dict[str, Any]) -> None:
+def test_flare_reports_and_restarts_what_the_docs_describe(cells: dict[str, Any]) -> None:
     """The facts that docs/provisioned.md gives under "When something dies"."""
     assert cells["SJ:aggregating"]["steps"] == ["FINISHED:EXECUTION_EXCEPTION"]
     assert cells["CJ:training"]["steps"] == ["FINISHED:EXECUTION_EXCEPTION"]

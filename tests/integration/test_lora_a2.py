@@ -1,4 +1,4 @@
-"""LoRA-A2 in a real FLARE job: sites of budgets 2, 4, 8 and 16 adapt an encoder; the ledger counts by the formula."""
+"""LoRA-A2 in a real FLARE job: sites with rank budgets 2, 4, 8 and 16 adapt a text encoder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from flare_sparse.assemble import assemble
 from flare_sparse.cli import app
-from flare_sparse.cli.local import rehearse_config
+from flare_sparse.cli.local import run_config_locally
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 from flare_sparse.endpoints.server import ServerEndpoint
@@ -26,7 +26,7 @@ from flare_sparse.errors import RejectedMessage
 from flare_sparse.exchange import Request, Update
 from flare_sparse.local.dry_run import DrySite
 from flare_sparse.methods.lora_a2 import LoRAA2
-from flare_sparse.models.base import drawn
+from flare_sparse.models.base import seed_initialization
 from flare_sparse.runs.model_files import read_model
 from flare_sparse.scores.ranks import Slots
 from flare_sparse.tasks.adaptation import AdaptableTask
@@ -39,8 +39,8 @@ WORDS = ("card", "cash", "rate", "loan")
 
 @pytest.fixture
 def configuration(tmp_path: Path, models_folder: Path) -> Path:
-    """Four classes of texts at four sites, and a small encoder with the tokenizer of the large one."""
-    with drawn(0):
+    """Four classes of texts at four sites, and a small encoder with the tokenizer of a large one."""
+    with seed_initialization(0):
         sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
         BertModel(BertConfig(vocab_size=30522, **sizes)).save_pretrained(str(models_folder / "small"))
     AutoTokenizer.from_pretrained(str(models_folder / "all-MiniLM-L6-v2")).save_pretrained(str(models_folder / "small"))
@@ -75,35 +75,35 @@ def jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], int]:
-    """Per round and site: the sum over the slots chosen in this process of d1 (B round) or d2 (A round)."""
+def selected_scalars(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], int]:
+    """Scalars of the slots selected in this process, by round and site: the sum of d1 (B round) or d2 (A round)."""
     sums: dict[tuple[int, str], int] = {}
     answer = LoRAA2.answer
 
-    def recorded(self: LoRAA2, request: Request, site: Site) -> Update:
-        update, active = answer(self, request, site), self.active(request.round)
+    def answer_and_record(self: LoRAA2, request: Request, site: Site) -> Update:
+        update, active = answer(self, request, site), self.get_active_factor(request.round)
         slots = self.slots.find_slots(update.patch.mask, active)
         assert slots is not None
-        assert int(slots.sum()) == BUDGETS[site.name] * self.slots.modules
-        sums[request.round, site.name] = int(self.slots.widths(active)[slots].sum())
+        assert int(slots.sum()) == BUDGETS[site.name] * self.slots.num_modules
+        sums[request.round, site.name] = int(self.slots.get_slot_widths(active)[slots].sum())
         return update
 
-    monkeypatch.setattr(LoRAA2, "answer", recorded)
+    monkeypatch.setattr(LoRAA2, "answer", answer_and_record)
     return sums
 
 
-def test_03_10_budgets_of_2_4_8_16_in_flare_and_the_ledger_is_the_formula(
-    configuration: Path, tmp_path: Path, chosen: dict[tuple[int, str], int]
+def test_sites_upload_exactly_the_scalars_of_their_rank_budgets(
+    configuration: Path, tmp_path: Path, selected_scalars: dict[tuple[int, str], int]
 ) -> None:
-    """The rehearsal, whose choices are looked at, ends with FLARE's bits; so FLARE's ledger must have their sums."""
+    """The slots of a local run, which ends with the same bits, give the scalars that FLARE's ledger must count."""
     config = load_config(configuration)
     flare = run_in_simulator(config, configuration, tmp_path / "flare", Console(quiet=True))
-    assert chosen == {}
-    rehearsal = rehearse_config(config, configuration, tmp_path / "rehearsal")
-    assert flare["model_sha256"] == rehearsal["model_sha256"]
+    assert selected_scalars == {}
+    local = run_config_locally(config, configuration, tmp_path / "local")
+    assert flare["model_sha256"] == local["model_sha256"]
     lines = [line for line in jsonl(tmp_path / "flare" / "ledger.jsonl") if line["kind"] == "train"]
     up = {(line["round"], line["site"]): line["scalars_sent"] for line in lines if line["direction"] == "up"}
-    assert up == chosen
+    assert up == selected_scalars
     assert len(up) == 4 * 4
     slots = Slots(assemble(config).layout)
     assert {t: up[t, "site-4"] for t in (1, 2)} == {1: slots.factors["B"].count, 2: slots.factors["A"].count}
@@ -116,9 +116,9 @@ def test_03_10_budgets_of_2_4_8_16_in_flare_and_the_ledger_is_the_formula(
     }
 
 
-def test_01_a_run_moves_adapters_only_and_its_model_opens_with_peft(configuration: Path, tmp_path: Path) -> None:
+def test_saved_adapters_load_with_peft_and_give_the_same_outputs(configuration: Path, tmp_path: Path) -> None:
     config = load_config(configuration)
-    rehearse_config(config, configuration, tmp_path / "run")
+    run_config_locally(config, configuration, tmp_path / "run")
     result = CliRunner().invoke(app, ["save", str(tmp_path / "run"), "--to", str(tmp_path / "adapter")])
     assert result.exit_code == 0, result.output
     assembly = assemble(config)
@@ -126,15 +126,15 @@ def test_01_a_run_moves_adapters_only_and_its_model_opens_with_peft(configuratio
     model = assembly.task.model().eval()
     model.load_state_dict(assembly.layout.unflatten(weights), strict=False)
     assert isinstance(assembly.task, AdaptableTask)
-    opened = PeftModel.from_pretrained(assembly.task.base(), str(tmp_path / "adapter")).eval()
+    loaded = PeftModel.from_pretrained(assembly.task.build_base(), str(tmp_path / "adapter")).eval()
     batch = [torch.tensor([[101, 2026, 4003, 102]]), torch.ones(1, 4, dtype=torch.int64)]
     with torch.no_grad():
-        assert torch.equal(opened(*batch), model(*batch))
-        assert not torch.allclose(opened(*batch), assembly.task.base().eval()(*batch), atol=1e-4)
+        assert torch.equal(loaded(*batch), model(*batch))
+        assert not torch.allclose(loaded(*batch), assembly.task.build_base().eval()(*batch), atol=1e-4)
 
 
-def test_an_end_with_another_base_is_told_so(configuration: Path, models_folder: Path) -> None:
-    """The adapters have the same names and shapes; the weights under them differ in one number."""
+def test_message_for_another_base_model_is_rejected(configuration: Path, models_folder: Path) -> None:
+    """The adapters have the same names and shapes; the base models differ in one weight."""
     config = load_config(configuration)
     server = assemble(config)
     file = models_folder / "small" / "model.safetensors"
@@ -143,16 +143,18 @@ def test_an_end_with_another_base_is_told_so(configuration: Path, models_folder:
     save_file(tensors, file, metadata={"format": "pt"})
     site = assemble(config)
     assert [e.name for e in site.layout.tensors] == [e.name for e in server.layout.tensors]
-    question = ServerEndpoint(server.layout, server.run_id, "float32", Ledger()).ask(
+    attempt = ServerEndpoint(server.layout, server.run_id, "float32", Ledger()).encode_requests(
         server.method.ask(server.method.init(server.weights, ["site-1"]), ["site-1"]) or {}
     )
     endpoint = SiteEndpoint(DrySite("site-1", site.layout), site.method, site.run_id, "float32")
     with pytest.raises(RejectedMessage, match="E_LAYOUT"):
-        endpoint.receive(question.messages["site-1"])
+        endpoint.receive(attempt.messages["site-1"])
 
 
-def test_a_run_whose_base_is_gone_is_not_saved(configuration: Path, tmp_path: Path, models_folder: Path) -> None:
-    rehearse_config(load_config(configuration), configuration, tmp_path / "run")
+def test_save_refuses_a_run_whose_base_model_is_missing(
+    configuration: Path, tmp_path: Path, models_folder: Path
+) -> None:
+    run_config_locally(load_config(configuration), configuration, tmp_path / "run")
     (models_folder / "small").rename(models_folder / "gone")
     result = CliRunner().invoke(app, ["save", str(tmp_path / "run")])
     assert result.exit_code == 2

@@ -11,15 +11,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
-from flare_sparse.cli.local import rehearse_config
+from flare_sparse.cli.local import run_config_locally
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 
 
-def test_gates_in_the_simulator_end_with_the_bits_of_the_rehearsal_and_adapt_at_a_new_site(
+def test_gated_simulator_run_equals_a_local_run_and_adapts_to_a_new_site(
     tmp_path: Path,
 ) -> None:
-    """Zero groups leave the messages of a FLARE job, too; the run's model adapts from the folder that the job left."""
+    """Messages of a FLARE job shrink with the zero groups, and the model adapts from the result folder."""
     for i in (1, 2, 3, 9):
         rng = np.random.default_rng(i)
         labels = np.arange(30) % 2
@@ -38,9 +38,9 @@ def test_gates_in_the_simulator_end_with_the_bits_of_the_rehearsal_and_adapt_at_
     file = tmp_path / "gated.yaml"
     file.write_text(yaml.safe_dump(content))
     simulated = run_in_simulator(load_config(file), file, tmp_path / "sim", Console(quiet=True))
-    rehearsed = rehearse_config(load_config(file), file, tmp_path / "rehearsal")
-    assert simulated["model_sha256"] == rehearsed["model_sha256"]
-    assert simulated["final"] == rehearsed["final"]
+    local = run_config_locally(load_config(file), file, tmp_path / "local")
+    assert simulated["model_sha256"] == local["model_sha256"]
+    assert simulated["final"] == local["final"]
     assert list(simulated["final"]["sites"]) == ["site-3"]
     lines = [json.loads(line) for line in (tmp_path / "sim" / "ledger.jsonl").read_text().splitlines()]
     sent = [line["scalars_sent"] for line in lines if line["kind"] == "train"]

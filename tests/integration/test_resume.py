@@ -1,4 +1,4 @@
-"""A simulated job whose processes are all killed in the middle goes on from its last commit to the same bits."""
+"""A job whose processes are all killed resumes from its last commit and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METHODS = {"neurosfl": {"name": "neurosfl", "sparsity": 0.8}, "topk_ef": {"name"
 
 
 def configuration(folder: Path, method: dict[str, Any], rounds: int = 8) -> Path:
-    """Three sites of SumTask."""
+    """Write a configuration of SumTask on three sites."""
     folder.mkdir()
     (folder / "own_task.py").write_text((HERE / "own_task.py").read_text())
     for site in ("site-1", "site-2", "site-3"):
@@ -41,18 +41,19 @@ def command(*arguments: Any) -> list[str]:
     return [sys.executable, "-c", program, *map(str, arguments)]
 
 
-def committed(out: Path) -> int:
-    """The last commit that is on the disk."""
+def last_commit(out: Path) -> int:
+    """Return the number of the last commit on the disk."""
     return max((int(p.name) for p in out.glob("checkpoints/*/server/*") if p.name.isdigit()), default=0)
 
 
-def kill_when(due: Callable[[], bool], run: subprocess.Popen[bytes]) -> None:
-    """Kill every process of a run as soon as something is the case."""
+def kill_when(condition: Callable[[], bool], run: subprocess.Popen[bytes]) -> None:
+    """Kill every process of a run as soon as a condition holds."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and run.poll() is None:
-        if due():
-            everyone = [*psutil.Process(run.pid).children(recursive=True), run]  # FLARE's own lead their groups
-            for process in everyone:
+        if condition():
+            # FLARE's processes have process groups of their own, so killing the group of the run would miss them.
+            processes = [*psutil.Process(run.pid).children(recursive=True), run]
+            for process in processes:
                 process.kill()
             run.wait()
             return
@@ -60,72 +61,74 @@ def kill_when(due: Callable[[], bool], run: subprocess.Popen[bytes]) -> None:
     pytest.fail("the run ended, or took too long, before it could be killed")
 
 
-def summary(out: Path) -> dict[str, Any]:
+def read_summary(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return found
 
 
-def rounds(out: Path) -> list[dict[str, Any]]:
+def read_rounds(out: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in ("seconds", "committed_at")} for line in lines]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_killed_job_is_resumed_to_the_same_model_and_the_same_ledger(name: str, tmp_path: Path) -> None:
-    """One method that keeps nothing at the sites, and one whose residuals live there."""
+def test_killed_job_resumes_to_the_same_model_and_ledger(name: str, tmp_path: Path) -> None:
+    """For a method without state at the sites, and for one whose residuals are kept there."""
     file = configuration(tmp_path / "config", METHODS[name])
-    subprocess.run(command("rehearse", file, "--out", tmp_path / "whole"), check=True, capture_output=True)
+    subprocess.run(command("run", file, "--env", "local", "--out", tmp_path / "whole"), check=True, capture_output=True)
     out = tmp_path / "out"
     run = subprocess.Popen(command("run", file, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    kill_when(lambda: committed(out) >= 3, run)
+    kill_when(lambda: last_commit(out) >= 3, run)
     assert not (out / "summary.json").exists()
     resumed = subprocess.run(
         command("run", file, "--out", out, "--resume"), check=False, capture_output=True, text=True
     )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert summary(out)["model_sha256"] == summary(tmp_path / "whole")["model_sha256"]
-    assert summary(out)["traffic"] == summary(tmp_path / "whole")["traffic"]
-    assert rounds(out) == rounds(tmp_path / "whole")
+    assert read_summary(out)["model_sha256"] == read_summary(tmp_path / "whole")["model_sha256"]
+    assert read_summary(out)["traffic"] == read_summary(tmp_path / "whole")["traffic"]
+    assert read_rounds(out) == read_rounds(tmp_path / "whole")
 
 
-def test_a_job_that_is_killed_after_its_end_delivers_the_same_model(tmp_path: Path) -> None:
-    """All rounds are committed and the models written, but nobody has fetched them: only the last judgement is repeated."""
+def test_job_killed_after_its_last_round_delivers_the_same_model(tmp_path: Path) -> None:
+    """All rounds are committed and the models written but not delivered: only the last evaluation is repeated."""
     file = configuration(tmp_path / "config", METHODS["topk_ef"], rounds=3)
     out = tmp_path / "out"
     run = subprocess.Popen(command("run", file, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     kill_when(lambda: any(out.glob("checkpoints/*/server/finished")), run)
-    left = out / "workspace" / "sum" / "server" / "simulate_job" / "app_server" / "flare_sparse"
-    before = {**summary(left), "seconds": 0}
+    undelivered = out / "workspace" / "sum" / "server" / "simulate_job" / "app_server" / "flare_sparse"
+    before = {**read_summary(undelivered), "seconds": 0}
     assert not (out / "summary.json").exists()
-    assert committed(out) == 3
+    assert last_commit(out) == 3
     resumed = subprocess.run(
         command("run", file, "--out", out, "--resume"), check=False, capture_output=True, text=True
     )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert {**summary(out), "seconds": 0} == before
+    assert {**read_summary(out), "seconds": 0} == before
     assert "the same model is delivered now" in (out / "flare.log").read_text()
     assert not (out / "checkpoints").exists()
 
 
-def test_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_resume_with_other_settings_is_refused(tmp_path: Path) -> None:
     file = configuration(tmp_path / "config", METHODS["topk_ef"], rounds=100)
     out = tmp_path / "out"
     run = subprocess.Popen(
-        command("rehearse", file, "--out", out),
+        command("run", file, "--env", "local", "--out", out),
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    kill_when(lambda: committed(out) >= 2, run)
-    other = command("rehearse", file, "--out", out, "--resume", "--set", "method.fraction=0.3")
+    kill_when(lambda: last_commit(out) >= 2, run)
+    other = command("run", file, "--env", "local", "--out", out, "--resume", "--set", "method.fraction=0.3")
     refused = subprocess.run(other, check=False, capture_output=True, text=True)
     assert refused.returncode != 0
-    said = " ".join((refused.stdout + refused.stderr).split())
-    assert "E_CHECKPOINT" in said
-    assert "job.method.fraction: 0.2 in the checkpoint, 0.3 now" in said
-    resumed = subprocess.run(command("rehearse", file, "--out", out, "--resume"), check=False, capture_output=True)
+    message = " ".join((refused.stdout + refused.stderr).split())
+    assert "E_CHECKPOINT" in message
+    assert "job.method.fraction: 0.2 in the checkpoint, 0.3 now" in message
+    resumed = subprocess.run(
+        command("run", file, "--env", "local", "--out", out, "--resume"), check=False, capture_output=True
+    )
     assert resumed.returncode == 0
     again = subprocess.run(
-        command("rehearse", file, "--out", out, "--resume"), check=False, capture_output=True, text=True
+        command("run", file, "--env", "local", "--out", out, "--resume"), check=False, capture_output=True, text=True
     )
     assert "holds no checkpoint" in " ".join((again.stdout + again.stderr).split())

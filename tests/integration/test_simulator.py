@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from flare_sparse.cli.local import rehearse_config
+from flare_sparse.cli.local import run_config_locally
 from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 from flare_sparse.errors import ConfigError
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def configuration(folder: Path, method: dict[str, Any], **more: Any) -> Path:
-    """A configuration of SumTask on three sites, beside a copy of its module."""
+    """Write a configuration of SumTask on three sites, beside a copy of its module."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "own_task.py").write_text((HERE / "own_task.py").read_text())
     for site in ("site-1", "site-2", "site-3"):
@@ -61,48 +61,48 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_simulator_ends_with_the_bits_of_the_rehearsal(name: str, tmp_path: Path) -> None:
-    """The same model bit for bit, and the same bytes in every message."""
-    own = {"choices": {"site-2": {name: {"rate": 0.05}}}} if name.startswith("scbf") else {}
-    file = configuration(tmp_path / "config", METHODS[name], simulator=own)
+def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) -> None:
+    """The model is the same bit for bit, and so are the bytes of every message."""
+    site_settings = {"site_settings": {"site-2": {name: {"rate": 0.05}}}} if name.startswith("scbf") else {}
+    file = configuration(tmp_path / "config", METHODS[name], simulator=site_settings)
     simulated = simulate(file, tmp_path / "sim")
-    rehearsed = rehearse_config(load_config(file), file, tmp_path / "rehearsal")
-    assert simulated["model_sha256"] == rehearsed["model_sha256"]
-    assert simulated["final"] == rehearsed["final"]
-    ledgers = [Counter(map(str, jsonl(tmp_path / run / "ledger.jsonl"))) for run in ("sim", "rehearsal")]
+    local = run_config_locally(load_config(file), file, tmp_path / "local")
+    assert simulated["model_sha256"] == local["model_sha256"]
+    assert simulated["final"] == local["final"]
+    ledgers = [Counter(map(str, jsonl(tmp_path / run / "ledger.jsonl"))) for run in ("sim", "local")]
     assert ledgers[0] == ledgers[1]
 
 
-def test_the_same_seed_ends_with_the_same_bits_and_another_does_not(tmp_path: Path) -> None:
+def test_bits_depend_on_the_seed_only(tmp_path: Path) -> None:
     file = configuration(tmp_path / "config", METHODS["neurosfl"])
     first = simulate(file, tmp_path / "first")
     second = simulate(file, tmp_path / "second")
-    other = rehearse_config(load_config(file, ["seed=4"]), file, tmp_path / "other")
+    other = run_config_locally(load_config(file, ["seed=4"]), file, tmp_path / "other")
     assert first["model_sha256"] == second["model_sha256"] != other["model_sha256"]
 
 
 @pytest.mark.parametrize(("expected", "code"), [(True, "E_DATA"), (False, "E_SITE")])
-def test_a_site_that_cannot_read_its_data_is_left_out_and_not_named_beyond_its_own_disk(
+def test_site_that_cannot_read_its_data_is_rejected_and_only_a_code_leaves_it(
     expected: bool, code: str, tmp_path: Path
 ) -> None:
-    """Whether the task raises an error of ours or any other, only a code leaves the site."""
+    """This holds for errors of the package and for any other error of a task."""
     broken = {"broken_site": "site-2", "expected": expected}
     file = configuration(tmp_path / "config", METHODS["neurosfl"], task=broken)
     out = tmp_path / "out"
     summary = simulate(file, out)
     rounds = jsonl(out / "rounds.jsonl")
-    # After three misses in a row the site is left out of one round, then asked again.
+    # After three misses in a row the site is quarantined for one round, then asked again.
     assert [line["rejected"].get("site-2", "") for line in rounds] == [code, code, code, "", code]
     assert [line["quarantined"] for line in rounds] == [[], [], [], ["site-2"], []]
     assert all(line["sites_contributed"] == ["site-1", "site-3"] for line in rounds)
     assert sorted(summary["final"]["sites"]) == ["site-1", "site-3"]
-    held = [p for p in out.rglob("*") if p.is_file() and "CANARY-4711" in p.read_text(errors="replace")]
-    assert [p.name for p in held] == ["site_error.txt"]
-    assert "site-2" in str(held[0])
+    reports = [p for p in out.rglob("*") if p.is_file() and "CANARY-4711" in p.read_text(errors="replace")]
+    assert [p.name for p in reports] == ["site_error.txt"]
+    assert "site-2" in str(reports[0])
 
 
-def test_a_site_that_waits_asks_ever_more_rarely(tmp_path: Path) -> None:
-    """Beside one that trains for three seconds, twice."""
+def test_waiting_site_polls_less_and_less_often(tmp_path: Path) -> None:
+    """Another site trains for three seconds in each of two rounds."""
     file = configuration(tmp_path / "config", {"name": "fedavg", "rounds": 2, "training": {"batch_size": 8}})
     (file.parent / "waiting_task.py").write_text((HERE / "waiting_task.py").read_text())
     content = yaml.safe_load(file.read_text())
@@ -110,16 +110,18 @@ def test_a_site_that_waits_asks_ever_more_rarely(tmp_path: Path) -> None:
     simulate(file, tmp_path / "out")
     lines = [line.split() for line in (file.parent / "site-2" / "waits.txt").read_text().splitlines()]
     worked = [number for number, line in enumerate(lines) if line[2] == "1"]
-    assert len(worked) == 3  # two rounds and the last judgement; the greeting is over when it begins to note
+    assert len(worked) == 3  # two rounds and the last evaluation; recording begins after the hello
     rounds = [lines[begin + 1 : end] for begin, end in pairwise(worked)]
     for waits in ([(float(since), float(wait)) for since, wait, _ in asked] for asked in rounds):
         (early, short), *_, (late, long) = [(since, wait) for since, wait in waits if wait > 0.051]
         assert late - early > 1, waits
         assert (long - short) / (late - early) == pytest.approx(SHARE, rel=0.3), waits
-    assert float(rounds[1][0][1]) < max(float(wait) for _, wait, _ in rounds[0]), "the next question begins anew"
+    assert float(rounds[1][0][1]) < max(float(wait) for _, wait, _ in rounds[0]), (
+        "the interval restarts with the next round"
+    )
 
 
-def test_a_round_below_the_quorum_stops_the_job_and_says_why(tmp_path: Path) -> None:
+def test_round_below_the_quorum_ends_the_job_with_the_reason(tmp_path: Path) -> None:
     file = configuration(
         tmp_path / "config",
         METHODS["fedsparsify"],
@@ -132,7 +134,7 @@ def test_a_round_below_the_quorum_stops_the_job_and_says_why(tmp_path: Path) -> 
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
+def test_run_writes_a_consistent_record(tmp_path: Path) -> None:
     out = tmp_path / "out"
     summary = simulate(configuration(tmp_path / "config", METHODS["neurosfl"]), out)
     assert {
@@ -161,7 +163,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert model.read_bytes() == (out / "model.safetensors").read_bytes()
 
 
-def test_a_workspace_path_with_a_space_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_path_with_a_space_is_refused_before_anything_starts(tmp_path: Path) -> None:
     file = configuration(tmp_path / "config", METHODS["neurosfl"])
     with pytest.raises(ConfigError, match="contains a space"):
         simulate(file, tmp_path / "with space")

@@ -1,4 +1,4 @@
-"""A short form of benchmarks/soak.py: faults strike over the wire, and every answer is accounted for."""
+"""A short form of benchmarks/faults/soak.py: every reply is accounted for in spite of faults."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_eight_sites_and_a_fault_in_every_tenth_answer(tmp_path: Path) -> None:
-    line = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "rehearsal", "--folder", str(tmp_path)]
+def test_every_reply_of_eight_sites_is_accounted_for_with_a_fault_in_every_tenth(tmp_path: Path) -> None:
+    line = [sys.executable, str(ROOT / "benchmarks" / "faults" / "soak.py"), "local", "--folder", str(tmp_path)]
     done = subprocess.run(
         [*line, "--rounds", "60", "--share", "0.1"], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "soak.json").read_text())["rehearsal"]
+    found = json.loads((tmp_path / "soak.json").read_text())["local"]
     assert found["rounds balanced"] == found["rounds recorded"] == 61
     assert found["asked"] == 61 * 8 == found["accepted"] + sum(found["rejected"].values()) + found["timed out"]
     assert {"E_SITE", "E_FINITE", "E_LEN"} == set(found["rejected"])

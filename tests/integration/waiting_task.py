@@ -1,4 +1,4 @@
-"""One site trains for seconds; the others note for how long the server sends them away meanwhile."""
+"""One site trains for seconds; the others record the polling intervals that the server gives them meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAINING_S = 3.0
 
 
 class WaitingTask(Task):
-    """Each site runs in a process of its own, so what ``load`` sets holds at that site only."""
+    """Each site runs in its own process, so that ``load`` changes that site only."""
 
     metric = Metric("mse", "", "min")
     slow = False
@@ -27,7 +27,7 @@ class WaitingTask(Task):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         self.slow = data.site == "site-1"
-        note_waits(Path(data.path) / "waits.txt")
+        record_waits(Path(data.path) / "waits.txt")
         x = torch.ones(8, 4)
         return Examples(TensorDataset(x, x[:, :1]), TensorDataset(x, x[:, :1]))
 
@@ -43,12 +43,12 @@ class WaitingTask(Task):
         return {"mse": float((predictions - targets).square().mean())}
 
 
-def note_waits(file: Path) -> None:
-    """A line for each request of this site: seconds since it last had work, until it may ask again, and whether it had work."""
+def record_waits(file: Path) -> None:
+    """Write a line per request: seconds since the last work and until the next request, and whether there was work."""
     fetch = ClientRunner.fetch_and_run_one_task
     last = [time.monotonic()]
 
-    def noted(runner: ClientRunner, fl_ctx: Any) -> tuple[float, bool]:
+    def fetch_and_record(runner: ClientRunner, fl_ctx: Any) -> tuple[float, bool]:
         wait, worked = fetch(runner, fl_ctx)
         if worked:
             last[0] = time.monotonic()
@@ -56,4 +56,4 @@ def note_waits(file: Path) -> None:
             lines.write(f"{time.monotonic() - last[0]} {wait} {worked:d}\n")
         return wait, worked
 
-    ClientRunner.fetch_and_run_one_task = noted
+    ClientRunner.fetch_and_run_one_task = fetch_and_record

@@ -1,4 +1,4 @@
-"""DisPFL and top-k with error feedback."""
+"""DisPFL (docs/algorithms.md, section 5.8) and top-k with error feedback (section 7.4)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from flare_sparse.methods.dispfl import Config, State
 from flare_sparse.scores.erk import compute_erk_densities
 
 
-def test_vector_8_the_share_that_moves() -> None:
+def test_drop_fraction_falls_from_its_initial_value_to_zero() -> None:
+    """docs/algorithms.md, section 8, vector 8."""
     config = Config(rounds=10)
-    assert [config.drop_ratio(r) for r in (0, 5, 10)] == pytest.approx([0.5, 0.25, 0])
+    assert [config.compute_drop_fraction(r) for r in (0, 5, 10)] == pytest.approx([0.5, 0.25, 0])
 
 
 @pytest.mark.parametrize("regrow", ["gradient", "random"])
-def test_11_live_counts_per_tensor_never_change(bench: Any, regrow: str) -> None:
+def test_live_counts_per_tensor_never_change(bench: Any, regrow: str) -> None:
     method = bench.method("dispfl", sparsity=0.6, regrow=regrow)
     names = ["site-1", "site-2"]
     state = method.init(bench.weights, names)
     counts = [[int(part.sum()) for part in bench.layout.unflatten(row).values()] for row in state.masks]
     moved = False
-    while (asked := method.ask(state, names)) is not None:
+    while (assignments := method.ask(state, names)) is not None:
         updates = []
         for index, name in enumerate(names, start=1):
             site = bench.site(index)
-            site.weights = asked[name].request.model.to_vector()
-            updates.append(Contribution.from_update(name, method.answer(asked[name].request, site)))
+            site.weights = assignments[name].request.model.to_vector()
+            updates.append(Contribution.from_update(name, method.answer(assignments[name].request, site)))
         after = method.learn(state, updates)
         moved |= not torch.equal(after.masks, state.masks)
         assert not after.weights[~after.masks].any()
@@ -40,8 +41,8 @@ def test_11_live_counts_per_tensor_never_change(bench: Any, regrow: str) -> None
     assert moved
 
 
-def test_11_equal_masks_and_all_neighbours_are_a_plain_average(bench: Any) -> None:
-    method = bench.method("dispfl", neighbours="full", same_start=True)
+def test_equal_masks_and_all_neighbours_give_the_plain_average(bench: Any) -> None:
+    method = bench.method("dispfl", neighbours="full", shared_initial_mask=True)
     weights = torch.rand(3, bench.layout.size, generator=torch.Generator().manual_seed(1))
     mask = torch.rand(bench.layout.size, generator=torch.Generator().manual_seed(2)) < 0.5
     owners = ("site-1", "site-2", "site-3")
@@ -50,7 +51,7 @@ def test_11_equal_masks_and_all_neighbours_are_a_plain_average(bench: Any) -> No
     assert torch.allclose(request.request.model.to_vector(), (weights * mask).double().mean(0).float())
 
 
-def test_erk_densities_meet_the_whole(bench: Any) -> None:
+def test_erk_densities_average_to_the_overall_density(bench: Any) -> None:
     pool = Mask.from_preset(bench.layout, "all_trainable")
     densities = compute_erk_densities(bench.layout, pool, 0.4)
     sizes = {e.name: e.size for e in bench.layout.tensors if e.role != "buffer"}
@@ -58,29 +59,29 @@ def test_erk_densities_meet_the_whole(bench: Any) -> None:
     assert all(0 < d <= 1 for d in densities.values())
 
 
-def test_top_k_remembers_what_it_did_not_send(bench: Any) -> None:
-    """Sent plus residual is the change; nothing is lost from round to round."""
+def test_top_k_keeps_the_residual(bench: Any) -> None:
+    """Sent entries plus residual equal the delta plus the previous residual, in every round."""
     method = bench.method("topk_ef", fraction=0.1)
     state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
-    owed = torch.zeros(bench.layout.size)
+    residual = torch.zeros(bench.layout.size)
     for _ in range(3):
         request = method.ask(state, ["site-1"])["site-1"].request
         site.weights = state.weights.clone()
-        change = site.train(site.weights, request.trainable, method.config.training, request.round) - site.weights
+        delta = site.train(site.weights, request.trainable, method.config.training, request.round) - site.weights
         update = Contribution.from_update("site-1", method.answer(request, site))
         assert update.patch.mask.count == int(0.1 * bench.layout.size)
-        assert torch.equal(update.patch.to_vector() + site.memory["residual"], change + owed)
-        owed = site.memory["residual"]
+        assert torch.equal(update.patch.to_vector() + site.memory["residual"], delta + residual)
+        residual = site.memory["residual"]
         state = method.learn(state, [update])
 
 
-def test_sites_that_missed_a_round_are_sent_everything(bench: Any) -> None:
+def test_sites_that_missed_a_round_receive_the_full_model(bench: Any) -> None:
     outcome, ledger = bench.run("topk_ef", fraction=0.05, participation=0.67, rounds=6)
     down = [line for line in ledger.lines if line.direction == "down" and line.kind == "train"]
-    held: dict[str, int] = {}
+    last_received: dict[str, int] = {}
     for line in down:
-        current = held.get(line.site) == line.sequence - 1
-        assert (line.scalars_sent < bench.layout.size) == current
-        held[line.site] = line.sequence
+        is_current = last_received.get(line.site) == line.sequence - 1
+        assert (line.scalars_sent < bench.layout.size) == is_current
+        last_received[line.site] = line.sequence
     assert any(line.scalars_sent < bench.layout.size for line in down)
     assert outcome.rounds[-1].round == 7

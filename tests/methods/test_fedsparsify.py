@@ -1,4 +1,4 @@
-"""FedSparsify: the invariants of its specification, numbered as there, and the paper's numbers."""
+"""FedSparsify: the invariants of docs/algorithms.md, section 2.6, and vectors 2, 3 and 14 of section 8."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from flare_sparse.exchange import Contribution
 from flare_sparse.mask import Mask, prune_mask
-from flare_sparse.methods.fedsparsify import Config, FedSparsify, centralised_one_shot
+from flare_sparse.methods.fedsparsify import Config, FedSparsify, State
 from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.training import Site
 
 PAPER = Layout((TensorSpec("w", (2_950_401,), "weight"),))
 OPTIMIZERS = [
@@ -24,11 +25,11 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("training", OPTIMIZERS, ids=["sgd", "momentum", "adam", "adamw"])
-def test_1_masks_are_nested_and_pruned_weights_are_zero_everywhere(bench: Any, training: dict[str, Any]) -> None:
+def test_masks_are_nested_and_pruned_entries_are_zero_at_sites_and_server(bench: Any, training: dict[str, Any]) -> None:
     method = bench.method("fedsparsify", sparsity=0.8, rounds=5, training=training)
     state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
-    while (asked := method.ask(state, ["site-1"])) is not None:
-        request = asked["site-1"].request
+    while (assignments := method.ask(state, ["site-1"])) is not None:
+        request = assignments["site-1"].request
         site.weights = request.model.to_vector()
         trained = site.train(site.weights, request.trainable, method.config.training, request.round)
         assert not trained[~request.trainable.bits].any()
@@ -41,7 +42,7 @@ def test_1_masks_are_nested_and_pruned_weights_are_zero_everywhere(bench: Any, t
 
 
 @given(st.data())
-def test_2_6_8_a_purge_is_exact_by_magnitude_and_idempotent(data: st.DataObject) -> None:
+def test_pruning_is_exact_by_magnitude_and_idempotent(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 60))
     weights = torch.tensor(data.draw(st.lists(st.integers(-4, 4), min_size=size, max_size=size)), dtype=torch.float32)
     mask, pool = (
@@ -58,14 +59,14 @@ def test_2_6_8_a_purge_is_exact_by_magnitude_and_idempotent(data: st.DataObject)
     assert prune_mask(mask, (-4 * weights).abs(), sparsity, pool) == new
 
 
-def test_3_sparsity_0_is_fedavg_bit_for_bit(bench: Any) -> None:
+def test_sparsity_zero_equals_fedavg_bit_for_bit(bench: Any) -> None:
     assert bench.compute_digest("fedsparsify", sparsity=0) == bench.compute_digest("fedavg")
 
 
-def test_5_live_counts_of_the_paper() -> None:
-    """Vector 2: N_t for n = 2,950,401 and S_T = .95."""
+def test_live_counts_equal_those_of_the_paper() -> None:
+    """N_t for n = 2,950,401 and S_T = .95 (docs/algorithms.md, section 8, vector 2)."""
     config = Config(rounds=40, sparsity=0.95)
-    live = {t: 2_950_401 - int(config.sparsity_after(t) * 2_950_401 + 1e-9) for t in (1, 2, 3, 4, 5, 20, 30, 39, 40)}
+    live = {t: 2_950_401 - int(config.compute_sparsity(t) * 2_950_401 + 1e-9) for t in (1, 2, 3, 4, 5, 20, 30, 39, 40)}
     assert live == {
         1: 2950401, 2: 2740276, 3: 2540924, 4: 2352062, 5: 2173406, 20: 525528, 30: 194772, 39: 147568, 40: 147521
     }  # fmt: skip
@@ -81,40 +82,47 @@ def test_5_live_counts_of_the_paper() -> None:
         (0.99, 521576720, 29505),
     ],
 )
-def test_5_the_papers_communication_to_the_digit(sparsity: float, scalars: int, final: int) -> None:
-    """Vector 3, eight learners."""
+def test_paper_scalars_equal_the_papers_table(sparsity: float, scalars: int, final: int) -> None:
+    """Eight learners (docs/algorithms.md, section 8, vector 3)."""
     method = FedSparsify(Config(rounds=40, sparsity=sparsity), PAPER)
     assert method.count_paper_scalars(8) == scalars
     assert PAPER.size - int(sparsity * PAPER.size + 1e-9) == final
 
 
-def test_7_one_learner_is_centralised_gradual_pruning(bench: Any) -> None:
+def test_one_site_equals_centralised_gradual_pruning(bench: Any) -> None:
     method = bench.method("fedsparsify", sparsity=0.7, rounds=4)
     outcome, _ = bench.run("fedsparsify", {"site-1": bench.site(1)}, sparsity=0.7, rounds=4)
     site, weights, mask = bench.site(1), bench.weights, Mask.full(bench.layout.size)
     pool = Mask.from_preset(bench.layout, "all_but_norm")
     for t in range(1, 5):
         weights = site.train(weights, mask, method.config.training, t)
-        mask = prune_mask(mask, weights.abs(), method.config.sparsity_after(t), pool)
+        mask = prune_mask(mask, weights.abs(), method.config.compute_sparsity(t), pool)
         weights = weights * mask.bits
     assert torch.equal(outcome.weights, weights)
 
 
-def test_9_an_update_has_zeros_where_the_mask_is_off(bench: Any) -> None:
+def test_updates_carry_exactly_the_live_entries(bench: Any) -> None:
     outcome, ledger = bench.run("fedsparsify", sparsity=0.9, rounds=4)
     assert not outcome.weights[~outcome.mask.bits].any()
+    assert not outcome.state.weights[~outcome.mask.bits].any()
     up = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
+    down = [line for line in ledger.lines if line.direction == "down" and line.kind == "train"]
+    assert len(up) == 3 * 4
     assert {line.encoding for line in up} <= {"dense", "shared"}
+    received = {(line.round, line.site): line.scalars_sent for line in down}
+    assert {(line.round, line.site): line.scalars_sent for line in up} == received
+    assert received[4, "site-1"] < received[3, "site-1"] < received[1, "site-1"] == bench.layout.size
     pool = Mask.from_preset(bench.layout, "all_but_norm")
     assert pool.count - (outcome.mask & pool).count == int(0.9 * pool.count)
 
 
-def test_vector_14_a_purge_by_hand() -> None:
+def test_pruning_of_six_weights_equals_the_result_by_hand() -> None:
+    """docs/algorithms.md, section 8, vector 14."""
     weights = torch.tensor([0.5, -0.1, 0.3, 0, 0.2, -0.4])
     mask = Mask(torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.bool))
-    everything = Mask.full(6)
-    assert prune_mask(mask, weights.abs(), 0.5, everything).bits.tolist() == [True, False, True, False, False, True]
-    assert prune_mask(mask, weights.abs(), 1 / 6, everything) is mask
+    full = Mask.full(6)
+    assert prune_mask(mask, weights.abs(), 0.5, full).bits.tolist() == [True, False, True, False, False, True]
+    assert prune_mask(mask, weights.abs(), 1 / 6, full) is mask
 
 
 def test_norm_parameters_and_buffers_are_never_pruned(bench: Any) -> None:
@@ -124,9 +132,32 @@ def test_norm_parameters_and_buffers_are_never_pruned(bench: Any) -> None:
     assert {entry.role for entry in bench.layout.tensors} == {"weight", "bias", "norm", "buffer"}
 
 
-def test_the_centralised_baseline_prunes_once(bench: Any) -> None:
+def train_one_shot(
+    site: Site, weights: torch.Tensor, sparsity: float, *, config: Config, dense: int = 90, finetune: int = 10
+) -> State:
+    """Return the paper's centralised baseline: train, prune once by the same global ranking, fine-tune under the mask.
+
+    Args:
+        site: holds all the data.
+        weights: ``(P,)`` initial weights.
+        sparsity: share of pruned entries.
+        config: training and prunable set; one of its rounds has ``config.training.epochs`` epochs.
+        dense: rounds before the pruning (paper: 90 epochs).
+        finetune: rounds after it (paper: 10).
+    """
+    full = Mask.full(site.layout.size)
+    for t in range(1, dense + 1):
+        weights = site.train(weights, full, config.training, t)
+    mask = prune_mask(full, weights.abs(), sparsity, Mask.from_preset(site.layout, config.prunable))
+    weights = weights * mask.bits
+    for t in range(dense + 1, dense + finetune + 1):
+        weights = site.train(weights, mask, config.training, t)
+    return State(dense + finetune + 1, weights, mask)
+
+
+def test_centralised_baseline_prunes_once(bench: Any) -> None:
     config = Config(rounds=4)
-    state = centralised_one_shot(bench.site(1), bench.weights, 0.6, config=config, dense=3, finetune=2)
+    state = train_one_shot(bench.site(1), bench.weights, 0.6, config=config, dense=3, finetune=2)
     pool = Mask.from_preset(bench.layout, "all_but_norm")
     assert pool.count - (state.mask & pool).count == int(0.6 * pool.count)
     assert not state.weights[~state.mask.bits].any()

@@ -1,4 +1,4 @@
-"""LoRA-A2: the invariants of ALGORITHMS 3.6, by number."""
+"""LoRA-A2: the invariants of docs/algorithms.md, section 4.5."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from flare_sparse.exchange import Contribution, Patch, Update
 from flare_sparse.local.run import run_locally
 from flare_sparse.methods.lora_a2 import LoRAA2, State
-from flare_sparse.models.adapters import AdapterConfig, adapt
-from flare_sparse.models.base import drawn
+from flare_sparse.models.adapters import AdapterConfig, add_adapters
+from flare_sparse.models.base import seed_initialization
 from flare_sparse.params import compute_digest
 from flare_sparse.scores.ranks import Factor, Slots
 from flare_sparse.training import Site
@@ -29,58 +29,58 @@ def uneven(make_bench: Callable[..., Any], plain: Any) -> Any:
 
     class Uneven(type(plain.task)):  # type: ignore[misc]
         def model(self) -> nn.Module:
-            with drawn(0):
+            with seed_initialization(0):
                 widths = [12, 10, 8, 6]
                 layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)]
                 network = nn.Sequential(*layers, nn.Linear(6, 1))
-            return adapt(network, AdapterConfig(rank=RANK))
+            return add_adapters(network, AdapterConfig(rank=RANK))
 
     return make_bench(Uneven())
 
 
-def method(bench: Any, **settings: Any) -> LoRAA2:
-    made: LoRAA2 = bench.method("lora_a2", **{"rank": 2, "training": TRAINING, **settings})
-    return made
+def build_method(bench: Any, **settings: Any) -> LoRAA2:
+    lora: LoRAA2 = bench.method("lora_a2", **{"rank": 2, "training": TRAINING, **settings})
+    return lora
 
 
-def answers(made: LoRAA2, state: State, sites: dict[str, Site]) -> list[Update]:
-    """One round's updates, without the wire."""
-    requests = made.ask(state, sorted(sites))
+def collect_updates(lora: LoRAA2, state: State, sites: dict[str, Site]) -> list[Update]:
+    """Return the updates of one round, without the wire."""
+    requests = lora.ask(state, sorted(sites))
     assert requests is not None
-    found = []
+    updates = []
     for name, site in sites.items():
         site.weights = state.weights.clone()
-        found.append(Contribution.from_update(name, made.answer(requests[name].request, site)))
-    return found
+        updates.append(Contribution.from_update(name, lora.answer(requests[name].request, site)))
+    return updates
 
 
-def rounds(made: LoRAA2, bench: Any, count: int) -> list[tuple[State, list[Update]]]:
-    """The states of some rounds and the updates that followed."""
-    sites, state, seen = bench.sites(), made.init(bench.weights, []), []
+def play_rounds(lora: LoRAA2, bench: Any, count: int) -> list[tuple[State, list[Update]]]:
+    """Return the states of some rounds, each with the updates that followed."""
+    sites, state, seen = bench.sites(), lora.init(bench.weights, []), []
     for _ in range(count):
-        updates = answers(made, state, sites)
+        updates = collect_updates(lora, state, sites)
         seen.append((state, updates))
-        state = made.learn(state, updates)
+        state = lora.learn(state, updates)
     return [*seen, (state, [])]
 
 
-def product(slots: Slots, vector: torch.Tensor, module: int) -> torch.Tensor:
+def multiply_factors(slots: Slots, vector: torch.Tensor, module: int) -> torch.Tensor:
     adapter = slots.adapters[module]
-    return adapter.matrix(vector, "B").double() @ adapter.matrix(vector, "A").double()
+    return adapter.view_matrix(vector, "B").double() @ adapter.view_matrix(vector, "A").double()
 
 
-def test_01_one_factor_moves_at_a_time_bitwise_and_nothing_else(adapted: Any) -> None:
-    made = method(adapted, rounds=4)
-    seen = rounds(made, adapted, 4)
+def test_only_the_active_factor_changes_in_a_round(adapted: Any) -> None:
+    lora = build_method(adapted, rounds=4)
+    seen = play_rounds(lora, adapted, 4)
     for (state, updates), (after, _) in itertools.pairwise(seen):
         active: Factor = "B" if state.round % 2 else "A"
-        still = ~(made.slots.factors[active] | made.slots.rest)
-        assert torch.equal(state.weights[still.bits], after.weights[still.bits])
+        frozen = ~(lora.slots.factors[active] | lora.slots.other_entries)
+        assert torch.equal(state.weights[frozen.bits], after.weights[frozen.bits])
         assert not torch.equal(state.weights, after.weights)
-        assert all(not (update.patch.mask & still).count for update in updates)
+        assert all(not (update.patch.mask & frozen).count for update in updates)
 
 
-def test_01_the_base_of_a_site_is_what_it_was(uneven: Any) -> None:
+def test_base_model_of_a_site_keeps_its_bits(uneven: Any) -> None:
     site = uneven.site(1)
     before = {name: p.clone() for name, p in site._model.module.named_parameters() if not p.requires_grad}
     uneven.run("lora_a2", {"site-1": site}, rank=2, training=TRAINING)
@@ -89,179 +89,184 @@ def test_01_the_base_of_a_site_is_what_it_was(uneven: Any) -> None:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_02_the_average_of_the_products_is_the_product_of_the_averages(uneven: Any) -> None:
-    made = method(uneven, rounds=2)
-    for state, updates in rounds(made, uneven, 2)[:2]:
-        after = made.learn(state, updates)
+def test_average_of_products_is_product_of_averages(uneven: Any) -> None:
+    lora = build_method(uneven, rounds=2)
+    for state, updates in play_rounds(lora, uneven, 2)[:2]:
+        after = lora.learn(state, updates)
         shares = [update.num_examples / sum(u.num_examples for u in updates) for update in updates]
-        for module in range(made.slots.modules):
-            moved = [product(made.slots, state.weights + update.patch.to_vector(), module) for update in updates]
+        for module in range(lora.slots.num_modules):
+            moved = [
+                multiply_factors(lora.slots, state.weights + update.patch.to_vector(), module) for update in updates
+            ]
             exact = sum((w * m for w, m in zip(shares, moved, strict=True)), torch.zeros_like(moved[0]))
-            assert torch.allclose(product(made.slots, after.weights, module), exact, atol=1e-6)
+            assert torch.allclose(multiply_factors(lora.slots, after.weights, module), exact, atol=1e-6)
 
 
 @pytest.mark.parametrize("rank", [1, 2, RANK, 9])
-def test_03_every_site_sends_its_budget_and_leaves_other_slots_bitwise(uneven: Any, rank: int) -> None:
-    """Under AdamW with weight decay, which moves whatever is not held."""
-    made = method(uneven, rounds=2, rank=rank, ranks={"site-2": 1})
-    for state, updates in rounds(made, uneven, 2)[:2]:
-        active = made.active(state.round)
+def test_site_sends_its_budget_and_keeps_other_slots_bit_for_bit(uneven: Any, rank: int) -> None:
+    """Under AdamW with weight decay, which changes every entry that is not frozen."""
+    lora = build_method(uneven, rounds=2, rank=rank, ranks={"site-2": 1})
+    for state, updates in play_rounds(lora, uneven, 2)[:2]:
+        active = lora.get_active_factor(state.round)
         for update in updates:
-            chosen = made.slots.find_slots(update.patch.mask, active)
+            chosen = lora.slots.find_slots(update.patch.mask, active)
             assert chosen is not None
-            assert int(chosen.sum()) == min(made.config.rank_of(update.site), RANK) * 3
+            assert int(chosen.sum()) == min(lora.config.get_rank(update.site), RANK) * 3
             site = uneven.sites()[update.site]
-            trained = site.train(state.weights, update.patch.mask, made._training(active), state.round)
+            trained = site.train(state.weights, update.patch.mask, lora._get_training(active), state.round)
             assert torch.equal(trained[~update.patch.mask.bits], state.weights[~update.patch.mask.bits])
             assert torch.equal((trained - state.weights)[update.patch.mask.bits], update.patch.values)
 
 
-def test_04_a_budget_of_all_ranks_is_plain_alternating_averaging(uneven: Any) -> None:
-    made = method(uneven, rounds=3, rank=RANK)
-    seen = rounds(made, uneven, 3)
+def test_budget_of_all_ranks_equals_alternating_fedavg(uneven: Any) -> None:
+    lora = build_method(uneven, rounds=3, rank=RANK)
+    seen = play_rounds(lora, uneven, 3)
     for (state, updates), (after, _) in itertools.pairwise(seen):
-        active = made.active(state.round)
+        active = lora.get_active_factor(state.round)
         total = sum(update.num_examples for update in updates)
         expected = state.weights.double().clone()
         for update in updates:
-            assert update.patch.mask == made.slots.factors[active]
+            assert update.patch.mask == lora.slots.factors[active]
             site = uneven.sites()[update.site]
-            trained = site.train(state.weights, made.slots.factors[active], made._training(active), state.round)
+            trained = site.train(state.weights, lora.slots.factors[active], lora._get_training(active), state.round)
             expected += (trained - state.weights).double() * update.num_examples / total
         assert torch.allclose(after.weights.double(), expected, atol=1e-6)
 
 
-def test_04_it_does_not_depend_on_the_trial(uneven: Any) -> None:
+def test_budget_of_all_ranks_does_not_depend_on_the_trial(uneven: Any) -> None:
     long = uneven.compute_digest("lora_a2", rank=RANK, training=TRAINING, trial_epochs=5)
     assert long == uneven.compute_digest("lora_a2", rank=RANK, training=TRAINING)
     assert long == uneven.compute_digest("lora_a2", rank=RANK, training=TRAINING, trial="gradient")
 
 
-def test_04_always_b_with_all_ranks_is_ffa_lora_bit_for_bit(uneven: Any, adapted: Any) -> None:
+def test_b_only_with_all_ranks_equals_ffa_lora_bit_for_bit(uneven: Any, adapted: Any) -> None:
     for bench in (uneven, adapted):
         always = bench.compute_digest("lora_a2", rank=RANK, training=TRAINING, schedule="b_only", b_lr_ratio=1.0)
         assert always == bench.compute_digest("ffa_lora", training=TRAINING)
 
 
-def test_05_without_a_learning_rate_nothing_changes(uneven: Any) -> None:
-    made = method(uneven)
-    made.config = made.config.model_copy(update={"training": made.config.training.model_copy(update={"lr": 0.0})})
-    outcome, _ = run_locally(made, uneven.weights, uneven.sites(), uneven.task.metric)
+def test_learning_rate_zero_changes_nothing(uneven: Any) -> None:
+    lora = build_method(uneven)
+    lora.config = lora.config.model_copy(update={"training": lora.config.training.model_copy(update={"lr": 0.0})})
+    outcome, _ = run_locally(lora, uneven.weights, uneven.sites(), uneven.task.metric)
     assert torch.equal(outcome.weights, uneven.weights)
 
 
-def test_05_the_start_is_the_base_and_one_round_adds_the_mean_of_db_times_a(uneven: Any) -> None:
-    with drawn(0):
+def test_first_round_adds_the_mean_of_db_times_a_to_the_base_model(uneven: Any) -> None:
+    with seed_initialization(0):
         module = uneven.task.model()
     x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
     with module.disable_adapter():
         base = module(x)
     assert torch.equal(module(x), base)
-    made = method(uneven)
-    (state, updates), (after, _) = rounds(made, uneven, 1)
+    lora = build_method(uneven)
+    (state, updates), (after, _) = play_rounds(lora, uneven, 1)
     total = sum(update.num_examples for update in updates)
-    for index, adapter in enumerate(made.slots.adapters):
+    for index, adapter in enumerate(lora.slots.adapters):
         mean = sum(
-            update.num_examples / total * adapter.matrix(update.patch.to_vector(), "B").double() for update in updates
+            update.num_examples / total * adapter.view_matrix(update.patch.to_vector(), "B").double()
+            for update in updates
         )
-        expected = mean @ adapter.matrix(state.weights, "A").double()
-        assert torch.allclose(product(made.slots, after.weights, index), expected, atol=1e-7)
+        expected = mean @ adapter.view_matrix(state.weights, "A").double()
+        assert torch.allclose(multiply_factors(lora.slots, after.weights, index), expected, atol=1e-7)
 
 
-def test_08_a_slot_that_nobody_chose_keeps_its_bits_and_a_lone_choice_counts_with_its_weight(uneven: Any) -> None:
-    made = method(uneven)
-    state = State(1, torch.full((uneven.layout.size,), -0.0), made.full_mask)
+def test_unselected_slots_keep_their_bits_and_single_selections_count_with_their_weight(uneven: Any) -> None:
+    lora = build_method(uneven)
+    state = State(1, torch.full((uneven.layout.size,), -0.0), lora.full_mask)
     first, second = torch.zeros(12, dtype=torch.bool), torch.zeros(12, dtype=torch.bool)
     first[[0, 5]], second[[5, 7]] = True, True
     delta = torch.randn(uneven.layout.size, generator=torch.Generator().manual_seed(1))
     updates = [
-        Contribution("a", Patch.from_vector(delta, made.slots.mask(first, "B")), "delta", 1),
-        Contribution("b", Patch.from_vector(delta, made.slots.mask(second, "B")), "delta", 3),
+        Contribution("a", Patch.from_vector(delta, lora.slots.build_mask(first, "B")), "delta", 1),
+        Contribution("b", Patch.from_vector(delta, lora.slots.build_mask(second, "B")), "delta", 3),
     ]
-    after = made.learn(state, updates).weights
-    lone, both = made.slots.mask(first & ~second, "B"), made.slots.mask(first & second, "B")
-    untouched = ~made.slots.mask(first | second, "B")
-    assert torch.equal(after[lone.bits], (delta.double() * 0.25).float()[lone.bits])
+    after = lora.learn(state, updates).weights
+    single, both = lora.slots.build_mask(first & ~second, "B"), lora.slots.build_mask(first & second, "B")
+    untouched = ~lora.slots.build_mask(first | second, "B")
+    assert torch.equal(after[single.bits], (delta.double() * 0.25).float()[single.bits])
     assert torch.allclose(after[both.bits], delta[both.bits])
     assert not after[untouched.bits].any()
-    held = torch.randn(uneven.layout.size, generator=torch.Generator().manual_seed(2))
-    again = made.learn(State(1, held, made.full_mask), updates).weights
-    assert torch.equal(again[untouched.bits], held[untouched.bits])
+    weights = torch.randn(uneven.layout.size, generator=torch.Generator().manual_seed(2))
+    again = lora.learn(State(1, weights, lora.full_mask), updates).weights
+    assert torch.equal(again[untouched.bits], weights[untouched.bits])
 
 
-def test_09_merged_weights_give_the_same_output(uneven: Any) -> None:
+def test_merged_weights_give_the_same_output(uneven: Any) -> None:
     outcome, _ = uneven.run("lora_a2", rank=2, training=TRAINING)
-    with drawn(0):
+    with seed_initialization(0):
         module = uneven.task.model()
     module.load_state_dict(uneven.layout.unflatten(outcome.weights), strict=False)
     x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
-    apart = module(x)
+    unmerged = module(x)
     with module.disable_adapter():
-        assert not torch.allclose(apart, module(x))
-    assert torch.allclose(module.merge_and_unload()(x), apart, atol=1e-6)
+        assert not torch.allclose(unmerged, module(x))
+    assert torch.allclose(module.merge_and_unload()(x), unmerged, atol=1e-6)
 
 
 @pytest.mark.parametrize("budget", ["slots", "scalars"])
-def test_10_the_ledger_is_the_sum_over_the_chosen_slots(uneven: Any, budget: str) -> None:
-    """Without the wire the choices are known; over it, the same numbers are counted."""
-    made = method(uneven, rounds=2, budget=budget, ranks={"site-1": 1, "site-3": 3})
-    widths = {factor: made.slots.widths(factor) for factor in ("A", "B")}  # type: ignore[arg-type]
+def test_ledger_counts_the_entries_of_the_selected_slots(uneven: Any, budget: str) -> None:
+    """The slots are known from a run without the wire; the ledger of a run over it has the same numbers."""
+    lora = build_method(uneven, rounds=2, budget=budget, ranks={"site-1": 1, "site-3": 3})
+    widths = {factor: lora.slots.get_slot_widths(factor) for factor in ("A", "B")}  # type: ignore[arg-type]
     expected = {}
-    for state, updates in rounds(made, uneven, 2)[:2]:
+    for state, updates in play_rounds(lora, uneven, 2)[:2]:
         for update in updates:
-            chosen = made.slots.find_slots(update.patch.mask, made.active(state.round))
-            expected[state.round, update.site] = int(widths[made.active(state.round)][chosen].sum())
-    _, ledger = run_locally(made, uneven.weights, uneven.sites(), uneven.task.metric)
+            chosen = lora.slots.find_slots(update.patch.mask, lora.get_active_factor(state.round))
+            expected[state.round, update.site] = int(widths[lora.get_active_factor(state.round)][chosen].sum())
+    _, ledger = run_locally(lora, uneven.weights, uneven.sites(), uneven.task.metric)
     sent = {(line.round, line.site): line.scalars_sent for line in ledger.lines if line.direction == "up"}
     assert {key: sent[key] for key in expected} == expected
     if budget == "scalars":
         for (t, site), scalars in expected.items():
-            assert scalars <= made.config.rank_of(site) * int(widths[made.active(t)].sum()) // RANK
+            assert scalars <= lora.config.get_rank(site) * int(widths[lora.get_active_factor(t)].sum()) // RANK
 
 
-def test_only_the_factor_that_changed_travels_down_and_a_newcomer_gets_both(uneven: Any) -> None:
-    made = method(uneven, rounds=4, participation=0.67)  # two of three sites a round
-    _, ledger = run_locally(made, uneven.weights, uneven.sites(), uneven.task.metric)
+def test_server_sends_the_changed_factor_and_both_to_a_new_site(uneven: Any) -> None:
+    lora = build_method(uneven, rounds=4, participation=0.67)  # two of three sites a round
+    _, ledger = run_locally(lora, uneven.weights, uneven.sites(), uneven.task.metric)
     down = {(line.round, line.site): line for line in ledger.lines if line.direction == "down"}
     seen = set()
     for t in range(1, 5):
-        asked = {site for at, site in down if at == t}
+        sampled = {site for at, site in down if at == t}
         previous = {site for at, site in down if at == t - 1}
-        for site in asked:
-            changed = made.slots.factors[made.active(t - 1)].count
-            held = site in previous and t > 1
-            seen.add(held)
-            assert down[t, site].scalars_sent == (changed if held else uneven.layout.size)
+        for site in sampled:
+            changed = lora.slots.factors[lora.get_active_factor(t - 1)].count
+            has_base = site in previous and t > 1
+            seen.add(has_base)
+            assert down[t, site].scalars_sent == (changed if has_base else uneven.layout.size)
     assert seen == {True, False}
 
 
 @pytest.mark.parametrize("score", ["contribution", "magnitude", "sensitivity"])
 @pytest.mark.parametrize("trial", ["epochs", "gradient"])
-def test_every_score_learns_and_the_trial_leaves_no_trace_but_the_choice(uneven: Any, score: str, trial: str) -> None:
+def test_training_improves_with_every_score_and_trial(uneven: Any, score: str, trial: str) -> None:
     settings = {"rank": 2, "training": {**TRAINING, "epochs": 5}, "rounds": 6, "score": score, "trial": trial}
     outcome, _ = uneven.run("lora_a2", **settings)
     before = outcome.rounds[0].evaluation.overall["mse"]
     assert outcome.evaluation.overall["mse"] < before
 
 
-def test_the_first_round_trains_b_at_five_times_the_rate_of_a(uneven: Any) -> None:
-    made = method(uneven)
-    assert [made.active(t) for t in range(1, 5)] == ["B", "A", "B", "A"]
-    assert made._training("B").lr == pytest.approx(5 * made._training("A").lr)
+def test_b_trains_first_and_at_five_times_the_rate_of_a(uneven: Any) -> None:
+    lora = build_method(uneven)
+    assert [lora.get_active_factor(t) for t in range(1, 5)] == ["B", "A", "B", "A"]
+    assert lora._get_training("B").lr == pytest.approx(5 * lora._get_training("A").lr)
     default = LoRAA2.Config().training
     assert (default.optimizer, default.lr, default.epochs) == ("adamw", 5e-4, 5)
 
 
-def test_a_head_that_trains_travels_whole_with_every_answer(adapted: Any) -> None:
-    made = method(adapted, rank=1)
-    for state, updates in rounds(made, adapted, 2)[:2]:
-        assert made.slots.rest.count == 13
-        assert all(made.slots.rest <= update.patch.mask for update in updates)
-        assert all(made._allowed(made.active(state.round), u.site, u.patch.mask) for u in updates)
-        assert not made._allowed(made.active(state.round), "site-1", updates[0].patch.mask - made.slots.rest)
+def test_trained_head_is_part_of_every_update(adapted: Any) -> None:
+    lora = build_method(adapted, rank=1)
+    for state, updates in play_rounds(lora, adapted, 2)[:2]:
+        assert lora.slots.other_entries.count == 13
+        assert all(lora.slots.other_entries <= update.patch.mask for update in updates)
+        assert all(lora._accepts(lora.get_active_factor(state.round), u.site, u.patch.mask) for u in updates)
+        assert not lora._accepts(
+            lora.get_active_factor(state.round), "site-1", updates[0].patch.mask - lora.slots.other_entries
+        )
 
 
-def test_digests_differ_where_settings_do(uneven: Any) -> None:
+def test_different_ranks_give_different_models(uneven: Any) -> None:
     one, two = (uneven.compute_digest("lora_a2", rank=rank, training=TRAINING) for rank in (1, 2))
     assert one != two
     assert compute_digest(uneven.weights) != one

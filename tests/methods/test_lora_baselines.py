@@ -19,49 +19,51 @@ TRAINING = {"epochs": 1, "optimizer": "adamw", "lr": 0.01, "batch_size": 8}
 RANKS = {"site-1": 1, "site-2": 2, "site-3": 4}
 
 
-def updates(made: Any, state: Any, bench: Any) -> list[Update]:
+def collect_updates(method: Any, state: Any, bench: Any) -> list[Update]:
     sites = bench.sites()
-    asked = made.ask(state, sorted(sites))
+    assignments = method.ask(state, sorted(sites))
     for name, site in sites.items():
-        site.weights = asked[name].request.model.to_vector()
-    return [Contribution.from_update(name, made.answer(asked[name].request, site)) for name, site in sites.items()]
+        site.weights = assignments[name].request.model.to_vector()
+    return [
+        Contribution.from_update(name, method.answer(assignments[name].request, site)) for name, site in sites.items()
+    ]
 
 
-def scalars(ledger: Any, direction: str) -> dict[tuple[int, str], int]:
+def count_scalars(ledger: Any, direction: str) -> dict[tuple[int, str], int]:
     lines = [line for line in ledger.lines if line.direction == direction and line.kind == "train"]
     return {(line.round, line.site): line.scalars_sent for line in lines}
 
 
-def test_fl_lora_is_fedavg_of_both_factors_and_discords(adapted: Any) -> None:
-    """The average of the factors is not the average of the products (the reason for FFA-LoRA and LoRA-A2)."""
+def test_fedavg_of_both_factors_does_not_average_the_products(adapted: Any) -> None:
+    """The product of the averages is not the average of the products: the reason for FFA-LoRA and LoRA-A2."""
     lora = adapted.method("lora_a2")
-    made = adapted.method("fedavg", training=TRAINING)
-    sent = updates(made, made.init(adapted.weights, []), adapted)
-    after = made.learn(made.init(adapted.weights, []), sent).weights
+    method = adapted.method("fedavg", training=TRAINING)
+    sent = collect_updates(method, method.init(adapted.weights, []), adapted)
+    after = method.learn(method.init(adapted.weights, []), sent).weights
     for adapter in lora.slots.adapters:
         exact = sum(
-            w * adapter.matrix(u.patch.values, "B") @ adapter.matrix(u.patch.values, "A")
+            w * adapter.view_matrix(u.patch.values, "B") @ adapter.view_matrix(u.patch.values, "A")
             for w, u in zip(weigh_by_examples(sent), sent, strict=True)
         )
-        assert not torch.allclose(adapter.matrix(after, "B") @ adapter.matrix(after, "A"), exact, atol=1e-5)
+        assert not torch.allclose(adapter.view_matrix(after, "B") @ adapter.view_matrix(after, "A"), exact, atol=1e-5)
 
 
-def test_ffa_lora_never_moves_a_and_sends_it_once(adapted: Any) -> None:
+def test_ffa_lora_keeps_a_and_sends_it_once(adapted: Any) -> None:
     outcome, ledger = adapted.run("ffa_lora", training=TRAINING)
     slots = adapted.method("ffa_lora").slots
     a = slots.factors["A"]
     assert torch.equal(a.take(outcome.weights), a.take(adapted.weights))
-    travelling = (~a).count
-    assert set(scalars(ledger, "up").values()) == {travelling}
-    assert {t: n for (t, _), n in scalars(ledger, "down").items()} == {
+    exchanged = (~a).count
+    assert set(count_scalars(ledger, "up").values()) == {exchanged}
+    assert {t: n for (t, _), n in count_scalars(ledger, "down").items()} == {
         1: adapted.layout.size,
-        2: travelling,
-        3: travelling,
+        2: exchanged,
+        3: exchanged,
     }
 
 
 @given(st.integers(0, 500), st.integers(1, 6), st.booleans())
-def test_a_factorisation_is_the_best_of_its_rank(seed: int, rank: int, balanced: bool) -> None:
+def test_factorisation_is_the_best_approximation_of_its_rank(seed: int, rank: int, balanced: bool) -> None:
     draw = torch.Generator().manual_seed(seed)
     left, right = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((7, 4), (4, 9)))
     b, a = factorise(left, right, rank, balanced=balanced)
@@ -73,57 +75,63 @@ def test_a_factorisation_is_the_best_of_its_rank(seed: int, rank: int, balanced:
 
 
 def test_flexlora_averages_the_products(adapted: Any) -> None:
-    made = adapted.method("flexlora", rank=2, training=TRAINING)
-    state = made.init(adapted.weights, [])
-    sent = updates(made, state, adapted)
-    after = made.learn(state, sent).weights
-    for adapter in made.slots.adapters:
+    method = adapted.method("flexlora", rank=2, training=TRAINING)
+    state = method.init(adapted.weights, [])
+    sent = collect_updates(method, state, adapted)
+    after = method.learn(state, sent).weights
+    for adapter in method.slots.adapters:
         exact = sum(
-            w * adapter.matrix(v, "B").double() @ adapter.matrix(v, "A").double()
+            w * adapter.view_matrix(v, "B").double() @ adapter.view_matrix(v, "A").double()
             for w, v in zip(weigh_by_examples(sent), [u.patch.to_vector() for u in sent], strict=True)
         )
         left, strengths, right = torch.linalg.svd(exact)
         best = left[:, :4] * strengths[:4] @ right[:4]
-        got = adapter.matrix(after, "B").double() @ adapter.matrix(after, "A").double()
-        assert torch.allclose(got, best, atol=1e-6)
-        norms = torch.linalg.vector_norm(adapter.matrix(after, "B"), dim=0)
+        product = adapter.view_matrix(after, "B").double() @ adapter.view_matrix(after, "A").double()
+        assert torch.allclose(product, best, atol=1e-6)
+        norms = torch.linalg.vector_norm(adapter.view_matrix(after, "B"), dim=0)
         assert (norms[:-1] >= norms[1:]).all()
 
 
 @pytest.mark.parametrize("name", ["flexlora", "hetlora"])
-def test_a_site_holds_and_sends_the_ranks_it_can_afford(adapted: Any, name: str) -> None:
-    """12 + 12 scalars a slot, two modules, and a head of 13."""
+def test_site_exchanges_the_ranks_of_its_budget(adapted: Any, name: str) -> None:
+    """A slot has 12 + 12 scalars, there are two modules, and the head has 13."""
     _, ledger = adapted.run(name, ranks=RANKS, training=TRAINING)
     for direction in ("down", "up"):
-        for (_, site), count in scalars(ledger, direction).items():
+        for (_, site), count in count_scalars(ledger, direction).items():
             assert count == 2 * 24 * RANKS[site] + 13
 
 
-def test_hetlora_weighs_by_the_size_of_the_product(adapted: Any) -> None:
-    made = adapted.method("hetlora", rank=4)
+def test_hetlora_weighs_sites_by_the_norm_of_the_product(adapted: Any) -> None:
+    method = adapted.method("hetlora", rank=4)
     vectors = [torch.randn(adapted.layout.size, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     parts = [
-        Contribution(f"s{n}", Patch.from_vector(v, made.full_mask), "weights", n)
+        Contribution(f"s{n}", Patch.from_vector(v, method.full_mask), "weights", n)
         for n, v in enumerate(vectors, start=1)
     ]
     sizes = [
-        sum(float((a.matrix(v, "B") @ a.matrix(v, "A")).double().square().sum()) for a in made.slots.adapters) ** 0.5
+        sum(
+            float((a.view_matrix(v, "B") @ a.view_matrix(v, "A")).double().square().sum())
+            for a in method.slots.adapters
+        )
+        ** 0.5
         for v in vectors
     ]
-    assert made._by_size(parts) == pytest.approx([size / sum(sizes) for size in sizes])
-    zero = [replace(part, patch=Patch.from_vector(torch.zeros(adapted.layout.size), made.full_mask)) for part in parts]
-    assert made._by_size(zero) == weigh_by_examples(zero)
+    assert method._weigh_by_size(parts) == pytest.approx([size / sum(sizes) for size in sizes])
+    zero = [
+        replace(part, patch=Patch.from_vector(torch.zeros(adapted.layout.size), method.full_mask)) for part in parts
+    ]
+    assert method._weigh_by_size(zero) == weigh_by_examples(zero)
 
 
-def test_hetlora_gives_up_ranks_that_shrink_and_is_asked_for_the_rest(adapted: Any) -> None:
-    made = adapted.method("hetlora", rank=4, decay=0.5, training={**TRAINING, "lr": 0.05, "weight_decay": 0.9})
+def test_hetlora_site_gives_up_ranks_that_shrink(adapted: Any) -> None:
+    method = adapted.method("hetlora", rank=4, decay=0.5, training={**TRAINING, "lr": 0.05, "weight_decay": 0.9})
     large = torch.full((adapted.layout.size,), 3.0)
     state = State(1, large, (), ())
-    sent = updates(made, state, adapted)
-    assert {made._rank(update.patch.mask) for update in sent} == {2}  # weight decay shrinks all of it
-    after = made.learn(state, sent)
+    sent = collect_updates(method, state, adapted)
+    assert {method._count_ranks(update.patch.mask) for update in sent} == {2}  # weight decay shrinks every entry
+    after = method.learn(state, sent)
     assert after.ranks == (2, 2, 2)
-    again = made.ask(after, ["site-1"])["site-1"]
-    assert again.request.model.mask == made.slots.select_first(2) | made.slots.rest
-    assert again.expected.accepts("site-1", made.held(1))
-    assert not again.expected.accepts("site-1", made.held(4))
+    again = method.ask(after, ["site-1"])["site-1"]
+    assert again.request.model.mask == method.slots.select_first(2) | method.slots.other_entries
+    assert again.expected.accepts("site-1", method.select_first_ranks(1))
+    assert not again.expected.accepts("site-1", method.select_first_ranks(4))

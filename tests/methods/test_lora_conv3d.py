@@ -1,4 +1,4 @@
-"""LoRA-A2 on the 3D convolutions of a brain net whose sides differ in size (ALGORITHMS 3.7), through the wire."""
+"""LoRA-A2 on 3D convolutions, whose factors differ in width (docs/algorithms.md, section 4.1), over the wire."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def brains(seed: int) -> Examples:
 
 
 @pytest.mark.parametrize("budget", ["slots", "scalars"])
-def test_01_03_10_base_and_unchosen_slots_stay_and_the_ledger_is_the_sum_of_the_chosen(budget: str) -> None:
+def test_base_model_and_unselected_slots_stay_and_the_ledger_counts_the_selected_ones(budget: str) -> None:
     settings = {"shape": (16, 16, 16), "downsample": 1, "adapter": {"rank": 8, "head": "trained"}}
     task = TASKS["brain_age"](settings)
     layout, weights = build_initial_model(task, 1)
@@ -35,16 +35,16 @@ def test_01_03_10_base_and_unchosen_slots_stay_and_the_ledger_is_the_sum_of_the_
     method = LoRAA2(LoRAA2.Config.model_validate(config), layout, 1)
     outcome, ledger = run_locally(method, weights, sites, task.metric)
     slots = method.slots
-    assert slots.modules == 6
-    assert [a.width("A") for a in slots.adapters] == [27, 16 * 27, 32 * 27, 64 * 27, 64 * 27, 64]
-    assert [a.width("B") for a in slots.adapters] == [16, 32, 64, 64, 64, 32]
+    assert slots.num_modules == 6
+    assert [a.get_slot_width("A") for a in slots.adapters] == [27, 16 * 27, 32 * 27, 64 * 27, 64 * 27, 64]
+    assert [a.get_slot_width("B") for a in slots.adapters] == [16, 32, 64, 64, 64, 32]
     after = dict(sites["site-1"]._model.module.named_parameters())
     assert all(torch.equal(value, after[name]) for name, value in base.items() if "modules_to_save" not in name)
     up = {(line.round, line.site): line.scalars_sent for line in ledger.lines if line.direction == "up"}
     again = {name: Site(name, task, brains(int(name[-1])), layout, 1) for name in sites}
     state = method.init(weights, [])
     for t in (1, 2):
-        active = method.active(t)
+        active = method.get_active_factor(t)
         requests = method.ask(state, sorted(again)) or {}
         updates = []
         for name, site in again.items():
@@ -52,8 +52,8 @@ def test_01_03_10_base_and_unchosen_slots_stay_and_the_ledger_is_the_sum_of_the_
             update = method.answer(requests[name].request, site)
             chosen = slots.find_slots(update.patch.mask, active)
             assert chosen is not None
-            widths = slots.widths(active)
-            assert up[t, name] == int(widths[chosen].sum()) + slots.rest.count
+            widths = slots.get_slot_widths(active)
+            assert up[t, name] == int(widths[chosen].sum()) + slots.other_entries.count
             if budget == "scalars":
                 assert int(widths[chosen].sum()) <= 2 * int(widths.sum()) // 8
             else:

@@ -1,4 +1,4 @@
-"""MetaGater: the invariants of its specification, numbered as there, and its vector 11."""
+"""MetaGater: the invariants of docs/algorithms.md, section 6.8, and vector 11 of section 8."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.metagater import State, advance, predict
 from flare_sparse.methods.support.adaptation import take_one_step
-from flare_sparse.methods.support.schedules import accelerated
+from flare_sparse.methods.support.schedules import compute_step_sizes
 from flare_sparse.models import ModelConfig
 from flare_sparse.params import compute_digest
 from flare_sparse.task import Examples, Task
@@ -46,7 +46,7 @@ class Scalar(Base):
 
 
 class Images(Base):
-    """The mean of the first channel of 8x8 images, by a net whose second and third convolutions are gated."""
+    """The mean of the first channel of 8x8 images, by a network whose second and third convolutions are gated."""
 
     def __init__(self, gates: dict[str, Any] | None = None, layers: tuple[str, ...] = ("1", "2")):
         super().__init__()
@@ -57,20 +57,20 @@ class Images(Base):
         return ModelConfig.model_validate(section).build(image=(2, 8, 8), outputs=1)
 
 
-def images(index: int, count: int = 20) -> Examples:
+def build_images(index: int, count: int = 20) -> Examples:
     draw = torch.Generator().manual_seed(index)
     x = torch.randn(count + 6, 2, 8, 8, generator=draw)
     y = x[:, 0].mean((1, 2)).unsqueeze(1) + 0.2 * index
     return Examples(TensorDataset(x[6:], y[6:]), TensorDataset(x[:6], y[:6]))
 
 
-def constants(value: float) -> Examples:
+def build_constants(value: float) -> Examples:
     data = TensorDataset(torch.ones(4, 1), torch.full((4, 1), value))
     return Examples(data, data)
 
 
 class Net:
-    """A task, its start and its sites."""
+    """A task, its initial weights and its sites."""
 
     def __init__(self, task: Task, examples: dict[str, Examples], start: float | None = None):
         self.task, self.examples = task, examples
@@ -94,11 +94,11 @@ class Net:
         method, sites = self.method(rounds=rounds, **settings), {n: self.site(n) for n in self.examples}
         states = [method.init(self.weights, sorted(sites))]
         for _ in range(rounds):
-            states.append(method.learn(states[-1], answers(method, states[-1], sites)))
+            states.append(method.learn(states[-1], collect_updates(method, states[-1], sites)))
         return states
 
 
-def answers(method: Any, state: Any, sites: dict[str, Site]) -> list[Update]:
+def collect_updates(method: Any, state: Any, sites: dict[str, Site]) -> list[Update]:
     updates = []
     for name, assignment in sorted((method.ask(state, sorted(sites)) or {}).items()):
         request = assignment.request
@@ -109,20 +109,21 @@ def answers(method: Any, state: Any, sites: dict[str, Site]) -> list[Update]:
 
 @pytest.fixture
 def two() -> Net:
-    return Net(Scalar(), {"a": constants(1.0), "b": constants(3.0)}, start=0.0)
+    return Net(Scalar(), {"a": build_constants(1.0), "b": build_constants(3.0)}, start=0.0)
 
 
 @pytest.fixture
 def gated() -> Net:
-    return Net(Images(), {f"site-{i}": images(i) for i in (1, 2, 3)})
+    return Net(Images(), {f"site-{i}": build_images(i) for i in (1, 2, 3)})
 
 
 @pytest.fixture
 def ungated() -> Net:
-    return Net(Images(layers=()), {f"site-{i}": images(i) for i in (1, 2, 3)})
+    return Net(Images(layers=()), {f"site-{i}": build_images(i) for i in (1, 2, 3)})
 
 
-def test_vector_11_two_nodes_with_parabolas(two: Net) -> None:
+def test_three_rounds_on_two_parabolas_equal_the_worked_numbers(two: Net) -> None:
+    """Vector 11."""
     states = two.states(3, training={**FULL_BATCH, "lr": 1.0})
     values = [(after.sent.item(), after.w.item(), after.ag.item()) for after in states[1:]]
     assert values == [pytest.approx(row, abs=1e-6) for row in [(0, 0.4, 0.4), (0.4, 0.88, 0.72), (0.8, 1.36, 1.04)]]
@@ -130,21 +131,21 @@ def test_vector_11_two_nodes_with_parabolas(two: Net) -> None:
     assert outcome.weights.item() == pytest.approx(0.8, abs=1e-6)
 
 
-def test_1_without_h_it_is_nesterov(gated: Net) -> None:
+def test_without_penalty_the_sequences_are_those_of_nesterov(gated: Net) -> None:
     for t, (before, after) in enumerate(pairwise(gated.states(6)), start=1):
-        alpha = accelerated(t).alpha
+        alpha = compute_step_sizes(t).alpha
         assert torch.allclose(after.ag, (1 - alpha) * before.ag + alpha * after.w, atol=1e-5)
         momentum = (t - 1) / (t + 2)
-        following = predict(after.w, after.ag, accelerated(t + 1).alpha)
+        following = predict(after.w, after.ag, compute_step_sizes(t + 1).alpha)
         assert torch.allclose(following, after.ag + momentum * (after.ag - before.ag), atol=1e-5)
 
 
-def test_1_in_float64_over_many_rounds_with_any_gradient() -> None:
+def test_nesterov_holds_in_float64_over_many_rounds() -> None:
     draw = torch.Generator().manual_seed(3)
     w = ag = torch.randn(7, generator=draw, dtype=torch.float64)
     x, y_before = w.clone(), w.clone()
     for t in range(1, 60):
-        steps = accelerated(t)
+        steps = compute_step_sizes(t)
         pr = predict(w, ag, steps.alpha)
         assert torch.allclose(pr, x, atol=1e-12)
         g = torch.randn(7, generator=draw, dtype=torch.float64)
@@ -154,7 +155,7 @@ def test_1_in_float64_over_many_rounds_with_any_gradient() -> None:
         assert torch.allclose(ag, y, atol=1e-12)
 
 
-def test_2_the_first_model_sent_is_the_initial_one_bit_for_bit(gated: Net) -> None:
+def test_first_model_sent_is_the_initial_one_bit_for_bit(gated: Net) -> None:
     method = gated.method()
     state = method.init(gated.weights, ["site-1"])
     assert torch.equal(state.ag, gated.weights)
@@ -163,8 +164,8 @@ def test_2_the_first_model_sent_is_the_initial_one_bit_for_bit(gated: Net) -> No
 
 
 @pytest.mark.parametrize("local_proximity", [None, 0.0])
-def test_3_without_acceleration_it_is_fedprox_or_fedavg(gated: Net, local_proximity: float | None) -> None:
-    """Step = 1 / lambda: the uniform mean of what the sites reach, with the proximal term (FedProx) or without (FedAvg)."""
+def test_without_acceleration_a_round_equals_fedprox_or_fedavg(gated: Net, local_proximity: float | None) -> None:
+    """Step = 1 / lambda: the uniform mean of the sites' models, with proximal term (FedProx) or without (FedAvg)."""
     settings = {"acceleration": False, "step": 5.0, "proximity": 0.2, "local_proximity": local_proximity}
     method = gated.method(local_steps=3, **settings)
     state = method.init(gated.weights, sorted(gated.examples))
@@ -173,19 +174,20 @@ def test_3_without_acceleration_it_is_fedprox_or_fedavg(gated: Net, local_proxim
         sites = {name: gated.site(name) for name in gated.examples}
         start = state.w
         alone = [
-            s.train(start, method.full_mask, method.config.training, t, steps=3, pull=pull) for s in sites.values()
+            s.train(start, method.full_mask, method.config.training, t, steps=3, proximal_strength=pull)
+            for s in sites.values()
         ]
-        state = method.learn(state, answers(method, state, sites))
+        state = method.learn(state, collect_updates(method, state, sites))
         assert torch.allclose(state.w, torch.stack(alone).mean(0), atol=1e-6)
         assert torch.equal(state.w, state.ag)
 
 
-def test_3_uniform_fedavg_as_the_baseline_has_it(gated: Net) -> None:
+def test_without_acceleration_a_run_equals_uniform_fedavg(gated: Net) -> None:
     settings = {"local_steps": 2, "rounds": 3}
     ours, _ = gated.run(acceleration=False, step=5.0, local_proximity=0.0, output="pr_next", **settings)
     sites = {name: gated.site(name) for name in gated.examples}
     method = METHODS["fedavg_one_step"](
-        METHODS["fedavg_one_step"].Config.model_validate({"weights": "uniform", "training": FULL_BATCH, **settings}),
+        METHODS["fedavg_one_step"].Config.model_validate({"weighting": "uniform", "training": FULL_BATCH, **settings}),
         gated.layout,
         1,
     )
@@ -194,22 +196,22 @@ def test_3_uniform_fedavg_as_the_baseline_has_it(gated: Net) -> None:
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 0.5])
-def test_3_a_shorter_step_is_reptile(gated: Net, epsilon: float) -> None:
+def test_shorter_step_equals_reptile(gated: Net, epsilon: float) -> None:
     before, after = gated.states(1, acceleration=False, step=epsilon / 0.2, local_proximity=0.0, local_steps=4)
     method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
     ends = [s.train(before.w, method.full_mask, method.config.training, 1, steps=4) for s in sites.values()]
     assert torch.allclose(after.w, before.w + epsilon * (torch.stack(ends).mean(0) - before.w), atol=1e-6)
 
 
-def test_4_one_local_step_is_the_mean_gradient(gated: Net) -> None:
+def test_one_local_step_gives_the_mean_gradient(gated: Net) -> None:
     method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
     state = method.init(gated.weights, sorted(sites))
-    change = torch.stack([u.patch.to_vector() for u in answers(method, state, sites)]).mean(0)
+    delta = torch.stack([u.patch.to_vector() for u in collect_updates(method, state, sites)]).mean(0)
     gradients = [next(s.compute_gradients(gated.weights, 1000, 1, 1)) for s in sites.values()]
-    assert torch.allclose(-0.2 * change, 0.2 * 0.3 * torch.stack(gradients).mean(0), atol=1e-6)
+    assert torch.allclose(-0.2 * delta, 0.2 * 0.3 * torch.stack(gradients).mean(0), atol=1e-6)
 
 
-def test_5_sites_that_move_nothing_leave_everything_to_interpolation(gated: Net) -> None:
+def test_zero_deltas_interpolate_the_sequences(gated: Net) -> None:
     method = gated.method()
     zero = Contribution("a", Patch.from_vector(torch.zeros(gated.layout.size), method.full_mask), "delta", 1)
     first = method.learn(method.init(gated.weights, ["a"]), [zero])
@@ -220,7 +222,7 @@ def test_5_sites_that_move_nothing_leave_everything_to_interpolation(gated: Net)
     assert torch.allclose(after.ag, 0.4 * apart.w + 0.6 * apart.ag, atol=1e-6)
 
 
-def test_7_the_backbone_does_not_feel_the_penalty_of_this_round(gated: Net) -> None:
+def test_penalty_does_not_change_the_backbone_in_the_same_round(gated: Net) -> None:
     with_h, without = (gated.states(1, lasso=mu)[1] for mu in (0.05, 0.0))
     phi = gated.method()._gates.phi
     assert torch.equal(with_h.w[~phi.bits], without.w[~phi.bits])
@@ -228,13 +230,13 @@ def test_7_the_backbone_does_not_feel_the_penalty_of_this_round(gated: Net) -> N
     assert not torch.equal(with_h.w[phi.bits], without.w[phi.bits])
 
 
-def test_7_without_gates_the_penalty_changes_nothing(ungated: Net) -> None:
+def test_penalty_changes_nothing_without_gates(ungated: Net) -> None:
     assert ungated.method()._gates.phi.count == 0
     assert compute_digest(ungated.run(lasso=0.5)[0].weights) == compute_digest(ungated.run(lasso=0.0)[0].weights)
 
 
 def zero_group(net: Net, layer: str, channel: int) -> torch.Tensor:
-    """The start with one channel's gate group at zero."""
+    """Return the initial weights with the gate group of one channel at zero."""
     weights = net.weights.clone()
     named = net.layout.unflatten(weights)
     named[f"{layer}.gate.open.weight"][channel] = 0
@@ -242,8 +244,8 @@ def zero_group(net: Net, layer: str, channel: int) -> torch.Tensor:
     return weights
 
 
-def test_9_a_closed_channel_stays_home_with_its_filter(gated: Net) -> None:
-    """Group: 5 + 1 scalars; filter: 6 x 3 x 3 + 1 in layer 2. It is zero at the site, and stays zero on both ends."""
+def test_permanently_closed_channel_and_its_filter_are_not_sent(gated: Net) -> None:
+    """Group: 5 + 1 scalars; filter: 6 x 3 x 3 + 1 in layer 2. Both stay zero at site and server."""
     gated.weights = zero_group(gated, "2", 4)
     outcome, ledger = gated.run(lasso=1e-3, rounds=4)
     saved = (5 + 1) + (6 * 9 + 1)
@@ -257,14 +259,14 @@ def test_9_a_closed_channel_stays_home_with_its_filter(gated: Net) -> None:
     assert all(0 < figures["channel_sparsity"] < 1 for figures in outcome.evaluation.sites.values())
 
 
-def test_9_as_in_the_paper_a_closed_channel_travels_and_may_reopen(gated: Net) -> None:
+def test_reopenable_channel_is_sent_and_reopens(gated: Net) -> None:
     gated.weights = zero_group(gated, "2", 4)
-    outcome, ledger = gated.run(closed="may_reopen", rounds=4)
+    outcome, ledger = gated.run(closed_channels="reopenable", rounds=4)
     assert {line.scalars_sent for line in ledger.lines if line.kind == "train"} == {gated.layout.size}
     assert gated.layout.unflatten(outcome.weights)["2.gate.open.weight"][4].any()
 
 
-def test_9_the_lasso_closes_channels_and_the_messages_shrink(gated: Net) -> None:
+def test_lasso_closes_channels_and_messages_shrink(gated: Net) -> None:
     outcome, ledger = gated.run(lasso=0.06, rounds=12)
     sent = [line.scalars_sent for line in ledger.lines if line.kind == "train" and line.direction == "up"]
     assert sent[-1] < sent[0] == gated.layout.size
@@ -272,7 +274,7 @@ def test_9_the_lasso_closes_channels_and_the_messages_shrink(gated: Net) -> None
     assert outcome.mask.count < gated.layout.size
 
 
-def test_10_stage_one_keeps_the_backbone_and_stage_two_the_gates_bit_for_bit(gated: Net) -> None:
+def test_first_stage_keeps_the_backbone_and_second_the_gates_bit_for_bit(gated: Net) -> None:
     method, site = gated.method(adapt_lr=0.5), gated.site("site-1")
     phi, theta = method._gates.phi, ~method._gates.phi
     site.weights = gated.weights
@@ -287,12 +289,12 @@ def test_10_stage_one_keeps_the_backbone_and_stage_two_the_gates_bit_for_bit(gat
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_10_a_filter_that_is_off_for_all_examples_keeps_its_weights_bit_for_bit(detach: bool) -> None:
-    net = Net(Images({"detach_input": detach}), {"site-1": images(1)})
+def test_filter_closed_for_all_examples_keeps_its_weights_bit_for_bit(detach: bool) -> None:
+    net = Net(Images({"detach_input": detach}), {"site-1": build_images(1)})
     weights = net.weights.clone()
     named = net.layout.unflatten(weights)
     named["1.gate.open.weight"][2] = 0
-    named["1.gate.open.bias"][2] = -100  # off for all, and one step cannot change that
+    named["1.gate.open.bias"][2] = -100  # closed for all examples, which one step cannot delta
     site = net.site("site-1")
     site.weights = weights
     adapted = net.layout.unflatten(net.method(adapt_lr=0.5).adapt(site, Mask.full(net.layout.size)))
@@ -303,26 +305,26 @@ def test_10_a_filter_that_is_off_for_all_examples_keeps_its_weights_bit_for_bit(
 
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("closed", [(2,), (0, 5), tuple(range(6))])
-def test_10_adaptation_without_the_channels_closed_for_good_is_the_same(closed: tuple[int, ...], detach: bool) -> None:
-    """The smaller network gives the steps of the whole one; a wholly closed layer is stepped on the whole network."""
-    net = Net(Images({"detach_input": detach}), {"site-1": images(1)})
+def test_adaptation_on_the_smaller_network_equals_that_on_the_full_one(closed: tuple[int, ...], detach: bool) -> None:
+    """Where a whole layer is closed, the full network is used."""
+    net = Net(Images({"detach_input": detach}), {"site-1": build_images(1)})
     method, weights = net.method(adapt_lr=0.5), net.weights.clone()
     gates = method._gates
     weights[gates.groups[0][list(closed)]] = 0
     weights[gates.filters[0][list(closed)]] = 0
-    live = ~gates.closed(weights)
+    live = ~gates.select_closed(weights)
     site = net.site("site-1")
     site.weights = weights
     adapted = method.adapt(site, live)
-    whole = take_one_step(site, weights, [gates.phi & live, live - gates.phi], method.config)
-    assert site.remove_channels(gates.channels_off(live))[1].is_full == (len(closed) == 6)
-    assert torch.allclose(adapted, whole, atol=1e-6)
+    on_full_network = take_one_step(site, weights, [gates.phi & live, live - gates.phi], method.config)
+    assert site.remove_channels(gates.find_closed_channels(live))[1].is_full == (len(closed) == 6)
+    assert torch.allclose(adapted, on_full_network, atol=1e-6)
     assert not torch.equal(adapted, weights)
     assert not adapted[~live.bits].any()
 
 
-def test_10_adaptation_is_free_of_noise() -> None:
-    quiet, noisy = (Net(Images({"noise": noise}), {"site-1": images(1)}) for noise in (False, True))
+def test_adaptation_has_no_gate_noise() -> None:
+    quiet, noisy = (Net(Images({"noise": noise}), {"site-1": build_images(1)}) for noise in (False, True))
     assert quiet.layout == noisy.layout
     ends = []
     for net in (quiet, noisy):
@@ -332,10 +334,10 @@ def test_10_adaptation_is_free_of_noise() -> None:
     assert torch.equal(*ends)
 
 
-def test_12_order_and_copies_of_sites_change_nothing(gated: Net) -> None:
+def test_result_is_invariant_to_order_and_duplication_of_sites(gated: Net) -> None:
     method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
     start = method.init(gated.weights, sorted(sites))
-    updates = answers(method, start, sites)
+    updates = collect_updates(method, start, sites)
     once = method.learn(start, updates)
     backwards = method.learn(start, updates[::-1])
     copies = method.learn(start, updates + [replace(u, site=f"{u.site}-twin") for u in updates])
@@ -344,36 +346,36 @@ def test_12_order_and_copies_of_sites_change_nothing(gated: Net) -> None:
     assert torch.allclose(once.ag, copies.ag, atol=1e-6)
 
 
-def test_weights_are_uniform_whatever_the_number_of_examples() -> None:
-    net = Net(Scalar(), {"a": constants(1.0), "b": constants(3.0)}, start=0.0)
+def test_sites_weigh_equally_whatever_their_number_of_examples() -> None:
+    net = Net(Scalar(), {"a": build_constants(1.0), "b": build_constants(3.0)}, start=0.0)
     many = TensorDataset(torch.ones(400, 1), torch.full((400, 1), 3.0))
-    uneven = Net(Scalar(), {"a": constants(1.0), "b": Examples(many, many)}, start=0.0)
+    uneven = Net(Scalar(), {"a": build_constants(1.0), "b": Examples(many, many)}, start=0.0)
     assert torch.allclose(net.run()[0].weights, uneven.run()[0].weights, atol=1e-6)
 
 
 @pytest.mark.parametrize("output", ["pr", "pr_next", "ag"])
-def test_the_output_is_one_of_the_sequences(two: Net, output: str) -> None:
+def test_output_selects_the_sequence(two: Net, output: str) -> None:
     """After three rounds of vector 11: 0.8 was sent last; 0.4 * 1.36 + 0.6 * 1.04 comes next; 1.04 is w^ag."""
     outcome, _ = two.run(output=output, training={**FULL_BATCH, "lr": 1.0})
     wanted = {"pr": 0.8, "pr_next": 1.168, "ag": 1.04}[output]
     assert outcome.weights.item() == pytest.approx(wanted, abs=1e-6)
 
 
-def test_a_restart_continues_from_the_aggregated_sequence(two: Net) -> None:
+def test_restart_continues_from_the_aggregated_sequence(two: Net) -> None:
     states = two.states(4, restart_every=2, training={**FULL_BATCH, "lr": 1.0})
     assert states[2].w.item() == states[2].ag.item() == pytest.approx(0.72, abs=1e-6)
     assert states[3].sent.item() == pytest.approx(0.72, abs=1e-6)
     assert states[3].w.item() == states[3].ag.item()
 
 
-def test_a_cap_bounds_the_momentum(two: Net) -> None:
+def test_momentum_cap_bounds_alpha(two: Net) -> None:
     states = two.states(40, momentum_cap=0.0)
     assert all(torch.equal(s.w, s.ag) for s in states)
     capped = two.method(momentum_cap=0.5).config
-    assert [capped.steps(t).alpha for t in (1, 2, 3, 4, 100)] == pytest.approx([1, 2 / 3, 0.5, 0.5, 0.5])
+    assert [capped.compute_steps(t).alpha for t in (1, 2, 3, 4, 100)] == pytest.approx([1, 2 / 3, 0.5, 0.5, 0.5])
 
 
-def test_unscaled_shrinking_uses_beta_for_both_sequences(gated: Net) -> None:
+def test_unscaled_prox_shrinks_less(gated: Net) -> None:
     shrunk: list[float] = []
     for scale in (True, False):
         states = gated.states(8, lasso=0.01, scale_prox=scale)
@@ -386,14 +388,14 @@ def test_running_statistics_are_plain_means(bench: Any) -> None:
     method = bench.method("metagater", rounds=4)
     buffers = bench.layout.select(lambda entry: entry.role == "buffer")
     state = replace(method.init(bench.weights, ["a"]), round=3)
-    change = torch.randn(bench.layout.size)
-    updates = [Contribution(str(k), Patch.from_vector(change * k, method.full_mask), "delta", 1) for k in (1, 2)]
+    delta = torch.randn(bench.layout.size)
+    updates = [Contribution(str(k), Patch.from_vector(delta * k, method.full_mask), "delta", 1) for k in (1, 2)]
     after = method.learn(state, updates)
     for vector in (after.w, after.ag):
-        assert torch.allclose(vector[buffers], (bench.weights + 1.5 * change)[buffers], atol=1e-6)
+        assert torch.allclose(vector[buffers], (bench.weights + 1.5 * delta)[buffers], atol=1e-6)
 
 
-def test_targets_take_no_part_in_training_and_only_adapt(gated: Net) -> None:
+def test_targets_only_adapt(gated: Net) -> None:
     outcome, ledger = gated.run(targets=["site-3"])
     assert {line.site for line in ledger.lines if line.kind == "train"} == {"site-1", "site-2"}
     assert {line.site for line in ledger.lines if line.kind == "adapt"} == {"site-3"}
@@ -406,8 +408,8 @@ def test_targets_take_no_part_in_training_and_only_adapt(gated: Net) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
-def test_a_run_continued_from_a_saved_state_equals_the_uninterrupted_one(gated: Net, stop: int, tmp_path: Any) -> None:
-    """The state is tensors and one number: on disk and back it is the same, and so is what follows."""
+def test_run_continued_from_a_saved_state_equals_the_uninterrupted_one(gated: Net, stop: int, tmp_path: Any) -> None:
+    """The state is three tensors and a number; saving and loading it changes no bit of what follows."""
     settings = {"lasso": 0.02, "rounds": 6, "participation": 0.67, "restart_every": 4}
     states = gated.states(**settings)
     saved = tmp_path / "state.pt"
@@ -416,13 +418,13 @@ def test_a_run_continued_from_a_saved_state_equals_the_uninterrupted_one(gated: 
     )
     state = State(**torch.load(saved, weights_only=True))
     method = gated.method(**settings)
-    sites = {name: gated.site(name) for name in gated.examples}  # new processes: nothing is remembered at a site
+    sites = {name: gated.site(name) for name in gated.examples}  # new sites, without memory
     for _ in range(stop, 6):
-        state = method.learn(state, answers(method, state, sites))
+        state = method.learn(state, collect_updates(method, state, sites))
     assert compute_digest(method.model(state).to_vector()) == compute_digest(gated.run(**settings)[0].weights)
     assert all(torch.equal(getattr(state, n), getattr(states[6], n)) for n in ("w", "ag", "sent"))
 
 
-def test_scalars_as_the_paper_would_count_them(gated: Net) -> None:
+def test_paper_scalars_count_both_directions(gated: Net) -> None:
     method = gated.method(rounds=10, participation=0.5)
     assert method.count_paper_scalars(4) == 2 * 10 * 2 * gated.layout.size

@@ -1,4 +1,4 @@
-"""NeuroSFL: the invariants of its specification, numbered as there."""
+"""NeuroSFL: the invariants of docs/algorithms.md, section 5.6, and vectors 7 and 12 of section 8."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from flare_sparse.aggregation.weighted import weigh_equally, weighted_sum
-from flare_sparse.exchange import Contribution
+from flare_sparse.exchange import Contribution, Patch
 from flare_sparse.mask import Mask, floor_fraction, top_k
-from flare_sparse.models import build
-from flare_sparse.params import Layout
+from flare_sparse.methods.neurosfl import Config, NeuroSFL
+from flare_sparse.models import build_model
+from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.scores.snip import compute_keep_counts, compute_saliency
 from flare_sparse.training import Site
 
@@ -24,12 +25,12 @@ OPTIMIZERS = [
 
 
 def mask_of(bench: Any, sites: dict[str, Site] | None = None, **settings: Any) -> Mask:
-    """The mask after phase 1, without what is never masked."""
+    """Return the maskable entries of the mask after phase 1."""
     outcome, _ = bench.run("neurosfl", sites, rounds=1, **{"sparsity": 0.7, "min_per_layer": 0, **settings})
     return outcome.mask & Mask.from_preset(bench.layout, "conv_linear_weights")
 
 
-def test_1_exactly_k_weights_live_and_the_mask_never_changes(bench: Any) -> None:
+def test_exactly_k_maskable_entries_are_live_and_the_mask_never_changes(bench: Any) -> None:
     outcome, ledger = bench.run("neurosfl", sparsity=0.7, rounds=4)
     maskable = Mask.from_preset(bench.layout, "conv_linear_weights")
     assert (outcome.mask & maskable).count == floor_fraction(1 - 0.7, maskable.count)
@@ -40,11 +41,11 @@ def test_1_exactly_k_weights_live_and_the_mask_never_changes(bench: Any) -> None
 
 
 @pytest.mark.parametrize("scores", ["snip", "random"])
-def test_2_sparsity_0_is_fedavg_bit_for_bit(bench: Any, scores: str) -> None:
+def test_sparsity_zero_equals_fedavg_bit_for_bit(bench: Any, scores: str) -> None:
     assert bench.compute_digest("neurosfl", sparsity=0, scores=scores) == bench.compute_digest("fedavg")
 
 
-def test_3_one_site_is_local_snip_and_equal_sites_have_equal_masks(bench: Any) -> None:
+def test_one_site_equals_local_snip_and_equal_sites_have_equal_masks(bench: Any) -> None:
     site = bench.site(1)
     scores = compute_saliency(site, bench.weights, batch_size=8, batches=1, t=0)
     maskable = Mask.from_preset(bench.layout, "conv_linear_weights")
@@ -56,7 +57,7 @@ def test_3_one_site_is_local_snip_and_equal_sites_have_equal_masks(bench: Any) -
     assert mask_of(bench, dict(twins), **same) == mask_of(bench, dict(twins), scores="weighted_snip", **same)
 
 
-def test_4_the_mask_ignores_the_scale_the_mean_the_order_and_silent_sites(bench: Any) -> None:
+def test_mask_is_invariant_to_scale_mean_order_and_sites_with_zero_scores(bench: Any) -> None:
     method = bench.method("neurosfl", sparsity=0.7)
     maskable = Mask.from_preset(bench.layout, "conv_linear_weights")
     draw = torch.Generator().manual_seed(5)
@@ -74,7 +75,7 @@ def test_4_the_mask_ignores_the_scale_the_mean_the_order_and_silent_sites(bench:
     assert top_k(total, 20, maskable) == top_k(mean, 20, maskable)
 
 
-def test_5_signed_weighted_full_batch_scores_are_snip_of_the_pooled_loss(plain: Any) -> None:
+def test_signed_weighted_full_batch_scores_equal_snip_of_the_pooled_loss(plain: Any) -> None:
     one, two = plain.site(1, 16), plain.site(2, 32)
     settings = {"batch_size": 64, "batches": None, "t": 0, "signed": True}
     s1, s2 = (compute_saliency(site, plain.weights, **settings) for site in (one, two))
@@ -88,12 +89,19 @@ def test_5_signed_weighted_full_batch_scores_are_snip_of_the_pooled_loss(plain: 
 
 
 @pytest.mark.parametrize("training", OPTIMIZERS, ids=["momentum", "adam", "adamw"])
-def test_6_masked_weights_stay_zero(bench: Any, training: dict[str, Any]) -> None:
+def test_entries_outside_the_mask_are_zero_at_sites_and_server(bench: Any, training: dict[str, Any]) -> None:
     outcome, _ = bench.run("neurosfl", sparsity=0.8, training=training)
     assert not outcome.weights[~outcome.mask.bits].any()
+    assert not outcome.state.weights[~outcome.mask.bits].any()
+    # What a message leaves out is zero by construction, so the site's own vector is checked, too.
+    assert 0 < outcome.mask.count < bench.layout.size
+    method, site = bench.method("neurosfl", sparsity=0.8, training=training), bench.site(1)
+    trained = site.train(outcome.weights, outcome.mask, method.config.training, 1)
+    assert not trained[~outcome.mask.bits].any()
+    assert not torch.equal(trained, outcome.weights)
 
 
-def test_7_the_score_is_the_derivative_by_a_multiplicative_mask(plain: Any) -> None:
+def test_score_is_the_derivative_by_a_multiplicative_mask(plain: Any) -> None:
     site = plain.site(1)
     score = compute_saliency(site, plain.weights, batch_size=64, batches=1, t=0)
     gate = torch.ones(plain.layout.size, requires_grad=True)
@@ -104,7 +112,7 @@ def test_7_the_score_is_the_derivative_by_a_multiplicative_mask(plain: Any) -> N
     assert torch.allclose(score, derivative.abs(), atol=1e-6)
 
 
-def test_8_a_message_carries_the_live_values_and_nothing_else(bench: Any) -> None:
+def test_message_carries_only_the_live_values(bench: Any) -> None:
     outcome, ledger = bench.run("neurosfl", sparsity=0.8, rounds=3)
     later = [line for line in ledger.lines if line.kind == "train" and line.round > 1]
     padded = -(-4 * outcome.mask.count // 8) * 8
@@ -113,7 +121,7 @@ def test_8_a_message_carries_the_live_values_and_nothing_else(bench: Any) -> Non
     assert all(line.selection_bytes <= bench.layout.size // 8 + 2 for line in first)
 
 
-def test_9_progressive_iter_snip_shrinks_step_by_step(bench: Any) -> None:
+def test_progressive_masks_are_nested_and_have_the_scheduled_counts(bench: Any) -> None:
     progressive = {"scores": "iter_snip", "iter_snip": "progressive"}
     assert mask_of(bench, iterations=1, **progressive) == mask_of(bench)
     method = bench.method("neurosfl", sparsity=0.7, iterations=4, min_per_layer=0, **progressive)
@@ -130,13 +138,13 @@ def test_9_progressive_iter_snip_shrinks_step_by_step(bench: Any) -> None:
     assert state.round == 1
 
 
-def test_9_step_sizes() -> None:
+def test_progressive_counts_are_spaced_exponentially_or_linearly() -> None:
     assert compute_keep_counts(1000, 10, 3) == [215, 46, 10]
     assert compute_keep_counts(1000, 10, 3, exponential=False) == [670, 340, 10]
 
 
 @pytest.mark.parametrize("layers", ["uniform", "erk"])
-def test_10_a_random_mask_needs_no_data(bench: Any, layers: str) -> None:
+def test_random_mask_needs_no_data(bench: Any, layers: str) -> None:
     settings = {"scores": "random", "random_layers": layers}
     mask = mask_of(bench, **settings)
     assert mask == mask_of(bench, {"site-9": bench.site(9)}, **settings)
@@ -144,24 +152,36 @@ def test_10_a_random_mask_needs_no_data(bench: Any, layers: str) -> None:
     assert mask.count == exact if layers == "uniform" else exact - 2 <= mask.count <= exact
 
 
-def test_vector_12_absolute_and_signed_scores(bench: Any) -> None:
+def test_absolute_and_signed_scores_select_different_entries() -> None:
+    """docs/algorithms.md, section 8, vector 12."""
     theta = torch.tensor([1.0, -2, 3])
     first, second = theta * torch.tensor([0.1, 0.2, -0.3]), theta * torch.tensor([-0.1, 0.3, 0.2])
     absolute, signed = first.abs() + second.abs(), first + second
     assert torch.allclose(absolute, torch.tensor([0.2, 1.0, 1.5]))
     assert top_k(absolute, 1).bits.tolist() == [False, False, True]
     assert top_k(signed.abs(), 1).bits.tolist() == [False, True, False]
-    assert bench is not None
+    layout = Layout((TensorSpec("w", (3,), "weight"),))
+    for is_signed, expected in ((False, [False, False, True]), (True, [False, True, False])):
+        config = Config(sparsity=2 / 3, signed=is_signed, min_per_layer=0)
+        method = NeuroSFL(config, layout)
+        scores = (first, second) if is_signed else (first.abs(), second.abs())
+        updates = [
+            Contribution(f"site-{i}", Patch.from_vector(score, method.full_mask), "scores", 1)
+            for i, score in enumerate(scores, start=1)
+        ]
+        state = method.learn(method.init(theta, ["site-1", "site-2"]), updates)
+        assert state.masks[0].bits.tolist() == expected
 
 
-def test_vector_7_live_weights_of_alexnet3d() -> None:
-    layout = Layout.from_module(build("alexnet3d", volume=(121, 145, 121), outputs=1))
+def test_live_counts_of_alexnet3d_equal_the_worked_numbers() -> None:
+    """docs/algorithms.md, section 8, vector 7."""
+    layout = Layout.from_module(build_model("alexnet3d", volume=(121, 145, 121), outputs=1))
     maskable = Mask.from_preset(layout, "conv_linear_weights").count
     assert (layout.trainable_size, maskable) == (2_570_241, 2_568_064)
     assert [floor_fraction(1 - p, maskable) for p in (0.5, 0.8, 0.9, 0.95)] == [1284032, 513612, 256806, 128403]
 
 
-def test_individual_masks_travel_alone_and_zeros_are_counted(bench: Any) -> None:
+def test_each_site_exchanges_the_entries_of_its_individual_mask(bench: Any) -> None:
     outcome, ledger = bench.run("neurosfl", scores="individual_snip", sparsity=0.8)
     masks = outcome.state.masks
     assert len({mask.fingerprint for mask in masks}) == 3
@@ -173,9 +193,11 @@ def test_no_layer_dies_at_high_sparsity(bench: Any) -> None:
     outcome, _ = bench.run("neurosfl", sparsity=0.97, min_per_layer=1)
     live = bench.layout.unflatten(outcome.mask.bits)
     assert all(part.any() for part in live.values())
+    unprotected, _ = bench.run("neurosfl", sparsity=0.99, min_per_layer=0)
+    assert not all(part.any() for part in bench.layout.unflatten(unprotected.mask.bits).values())
 
 
-def test_the_mask_of_one_random_site_serves_all(bench: Any) -> None:
+def test_all_sites_share_the_mask_of_one_random_site(bench: Any) -> None:
     own, _ = bench.run("neurosfl", scores="individual_snip", sparsity=0.8, rounds=1)
     shared, ledger = bench.run("neurosfl", scores="individual_snip", random_site=True, sparsity=0.8, rounds=1)
     assert shared.mask in own.state.masks
@@ -183,6 +205,6 @@ def test_the_mask_of_one_random_site_serves_all(bench: Any) -> None:
     assert {line.scalars_sent for line in ledger.lines if line.kind == "train"} == {shared.mask.count}
 
 
-def test_a_random_site_needs_individual_scores(bench: Any) -> None:
+def test_random_site_requires_individual_scores(bench: Any) -> None:
     with pytest.raises(ValueError, match="random_site"):
         bench.method("neurosfl", scores="snip", random_site=True)

@@ -1,4 +1,4 @@
-"""Per-FedAvg, FedAvg + one step and MetaSNIP: exact values against what is slow and obvious."""
+"""Per-FedAvg, FedAvg + one step and MetaSNIP (docs/algorithms.md, section 6.10), against direct computations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flare_sparse.errors import ConfigError
 from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
-from flare_sparse.models import build
+from flare_sparse.models import build_model
 from flare_sparse.params import compute_digest
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
@@ -36,17 +36,17 @@ class Quadratic(Toy):
 
 class Picture(Quadratic):
     def model(self) -> nn.Module:
-        return build("image_cnn", image=(1, 8, 8), outputs=1, channels=(4, 6))
+        return build_model("image_cnn", image=(1, 8, 8), outputs=1, channels=(4, 6))
 
 
-def quadratic() -> tuple[Site, torch.Tensor, torch.Tensor, torch.Tensor]:
+def build_quadratic_site() -> tuple[Site, torch.Tensor, torch.Tensor, torch.Tensor]:
     task = Quadratic()
     layout, weights = build_initial_model(task, 1)
     a, b = torch.randn(12, 3), torch.randn(12, 1)
     return Site("site-1", task, Examples(TensorDataset(a, b), TensorDataset(a, b)), layout, 1), weights, a, b
 
 
-def picture() -> tuple[Site, torch.Tensor]:
+def build_image_site() -> tuple[Site, torch.Tensor]:
     task = Picture()
     layout, weights = build_initial_model(task, 1)
     x = torch.randn(12, 1, 8, 8)
@@ -56,26 +56,28 @@ def picture() -> tuple[Site, torch.Tensor]:
     return site, weights
 
 
-def method(name: str, site: Site, **settings: Any) -> Any:
+def build_method(name: str, site: Site, **settings: Any) -> Any:
     return METHODS[name](METHODS[name].Config.model_validate({"training": SGD, **settings}), site.layout, 1)
 
 
 @pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
-def test_per_fedavgs_meta_gradient_on_a_parabola(variant: str) -> None:
+def test_meta_gradient_on_a_quadratic_is_exact(variant: str) -> None:
     """Grad f(w) = H w - c; f is quadratic, so HF's difference is the exact product with H."""
-    site, w, a, b = quadratic()
+    site, w, a, b = build_quadratic_site()
     hessian, c = a.T @ a / 12, (a.T @ b / 12).squeeze()
     ahead = w - 0.1 * (hessian @ w - c)
-    wanted = hessian @ ahead - c
+    expected = hessian @ ahead - c
     if variant == "hessian_free":
-        wanted = wanted - 0.1 * hessian @ wanted
-    found = method("per_fedavg", site, variant=variant, adapt_lr=0.1, delta=0.1).meta_gradient(site, w, 0)
-    assert torch.allclose(found, wanted, atol=1e-5)
+        expected = expected - 0.1 * hessian @ expected
+    gradient = build_method("per_fedavg", site, variant=variant, adapt_lr=0.1, delta=0.1).compute_meta_gradient(
+        site, w, 0
+    )
+    assert torch.allclose(gradient, expected, atol=1e-5)
 
 
-def test_per_fedavg_descends_on_the_loss_after_a_step() -> None:
-    site, w, _, _ = quadratic()
-    federated = method("per_fedavg", site, rounds=5, local_steps=2, adapt_lr=0.1, variant="hessian_free")
+def test_per_fedavg_improves_the_adapted_model() -> None:
+    site, w, _, _ = build_quadratic_site()
+    federated = build_method("per_fedavg", site, rounds=5, local_steps=2, adapt_lr=0.1, variant="hessian_free")
     outcome, _ = run_locally(federated, w, {"site-1": site}, site.task.metric)
     site.weights = w.clone()
     started = site.evaluate(federated.adapt(site, Mask.full(3)))["mse"]
@@ -83,81 +85,83 @@ def test_per_fedavg_descends_on_the_loss_after_a_step() -> None:
     assert outcome.evaluation.sites["site-1"]["mse"] < outcome.evaluation.sites["site-1"]["mse_before"]
 
 
-def test_per_fedavg_clips_its_inner_step_as_the_target_does() -> None:
-    site, w, _, _ = quadratic()
-    clipped = method("per_fedavg", site, adapt_lr=0.1, training={**SGD, "clip_norm": 0.01})
+def test_per_fedavg_clips_its_inner_step_and_the_adaptation() -> None:
+    site, w, _, _ = build_quadratic_site()
+    clipped = build_method("per_fedavg", site, adapt_lr=0.1, training={**SGD, "clip_norm": 0.01})
     site.weights = w
     assert float((clipped.adapt(site, Mask.full(3)) - w).norm()) == pytest.approx(0.1 * 0.01, rel=1e-4)
-    assert float(clipped.meta_gradient(site, w, 0).norm()) == pytest.approx(0.01, rel=1e-4)
+    assert float(clipped.compute_meta_gradient(site, w, 0).norm()) == pytest.approx(0.01, rel=1e-4)
 
 
-def test_per_fedavg_draws_its_batches_anew_in_every_step() -> None:
-    site, w, _, _ = quadratic()
-    small = method("per_fedavg", site, training={**SGD, "batch_size": 2})
-    assert len({compute_digest(small.meta_gradient(site, w, stream)) for stream in (0, 3, 6)}) == 3
-    assert compute_digest(small.meta_gradient(site, w, 3)) == compute_digest(small.meta_gradient(site, w, 3))
+def test_per_fedavg_uses_new_batches_in_every_step() -> None:
+    site, w, _, _ = build_quadratic_site()
+    small = build_method("per_fedavg", site, training={**SGD, "batch_size": 2})
+    assert len({compute_digest(small.compute_meta_gradient(site, w, stream)) for stream in (0, 3, 6)}) == 3
+    assert compute_digest(small.compute_meta_gradient(site, w, 3)) == compute_digest(
+        small.compute_meta_gradient(site, w, 3)
+    )
 
 
-def test_fedavg_plus_one_step_is_fedavg_and_a_step(bench: Any) -> None:
+def test_fedavg_one_step_trains_as_fedavg(bench: Any) -> None:
     plain, _ = bench.run("fedavg")
     stepped, ledger = bench.run("fedavg_one_step", local_steps=None, adapt_lr=0.05)
     assert compute_digest(plain.weights) == compute_digest(stepped.weights)
     assert [line.scalars_sent for line in ledger.lines if line.kind == "adapt" and line.direction == "up"] == [0, 0, 0]
 
 
-def test_one_step_uses_all_examples_and_no_dropout() -> None:
-    site, w, a, b = quadratic()
+def test_adaptation_step_uses_all_examples() -> None:
+    site, w, a, b = build_quadratic_site()
     site.weights = w
-    adapted = method("fedavg_one_step", site, adapt_lr=0.3).adapt(site, Mask.full(3))
+    adapted = build_method("fedavg_one_step", site, adapt_lr=0.3).adapt(site, Mask.full(3))
     gradient = (a.T @ (a @ w.unsqueeze(1) - b) / 12).squeeze()
     assert torch.allclose(adapted, w - 0.3 * gradient, atol=1e-6)
 
 
-def test_metasnip_prunes_the_channels_of_least_saliency() -> None:
+def test_metasnip_prunes_the_channels_of_lowest_saliency() -> None:
     """Score of a filter: sum of |w * grad| over filter and bias; 34 % of 6 channels are 2."""
-    site, weights = picture()
-    snip = method("metasnip", site, sparsity=0.34, layers=["1.0.conv"], adapt_lr=0.1)
+    site, weights = build_image_site()
+    snip = build_method("metasnip", site, sparsity=0.34, layers=["1.0.conv"], adapt_lr=0.1)
     gradient = next(site.compute_gradients(weights, 1000, 1, 0))
-    named = {k: (weights * gradient).abs()[v] for k, v in indices(site).items()}
+    named = {k: (weights * gradient).abs()[v] for k, v in list_indices(site).items()}
     scores = named["1.0.conv.weight"].reshape(6, -1).sum(1) + named["1.0.conv.bias"]
-    gone = sorted(scores.argsort()[:2].tolist())
+    expected = sorted(scores.argsort()[:2].tolist())
     adapted = site.layout.unflatten(snip.adapt(site, Mask.full(site.layout.size)))
     zero = [c for c in range(6) if not adapted["1.0.conv.weight"][c].any() and adapted["1.0.conv.bias"][c] == 0]
-    assert zero == gone
+    assert zero == expected
     assert adapted["0.0.conv.weight"].all()
-    assert snip.answer(replace_kind(snip, site), site).metrics["pruned"] == pytest.approx(2 / 6)
+    assert snip.answer(build_adapt_request(snip, site), site).metrics["pruned"] == pytest.approx(2 / 6)
 
 
-def test_metasnip_prunes_single_weights_on_demand_and_nothing_at_zero() -> None:
-    site, _ = picture()
-    everything = Mask.full(site.layout.size)
-    single = method("metasnip", site, sparsity=0.5, unit="weight", layers=["1.0.conv"]).adapt(site, everything)
+def test_metasnip_prunes_single_weights_and_nothing_at_sparsity_zero() -> None:
+    site, _ = build_image_site()
+    full_mask = Mask.full(site.layout.size)
+    single = build_method("metasnip", site, sparsity=0.5, unit="weight", layers=["1.0.conv"]).adapt(site, full_mask)
     assert int((site.layout.unflatten(single)["1.0.conv.weight"] == 0).sum()) == 6 * 4 * 9 // 2
-    plain = method("metagater", site).adapt(site, everything)
-    assert torch.equal(method("metasnip", site, sparsity=0.0).adapt(site, everything), plain)
+    plain = build_method("metagater", site).adapt(site, full_mask)
+    assert torch.equal(build_method("metasnip", site, sparsity=0.0).adapt(site, full_mask), plain)
 
 
 def test_metasnip_trains_as_metagater_without_gates(bench: Any) -> None:
     assert bench.compute_digest("metasnip") == bench.compute_digest("metagater")
 
 
-def test_a_layer_that_is_not_there_is_refused() -> None:
-    site, _ = picture()
+def test_unknown_layer_is_refused() -> None:
+    site, _ = build_image_site()
     with pytest.raises(ConfigError, match=r"no convolution '1\.0\.conf'\. Did you mean '1\.0\.conv'\?"):
-        method("metasnip", site, layers=["1.0.conf"]).adapt(site, Mask.full(site.layout.size))
+        build_method("metasnip", site, layers=["1.0.conf"]).adapt(site, Mask.full(site.layout.size))
 
 
-def test_a_method_without_adaptation_says_so(bench: Any) -> None:
+def test_method_without_adaptation_raises(bench: Any) -> None:
     with pytest.raises(ConfigError, match="method 'fedavg' does not adapt"):
         bench.method("fedavg").adapt(bench.site(1), Mask.full(bench.layout.size))
 
 
-def indices(site: Site) -> dict[str, torch.Tensor]:
-    places = zip(site.layout.tensors, site.layout.offsets, strict=False)
-    return {entry.name: torch.arange(start, start + entry.size) for entry, start in places}
+def list_indices(site: Site) -> dict[str, torch.Tensor]:
+    tensors = zip(site.layout.tensors, site.layout.offsets, strict=False)
+    return {entry.name: torch.arange(start, start + entry.size) for entry, start in tensors}
 
 
-def replace_kind(snip: Any, site: Site) -> Any:
+def build_adapt_request(snip: Any, site: Site) -> Any:
     request = snip.ask_final(replace(snip.init(site.weights, ["site-1"]), round=99), ["site-1"])["site-1"].request
     assert request.kind == "adapt"
     return request

@@ -1,4 +1,4 @@
-"""A run that was killed after a commit ends with the bits of an undisturbed one, for every method."""
+"""A resumed run ends with the bits of an uninterrupted one, for every method."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_federation import LocalFederation
 
 from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.server import Attempt, ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.federation import Federation, Reply, RoundRecord, RoundRules
-from flare_sparse.local.run import deliver, run_locally
+from flare_sparse.endpoints.server import Attempt
+from flare_sparse.federation import Reply, RoundRecord, RoundRules
+from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS
 from flare_sparse.params import compute_digest
 from flare_sparse.wire.ledger import Ledger
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Ends the run as a kill of the process would."""
 
 
 def stores(folder: Path) -> Callable[[str], Store]:
@@ -39,7 +39,7 @@ def killed_after(commits: int) -> Callable[[RoundRecord], None]:
 
 
 def run(bench: Any, name: str, folder: Path, **more: Any) -> Any:
-    """With sites, desks and loop of its own, as after a restart; returns digest, judgement, rounds, messages."""
+    """Run with new sites, endpoints and loop, as after a restart; return digest, evaluation, rounds and messages."""
     settings = {"fraction": 0.2} if name == "topk_ef" else {}
     method = bench.method(name, **settings)
     outcome, ledger = run_locally(
@@ -59,17 +59,17 @@ def facts(outcome: Any, ledger: Ledger) -> Any:
     )
 
 
-class Lossy:
-    """A run whose every round needs all three sites, over a line that can lose answers; each end keeps checkpoints.
+class Lossy(LocalFederation):
+    """A run whose rounds need all three sites, over a link that loses replies; both ends keep checkpoints.
 
     Args:
-        bench: makes sites and methods.
-        name: of the method.
-        values: number format.
-        folder: of the checkpoints.
-        losing: after how many commits the last site's first answer is lost.
-        killed_after: after so many commits the server dies with the answers of the second attempt in its hands.
-        anew: a site's process ends with every answer: it has what is on its disk.
+        bench: builds sites and methods.
+        name: name of the method.
+        values: number format on the wire.
+        folder: folder of the checkpoints.
+        losing: whether the last site's first reply of a round is lost, by number of commits.
+        killed_after: number of commits after which the server is killed, having received the second attempt.
+        anew: a site's process restarts for every attempt and has only its checkpoint.
     """
 
     def __init__(
@@ -84,39 +84,24 @@ class Lossy:
         anew: bool = False,
     ):
         settings = {"fraction": 0.2} if name == "topk_ef" else {}
-        self.bench, self.values, self.folder = bench, values, folder
-        self.method = bench.method(name, **settings)
+        rules = RoundRules(min_sites=3)
+        super().__init__(name, bench, rules=rules, values=values, stores=stores(folder), **settings)
         self.losing, self.killed_after, self.anew = losing, killed_after, anew
         self.commits = self.calls = 0
-        self.server = ServerEndpoint(self.method.layout, "0" * 16, values, Ledger())
-        self.endpoints = self._desks()
-
-    def _desks(self) -> dict[str, SiteEndpoint]:
-        kept = stores(self.folder)
-        return {n: SiteEndpoint(s, self.method, "0" * 16, self.values, kept(n)) for n, s in self.bench.sites().items()}
+        self.on_round = self._committed
 
     def run(self, *, resume: bool = False) -> Any:
-        federation = Federation(
-            self.method,
-            self.server,
-            self.bench.task.metric,
-            RoundRules(min_sites=3),
-            self._committed,
-            stores(self.folder)("server"),
-        )
-        greet = lambda names: {name: self.endpoints[name].build_hello() for name in names}  # noqa: E731
-        outcome = federation.run(
-            self.bench.weights, lambda: sorted(self.endpoints), self._carry, handshake=greet, resume=resume
-        )
-        return facts(outcome, self.server.ledger)
+        outcome = super().run(handshake=self.build_hellos, resume=resume)
+        return facts(outcome, self.ledger)
 
     def _committed(self, record: RoundRecord) -> None:
         self.commits, self.calls = self.commits + 1, 0
 
-    def _carry(self, question: Attempt) -> Mapping[str, Reply]:
+    def deliver(self, attempt: Attempt) -> Mapping[str, Reply]:
         if self.anew:
-            self.endpoints = self._desks()
-        replies = dict(deliver(question, self.server, self.endpoints))
+            for site in self.endpoints:
+                self.restart_site(site)
+        replies = dict(super().deliver(attempt))
         self.calls += 1
         if self.calls == 1 and self.losing(self.commits):
             del replies[max(replies)]
@@ -131,83 +116,84 @@ def timeless(record: RoundRecord) -> dict[str, Any]:
 
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(name: str, values: str, bench: Any, tmp_path: Path) -> None:
-    """The model, every judgement, every round and every message of the ledger, whichever commit was the last."""
-    whole = run(bench, name, tmp_path / "whole", values=values)
-    for commits in range(1, len(whole[3])):
+def test_resumed_run_equals_the_uninterrupted_one(name: str, values: str, bench: Any, tmp_path: Path) -> None:
+    """Model, evaluations, rounds and messages are equal, whichever commit was the last."""
+    uninterrupted = run(bench, name, tmp_path / "uninterrupted", values=values)
+    for commits in range(1, len(uninterrupted[3])):
         folder = tmp_path / str(commits)
         with pytest.raises(Killed):
             run(bench, name, folder, values=values, on_round=killed_after(commits))
-        assert run(bench, name, folder, values=values, resume=True) == whole
+        assert run(bench, name, folder, values=values, resume=True) == uninterrupted
 
 
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", METHODS)
-def test_an_attempt_that_failed_leaves_no_trace(name: str, values: str, bench: Any, tmp_path: Path) -> None:
-    """In every round the first attempt fails; its answers were given up, so the sites give the same ones again. Nor
-    does it matter that the server dies in the second attempt of a round, before its commit.
+def test_failed_attempt_leaves_no_trace(name: str, values: str, bench: Any, tmp_path: Path) -> None:
+    """The first attempt of every round fails, and the sites repeat their updates in the second.
+
+    The same holds where the server is killed in the second attempt of a round, before its commit.
     """
-    whole = run(bench, name, tmp_path / "whole", values=values)
+    uninterrupted = run(bench, name, tmp_path / "uninterrupted", values=values)
     failed = Lossy(bench, name, values, tmp_path / "failed", losing=lambda commits: True).run()
-    assert failed[:3] == whole[:3]
+    assert failed[:3] == uninterrupted[:3]
     assert {record["attempts"] for record in failed[3]} == {2}
-    cut, at = tmp_path / "cut", min(1, len(whole[3]) - 1)
+    cut, at = tmp_path / "cut", min(1, len(uninterrupted[3]) - 1)
     with pytest.raises(Killed):
         Lossy(bench, name, values, cut, losing=lambda commits: commits == at, killed_after=at).run()
-    assert Lossy(bench, name, values, cut).run(resume=True) == whole
+    assert Lossy(bench, name, values, cut).run(resume=True) == uninterrupted
 
 
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
-def test_a_site_that_is_started_anew_knows_which_answer_was_given_up(values: str, bench: Any, tmp_path: Path) -> None:
-    """As in a simulator with fewer processes than sites: between the attempts a site has only what is on its disk."""
-    whole = run(bench, "topk_ef", tmp_path / "whole", values=values)
+def test_restarted_site_knows_which_update_was_discarded(values: str, bench: Any, tmp_path: Path) -> None:
+    """As in a simulator with fewer processes than sites: between attempts a site has only its checkpoint."""
+    uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted", values=values)
     failed = Lossy(bench, "topk_ef", values, tmp_path / "failed", losing=lambda commits: True, anew=True).run()
-    assert failed[:3] == whole[:3]
+    assert failed[:3] == uninterrupted[:3]
 
 
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
-def test_killed_in_the_last_of_three_attempts(values: str, bench: Any, tmp_path: Path) -> None:
-    """However often a round is asked, what a site was before it stays on the disk."""
-    whole = run(bench, "topk_ef", tmp_path / "whole", values=values)
+def test_kill_in_the_last_of_three_attempts_leaves_no_trace(values: str, bench: Any, tmp_path: Path) -> None:
+    """However often a round is retried, a site keeps the checkpoint from before it."""
+    uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted", values=values)
     cut = Lossy(bench, "topk_ef", values, tmp_path / "cut", killed_after=1)
-    lossy = cut._carry
+    deliver = cut.deliver
 
-    def twice_lost(question: Attempt) -> Mapping[str, Reply]:
+    def lose_two_attempts(attempt: Attempt) -> Mapping[str, Reply]:
         if cut.commits == 1 and cut.calls < 2:
             cut.calls += 1
-            replies = dict(deliver(question, cut.server, cut.endpoints))
+            replies = LocalFederation.deliver(cut, attempt)
             return {site: reply for site, reply in replies.items() if site != "site-3"}
-        return lossy(question)
+        return deliver(attempt)
 
-    cut._carry = twice_lost  # type: ignore[method-assign]
+    cut.deliver = lose_two_attempts  # type: ignore[method-assign]
     with pytest.raises(Killed):
         cut.run()
-    assert Lossy(bench, "topk_ef", values, tmp_path / "cut").run(resume=True) == whole
+    assert Lossy(bench, "topk_ef", values, tmp_path / "cut").run(resume=True) == uninterrupted
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_sites_that_lost_their_checkpoints_are_sent_everything(name: str, bench: Any, tmp_path: Path) -> None:
-    """Only what a method keeps at a site is gone then; all else ends in the same model."""
-    whole = run(bench, name, tmp_path / "whole")
+def test_sites_without_checkpoints_receive_the_full_model(name: str, bench: Any, tmp_path: Path) -> None:
+    """Only a method that keeps something at its sites ends with another model."""
+    uninterrupted = run(bench, name, tmp_path / "uninterrupted")
     with pytest.raises(Killed):
         run(bench, name, tmp_path / "cut", on_round=killed_after(1))
     for site in ("site-1", "site-2", "site-3"):
         Store(tmp_path / "cut" / site, {}).delete()
     resumed = run(bench, name, tmp_path / "cut", resume=True)
-    assert (resumed[0] == whole[0]) is (name != "topk_ef")
+    assert (resumed[0] == uninterrupted[0]) is (name != "topk_ef")
 
 
-def test_a_run_that_is_not_resumed_starts_afresh(bench: Any, tmp_path: Path) -> None:
-    whole = run(bench, "topk_ef", tmp_path / "whole")
+def test_run_without_resume_starts_anew(bench: Any, tmp_path: Path) -> None:
+    uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted")
     with pytest.raises(Killed):
         run(bench, "topk_ef", tmp_path / "cut", on_round=killed_after(2))
-    assert run(bench, "topk_ef", tmp_path / "cut") == whole
+    assert run(bench, "topk_ef", tmp_path / "cut") == uninterrupted
 
 
-def test_the_sites_may_be_a_question_ahead_of_the_server(bench: Any, tmp_path: Path) -> None:
-    """The server died between the sites' answers and its commit: they go back to what they were before the question."""
-    whole = run(bench, "topk_ef", tmp_path / "whole")
+def test_sites_may_be_one_attempt_ahead_of_the_server(bench: Any, tmp_path: Path) -> None:
+    """The server was killed between the sites' updates and its commit: they go back to the previous checkpoint."""
+    uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted")
     with pytest.raises(Killed):
         run(bench, "topk_ef", tmp_path / "cut", on_round=killed_after(2))
     Store(tmp_path / "cut" / "server", {}).delete(2)
-    assert run(bench, "topk_ef", tmp_path / "cut", resume=True) == whole
+    assert run(bench, "topk_ef", tmp_path / "cut", resume=True) == uninterrupted

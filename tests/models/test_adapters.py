@@ -1,4 +1,4 @@
-"""Adapters on linear layers and 3D convolutions of any frozen network, by peft."""
+"""Adapters for linear layers and 3D convolutions of any frozen network (docs/algorithms.md, section 4)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from peft import PeftModel
 from torch import nn
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.models import build
-from flare_sparse.models.adapters import AdapterConfig, adapt, adaptable
-from flare_sparse.models.base import drawn
+from flare_sparse.models import build_model
+from flare_sparse.models.adapters import AdapterConfig, add_adapters, list_adaptable_modules
+from flare_sparse.models.base import seed_initialization
 from flare_sparse.params import Layout
 from flare_sparse.scores.ranks import Slots
 
 
 def brain() -> nn.Module:
-    with drawn(0):
-        return build("brain_age_cnn_3mm", volume=(26, 32, 26), outputs=1)
+    with seed_initialization(0):
+        return build_model("brain_age_cnn_3mm", volume=(26, 32, 26), outputs=1)
 
 
 def vit() -> nn.Module:
-    with drawn(0):
+    with seed_initialization(0):
         return ViT(
             in_channels=1,
             img_size=(16, 16, 16),
@@ -39,12 +39,12 @@ def vit() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    with drawn(0):
+    with seed_initialization(0):
         return SwinUNETR(in_channels=1, out_channels=2, feature_size=12, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1))
 
 
-def train_a_little(network: nn.Module) -> None:
-    """B is no longer zero."""
+def perturb_trainable(network: nn.Module) -> None:
+    """Change all trainable parameters, so that B is no longer zero."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -55,8 +55,8 @@ def train_a_little(network: nn.Module) -> None:
 def output(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
     network.eval()
     with torch.no_grad():
-        found = network(x)
-    return found[0] if isinstance(found, tuple) else found
+        result = network(x)
+    return result[0] if isinstance(result, tuple) else result
 
 
 @pytest.mark.parametrize(
@@ -64,33 +64,33 @@ def output(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
     [(brain, 6, (26, 32, 26)), (vit, 9, (16, 16, 16)), (swin, 47, (64, 64, 64))],
     ids=["brain_age_cnn_3mm", "ViT", "SwinUNETR"],
 )
-def test_05_an_adapted_network_starts_as_its_base_bit_for_bit(
+def test_network_with_adapters_starts_as_its_base_model_bit_for_bit(
     make: object, modules: int, shape: tuple[int, ...]
 ) -> None:
     assert callable(make)
     x = torch.randn(1, 1, *shape, generator=torch.Generator().manual_seed(2))
     before = output(make(), x)
-    adapted = adapt(make(), AdapterConfig(rank=2))
+    adapted = add_adapters(make(), AdapterConfig(rank=2))
     slots = Slots(Layout.from_module(adapted))
-    assert slots.modules == modules
-    assert slots.rest.count == 0
+    assert slots.num_modules == modules
+    assert slots.other_entries.count == 0
     assert torch.equal(output(adapted, x), before)
-    train_a_little(adapted)
+    perturb_trainable(adapted)
     assert not torch.allclose(output(adapted, x), before)
 
 
-def test_09_the_adapter_of_a_convolution_is_its_kernel_as_a_matrix() -> None:
-    """W (o, i, k, k, k) is viewed as (o, i * k^3): W + s * B A, with stride and padding (ALGORITHMS 3.7)."""
-    with drawn(1):
+def test_adapter_of_a_convolution_adds_to_its_kernel_as_a_matrix() -> None:
+    """W (o, i, k, k, k) is viewed as (o, i * k^3), so W + s * B A (docs/algorithms.md, section 4.5, invariant 9)."""
+    with seed_initialization(1):
         network = nn.Sequential(nn.Conv3d(3, 5, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(40, 1))
-    adapted = adapt(network, AdapterConfig(rank=4, alpha=16))
-    train_a_little(adapted)
+    adapted = add_adapters(network, AdapterConfig(rank=4, alpha=16))
+    perturb_trainable(adapted)
     layout = Layout.from_module(adapted)
     (adapter,) = Slots(layout).adapters
     named = dict(adapted.named_parameters())
     vector = layout.flatten(named)
-    assert (adapter.width("B"), adapter.width("A")) == (5, 3 * 27)
-    merged = 16 / 4 * adapter.matrix(vector, "B") @ adapter.matrix(vector, "A")
+    assert (adapter.get_slot_width("B"), adapter.get_slot_width("A")) == (5, 3 * 27)
+    merged = 16 / 4 * adapter.view_matrix(vector, "B") @ adapter.view_matrix(vector, "A")
     kernel = named["base_model.model.0.base_layer.weight"] + merged.view(5, 3, 3, 3, 3)
     x = torch.randn(2, 3, 4, 4, 4, generator=torch.Generator().manual_seed(2))
     bias = named["base_model.model.0.base_layer.bias"]
@@ -100,10 +100,10 @@ def test_09_the_adapter_of_a_convolution_is_its_kernel_as_a_matrix() -> None:
 
 @pytest.mark.parametrize("head", ["frozen", "trained"])
 @pytest.mark.parametrize("make", [brain, vit], ids=["brain_age_cnn_3mm", "ViT"])
-def test_what_peft_saves_peft_opens_with_equal_outputs(make: object, head: str, tmp_path: Path) -> None:
+def test_peft_loads_saved_adapters_with_equal_outputs(make: object, head: str, tmp_path: Path) -> None:
     assert callable(make)
-    adapted = adapt(make(), AdapterConfig.model_validate({"rank": 3, "head": head}))
-    train_a_little(adapted)
+    adapted = add_adapters(make(), AdapterConfig.model_validate({"rank": 3, "head": head}))
+    perturb_trainable(adapted)
     adapted.save_pretrained(str(tmp_path))
     opened = PeftModel.from_pretrained(make(), str(tmp_path))
     side = 16 if make is vit else 26
@@ -111,30 +111,33 @@ def test_what_peft_saves_peft_opens_with_equal_outputs(make: object, head: str, 
     assert torch.equal(output(opened, x), output(adapted, x))
 
 
-def test_a_head_that_trains_is_the_rest_of_the_layout() -> None:
-    layout = Layout.from_module(adapt(brain(), AdapterConfig(rank=2, head="trained")))
+def test_trained_head_is_the_rest_of_the_layout() -> None:
+    layout = Layout.from_module(add_adapters(brain(), AdapterConfig(rank=2, head="trained")))
     slots = Slots(layout)
     rest = [entry.name for entry in layout.tensors if "lora_" not in entry.name]
     assert rest == [
         "base_model.model.7.modules_to_save.default.weight",
         "base_model.model.7.modules_to_save.default.bias",
     ]
-    assert slots.rest.count == 1153
+    assert slots.other_entries.count == 1153
 
 
-def test_the_base_does_not_depend_on_the_runs_seed_and_the_adapters_do() -> None:
-    made = []
+def test_base_model_does_not_depend_on_the_run_seed_but_adapters_do() -> None:
+    adapted_networks = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        made.append(adapt(brain(), AdapterConfig(rank=2)))
-    one, two = (Layout.from_module(network) for network in made)
+        adapted_networks.append(add_adapters(brain(), AdapterConfig(rank=2)))
+    one, two = (Layout.from_module(network) for network in adapted_networks)
     assert one.fingerprint == two.fingerprint
-    a, b = (layout.flatten(dict(network.named_parameters())) for layout, network in zip((one, two), made, strict=True))
+    a, b = (
+        layout.flatten(dict(network.named_parameters()))
+        for layout, network in zip((one, two), adapted_networks, strict=True)
+    )
     assert not torch.equal(a, b)
 
 
-def test_targets_are_ends_of_names() -> None:
-    slots = Slots(Layout.from_module(adapt(vit(), AdapterConfig(rank=2, targets=("qkv", "mlp.linear1")))))
+def test_targets_match_the_ends_of_module_names() -> None:
+    slots = Slots(Layout.from_module(add_adapters(vit(), AdapterConfig(rank=2, targets=("qkv", "mlp.linear1")))))
     assert [adapter.module.rpartition("model.")[2] for adapter in slots.adapters] == [
         "blocks.0.mlp.linear1",
         "blocks.0.attn.qkv",
@@ -142,12 +145,12 @@ def test_targets_are_ends_of_names() -> None:
         "blocks.1.attn.qkv",
     ]
     with pytest.raises(ConfigError, match=r"task\.adapter\.targets.*'qvk'.*'qkv'"):
-        adapt(vit(), AdapterConfig(targets=("qvk",)))
+        add_adapters(vit(), AdapterConfig(targets=("qvk",)))
 
 
-def test_grouped_convolutions_are_left_alone_and_nothing_to_adapt_is_refused() -> None:
+def test_grouped_convolutions_get_no_adapter_and_networks_without_targets_raise() -> None:
     network = nn.Sequential(nn.Conv3d(4, 4, 3, groups=4), nn.Conv3d(4, 4, 1), nn.Flatten(), nn.Linear(4, 1))
-    assert adaptable(network) == ["1", "3"]
+    assert list_adaptable_modules(network) == ["1", "3"]
     for bare in (nn.Sequential(nn.Linear(2, 1)), nn.ReLU()):
         with pytest.raises(ConfigError, match="to adapt"):
-            adapt(bare, AdapterConfig())
+            add_adapters(bare, AdapterConfig())

@@ -1,4 +1,4 @@
-"""Channel gates: invariants 8 and 9 of MetaGater's specification, skipping of closed channels, what is refused."""
+"""Channel gates: docs/algorithms.md, section 6.8, invariants 8 and 9; skipping of closed channels; errors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.models import ModelConfig, build
-from flare_sparse.models.gates import ChannelGate, GateConfig, Gated, gated, straight_through
+from flare_sparse.models import ModelConfig, build_model
+from flare_sparse.models.gates import ChannelGate, GateConfig, Gated, add_gates, binarize_straight_through
 from flare_sparse.params import Layout
 from flare_sparse.structure.channels import run_channels
 from flare_sparse.training.gate_sparsity import compute_channel_sparsity, observe_gates
@@ -29,12 +29,12 @@ NETWORKS = {
 
 
 def network(name: str, **settings: object) -> tuple[nn.Sequential, nn.Sequential, torch.Tensor]:
-    """The same network without and with gates, and a batch."""
+    """Return the same network without and with gates, and a batch."""
     own, layers, shape = NETWORKS[name]
     torch.manual_seed(1)
-    plain = build(name, **own)
+    plain = build_model(name, **own)
     torch.manual_seed(1)
-    wrapped = gated(build(name, **own), GateConfig(layers=layers, **settings))
+    wrapped = add_gates(build_model(name, **own), GateConfig(layers=layers, **settings))
     return plain.eval(), wrapped.eval(), torch.randn(3, *shape)  # type: ignore[return-value]
 
 
@@ -44,7 +44,7 @@ def gates(model: nn.Module) -> list[ChannelGate]:
 
 @torch.no_grad()
 def disagree(model: nn.Module, closed: int) -> None:
-    """Gates that differ from example to example; one group is zero."""
+    """Make gates differ between examples; the gate group of channel ``closed`` is zero."""
     for gate in gates(model):
         gate.hidden.weight.normal_(0, 30)
         gate.open.weight.normal_()
@@ -54,7 +54,7 @@ def disagree(model: nn.Module, closed: int) -> None:
 
 @torch.no_grad()
 def close(model: nn.Module, closed: list[int]) -> None:
-    """The gate groups of these channels are zero, all others open for every input."""
+    """Set the gate groups of these channels to zero; all others are open for every input."""
     for gate in gates(model):
         gate.open.weight.zero_()
         gate.open.bias.fill_(1)
@@ -63,7 +63,7 @@ def close(model: nn.Module, closed: list[int]) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("training", [False, True])
-def test_8_all_gates_open_is_the_backbone_bit_for_bit(name: str, training: bool) -> None:
+def test_network_with_all_gates_open_equals_the_backbone_bit_for_bit(name: str, training: bool) -> None:
     plain, wrapped, x = network(name)
     close(wrapped, [])
     assert torch.equal(plain.train(training)(x), wrapped.train(training)(x))
@@ -72,7 +72,7 @@ def test_8_all_gates_open_is_the_backbone_bit_for_bit(name: str, training: bool)
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_8_all_gates_closed_is_a_layer_of_zeros(grad: bool) -> None:
+def test_layer_with_all_gates_closed_is_zero(grad: bool) -> None:
     _, wrapped, x = network("image_cnn")
     close(wrapped, list(range(8)))
     out: list[torch.Tensor] = []
@@ -85,17 +85,17 @@ def test_8_all_gates_closed_is_a_layer_of_zeros(grad: bool) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=20), st.floats(0.2, 5))
-def test_8_gates_are_0_or_1_and_their_gradient_is_the_sigmoids(values: list[float], tau: float) -> None:
+def test_gates_are_binary_and_their_gradient_is_that_of_the_sigmoid(values: list[float], tau: float) -> None:
     z = torch.tensor(values, requires_grad=True)
     upstream = torch.linspace(-1, 2, len(values))
-    q = straight_through(z, tau)
+    q = binarize_straight_through(z, tau)
     q.backward(upstream)
     assert q.tolist() == [float(value > 0) for value in values]
     soft = torch.sigmoid(z.detach() / tau)
     assert torch.allclose(z.grad, upstream * soft * (1 - soft) / tau, atol=1e-6)  # type: ignore[arg-type]
 
 
-def test_9_a_zero_group_closes_its_channel_for_every_input() -> None:
+def test_zero_gate_group_closes_its_channel_for_every_input() -> None:
     _, wrapped, x = network("image_cnn")
     gate = gates(wrapped)[0]
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_9_a_zero_group_closes_its_channel_for_every_input() -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_skipping_closed_channels_gives_the_same_output(name: str, batch: int) -> None:
+def test_skipping_closed_channels_keeps_the_output(name: str, batch: int) -> None:
     _, wrapped, x = network(name)
     close(wrapped, [0, 3])
     x = x[:batch]
@@ -124,15 +124,15 @@ def test_skipping_closed_channels_gives_the_same_output(name: str, batch: int) -
     assert torch.allclose(with_gradient, skipped, atol=1e-5)
 
 
-def test_skipping_with_gates_that_differ_within_the_batch() -> None:
+def test_skipping_keeps_the_output_if_gates_differ_within_the_batch() -> None:
     _, wrapped, x = network("image_cnn")
     with torch.no_grad():
         disagree(wrapped, 0)
         x = torch.randn(16, 3, 16, 16)
-        with observe_gates(wrapped) as seen:
+        with observe_gates(wrapped) as gates_by_layer:
             skipped = wrapped(x)
         single = torch.cat([wrapped(x[i : i + 1]) for i in range(16)])
-    observed = [q for layer in seen.values() for q in layer]
+    observed = [q for layer in gates_by_layer.values() for q in layer]
     assert any(len(q.unique(dim=0)) > 1 for q in observed)
     assert not any(q[:, 0].any() for q in observed)
     assert torch.allclose(skipped, wrapped(x), atol=1e-5)
@@ -141,7 +141,7 @@ def test_skipping_with_gates_that_differ_within_the_batch() -> None:
 
 @pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.InstanceNorm2d])
-def test_some_channels_of_a_normalised_block(kind: type[nn.Module], tracked: bool) -> None:
+def test_run_channels_equals_the_channels_of_the_full_block(kind: type[nn.Module], tracked: bool) -> None:
     body = nn.Sequential(nn.Conv2d(2, 5, 3), kind(5, affine=True, track_running_stats=tracked), nn.ReLU())
     x = torch.randn(4, 2, 6, 6)
     body(x)
@@ -150,22 +150,22 @@ def test_some_channels_of_a_normalised_block(kind: type[nn.Module], tracked: boo
     assert torch.allclose(run_channels(body, x, live), body(x)[:, live], atol=1e-6)
 
 
-def test_running_statistics_see_every_example_also_where_gates_are_closed() -> None:
+def test_running_statistics_include_closed_channels() -> None:
     block = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    wrapped = gated(nn.Sequential(block), GateConfig(layers=("0",))).train()
+    wrapped = add_gates(nn.Sequential(block), GateConfig(layers=("0",))).train()
     close(wrapped, [1])
     with torch.no_grad():
         wrapped(torch.randn(3, 2, 6, 6) + 2)
     assert block[1].running_mean.count_nonzero() == 4
 
 
-def test_channel_sparsity_counts_over_layers_and_examples() -> None:
-    seen = {"a": [torch.tensor([[1.0, 0.0], [1.0, 1.0]])], "b": [torch.tensor([[0.0, 0.0]])]}
-    assert compute_channel_sparsity(seen) == pytest.approx(3 / 6)
+def test_channel_sparsity_is_counted_over_layers_and_examples() -> None:
+    gates_by_layer = {"a": [torch.tensor([[1.0, 0.0], [1.0, 1.0]])], "b": [torch.tensor([[0.0, 0.0]])]}
+    assert compute_channel_sparsity(gates_by_layer) == pytest.approx(3 / 6)
     assert compute_channel_sparsity({}) is None
 
 
-def test_noise_is_there_in_training_only() -> None:
+def test_gate_noise_is_added_in_training_only() -> None:
     gate = ChannelGate(3, 4, GateConfig(layers=("0",), noise=True))
     with torch.no_grad():
         gate.open.weight.zero_()
@@ -175,7 +175,7 @@ def test_noise_is_there_in_training_only() -> None:
     assert gate.eval()(x).all()
 
 
-def test_a_gate_may_leave_the_layers_before_it_alone() -> None:
+def test_detach_input_stops_the_gradient_into_earlier_layers() -> None:
     for detach in (False, True):
         x = torch.randn(2, 3, 4, 4, requires_grad=True)
         q = ChannelGate(3, 4, GateConfig(layers=("0",), detach_input=detach))(x)
@@ -183,7 +183,7 @@ def test_a_gate_may_leave_the_layers_before_it_alone() -> None:
         assert (torch.autograd.grad(q.sum(), x, allow_unused=True)[0] is None) is detach
 
 
-def test_the_backbone_of_a_gated_network_starts_as_without_gates() -> None:
+def test_gated_network_has_the_backbone_weights_of_the_plain_one() -> None:
     plain, wrapped, _ = network("image_cnn")
     shared = {name: p for name, p in wrapped.named_parameters() if ".gate." not in name}
     assert [p.sum().item() for p in plain.parameters()] == [p.sum().item() for p in shared.values()]
@@ -191,7 +191,7 @@ def test_the_backbone_of_a_gated_network_starts_as_without_gates() -> None:
     assert sum(sizes) == (4 * 16 + 16 + 16 * 8 + 8) + (8 * 16 + 16 + 16 * 8 + 8)
 
 
-def test_a_gate_from_64_to_128_channels_has_3216_scalars() -> None:
+def test_gate_from_64_to_128_channels_has_3216_scalars() -> None:
     section = {"name": "image_cnn", "channels": [32, 64, 128], "gates": {"layers": ["2"]}}
     layout = Layout.from_module(ModelConfig.model_validate(section).build(image=(3, 32, 32), outputs=10))
     assert sum(e.size for e in layout.tensors if ".gate." in e.name) == 3216
@@ -206,9 +206,9 @@ def test_a_gate_from_64_to_128_channels_has_3216_scalars() -> None:
         (("2.0.conv.weight",), "no layer"),
     ],
 )
-def test_layers_that_cannot_be_gated_are_refused(layers: tuple[str, ...], message: str) -> None:
+def test_layers_that_cannot_be_gated_raise(layers: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gated(build("image_cnn", image=(1, 16, 16), channels=(4, 4, 4)), GateConfig(layers=layers))
+        add_gates(build_model("image_cnn", image=(1, 16, 16), channels=(4, 4, 4)), GateConfig(layers=layers))
 
 
 @pytest.mark.parametrize(
@@ -219,12 +219,12 @@ def test_layers_that_cannot_be_gated_are_refused(layers: tuple[str, ...], messag
         (nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), "0", "grouped convolution"),
     ],
 )
-def test_a_gate_around_part_of_a_block_is_refused(block: nn.Module, layer: str, message: str) -> None:
+def test_gate_around_part_of_a_block_raises(block: nn.Module, layer: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gated(block, GateConfig(layers=(layer,)))
+        add_gates(block, GateConfig(layers=(layer,)))
 
 
-def test_the_section_of_a_network_with_gates() -> None:
+def test_section_of_a_gated_network_round_trips() -> None:
     section = ModelConfig.model_validate({"name": "image_cnn", "gates": {"layers": ["1"]}})
     dumped = section.model_dump(mode="json")
     assert dumped["gates"]["layers"] == ["1"]
@@ -234,7 +234,7 @@ def test_the_section_of_a_network_with_gates() -> None:
         ModelConfig.model_validate({"name": "image_cnn", "gates": {"layers": ["1"], "hiden": 4}})
 
 
-def test_a_small_bias_at_the_start_leaves_some_channels_closed() -> None:
+def test_small_open_bias_starts_with_some_channels_closed() -> None:
     shares = []
     for bias in (0.0, 0.1, 1.0):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Networks by name: what is wrong with a name or a setting is said with the way out."""
+"""Networks by name: errors name the wrong setting and the remedy."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pydantic import ValidationError
 from torch import nn
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.models import MODELS, ModelConfig, build
-from flare_sparse.models.registry import reads
+from flare_sparse.models import MODELS, ModelConfig, build_model
+from flare_sparse.models.registry import get_input_kind
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_network_is_built_from_a_section(name: str) -> None:
-    given = {"volume": (69, 69, 69), "image": (3, 32, 32), "features": 7}[reads(name)]
+    given = {"volume": (69, 69, 69), "image": (3, 32, 32), "features": 7}[get_input_kind(name)]
     section = ModelConfig.model_validate({"name": name})
-    assert isinstance(section.build(**{reads(name): given}, outputs=2), nn.Module)
+    assert isinstance(section.build(**{get_input_kind(name): given}, outputs=2), nn.Module)
     assert ModelConfig.model_validate(section.model_dump(mode="json")) == section
 
 
@@ -30,12 +30,12 @@ def test_every_network_is_built_from_a_section(name: str) -> None:
         ("alexnet3d", {"volume": (69, 69)}, "volume.2: Field required"),
     ],
 )
-def test_each_mistake_is_explained(name: str, settings: dict[str, object], message: str) -> None:
+def test_invalid_names_and_settings_are_explained(name: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build(name, **settings)
+        build_model(name, **settings)
 
 
-def test_a_section_is_resolved_with_all_defaults() -> None:
+def test_section_is_completed_with_defaults() -> None:
     section = ModelConfig.model_validate({"name": "mlp", "hidden": [8]})
     assert section.model_dump() == {"name": "mlp", "hidden": [8], "dropout": 0.0}
 
@@ -43,12 +43,12 @@ def test_a_section_is_resolved_with_all_defaults() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"name": "mlp", "features": 3}, "'features' of a model is given by the task"),
+        ({"name": "mlp", "features": 3}, "'features' of a model is set by the task"),
         ({"name": "mpl"}, "Did you mean 'mlp'?"),
         ({"name": "mlp", "hidden": [0]}, "hidden.0: Input should be greater than or equal to 1, found 0"),
         ({}, "name"),
     ],
 )
-def test_a_wrong_section_is_refused(section: dict[str, object], message: str) -> None:
+def test_invalid_sections_raise(section: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ModelConfig.model_validate(section)

@@ -1,4 +1,4 @@
-"""Networks for volumes: counts and map sizes of the papers, and what happens with other volumes."""
+"""Networks for volumes: the papers' parameter counts and feature maps, and errors for small volumes."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import torch
 from torch import nn
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.models import build
+from flare_sparse.models import build_model
 from flare_sparse.params import MASKABLE, Layout
 
 
 def maps(network: nn.Sequential, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Spatial shape after each part of the network that leaves a volume."""
-    x, seen = torch.zeros(1, 1, *shape), []
+    """Return the spatial shape after each part of the network that returns a volume."""
+    x, spatial_shapes = torch.zeros(1, 1, *shape), []
     with torch.inference_mode():
         for part in network:
             x = part(x)
-            seen.append(tuple(x.shape[2:]))
-    return [shape for shape in seen if len(shape) == 3]
+            spatial_shapes.append(tuple(x.shape[2:]))
+    return [shape for shape in spatial_shapes if len(shape) == 3]
 
 
 def maskable(network: nn.Module) -> int:
-    """Convolution and linear weights."""
+    """Return the number of convolution and linear weights."""
     roles = MASKABLE["conv_linear_weights"]
     return sum(entry.size for entry in Layout.from_module(network).tensors if entry.role in roles)
 
 
-def test_parameters_of_the_paper() -> None:
-    layout = Layout.from_module(build("brain_age_cnn"))
+def test_brain_age_cnn_has_the_papers_number_of_parameters() -> None:
+    layout = Layout.from_module(build_model("brain_age_cnn"))
     assert layout.size == 2_950_401
     assert sum(e.size for e in layout.tensors if e.role == "norm") == 1_600
     assert sum(e.size for e in layout.tensors if e.role in ("weight", "bias")) == 2_948_801
 
 
-def test_feature_maps_of_the_paper() -> None:
-    network = build("brain_age_cnn")
+def test_brain_age_cnn_has_the_papers_feature_maps() -> None:
+    network = build_model("brain_age_cnn")
     assert isinstance(network, nn.Sequential)
     assert maps(network, (91, 109, 91)) == [
         (45, 54, 45),
@@ -49,33 +49,35 @@ def test_feature_maps_of_the_paper() -> None:
     ]
 
 
-def test_paper_network_counts_do_not_depend_on_the_volume() -> None:
-    network = build("brain_age_cnn", volume=(32, 64, 32))
+def test_brain_age_cnn_size_does_not_depend_on_the_volume() -> None:
+    network = build_model("brain_age_cnn", volume=(32, 64, 32))
     assert Layout.from_module(network).size == 2_950_401
     assert network(torch.randn(2, 1, 32, 64, 32)).shape == (2, 1)
 
 
-def test_paper_network_names_the_smallest_volume_for_its_normalisation() -> None:
+def test_brain_age_cnn_names_the_smallest_volume_for_its_normalisation() -> None:
     with pytest.raises(ConfigError, match=r"input 26x32x26 is too small.* 0x1x0; the smallest that works is 32x32x64"):
-        build("brain_age_cnn", volume=(26, 32, 26))
+        build_model("brain_age_cnn", volume=(26, 32, 26))
 
 
 @pytest.mark.parametrize(
     ("volume", "weights", "last"),
     [((26, 32, 26), 293_936, (3, 4, 3)), ((52, 64, 52), 302_000, (6, 8, 6))],
 )
-def test_small_network(volume: tuple[int, int, int], weights: int, last: tuple[int, ...]) -> None:
-    network = build("brain_age_cnn_3mm", volume=volume)
+def test_brain_age_cnn_3mm_has_the_stated_weights_and_feature_maps(
+    volume: tuple[int, int, int], weights: int, last: tuple[int, ...]
+) -> None:
+    network = build_model("brain_age_cnn_3mm", volume=volume)
     assert isinstance(network, nn.Sequential)
     assert maskable(network) == weights
     assert maps(network, volume)[-1] == last
     assert network(torch.randn(2, 1, *volume)).shape == (2, 1)
 
 
-def test_small_network_reads_the_level_of_its_input_map() -> None:
-    """Unlike a normalised map before a global mean, the flattened one keeps where things are."""
+def test_brain_age_cnn_3mm_distinguishes_positions() -> None:
+    """A flattened map keeps positions, unlike a normalised map before a global mean."""
     torch.manual_seed(3)
-    network = build("brain_age_cnn_3mm", volume=(16, 16, 16))
+    network = build_model("brain_age_cnn_3mm", volume=(16, 16, 16))
     x = torch.zeros(2, 1, 16, 16, 16)
     x[0, 0, :8], x[1, 0, 8:] = 1.0, 1.0
     with torch.inference_mode():
@@ -83,14 +85,14 @@ def test_small_network_reads_the_level_of_its_input_map() -> None:
     assert abs(left - right) > 1e-3
 
 
-def test_small_network_names_the_smallest_volume() -> None:
+def test_brain_age_cnn_3mm_names_the_smallest_volume() -> None:
     with pytest.raises(ConfigError, match=r"input 7x8x8 is too small.* the smallest that works is 8x8x16"):
-        build("brain_age_cnn_3mm", volume=(7, 8, 8))
-    assert build("brain_age_cnn_3mm", volume=(8, 8, 16))(torch.randn(1, 1, 8, 8, 16)).shape == (1, 1)
+        build_model("brain_age_cnn_3mm", volume=(7, 8, 8))
+    assert build_model("brain_age_cnn_3mm", volume=(8, 8, 16))(torch.randn(1, 1, 8, 8, 16)).shape == (1, 1)
 
 
-def test_paper_network_starts_glorot_uniform_without_bias() -> None:
-    network = build("brain_age_cnn")
+def test_brain_age_cnn_starts_glorot_uniform_with_zero_bias() -> None:
+    network = build_model("brain_age_cnn")
     first = next(part for part in network.modules() if isinstance(part, nn.Conv3d))
     bound = (6 / (27 * (1 + 32))) ** 0.5
     assert first.bias is not None
@@ -98,15 +100,15 @@ def test_paper_network_starts_glorot_uniform_without_bias() -> None:
     assert 0.9 * bound < first.weight.abs().max().item() <= bound
 
 
-def test_alexnet_parameters_of_the_paper() -> None:
-    layout = Layout.from_module(build("alexnet3d"))
+def test_alexnet3d_has_the_papers_number_of_parameters() -> None:
+    layout = Layout.from_module(build_model("alexnet3d"))
     assert layout.trainable_size == 2_570_241
     assert sum(e.size for e in layout.tensors if e.role in MASKABLE["conv_linear_weights"]) == 2_568_064
     assert sum(e.size for e in layout.tensors if e.role == "buffer") == 2 * 704
 
 
-def test_alexnet_feature_maps_of_the_paper() -> None:
-    network = build("alexnet3d").eval()
+def test_alexnet3d_has_the_papers_feature_maps() -> None:
+    network = build_model("alexnet3d").eval()
     assert isinstance(network, nn.Sequential)
     assert maps(network, (121, 145, 121)) == [(19, 23, 19), (5, 7, 5), (5, 7, 5), (5, 7, 5), (1, 2, 1)]
     first, second = (next(network[block].children()) for block in range(2))
@@ -115,9 +117,9 @@ def test_alexnet_feature_maps_of_the_paper() -> None:
         assert second(torch.zeros(1, 64, 19, 23, 19)).shape[2:] == (17, 21, 17)
 
 
-def test_alexnet_smallest_volume_is_named_and_works() -> None:
+def test_alexnet3d_names_the_smallest_volume_and_it_works() -> None:
     with pytest.raises(ConfigError, match=r"input 52x64x80 is too small.* the smallest that works is 69x69x80"):
-        build("alexnet3d", volume=(52, 64, 80))
-    network = build("alexnet3d", volume=(69, 69, 80))
+        build_model("alexnet3d", volume=(52, 64, 80))
+    network = build_model("alexnet3d", volume=(69, 69, 80))
     assert maskable(network) == 2_568_064 - 128 * 64
     assert network(torch.randn(2, 1, 69, 69, 80)).shape == (2, 1)

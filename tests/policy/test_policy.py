@@ -1,4 +1,4 @@
-"""What a policy lets out, on values."""
+"""The terms of a policy, on values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout
-from flare_sparse.policy.policy import PRESETS, Policy, norm, policy_file, read_policy
+from flare_sparse.policy.policy import PRESETS, Policy, compute_norm, find_policy_file, read_policy
 from flare_sparse.training import SampleUsage
 
 LAYOUT = Layout.from_module(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
@@ -23,14 +23,21 @@ FULL = Mask.full(LAYOUT.size)
 
 
 def refusals(policy: Policy, content: Any = "weights", **more: Any) -> list[str]:
-    given = {"used": SampleUsage(100, 10), "on": FULL, "change": torch.ones(FULL.count), "layout": LAYOUT, **more}
-    return [reason.split(":")[0] for reason in policy.refusals(content, **given)]
+    """Names of the terms that refuse an update of the full model, computed from 100 examples in 10 minibatches."""
+    arguments = {
+        "usage": SampleUsage(100, 10),
+        "mask": FULL,
+        "values": torch.ones(FULL.count),
+        "layout": LAYOUT,
+        **more,
+    }
+    return [reason.split(":")[0] for reason in policy.find_refusals(content, **arguments)]
 
 
-def test_without_a_policy_everything_of_ours_leaves_but_what_is_not_finite() -> None:
+def test_default_policy_refuses_only_values_that_are_not_finite() -> None:
     assert refusals(Policy()) == refusals(Policy(), "scores") == refusals(Policy(), "metrics") == []
     bad = torch.ones(FULL.count).index_fill_(0, torch.tensor([3]), float("inf"))
-    assert refusals(Policy(), change=bad) == ["finite"]
+    assert refusals(Policy(), values=bad) == ["finite"]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +53,7 @@ def test_without_a_policy_everything_of_ours_leaves_but_what_is_not_finite() -> 
         ({"max_norm": 4.7}, "delta", {}, "max_norm"),
     ],
 )
-def test_each_term_refuses_what_it_names_and_nothing_else(
+def test_each_term_refuses_only_what_it_names(
     policy: dict[str, Any], content: str, more: dict[str, Any], reason: str
 ) -> None:
     assert refusals(Policy.model_validate(policy), content, **more) == [reason]
@@ -56,44 +63,46 @@ def test_each_term_refuses_what_it_names_and_nothing_else(
     assert refusals(Policy.model_validate({**within, **wide}), content, **more) == []
 
 
-def test_metrics_alone_are_asked_for_nothing_but_that_they_may_leave() -> None:
+def test_metrics_are_checked_against_contents_only() -> None:
     tight = Policy(min_examples=1000, max_upload_share=0.01, tensors=("nothing",))
     empty = Mask.empty(LAYOUT.size)
-    assert refusals(tight, "metrics", used=SampleUsage(), on=empty, change=torch.zeros(0)) == []
+    assert refusals(tight, "metrics", usage=SampleUsage(), mask=empty, values=torch.zeros(0)) == []
 
 
 @given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=23), limit=st.floats(0.01, 100))
-def test_a_change_is_shortened_to_the_norm_and_keeps_its_direction(values: list[float], limit: float) -> None:
-    on = Mask(torch.arange(LAYOUT.size) < len(values))
-    patch = Patch(torch.tensor(values, dtype=torch.float32), on)
-    soft = Policy(clip_norm=limit).softened("weights", patch, LAYOUT)
-    assert norm(soft) <= limit * (1 + 1e-5)
-    if norm(patch.values) <= limit:
-        assert soft is patch.values
+def test_delta_is_clipped_to_the_norm_and_keeps_its_direction(values: list[float], limit: float) -> None:
+    mask = Mask(torch.arange(LAYOUT.size) < len(values))
+    patch = Patch(torch.tensor(values, dtype=torch.float32), mask)
+    clipped = Policy(clip_norm=limit).sanitize_values("weights", patch, LAYOUT)
+    assert compute_norm(clipped) <= limit * (1 + 1e-5)
+    if compute_norm(patch.values) <= limit:
+        assert clipped is patch.values
     else:
-        assert torch.allclose(soft * norm(patch.values), patch.values * norm(soft), rtol=1e-4, atol=1e-4)
+        assert torch.allclose(
+            clipped * compute_norm(patch.values), patch.values * compute_norm(clipped), rtol=1e-4, atol=1e-4
+        )
 
 
-def test_noise_has_the_deviation_it_says_and_is_drawn_anew() -> None:
+def test_noise_has_the_given_deviation_and_differs_between_messages() -> None:
     layout = Layout.from_module(nn.Linear(1000, 50))
     patch = Patch(torch.zeros(layout.size), Mask.full(layout.size))
     policy = Policy(clip_norm=2.0, noise=0.05)
-    first, second = (policy.softened("delta", patch, layout) for _ in range(2))
+    first, second = (policy.sanitize_values("delta", patch, layout) for _ in range(2))
     assert float(first.std()) == pytest.approx(0.1, rel=0.02)
     assert not torch.equal(first, second)
 
 
-def test_scores_are_made_coarse_or_a_channels_own() -> None:
+def test_scores_are_quantized_or_averaged_over_channels() -> None:
     scores = Patch(torch.rand(LAYOUT.size, generator=torch.Generator().manual_seed(1)), FULL)
-    coarse = LAYOUT.unflatten(Policy(score_bits=2).softened("scores", scores, LAYOUT))
+    coarse = LAYOUT.unflatten(Policy(score_bits=2).sanitize_values("scores", scores, LAYOUT))
     assert all(part.unique().numel() <= 4 for part in coarse.values())
-    rows = LAYOUT.unflatten(Policy(channel_scores=True).softened("scores", scores, LAYOUT))["0.weight"]
+    rows = LAYOUT.unflatten(Policy(channel_scores=True).sanitize_values("scores", scores, LAYOUT))["0.weight"]
     assert torch.allclose(rows, scores.values[:12].view(3, 4).mean(1, keepdim=True).expand(3, 4))
-    assert Policy().softened("scores", scores, LAYOUT) is scores.values
+    assert Policy().sanitize_values("scores", scores, LAYOUT) is scores.values
 
 
-def test_the_ready_policies_are_each_stricter_than_the_one_before() -> None:
-    policies = {name: read_policy(policy_file(Path(name))) for name in PRESETS}
+def test_presets_become_stricter_from_open_to_careful_to_strict() -> None:
+    policies = {name: read_policy(find_policy_file(Path(name))) for name in PRESETS}
     assert list(policies) == ["careful", "open", "strict"]
     assert policies["open"] == Policy()
     careful, strict = policies["careful"], policies["strict"]
@@ -102,17 +111,19 @@ def test_the_ready_policies_are_each_stricter_than_the_one_before() -> None:
     assert set(strict.contents) < set(careful.contents)
 
 
-def test_a_policy_is_a_file_or_the_name_of_a_ready_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_is_a_file_or_the_name_of_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"careful\.yaml: no such file, and no ready policy.*: careful, open, strict"):
-        policy_file(Path("careful.yaml"))
-    assert policy_file(Path("careful")) == PRESETS["careful"]
-    Path("careful").write_text("min_examples: 3\n")  # the user's own comes first
-    assert read_policy(policy_file(Path("careful"))).min_examples == 3
+    with pytest.raises(
+        ConfigError, match=r"careful\.yaml: there is no such file and no such preset.* careful, open, strict"
+    ):
+        find_policy_file(Path("careful.yaml"))
+    assert find_policy_file(Path("careful")) == PRESETS["careful"]
+    Path("careful").write_text("min_examples: 3\n")  # a file wins over a preset of the same name
+    assert read_policy(find_policy_file(Path("careful"))).min_examples == 3
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("max_upload_byte: 3", "Did you mean 'max_upload_bytes'"),
         ("max_norm: -1", "max_norm"),
@@ -122,7 +133,7 @@ def test_a_policy_is_a_file_or_the_name_of_a_ready_one(tmp_path: Path, monkeypat
         ("a: [", "cannot be read"),
     ],
 )
-def test_a_malformed_policy_names_the_field(text: str, said: str, tmp_path: Path) -> None:
+def test_malformed_policy_is_refused_with_the_name_of_the_field(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_policy(tmp_path / "policy.yaml")

@@ -1,4 +1,4 @@
-"""Small finished runs."""
+"""Fixture of small finished runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flare_sparse.cli.local import rehearse_config
+from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
 
 METHODS = {
@@ -26,5 +26,5 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "simulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
     )
     for name, method in METHODS.items():
-        rehearse_config(load_config(file, [f"method={method}"]), file, folder / name)
+        run_config_locally(load_config(file, [f"method={method}"]), file, folder / name)
     return {name: folder / name for name in METHODS}

@@ -1,4 +1,4 @@
-"""The report in a real browser, offline: what should be there is there, and what it says is what was recorded."""
+"""The report in a real browser without a network: it is complete and agrees with the record."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from flare_sparse.cli import app
 from flare_sparse.errors import ConfigError
-from flare_sparse.report.findings import caveat, findings
+from flare_sparse.report.findings import describe_caveat, describe_findings
 from flare_sparse.report.page import write_report
-from flare_sparse.runs.progress import human_bytes
-from flare_sparse.runs.results import Run, read_runs
+from flare_sparse.runs.progress import format_bytes
+from flare_sparse.runs.results import RunResult, read_runs
 
 
 @pytest.fixture(scope="module")
@@ -60,23 +60,21 @@ def page(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return out / "report.html"
 
 
-def test_the_page_opens_offline_and_shows_what_was_recorded(
-    browser: Any, page: Path, finished: dict[str, Path]
-) -> None:
+def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finished: dict[str, Path]) -> None:
     browser.get(page.as_uri())
     text = browser.find_element("tag name", "body").text
-    runs = {name: Run.read(folder) for name, folder in finished.items()}
+    runs = {name: RunResult.read(folder) for name, folder in finished.items()}
     for name, run in runs.items():
         rows = [row.text for row in browser.find_elements("css selector", "tbody tr") if row.text.startswith(name)]
-        assert f"{run.final:.3f}" in rows[0]
-        assert human_bytes(run.total("payload_bytes")) in rows[0]
-        for site, figure in run.by_site.items():
+        assert f"{run.final_metric:.3f}" in rows[0]
+        assert format_bytes(run.sum_directions("payload_bytes")) in rows[0]
+        for site, figure in run.site_metrics.items():
             line = next(
                 row.text for row in browser.find_elements("css selector", "tbody tr") if row.text.startswith(site)
             )
             assert f"{figure:.3f}" in line
-    assert f"{runs['neurosfl'].less:.1f} times less than" in text
-    assert "One seed each" in text
+    assert f"{runs['neurosfl'].reduction:.1f} times less than" in text
+    assert "One seed per run" in text
     images = browser.find_elements("tag name", "img")
     assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 5
     assert all(image.get_attribute("alt") for image in images)
@@ -90,90 +88,92 @@ def test_the_page_opens_offline_and_shows_what_was_recorded(
     ]
 
 
-def test_a_gain_is_the_way_to_the_better_whatever_the_metric(finished: dict[str, Path]) -> None:
-    run, alone = Run.read(finished["neurosfl"]), Run.read(finished["local_only"])
-    gains = run.gains(alone)
-    assert gains == {site: alone.by_site[site] - run.by_site[site] for site in ("site-1", "site-2")}
+def test_positive_gain_is_an_improvement_for_any_metric(finished: dict[str, Path]) -> None:
+    run, alone = RunResult.read(finished["neurosfl"]), RunResult.read(finished["local_only"])
+    gains = run.compute_gains(alone)
+    assert gains == {site: alone.site_metrics[site] - run.site_metrics[site] for site in ("site-1", "site-2")}
     run.summary["metric"]["mode"] = "max"
-    assert run.gains(alone) == {site: -gain for site, gain in gains.items()}
-    said = next(line for line in findings([Run.read(finished["neurosfl"]), alone]) if "alone" in line)
+    assert run.compute_gains(alone) == {site: -gain for site, gain in gains.items()}
+    sentence = next(
+        line for line in describe_findings([RunResult.read(finished["neurosfl"]), alone]) if "alone" in line
+    )
     least = min(gains, key=lambda site: gains[site])
-    assert f"at {sum(gain > 0 for gain in gains.values())} of 2 sites" in said
-    assert f"least {gains[least]:+.3g} at {least}." in said
+    assert f"at {sum(gain > 0 for gain in gains.values())} of 2 sites" in sentence
+    assert f"smallest gain {gains[least]:+.3g} at {least}." in sentence
 
 
-def with_seed(run: Run, seed: int, label: str) -> Run:
+def with_seed(run: RunResult, seed: int, label: str) -> RunResult:
     return replace(run, label=label, summary={**run.summary, "seed": seed})
 
 
-def test_runs_are_held_against_those_of_their_own_seed(finished: dict[str, Path]) -> None:
-    read = {name: Run.read(folder) for name, folder in finished.items()}
+def test_runs_are_compared_within_their_seed(finished: dict[str, Path]) -> None:
+    read = {name: RunResult.read(folder) for name, folder in finished.items()}
     runs = [with_seed(run, seed, f"{name}-{seed}") for name, run in read.items() for seed in (1, 2)]
     runs.append(with_seed(read["neurosfl"], 3, "neurosfl-3"))
-    said = findings(runs)
-    against = [line.split()[0] for line in said if "dense FedAvg (" in line]
-    assert against == ["neurosfl-1", "neurosfl-2", "local_only-1", "local_only-2"]
-    gains = [line.split()[0] for line in said if "than training alone" in line]
+    sentences = describe_findings(runs)
+    compared = [line.split()[0] for line in sentences if "dense FedAvg (" in line]
+    assert compared == ["neurosfl-1", "neurosfl-2", "local_only-1", "local_only-2"]
+    gains = [line.split()[0] for line in sentences if "than training alone" in line]
     assert gains == ["neurosfl-1", "neurosfl-2", "fedavg-1", "fedavg-2"]
-    assert caveat(runs).startswith("3 seeds on 4 test examples")
-    assert "in all of 3 seeds once in 4 times" in caveat(runs)
+    assert describe_caveat(runs).startswith("3 seeds on 4 test examples")
+    assert "in all 3 seeds with probability 1/4" in describe_caveat(runs)
     apart = [
         with_seed(read["neurosfl"], 1, "a"),
         with_seed(read["fedavg"], 2, "b"),
         with_seed(read["local_only"], 3, "c"),
     ]
-    assert not [line for line in findings(apart) if "dense FedAvg (" in line or "training alone" in line]
-    assert caveat(runs[:1]).startswith("A figure of one run on 4 test examples")
+    assert not [line for line in describe_findings(apart) if "dense FedAvg (" in line or "training alone" in line]
+    assert describe_caveat(runs[:1]).startswith("This is the result of one run on 4 test examples")
 
 
-def test_runs_without_one_of_each_site_alone_have_no_gains(finished: dict[str, Path], tmp_path: Path) -> None:
-    written = write_report([Run.read(finished["neurosfl"]), Run.read(finished["fedavg"])], tmp_path)
+def test_report_without_local_only_run_has_no_gains(finished: dict[str, Path], tmp_path: Path) -> None:
+    written = write_report([RunResult.read(finished["neurosfl"]), RunResult.read(finished["fedavg"])], tmp_path)
     assert "gains.png" not in [file.name for file in written]
-    assert "gains.png" not in [file.name for file in write_report([Run.read(finished["local_only"])], tmp_path)]
+    assert "gains.png" not in [file.name for file in write_report([RunResult.read(finished["local_only"])], tmp_path)]
 
 
-def test_it_asks_nobody_for_anything_and_complains_of_nothing(browser: Any, page: Path) -> None:
+def test_page_makes_no_requests_and_logs_no_errors(browser: Any, page: Path) -> None:
     browser.get_log("performance")
     browser.get(page.as_uri())
-    said = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [m["params"]["request"]["url"] for m in said if m["method"] == "Network.requestWillBeSent"]
-    assert [url[:40] for url in asked if not url.startswith(("file:", "data:"))] == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    urls = [m["params"]["request"]["url"] for m in events if m["method"] == "Network.requestWillBeSent"]
+    assert [url[:40] for url in urls if not url.startswith(("file:", "data:"))] == []
     assert browser.get_log("browser") == []
     assert not re.search(r'(src|href)="(?!data:)', page.read_text())
 
 
 @pytest.mark.parametrize("width", [375, 1200])
-def test_nothing_is_cut_off_on_a_phone(width: int, browser: Any, page: Path) -> None:
+def test_page_fits_the_width_of_the_screen(width: int, browser: Any, page: Path) -> None:
     metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.get(page.as_uri())
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
 
 
-def test_what_is_no_record_is_said(finished: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_record_and_mixed_metrics_are_refused(finished: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no record of a finished run"):
-        Run.read(tmp_path)
+        RunResult.read(tmp_path)
     (tmp_path / "a").mkdir()
     for name in ("summary.json", "rounds.jsonl", "ledger.jsonl"):
         shutil.copy(finished["fedavg"] / name, tmp_path / "a" / name)
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     summary["metric"]["name"] = "auc"
     (tmp_path / "a" / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(ConfigError, match="judged by different metrics"):
+    with pytest.raises(ConfigError, match="have different metrics"):
         read_runs([finished["fedavg"], tmp_path / "a"])
 
 
-def test_a_run_leaves_a_model_card(finished: dict[str, Path]) -> None:
-    run, card = Run.read(finished["neurosfl"]), (finished["neurosfl"] / "model_card.md").read_text()
+def test_run_writes_a_model_card(finished: dict[str, Path]) -> None:
+    run, card = RunResult.read(finished["neurosfl"]), (finished["neurosfl"] / "model_card.md").read_text()
     assert card.startswith("---\nlibrary_name: pytorch\n")
-    assert f"**{run.final:.3f}**" in card
+    assert f"**{run.final_metric:.3f}**" in card
     assert run.summary["model_sha256"] in card
-    assert all(f"| {site} |" in card for site in run.by_site)
+    assert all(f"| {site} |" in card for site in run.site_metrics)
     assert "load_model" in card
 
 
-def test_a_run_that_is_still_encrypted_has_its_page(finished: dict[str, Path], tmp_path: Path) -> None:
-    folder = tmp_path / "sealed"
+def test_page_of_an_encrypted_run_shows_no_digest(finished: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "encrypted"
     shutil.copytree(finished["fedavg"], folder)
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "model_sha256": None}))

@@ -1,4 +1,4 @@
-"""What a run leaves behind can be read back, by what wrote it only."""
+"""Model files: written models are read back, and those of another network are refused."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import pytest
 import torch
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.params import TensorSpec, Layout
+from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.runs.model_files import read_model, save_model
 
 LAYOUT = Layout((TensorSpec("b", (3,)), TensorSpec("a", (2, 2))))
 
 
-def test_a_model_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_saved_model_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     weights = torch.randn(LAYOUT.size)
     save_model(tmp_path / "model.safetensors", LAYOUT, weights)
     assert torch.equal(read_model(tmp_path / "model.safetensors", LAYOUT), weights)
 
 
-def test_a_model_over_another_base_is_refused(tmp_path: Path) -> None:
+def test_model_of_another_base_or_damaged_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_model(file, LAYOUT, torch.zeros(LAYOUT.size))
-    with pytest.raises(ConfigError, match="the base under the adapters"):
-        read_model(file, Layout(LAYOUT.tensors, base="0" * 64))
+    with pytest.raises(ConfigError, match="the base model under the adapters"):
+        read_model(file, Layout(LAYOUT.tensors, base_model_digest="0" * 64))
     file.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_model(file, LAYOUT)

@@ -1,4 +1,4 @@
-"""A finished run's model in three lines, as safetensors and as ONNX: the same numbers."""
+"""Model of a finished run: loaded, saved and exported to ONNX with equal outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from flare_sparse import load_model
 from flare_sparse.cli import app
-from flare_sparse.cli.local import rehearse_config
+from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
 from flare_sparse.errors import ConfigError
 from flare_sparse.runs.onnx_export import export_onnx
@@ -28,11 +28,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "name: brains\nseed: 1\nmethod: {name: neurosfl, sparsity: 0.9, rounds: 2}\n"
         "task: {name: brain_age, downsample: 4}\nsimulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
     )
-    rehearse_config(load_config(file), file, folder / "run")
+    run_config_locally(load_config(file), file, folder / "run")
     return folder / "run"
 
 
-def test_the_model_is_that_of_the_record_masked_and_ready(run: Path) -> None:
+def test_loaded_model_equals_the_record_and_is_masked(run: Path) -> None:
     model = load_model(run)
     stored, mask = load_file(run / "model.safetensors"), load_file(run / "mask.safetensors")
     assert not model.training
@@ -43,7 +43,7 @@ def test_the_model_is_that_of_the_record_masked_and_ready(run: Path) -> None:
     assert all(torch.equal(t, best[n]) for n, t in load_model(run, best=True).state_dict().items())
 
 
-def test_the_onnx_file_computes_the_same(run: Path, tmp_path: Path) -> None:
+def test_onnx_file_computes_the_same_outputs(run: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["save", str(run), "--onnx", "--to", str(tmp_path / "saved")])
     assert result.exit_code == 0, result.output
     assert "model.onnx computes the same" in result.output
@@ -55,18 +55,18 @@ def test_the_onnx_file_computes_the_same(run: Path, tmp_path: Path) -> None:
 
 
 class Drifting(nn.Module):
-    """Computes something else each time, as a network that cannot be exported does."""
+    """A network with random outputs, which an exported file cannot reproduce."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * float(torch.rand(()))
 
 
-def test_a_file_that_computes_something_else_is_not_left_behind(tmp_path: Path) -> None:
+def test_onnx_file_with_other_outputs_is_deleted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="differs by"):
         export_onnx(Drifting().eval(), torch.ones(2, 3), tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_no_run_is_said(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.yaml"):
         load_model(tmp_path)

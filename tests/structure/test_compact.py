@@ -1,4 +1,4 @@
-"""Gated networks made smaller: the same function without the closed channels, the same gradients, what is refused."""
+"""Smaller copies of gated networks: the same function and gradients without the closed channels."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.models import build
-from flare_sparse.models.gates import ChannelGate, GateConfig, gated
+from flare_sparse.models import build_model
+from flare_sparse.models.gates import ChannelGate, GateConfig, add_gates
 from flare_sparse.params import Layout
 from flare_sparse.structure.compact import compact_network, remove_channels
 from flare_sparse.training.gate_sparsity import observe_gates
@@ -27,7 +27,7 @@ NETWORKS = {
 def network(name: str) -> tuple[nn.Sequential, Tensor]:
     own, layers, shape = NETWORKS[name]
     torch.manual_seed(1)
-    wrapped = gated(build(name, **own), GateConfig(layers=layers))  # type: ignore[arg-type]
+    wrapped = add_gates(build_model(name, **own), GateConfig(layers=layers))  # type: ignore[arg-type]
     return wrapped.eval(), torch.randn(16, *shape)  # type: ignore[return-value]
 
 
@@ -37,8 +37,8 @@ def gates(model: nn.Module) -> list[ChannelGate]:
 
 @torch.no_grad()
 def close(model: nn.Module, closed: list[int], weight: float = 0.0) -> dict[str, Tensor]:
-    """These channels' groups are zero; all others are open for every input, or decide by it."""
-    found = {}
+    """Set these channels' gate groups to zero; all others are open for every input, or for some with ``weight``."""
+    masks = {}
     for name, part in model.named_modules():
         if isinstance(part, ChannelGate):
             part.open.weight.normal_(0, weight) if weight else part.open.weight.zero_()
@@ -46,49 +46,49 @@ def close(model: nn.Module, closed: list[int], weight: float = 0.0) -> dict[str,
             part.hidden.weight.normal_(0, 30)  # gates that differ from example to example
             part.open.weight[closed] = 0
             part.open.bias[closed] = 0
-            found[name.removesuffix(".gate")] = torch.zeros(part.open.out_features, dtype=torch.bool)
-            found[name.removesuffix(".gate")][closed] = True
-    return found
+            masks[name.removesuffix(".gate")] = torch.zeros(part.open.out_features, dtype=torch.bool)
+            masks[name.removesuffix(".gate")][closed] = True
+    return masks
 
 
-def seen_by(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    with torch.no_grad(), observe_gates(model) as seen:
+def run_observed(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    with torch.no_grad(), observe_gates(model) as observed:
         out = model(x)
-    return {layer: torch.cat(q) for layer, q in seen.items()}, out
+    return {layer: torch.cat(q) for layer, q in observed.items()}, out
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_compact_network_is_the_same_function_without_the_closed_channels(name: str) -> None:
+def test_compact_network_is_the_same_function_without_closed_channels(name: str) -> None:
     wrapped, x = network(name)
     close(wrapped, [1, 2])
-    seen, expected = seen_by(wrapped, x)
-    small = compact_network(wrapped, seen)
+    observed, expected = run_observed(wrapped, x)
+    small = compact_network(wrapped, observed)
     assert not gates(small)  # what is left is always open
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in wrapped.parameters())
     assert torch.allclose(small(x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["image_cnn", "image_cnn6"])
-def test_a_compact_network_keeps_the_gates_that_still_decide(name: str) -> None:
+def test_compact_network_keeps_gates_that_vary_between_examples(name: str) -> None:
     wrapped, x = network(name)
     x = x * torch.linspace(-3, 3, len(x)).reshape(-1, 1, 1, 1) + torch.randn(len(x), 3, 1, 1)
     close(wrapped, [0], weight=3.0)
-    seen, expected = seen_by(wrapped, x)
-    assert any(len(q.unique(dim=0)) > 1 for q in seen.values())
-    small = compact_network(wrapped, seen)
+    observed, expected = run_observed(wrapped, x)
+    assert any(len(q.unique(dim=0)) > 1 for q in observed.values())
+    small = compact_network(wrapped, observed)
     assert gates(small)
     assert all(gate.open.out_features < 8 for gate in gates(small))
     assert torch.allclose(small(x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_without_closed_channels_output_and_gradients_stay_and_entries_keep_their_order(name: str) -> None:
+def test_removing_closed_channels_keeps_output_gradients_and_order_of_entries(name: str) -> None:
     wrapped, x = network(name)
     small, live = remove_channels(wrapped, close(wrapped, [1, 3], weight=3.0))
     assert len(gates(small)) == len(gates(wrapped))
     whole = Layout.from_module(wrapped).flatten(dict([*wrapped.named_parameters(), *wrapped.named_buffers()]))
-    left = Layout.from_module(small).flatten(dict([*small.named_parameters(), *small.named_buffers()]))
-    assert torch.equal(live.take(whole), left)
+    remaining = Layout.from_module(small).flatten(dict([*small.named_parameters(), *small.named_buffers()]))
+    assert torch.equal(live.take(whole), remaining)
     assert live.count < live.size
     assert torch.allclose(small(x), wrapped(x), atol=1e-5)
     gradients = []
@@ -99,14 +99,14 @@ def test_without_closed_channels_output_and_gradients_stay_and_entries_keep_thei
     assert torch.allclose(live.take(gradients[0]), gradients[1], atol=1e-4)
 
 
-def test_what_cannot_be_made_smaller_is_refused() -> None:
+def test_networks_that_cannot_be_made_smaller_raise() -> None:
     wrapped, _ = network("image_cnn")
-    with pytest.raises(ConfigError, match="'0' is not a gated layer; gated are: 1, 2"):
+    with pytest.raises(ConfigError, match="'0' is not a gated layer; gated layers: 1, 2"):
         compact_network(wrapped, {"0": torch.ones(1, 4)})
     with pytest.raises(ConfigError, match="every channel is closed"):
         compact_network(wrapped, {"1": torch.zeros(1, 8)})
     with pytest.raises(ConfigError, match="every channel is closed"):
         remove_channels(wrapped, {"1": torch.ones(8, dtype=torch.bool)})
-    last = gated(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()), GateConfig(layers=("0",)))
-    with pytest.raises(ConfigError, match="must be the next convolution or linear layer"):
+    last = add_gates(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()), GateConfig(layers=("0",)))
+    with pytest.raises(ConfigError, match=r"must be read by the next convolution \(groups=1\) or linear layer"):
         compact_network(last, {"0": torch.eye(4)[:2]})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Removing units: the smaller network, its vector, and the mask (ALGORITHMS 2.6, invariant 9)."""
+"""Removal of units: the smaller network, its vector and the mask (docs/algorithms.md, section 3.8)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flare_sparse.errors import SelectionError
 from flare_sparse.mask import Mask
-from flare_sparse.models import build
+from flare_sparse.models import build_model
 from flare_sparse.params import Layout
 from flare_sparse.structure import (
     build_channel_graph,
@@ -23,16 +23,16 @@ from flare_sparse.structure import (
 from flare_sparse.training.flat import FlatModel
 
 NETWORKS: dict[str, tuple[nn.Module, Tensor]] = {
-    "mlp": (build("mlp", features=10, hidden=(7, 5)), torch.randn(4, 10)),
-    "image_cnn": (build("image_cnn", image=(1, 8, 8), channels=(4, 6)), torch.randn(4, 1, 8, 8)),
-    "resnet32": (build("resnet32", image=(3, 8, 8)), torch.randn(2, 3, 8, 8)),
-    "alexnet3d": (build("alexnet3d", volume=(69, 69, 69)), torch.randn(2, 1, 69, 69, 69)),
-    "brain_age_cnn_3mm": (build("brain_age_cnn_3mm", volume=(16, 16, 16)), torch.randn(2, 1, 16, 16, 16)),
+    "mlp": (build_model("mlp", features=10, hidden=(7, 5)), torch.randn(4, 10)),
+    "image_cnn": (build_model("image_cnn", image=(1, 8, 8), channels=(4, 6)), torch.randn(4, 1, 8, 8)),
+    "resnet32": (build_model("resnet32", image=(3, 8, 8)), torch.randn(2, 3, 8, 8)),
+    "alexnet3d": (build_model("alexnet3d", volume=(69, 69, 69)), torch.randn(2, 1, 69, 69, 69)),
+    "brain_age_cnn_3mm": (build_model("brain_age_cnn_3mm", volume=(16, 16, 16)), torch.randn(2, 1, 16, 16, 16)),
 }
 
 
 def units(name: str, seed: int) -> tuple[Layout, Mask, list[Tensor]]:
-    """A random choice of units to keep, one at least in every layer."""
+    """Draw units to keep at random, at least one in every layer."""
     layout = Layout.from_module(NETWORKS[name][0])
     random = torch.Generator().manual_seed(seed)
     layers = find_removable_layers(build_channel_graph(layout))
@@ -43,7 +43,8 @@ def units(name: str, seed: int) -> tuple[Layout, Mask, list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_9_the_smaller_network_computes_what_the_masked_one_does(name: str) -> None:
+def test_smaller_network_computes_the_same_as_the_masked_one(name: str) -> None:
+    """docs/algorithms.md, section 3.11, invariant 9."""
     layout, live, _ = units(name, 1)
     network, inputs = NETWORKS[name]
     smaller = narrow_network(network, live)
@@ -58,49 +59,49 @@ def test_9_the_smaller_network_computes_what_the_masked_one_does(name: str) -> N
     masked.load(weights * live.bits)
     removed.load(live.take(weights))
     with torch.no_grad():
-        expected, found = masked.module.eval()(inputs), removed.module.eval()(inputs)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        expected, result = masked.module.eval()(inputs), removed.module.eval()(inputs)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(removed.to_vector(), live.take(weights))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_smaller_network_takes_its_weights_along(name: str) -> None:
+def test_extracted_network_has_the_weights_of_the_masked_one(name: str) -> None:
     network, inputs = NETWORKS[name]
     _, live, _ = units(name, 4)
     whole = FlatModel(narrow_network(network, Mask.full(live.size)), Layout.from_module(network))
     vector = Layout.from_module(network).flatten({**dict(network.named_parameters()), **dict(network.named_buffers())})
     whole.load(vector * live.bits)
     with torch.no_grad():
-        found = extract_network(whole.module, live).eval()(inputs)
-        torch.testing.assert_close(found, whole.module.eval()(inputs), rtol=1e-4, atol=1e-5)
+        result = extract_network(whole.module, live).eval()(inputs)
+        torch.testing.assert_close(result, whole.module.eval()(inputs), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**20))
-def test_the_mask_says_which_units_are_left(name: str, seed: int) -> None:
+def test_live_mask_and_kept_units_are_inverse(name: str, seed: int) -> None:
     layout, live, kept = units(name, seed)
-    found = get_kept_units(layout, find_removable_layers(build_channel_graph(layout)), live)
-    assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+    result = get_kept_units(layout, find_removable_layers(build_channel_graph(layout)), live)
+    assert all(torch.equal(a, b) for a, b in zip(result, kept, strict=True))
 
 
-def test_residual_streams_and_outputs_cannot_lose_units() -> None:
-    found = find_removable_layers(build_channel_graph(Layout.from_module(build("resnet32"))))
-    assert [layer.module.split(".")[1] for layer in found] == ["first"] * 15
+def test_residual_streams_and_outputs_are_not_removable() -> None:
+    result = find_removable_layers(build_channel_graph(Layout.from_module(build_model("resnet32"))))
+    assert [layer.module.split(".")[1] for layer in result] == ["first"] * 15
 
 
 @pytest.mark.parametrize(
     "norm", [nn.GroupNorm(2, 4), nn.LayerNorm([4, 6, 6]), nn.Identity()], ids=["group", "layer", "no ReLU"]
 )
-def test_units_that_others_depend_on_stay(norm: nn.Module) -> None:
+def test_layers_with_mixing_norms_or_without_relu_are_not_removable(norm: nn.Module) -> None:
     active = nn.Identity() if isinstance(norm, nn.Identity) else nn.ReLU()
     network = nn.Sequential(nn.Conv2d(1, 4, 3), norm, active, nn.Flatten(), nn.Linear(144, 1))
     assert find_removable_layers(build_channel_graph(Layout.from_module(network))) == ()
 
 
-def test_a_mask_of_single_entries_has_no_smaller_network() -> None:
+def test_mask_of_single_entries_has_no_smaller_network() -> None:
     network, _ = NETWORKS["mlp"]
-    on = torch.ones(Layout.from_module(network).size, dtype=torch.bool)
-    on[3] = False
-    with pytest.raises(SelectionError, match="removes more than whole units"):
-        narrow_network(network, Mask(on))
+    bits = torch.ones(Layout.from_module(network).size, dtype=torch.bool)
+    bits[3] = False
+    with pytest.raises(SelectionError, match="does not consist of complete units"):
+        narrow_network(network, Mask(bits))

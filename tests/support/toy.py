@@ -1,4 +1,4 @@
-"""Small tasks on random numbers, and runs of a method over three sites; any test may import it."""
+"""Small tasks on random numbers, and a test bench that runs methods on them; any test may import this module."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flare_sparse.exchange import Contribution, Patch
 from flare_sparse.federation import Outcome
 from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS
-from flare_sparse.models.adapters import AdapterConfig, adapt
-from flare_sparse.models.base import drawn
+from flare_sparse.models.adapters import AdapterConfig, add_adapters
+from flare_sparse.models.base import seed_initialization
 from flare_sparse.params import compute_digest
 from flare_sparse.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site
@@ -22,7 +22,7 @@ from flare_sparse.wire.ledger import Ledger
 
 
 class Toy(Task):
-    """Sum of three of twelve numbers, by a net with batch normalisation and dropout."""
+    """Predict the sum of three of twelve numbers by a network with batch normalization and dropout."""
 
     metric = Metric("mse", "", "min")
 
@@ -43,49 +43,60 @@ class Toy(Task):
 
 
 class Plain(Toy):
-    """The same without batch normalisation and dropout."""
+    """The same task, by a network without batch normalization and dropout."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 1))
 
 
 class Adapted(Toy):
-    """Two adapted layers of one size over a base that is drawn once; the head trains."""
+    """The same task, by two adapted layers of equal size over a random frozen base; the head trains."""
 
     def model(self) -> nn.Module:
-        with drawn(0):
+        with seed_initialization(0):
             body = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Dropout(0.2))
             network = nn.Sequential(body, nn.Linear(12, 1))
-        return adapt(network, AdapterConfig(rank=4, head="trained"))
+        return add_adapters(network, AdapterConfig(rank=4, head="trained"))
 
 
-class Bench:
-    """Makes sites and runs methods on them."""
+class ToyBench:
+    """A task with its initial model, from which a test builds sites, methods and runs.
+
+    Attributes:
+        task: task of all sites.
+        seed: seed of the initial model, the sites and the methods.
+        layout, weights: layout and initial model, ``(P,)``.
+    """
 
     def __init__(self, task: Task | None = None, seed: int = 1):
         self.task, self.seed = task or Toy(), seed
         self.layout, self.weights = build_initial_model(self.task, seed)
 
     def site(self, index: int, examples: int = 24, data: int | None = None) -> Site:
-        draw = torch.Generator().manual_seed(index if data is None else data)
-        x = torch.randn(examples + 8, 12, generator=draw)
+        """Return ``site-{index}`` with ``examples`` training and 8 test examples, drawn from the seed ``data``."""
+        generator = torch.Generator().manual_seed(index if data is None else data)
+        x = torch.randn(examples + 8, 12, generator=generator)
         y = x[:, :3].sum(1, keepdim=True)
         split = Examples(TensorDataset(x[8:], y[8:]), TensorDataset(x[:8], y[:8]))
         return Site(f"site-{index}", self.task, split, self.layout, self.seed)
 
     def sites(self, count: int = 3) -> dict[str, Site]:
+        """Return sites by name; the first has 24 training examples, each next one 8 more."""
         return {f"site-{i}": self.site(i, 16 + 8 * i) for i in range(1, count + 1)}
 
     def method(self, name: str, **settings: Any) -> Any:
+        """Return a method of the registry, by default over 3 rounds."""
         kind = METHODS[name]
         return kind(kind.Config.model_validate({"rounds": 3, **settings}), self.layout, self.seed)
 
     def run(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> tuple[Outcome, Ledger]:
+        """Return outcome and ledger of a local run."""
         return run_locally(self.method(name, **settings), self.weights, sites or self.sites(), self.task.metric)
 
     def compute_digest(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> str:
+        """Return the digest of the final model of a local run."""
         return compute_digest(self.run(name, sites, **settings)[0].weights)
 
-    def scores(self, values: torch.Tensor, on: Any, site: str, examples: int = 1) -> Any:
-
-        return Contribution(site, Patch.from_vector(values, on), "scores", examples)
+    def scores(self, values: torch.Tensor, mask: Any, site: str, examples: int = 1) -> Contribution:
+        """Return a contribution of scores at the entries of ``mask``."""
+        return Contribution(site, Patch.from_vector(values, mask), "scores", examples)

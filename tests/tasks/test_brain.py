@@ -1,4 +1,4 @@
-"""Brain tasks: from a BIDS folder to examples, targets in the right unit, bad subjects named or counted."""
+"""Brain tasks: from a BIDS data set to examples, with targets in the right unit and unusable subjects listed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def task(name: str = "brain_age", /, **settings: Any) -> Task:
     return kind(kind.Config.model_validate({**SMALL, **settings}))
 
 
-def ages_of(examples: Dataset[Any]) -> list[float]:
-    """Targets of all examples, one by one: a PyTorch data set need not be iterable."""
+def list_ages(examples: Dataset[Any]) -> list[float]:
+    """Return the targets of all examples; indexing, because a PyTorch data set need not be iterable."""
     return [examples[i][1].item() for i in range(len(examples))]  # type: ignore[arg-type]
 
 
@@ -56,7 +56,7 @@ def damaged(brains: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_examples_of_a_site(brains: Path) -> None:
+def test_loaded_examples_are_normalised_and_split(brains: Path) -> None:
     examples = task().load(SiteData("site-1", brains), seed=0)
     assert (examples.n_train, examples.n_test, examples.skipped) == (8, 2, 0)
     volume, age = examples.train[0]
@@ -66,12 +66,12 @@ def test_examples_of_a_site(brains: Path) -> None:
     assert 20 <= age.item() <= 80
 
 
-def test_a_subset_is_a_site(brains: Path) -> None:
+def test_subset_selects_a_sites_subjects(brains: Path) -> None:
     examples = task().load(SiteData("a", brains, ("sub-01001", "sub-02003", "sub-01002")), seed=0)
     assert (examples.n_train, examples.n_test) == (2, 1)
 
 
-def test_every_kind_of_bad_subject_is_listed_by_id(damaged: Path) -> None:
+def test_every_kind_of_unusable_subject_is_listed_by_id(damaged: Path) -> None:
     with pytest.raises(DataError) as caught:
         task().load(SiteData("site-1", damaged), seed=0)
     lines = str(caught.value).splitlines()
@@ -89,34 +89,34 @@ def test_every_kind_of_bad_subject_is_listed_by_id(damaged: Path) -> None:
     assert lines[-1] == "Repair or remove them, or set task.skip_bad_subjects: true."
 
 
-def test_bad_subjects_are_skipped_and_counted_when_wanted(damaged: Path) -> None:
+def test_unusable_subjects_are_skipped_and_counted_on_request(damaged: Path) -> None:
     examples = task(skip_bad_subjects=True).load(SiteData("site-1", damaged), seed=0)
     assert (examples.n_train, examples.n_test, examples.skipped) == (4, 1, 6)
 
 
-def test_a_subject_without_age_is_good_for_sex(damaged: Path) -> None:
+def test_subject_without_age_is_usable_for_sex(damaged: Path) -> None:
     examples = task("sex_classification").load(SiteData("a", damaged, ("sub-01005", "sub-02001")), seed=0)
     assert sorted(examples.train[0][1].tolist() + examples.test[0][1].tolist()) == [0.0, 0.0]
 
 
-def test_an_unknown_participant_of_a_subset(brains: Path) -> None:
+def test_unknown_participant_in_subset_is_explained(brains: Path) -> None:
     with pytest.raises(DataError, match="sub-77: unknown participant: it has no row"):
         task().load(SiteData("a", brains, ("sub-01001", "sub-77")), seed=0)
 
 
-def test_without_cache_the_same_examples_are_read_again(brains: Path) -> None:
+def test_examples_are_equal_with_and_without_cache(brains: Path) -> None:
     kept, read = (task(cache=cache).load(SiteData("a", brains), seed=3) for cache in (True, False))
     assert kept.n_train == read.n_train == 8
     for i in range(8):
         assert all(torch.equal(a, b) for a, b in zip(kept.train[i], read.train[i], strict=True))
 
 
-def test_the_split_follows_the_seed(brains: Path) -> None:
-    ages = [ages_of(task().load(SiteData("a", brains), seed).test) for seed in (0, 0, 1)]
+def test_split_depends_on_the_seed(brains: Path) -> None:
+    ages = [list_ages(task().load(SiteData("a", brains), seed).test) for seed in (0, 0, 1)]
     assert ages[0] == ages[1] != ages[2]
 
 
-def test_loss_and_prediction_of_age_are_standardised_and_in_years() -> None:
+def test_loss_of_age_is_standardised_and_predictions_are_in_years() -> None:
     config = {"age_mean": 50.0, "age_scale": 10.0}
     constant = torch.nn.Linear(1, 1)
     torch.nn.init.zeros_(constant.weight)
@@ -130,7 +130,7 @@ def test_loss_and_prediction_of_age_are_standardised_and_in_years() -> None:
 
 
 @pytest.mark.parametrize("name", ["brain_age", "sex_classification"])
-def test_a_step_of_training_lowers_the_loss(brains: Path, name: str) -> None:
+def test_training_steps_lower_the_loss(brains: Path, name: str) -> None:
     learn = task(name)
     examples = learn.load(SiteData("a", brains), seed=0)
     model = learn.model()
@@ -147,7 +147,7 @@ def test_a_step_of_training_lowers_the_loss(brains: Path, name: str) -> None:
     assert learn.metric.name in learn.evaluate(model, examples.test)
 
 
-def test_the_papers_network_at_the_papers_size() -> None:
+def test_fedsparsify_network_has_the_papers_size() -> None:
     paper = task(model={"name": "brain_age_cnn"}, shape=(91, 109, 91))
     assert sum(p.numel() for p in paper.model().parameters()) == 2_950_401
 
@@ -157,28 +157,28 @@ def test_the_papers_network_at_the_papers_size() -> None:
     [
         (
             {"model": {"name": "mlp"}},
-            "model 'mlp' reads features, this task gives volume; choose one of: brain_age_cnn",
+            "model 'mlp' takes features, but this task provides volume; choose one of: brain_age_cnn",
         ),
         ({"downsample": 17}, "less than or equal to 16"),
-        ({"shape": (2, 20, 20), "downsample": 4}, "downsample 4 leaves nothing of shape"),
+        ({"shape": (2, 20, 20), "downsample": 4}, "downsample 4 is larger than a side of shape"),
         ({"age_scale": 0}, "greater than 0"),
         ({"colour": 1}, "Extra inputs"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, object], message: str) -> None:
+def test_unusable_settings_are_explained(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         task(**settings)
 
 
-def test_a_file_that_is_no_gzip(brains: Path, tmp_path: Path) -> None:
+def test_file_that_is_not_gzip_is_explained(brains: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(brains, tmp_path / "p"))
     (path / "sub-01001" / "anat" / "sub-01001_T1w.nii.gz").write_bytes(gzip.compress(b"x"))
     with pytest.raises(DataError, match="sub-01001: corrupt file"):
         task().load(SiteData("a", path), seed=0)
 
 
-def test_the_real_brains(shared_data: Path) -> None:
-    """Two hospitals, as they are: every volume is usable and the network takes them."""
+def test_all_real_brains_are_usable(shared_data: Path) -> None:
+    """Every volume of two hospitals is usable, and the network accepts them."""
     kind = TASKS["brain_age"]
     real = kind(kind.Config())
     path = shared_data / "brain_t1"
@@ -186,6 +186,6 @@ def test_the_real_brains(shared_data: Path) -> None:
     nsk = tuple(name for name in cohort.ids if name.startswith("NSK/"))
     examples = real.load(SiteData("NSK", path, nsk), seed=0)
     assert (examples.n_train, examples.n_test, examples.skipped) == (58, 14, 0)
-    ages_in_years = ages_of(examples.train) + ages_of(examples.test)
+    ages_in_years = list_ages(examples.train) + list_ages(examples.test)
     assert (min(ages_in_years), max(ages_in_years)) == (19.0, 55.0)
     assert real.evaluate(real.model(), examples.test)["mae"] > 0

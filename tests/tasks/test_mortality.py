@@ -1,4 +1,4 @@
-"""Mortality from medications: reading, splitting by patient, weights, figures, and that real data teach something."""
+"""Mortality from medications: reading, splitting by patient, loss weights, metrics, and learning from real data."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from flare_sparse.data.admissions import Wanted, read_admissions
+from flare_sparse.data.admissions import AdmissionColumns, read_admissions
 from flare_sparse.errors import DataError
 from flare_sparse.task import SiteData, iterate_minibatches
 from flare_sparse.tasks import TASKS
-from flare_sparse.tasks.mortality import one_hot, risk_figures
+from flare_sparse.tasks.mortality import compute_risk_metrics, encode_one_hot
 
-WANTED = Wanted("died", "med", "stay", "patient", None)
+WANTED = AdmissionColumns("died", "med", "stay", "patient", None)
 
 
 def task(**settings: Any) -> Any:
@@ -36,7 +36,7 @@ def arrays(path: Path, **changed: Any) -> Path:
     return path
 
 
-def test_a_table_and_arrays_are_read_alike(tmp_path: Path) -> None:
+def test_table_and_arrays_read_the_same(tmp_path: Path) -> None:
     by_array = read_admissions(arrays(tmp_path / "stays.npz"), WANTED)
     lines = ["stay,patient,died,region,med_a,med_b,med_c"]
     with np.load(tmp_path / "stays.npz") as file:
@@ -59,21 +59,21 @@ def test_a_table_and_arrays_are_read_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"died": np.full(10, 2)}, "none of 10 stays is left"),
+        ({"died": np.full(10, 2)}, "none of 10 stays can be used"),
         ({"died": None}, "there is no 'died'"),
-        ({"died": np.array(["yes"] * 10)}, "holds text such as 'yes'"),
-        ({"stay": np.zeros(10, dtype=int)}, "stay '0' is there twice"),
+        ({"died": np.array(["yes"] * 10)}, "contains text such as 'yes'"),
+        ({"stay": np.zeros(10, dtype=int)}, "stay '0' occurs twice"),
         ({"med": np.zeros(10, dtype=np.uint8)}, r"expected \(stays, medications\)"),
         ({"med": np.full((10, 3), 0.5)}, "whole numbers from 0"),
         ({"med": np.full((10, 3), 300)}, "whole numbers from 0"),
     ],
 )
-def test_what_cannot_be_used_is_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unusable_arrays_are_explained(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read_admissions(arrays(tmp_path / "stays.npz", **changed), WANTED)
 
 
-def test_files_that_are_no_tables(tmp_path: Path) -> None:
+def test_files_without_medications_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_text("no arrays")
     (tmp_path / "a.csv").write_text("stay,patient,died\n1,1,0\n")
     with pytest.raises(DataError, match="cannot be read as arrays"):
@@ -82,7 +82,7 @@ def test_files_that_are_no_tables(tmp_path: Path) -> None:
         read_admissions(tmp_path / "a.csv", WANTED)
 
 
-def test_a_patient_is_for_training_or_for_testing(tmp_path: Path) -> None:
+def test_stays_of_a_patient_are_all_for_training_or_all_for_testing(tmp_path: Path) -> None:
     count = 300
     patients = np.arange(count) // 3
     file = arrays(
@@ -94,17 +94,19 @@ def test_a_patient_is_for_training_or_for_testing(tmp_path: Path) -> None:
         med=np.stack([patients & 127, patients >> 7, patients * 0], 1),
     )
     examples = task().load(SiteData("a", file), 5)
-    whole = task(levels=255).load(SiteData("a", file), 5)
+    with_all_levels = task(levels=255).load(SiteData("a", file), 5)
     assert (examples.n_train, examples.n_test) == (240, 60)
-    of = [{tuple(row) for row in part.tensors[0].tolist()} for part in (whole.train, whole.test)]
-    assert not of[0] & of[1]
+    train_rows, test_rows = (
+        {tuple(row) for row in part.tensors[0].tolist()} for part in (with_all_levels.train, with_all_levels.test)
+    )
+    assert not train_rows & test_rows
 
 
-def test_sites_must_share_a_vocabulary(tmp_path: Path) -> None:
+def test_other_vocabulary_or_unknown_stay_is_refused(tmp_path: Path) -> None:
     file = arrays(tmp_path / "stays.npz")
-    with pytest.raises(DataError, match=r"3 medications; task\.medications says 5"):
+    with pytest.raises(DataError, match=r"3 medications, but task\.medications is 5"):
         task(medications=5).load(SiteData("a", file), 0)
-    with pytest.raises(DataError, match="1 of 2 stays are not in it"):
+    with pytest.raises(DataError, match="1 of 2 stays are not in the file"):
         task().load(SiteData("a", file, ("100", "9")), 0)
 
 
@@ -119,30 +121,32 @@ def test_balanced_weights_are_survivors_over_deaths(tmp_path: Path) -> None:
     assert weights[~died].tolist() == [1.0] * (len(died) - deaths)
 
 
-def test_risk_figures() -> None:
+def test_risk_metrics_match_hand_computation() -> None:
     risk, died = torch.tensor([0.95, 0.65, 0.35, 0.05]), torch.tensor([1.0, 0.0, 1.0, 0.0])
-    figures = risk_figures(risk, died)
+    figures = compute_risk_metrics(risk, died)
     assert figures["auc_roc"] == pytest.approx(0.75)
     assert figures["auc_pr"] == pytest.approx((1 + 2 / 3) / 2)
     assert figures["brier"] == pytest.approx((0.05**2 + 0.65**2 + 0.65**2 + 0.05**2) / 4)
     assert figures["calibration_error"] == pytest.approx((0.05 + 0.65 + 0.65 + 0.05) / 4)
     assert figures["prevalence"] == 0.5
-    assert set(risk_figures(risk, torch.zeros(4))) == {"brier", "calibration_error", "prevalence"}
+    assert set(compute_risk_metrics(risk, torch.zeros(4))) == {"brier", "calibration_error", "prevalence"}
 
 
-def test_a_calibrated_risk_has_no_error_and_an_exaggerated_one_has_its_own() -> None:
+def test_calibration_error_is_zero_for_calibrated_risk_and_its_excess_otherwise() -> None:
     died = torch.tensor([1.0] + [0.0] * 9)
-    assert risk_figures(torch.full((10,), 0.1), died)["calibration_error"] == pytest.approx(0, abs=1e-7)
-    assert risk_figures(torch.full((10,), 0.5), died)["calibration_error"] == pytest.approx(0.4)
+    assert compute_risk_metrics(torch.full((10,), 0.1), died)["calibration_error"] == pytest.approx(0, abs=1e-7)
+    assert compute_risk_metrics(torch.full((10,), 0.5), died)["calibration_error"] == pytest.approx(0.4)
 
 
-def test_doses_are_inputs_of_their_own() -> None:
-    assert one_hot(np.array([[0, 1, 3]], dtype=np.uint8), 3).tolist() == [[0, 0, 0, 1, 0, 0, 0, 0, 1]]
+def test_each_dose_is_its_own_input() -> None:
+    assert encode_one_hot(np.array([[0, 1, 3]], dtype=np.uint8), 3).tolist() == [[0, 0, 0, 1, 0, 0, 0, 0, 1]]
 
 
-def test_medications_of_the_first_day_tell_who_dies(shared_data: Path) -> None:
+def test_first_day_medications_predict_death(shared_data: Path) -> None:
     """AUC above 0.65 on the test stays of the whole cohort (logistic regression in the data's README: 0.79)."""
-    learn = task(medications=420, codes="meds_24h", outcome="died_in_hospital", only="has_medications", test_share=0.3)
+    learn = task(
+        medications=420, codes="meds_24h", outcome="died_in_hospital", include="has_medications", test_share=0.3
+    )
     path = shared_data / "eicu_demo" / "mortality.npz"
     cohort = learn.cohort(path)
     assert set(cohort.columns["region"].tolist()) == {"Midwest", "Northeast", "South", "West", "unknown"}

@@ -1,4 +1,4 @@
-"""Tasks on tables and images: scaling, checks, and that something is learned from real data."""
+"""Tasks on tables and images: scaling, checks, and learning from real data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flare_sparse.data.tables import Table
 from flare_sparse.errors import DataError
 from flare_sparse.task import SiteData, Task, iterate_minibatches
 from flare_sparse.tasks import TASKS
-from flare_sparse.tasks.classes import binary_figures
-from flare_sparse.tasks.morphometry import scaled
+from flare_sparse.tasks.classes import compute_binary_metrics
+from flare_sparse.tasks.morphometry import scale_features
 
 
 def task(name: str, **settings: object) -> Task:
@@ -21,8 +21,8 @@ def task(name: str, **settings: object) -> Task:
     return kind(kind.Config.model_validate(settings))
 
 
-def trained(learn: Task, data: SiteData, epochs: int, batch_size: int = 16) -> dict[str, float]:
-    """Metrics on a site's own test examples after training with Adam."""
+def train_and_evaluate(learn: Task, data: SiteData, epochs: int, batch_size: int = 16) -> dict[str, float]:
+    """Train with Adam and return the metrics on the site's test examples."""
     examples = learn.load(data, seed=0)
     torch.manual_seed(0)
     model, order = learn.model(), torch.Generator().manual_seed(0)
@@ -39,22 +39,22 @@ def test_features_are_scaled_by_constants() -> None:
     columns = {"a_thickness": [2.5, 3.0], "ICV": [1.5e6, 1.7e6], "Left-Hippocampus": [1.5e3 * np.e, 0.0]}
     table = Table(Path("t"), {name: np.array(values) for name, values in columns.items()})
     expected = [[0.0, 0.0, 0.0], [1.0, 1.0, (np.log(1 / 1700) - 1) / 2]]
-    np.testing.assert_allclose(scaled(table, list(columns)), expected, atol=1e-12)
+    np.testing.assert_allclose(scale_features(table, list(columns)), expected, atol=1e-12)
 
 
 def test_age_is_learned_from_morphometry(shared_data: Path) -> None:
-    """Better than half the mean predictor's error of 10.2 years (1,078 subjects of 23 sites, pooled)."""
+    """The error is below half of the mean predictor's 10.2 years (1,078 pooled subjects of 23 sites)."""
     path = shared_data / "brain_morphometry" / "destrieux_fcon1000.csv.gz"
     learn = task("morphometry_age")
     ages = torch.cat([age for _, age in learn.load(SiteData("all", path), seed=0).test])  # type: ignore[attr-defined]
-    of_the_mean = (ages - ages.mean()).abs().mean().item()
-    assert of_the_mean > 9
-    assert trained(learn, SiteData("all", path), epochs=10)["mae"] < 0.5 * of_the_mean
+    error_of_mean = (ages - ages.mean()).abs().mean().item()
+    assert error_of_mean > 9
+    assert train_and_evaluate(learn, SiteData("all", path), epochs=10)["mae"] < 0.5 * error_of_mean
 
 
 def test_sex_is_learned_from_morphometry(shared_data: Path) -> None:
     path = shared_data / "brain_morphometry" / "desikan_abide1.csv.gz"
-    figures = trained(task("morphometry_sex", features="desikan"), SiteData("all", path), epochs=10)
+    figures = train_and_evaluate(task("morphometry_sex", features="desikan"), SiteData("all", path), epochs=10)
     assert set(figures) == {"accuracy", "f1", "auc"}
     assert figures["auc"] > 0.65
 
@@ -64,7 +64,7 @@ def table(path: Path, rows: list[str]) -> Path:
     return path
 
 
-def test_named_columns_and_bad_rows(tmp_path: Path) -> None:
+def test_named_columns_are_used_and_unusable_rows_listed(tmp_path: Path) -> None:
     file = table(tmp_path / "t.csv", ["s1,30,1,2.5,3.0", "s2,40,0,,2.5", "s3,,1,2.5,2.5", "s4,50,0,2.0,2.5"])
     named = {"features": ("a_thickness", "b_thickness")}
     with pytest.raises(DataError) as caught:
@@ -76,25 +76,30 @@ def test_named_columns_and_bad_rows(tmp_path: Path) -> None:
     ]
     examples = task("morphometry_age", **named, skip_bad_subjects=True).load(SiteData("a", file), seed=0)
     assert (examples.n_train, examples.n_test, examples.skipped) == (1, 1, 2)
-    rows = {age.item(): x.tolist() for part in (examples.train, examples.test) for x, age in part}  # type: ignore[attr-defined]
+    pairs = [pair for part in (examples.train, examples.test) for pair in part]  # type: ignore[attr-defined]
+    rows = {age.item(): x.tolist() for x, age in pairs}
     assert rows == {30.0: [1.0, 0.0], 50.0: [0.0, -1.0]}
 
 
-def test_a_table_of_another_atlas_is_refused(tmp_path: Path) -> None:
+def test_table_of_another_atlas_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="its 2 numeric columns are not the 193 of atlas 'destrieux'"):
         task("morphometry_age").load(SiteData("a", table(tmp_path / "t.csv", ["s1,30,1,2.5,3.0"])), seed=0)
 
 
-def test_pneumonia_is_learned(shared_data: Path) -> None:
+def test_pneumonia_is_learned_from_xrays(shared_data: Path) -> None:
     path = shared_data / "pneumoniamnist" / "pneumoniamnist.npz"
-    figures = trained(task("image_classification", per_split=500), SiteData("all", path), epochs=2, batch_size=32)
+    figures = train_and_evaluate(
+        task("image_classification", images_per_split=500), SiteData("all", path), epochs=2, batch_size=32
+    )
     assert figures["auc"] > 0.85
     assert set(figures) == {"accuracy", "f1", "auc"}
 
 
-def test_digits_are_learned(shared_data: Path) -> None:
+def test_digits_are_learned_from_mnist(shared_data: Path) -> None:
     path = shared_data / "mnist" / "mnist_small.npz"
-    figures = trained(task("image_classification", classes=10, per_split=800), SiteData("all", path), epochs=2)
+    figures = train_and_evaluate(
+        task("image_classification", classes=10, images_per_split=800), SiteData("all", path), epochs=2
+    )
     assert list(figures) == ["accuracy"]
     assert figures["accuracy"] > 0.3
 
@@ -112,17 +117,17 @@ def test_resnet_takes_colour_images(shared_data: Path) -> None:
     ("settings", "message"),
     [
         ({"image": (1, 32, 32)}, "images are (4, 3, 1) (height, width, channels); expected (32, 32, 1)"),
-        ({"image": (1, 4, 3), "classes": 4}, "labels go from 0 to 4; expected 0 to 3"),
+        ({"image": (1, 4, 3), "classes": 4}, "labels range from 0 to 4; expected 0 to 3"),
     ],
 )
-def test_images_that_do_not_fit(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+def test_images_that_contradict_settings_are_refused(tmp_path: Path, settings: dict[str, object], message: str) -> None:
     np.savez(tmp_path / "a.npz", train_images=np.zeros((5, 4, 3), np.uint8), train_labels=np.arange(5))
     with pytest.raises(DataError) as caught:
         task("image_classification", **settings).load(SiteData("a", tmp_path / "a.npz"), seed=0)
     assert message in str(caught.value)
 
 
-def test_pixels_become_minus_one_to_one() -> None:
+def test_pixels_are_scaled_to_minus_one_to_one() -> None:
     learn = task("image_classification")
     seen: list[torch.Tensor] = []
 
@@ -136,16 +141,16 @@ def test_pixels_become_minus_one_to_one() -> None:
     assert seen[0].flatten().tolist() == [-1.0, 1.0]
 
 
-def test_binary_figures_by_hand() -> None:
+def test_binary_metrics_match_hand_computation() -> None:
     """One true positive, one false positive, one false negative, one true negative; 3 of 4 pairs in order."""
-    figures = binary_figures(torch.tensor([0.9, 0.6, 0.4, 0.1]), torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    figures = compute_binary_metrics(torch.tensor([0.9, 0.6, 0.4, 0.1]), torch.tensor([1.0, 0.0, 1.0, 0.0]))
     assert figures == {"accuracy": 0.5, "f1": 0.5, "auc": 0.75}
 
 
-def test_figures_that_one_class_cannot_give_are_left_out() -> None:
-    assert binary_figures(torch.tensor([0.1, 0.2]), torch.zeros(2)) == {"accuracy": 1.0}
-    assert binary_figures(torch.tensor([0.9, 0.2]), torch.zeros(2)) == {"accuracy": 0.5, "f1": 0.0}
-    assert binary_figures(torch.tensor([0.9]), torch.ones(1)) == {"accuracy": 1.0, "f1": 1.0}
+def test_metrics_undefined_for_one_class_are_omitted() -> None:
+    assert compute_binary_metrics(torch.tensor([0.1, 0.2]), torch.zeros(2)) == {"accuracy": 1.0}
+    assert compute_binary_metrics(torch.tensor([0.9, 0.2]), torch.zeros(2)) == {"accuracy": 0.5, "f1": 0.0}
+    assert compute_binary_metrics(torch.tensor([0.9]), torch.ones(1)) == {"accuracy": 1.0, "f1": 1.0}
 
 
 def test_every_task_works_with_its_defaults() -> None:

@@ -1,4 +1,4 @@
-"""Intents of BANKING77 with the real pre-trained encoder, offline."""
+"""Text classification on BANKING77 with the real pre-trained encoder, offline."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def queries(tmp_path: Path) -> Path:
     return file
 
 
-def test_minilm_has_36_adapted_modules_and_starts_as_it_is(models_folder: Path) -> None:
+def test_adapted_minilm_starts_as_its_base_model(models_folder: Path) -> None:
     made = task()
     model = made.model().eval()
     layout = Layout.from_module(model)
     slots = Slots(layout)
-    assert (slots.modules, slots.rank, slots.rest.count) == (36, 16, 0)
+    assert (slots.num_modules, slots.rank, slots.other_entries.count) == (36, 16, 0)
     assert layout.size == 16 * 6 * (4 * 768 + 2 * 1920)  # four 384 x 384, two between 384 and 1536, in six layers
     batch = [torch.tensor([[101, 2026, 4003, 102]]), torch.ones(1, 4, dtype=torch.int64)]
     with torch.no_grad():
-        assert torch.equal(model(*batch), made.base().eval()(*batch))
+        assert torch.equal(model(*batch), made.build_base().eval()(*batch))
 
 
-def test_a_text_means_the_same_in_any_company(models_folder: Path, queries: Path) -> None:
-    """Padding is neither attended to nor in the mean."""
+def test_prediction_of_a_text_is_independent_of_its_batch(models_folder: Path, queries: Path) -> None:
+    """Padding takes no part in attention or in the mean over tokens."""
     made = task(classes=2)
-    model = made.base().eval()
+    model = made.build_base().eval()
     train = made.load(SiteData("site-1", queries), 1).train
     rows = [train[i] for i in range(4)]
     batch = [torch.stack(parts) for parts in zip(*rows, strict=True)]
@@ -57,7 +57,7 @@ def test_a_text_means_the_same_in_any_company(models_folder: Path, queries: Path
     assert len(lengths) > 1
 
 
-def test_a_site_reads_its_rows_and_the_split_depends_on_the_seed_only(models_folder: Path, queries: Path) -> None:
+def test_site_reads_only_its_rows(models_folder: Path, queries: Path) -> None:
     made = task(classes=2)
     examples = made.load(SiteData("site-1", queries, tuple(map(str, range(10)))), 1)
     assert (examples.n_train, examples.n_test) == (8, 2)
@@ -65,7 +65,7 @@ def test_a_site_reads_its_rows_and_the_split_depends_on_the_seed_only(models_fol
     assert task(classes=2, every=5).cohort(queries).ids == ("0", "5", "10", "15")
 
 
-def test_banking77_is_read_as_it_is(models_folder: Path, shared_data: Path) -> None:
+def test_banking77_is_loaded_and_evaluated(models_folder: Path, shared_data: Path) -> None:
     made = task(every=100)
     file = shared_data / "banking77" / "banking77.csv.gz"
     cohort = made.cohort(file)
@@ -76,7 +76,7 @@ def test_banking77_is_read_as_it_is(models_folder: Path, shared_data: Path) -> N
     assert figures.keys() == {"accuracy", "cross_entropy"}
 
 
-def test_what_is_wrong_is_said(models_folder: Path, queries: Path) -> None:
+def test_unusable_settings_and_rows_are_explained(models_folder: Path, queries: Path) -> None:
     with pytest.raises(DataError, match=r"class 2; expected 0 to 1\. Set task\.classes"):
         TextClassification({"base": BASE, "classes": 2}).load(SiteData("s", _with_class(queries, 2)), 1)
     with pytest.raises(DataError, match="no row '20'"):
@@ -96,7 +96,7 @@ def _with_class(file: Path, label: int) -> Path:
     return other
 
 
-def test_the_adapter_of_an_encoder_opens_with_peft(models_folder: Path, tmp_path: Path) -> None:
+def test_saved_adapter_is_loaded_by_peft(models_folder: Path, tmp_path: Path) -> None:
     made = task(adapter={"rank": 2, "head": "trained"})
     model = made.model().eval()
     draw = torch.Generator().manual_seed(1)
@@ -105,7 +105,7 @@ def test_the_adapter_of_an_encoder_opens_with_peft(models_folder: Path, tmp_path
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
     made.save(model, tmp_path / "adapter")
-    opened = PeftModel.from_pretrained(made.base(), str(tmp_path / "adapter")).eval()
+    opened = PeftModel.from_pretrained(made.build_base(), str(tmp_path / "adapter")).eval()
     batch = [torch.tensor([[101, 2026, 4003, 102]]), torch.ones(1, 4, dtype=torch.int64)]
     with torch.no_grad():
         assert torch.equal(opened(*batch), model(*batch))

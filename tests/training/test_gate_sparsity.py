@@ -1,4 +1,4 @@
-"""What a site says of its network's gates."""
+"""Channel sparsity in a site's evaluation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Gating(Task):
         return {"mse": float(predictions.square().mean())}
 
 
-def test_a_judgement_says_which_share_of_the_gates_is_closed() -> None:
+def test_evaluation_reports_the_share_of_closed_gates() -> None:
     task = Gating()
     layout = Layout.from_module(task.model())
     x = torch.tensor([[1.0, -1.0], [2.0, 3.0], [-1.0, -1.0]])

@@ -1,4 +1,4 @@
-"""Frozen entries stay bit for bit, whatever the optimiser does (C5, C7)."""
+"""The training loop: frozen entries keep their bits with every optimiser (docs/algorithms.md, section 1.8)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["sgd", "momentum", "adam", "adamw", "clip"])
-def test_frozen_entries_keep_their_value_after_every_step(settings: dict[str, Any]) -> None:
+def test_frozen_entries_keep_their_bits_after_every_step(settings: dict[str, Any]) -> None:
     local, start = site()
     trainable = Mask(torch.rand(start.numel()) < 0.5)
     for steps in range(1, 5):
@@ -65,17 +65,17 @@ def test_frozen_entries_keep_their_value_after_every_step(settings: dict[str, An
         assert moved[trainable.bits[: local.layout.trainable_size]].any()
 
 
-def test_running_statistics_travel_when_they_are_trainable() -> None:
+def test_running_statistics_change_only_if_trainable() -> None:
     local, start = site()
-    everything, size = Mask.full(start.numel()), local.layout.trainable_size
-    trained = local.train(start, everything, TrainingConfig(), 1)
+    full, size = Mask.full(start.numel()), local.layout.trainable_size
+    trained = local.train(start, full, TrainingConfig(), 1)
     assert not torch.equal(trained[size:], start[size:])
     parameters = Mask(torch.arange(start.numel()) < size)
     assert torch.equal(local.train(start, parameters, TrainingConfig(), 1)[size:], start[size:])
 
 
-def test_nothing_is_left_over_from_one_round_to_the_next() -> None:
-    """C7: the same round twice gives the same bits, however much was trained in between."""
+def test_rounds_share_no_optimizer_state() -> None:
+    """The same round twice gives the same bits, whatever was trained in between (docs/algorithms.md, section 1.8)."""
     local, start = site()
     config = TrainingConfig(optimizer="sgd", lr=0.1, momentum=0.9)
     first = local.train(start, Mask.full(start.numel()), config, 2)
@@ -83,18 +83,20 @@ def test_nothing_is_left_over_from_one_round_to_the_next() -> None:
     assert torch.equal(local.train(start, Mask.full(start.numel()), config, 2), first)
 
 
-def test_a_pull_keeps_the_weights_near_the_start() -> None:
+def test_proximal_term_keeps_weights_near_the_start() -> None:
     local, start = site()
     config = TrainingConfig(optimizer="sgd", lr=0.01, epochs=5)
     size = local.layout.trainable_size
     far, near = (
-        torch.linalg.vector_norm((local.train(start, Mask.full(start.numel()), config, 1, pull=p) - start)[:size])
+        torch.linalg.vector_norm(
+            (local.train(start, Mask.full(start.numel()), config, 1, proximal_strength=p) - start)[:size]
+        )
         for p in (0.0, 20.0)
     )
     assert near < 0.5 * far
 
 
-def test_gradients_leave_running_statistics_alone() -> None:
+def test_computing_gradients_keeps_running_statistics() -> None:
     local, start = site()
     first, second = (list(local.compute_gradients(start, 8, 3, 0)) for _ in range(2))
     assert len(first) == 3
@@ -102,48 +104,48 @@ def test_gradients_leave_running_statistics_alone() -> None:
     assert not first[0][local.layout.trainable_size :].any()
 
 
-def test_a_loss_that_is_not_a_number_stops_training() -> None:
+def test_loss_that_is_not_finite_stops_training() -> None:
     local, start = site()
     start[:4] = 1e38
     with pytest.raises(TrainingDiverged, match=r"lower training\.lr"):
         local.train(start, Mask.full(start.numel()), TrainingConfig(optimizer="sgd", lr=1.0), 1)
 
 
-def test_the_learning_rate_decays_by_round() -> None:
+def test_learning_rate_decays_by_round() -> None:
     assert TrainingConfig(lr=0.1, lr_decay=0.5).compute_learning_rate(3) == pytest.approx(0.025)
 
 
 class Adapted(Normed):
-    """The body is frozen; a counter and a table of integers are part of it."""
+    """A network whose frozen body contains a counter and a table of integers."""
 
     def model(self) -> nn.Module:
         body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
         body.requires_grad_(requires_grad=False)
-        body.register_buffer("places", torch.arange(3))
+        body.register_buffer("positions", torch.arange(3))
         return nn.Sequential(body, nn.Linear(6, 1))
 
 
-def test_a_frozen_base_stays_as_it_is_statistics_and_integers_included() -> None:
+def test_frozen_base_model_keeps_its_weights_statistics_and_integers() -> None:
     task = Adapted()
     module = task.model()
     layout = Layout.from_module(module)
     draw = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(16, 4, generator=draw), torch.zeros(16, 1))
-    here = Site("site-1", task, Examples(data, data), layout, 1)
-    before = {name: value.clone() for name, value in here._model.module.state_dict().items() if name.startswith("0.")}
+    local = Site("site-1", task, Examples(data, data), layout, 1)
+    before = {name: value.clone() for name, value in local._model.module.state_dict().items() if name.startswith("0.")}
     start = torch.ones(layout.size)
-    trained = here.train(start, Mask.full(layout.size), TrainingConfig(lr=0.1), 1)
-    next(here.compute_gradients(start, 4, 1, 1))
-    after = here._model.module.state_dict()
+    trained = local.train(start, Mask.full(layout.size), TrainingConfig(lr=0.1), 1)
+    next(local.compute_gradients(start, 4, 1, 1))
+    after = local._model.module.state_dict()
     assert layout.size == 7
     assert not torch.equal(trained, start)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_a_trial_stream_has_its_own_order_and_leaves_the_main_one() -> None:
-    here, start = site()
-    everything = Mask.full(start.numel())
+def test_trial_stream_has_its_own_order_and_keeps_the_main_one() -> None:
+    local, start = site()
+    full = Mask.full(start.numel())
     config = TrainingConfig(lr=0.1, batch_size=2)
-    main, trial = here.train(start, everything, config, 1), here.train(start, everything, config, 1, stream="trial")
+    main, trial = local.train(start, full, config, 1), local.train(start, full, config, 1, stream="trial")
     assert not torch.equal(main, trial)
-    assert torch.equal(main, here.train(start, everything, config, 1))
+    assert torch.equal(main, local.train(start, full, config, 1))

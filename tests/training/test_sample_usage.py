@@ -1,4 +1,4 @@
-"""What stands behind an answer is counted where it is read: distinct examples, minibatches, and nothing read in vain."""
+"""Count of the training examples and minibatches that an update was computed from."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ def data(count: int) -> TensorDataset:
 
 
 def sites() -> list[Any]:
-    """One with 20 training examples, and one that says what it would read of so many."""
+    """Return a site with 20 training examples, and a dry site that counts as if it had as many."""
     return [Site("site-1", Sum(), Examples(data(20), data(4)), LAYOUT, 1), DrySite("site-1", LAYOUT, examples=20)]
 
 
 @pytest.mark.parametrize("site", sites(), ids=["real", "dry"])
-def test_what_was_read_is_counted_until_the_next_answer(site: Any) -> None:
+def test_usage_is_counted_until_it_is_reset(site: Any) -> None:
     config = TrainingConfig(batch_size=8, epochs=2)
 
-    def after(read: Any) -> SampleUsage:
+    def usage_after(read: Any) -> SampleUsage:
         site.reset_usage()
         read()
-        used: SampleUsage = site.usage
-        return used
+        usage: SampleUsage = site.usage
+        return usage
 
-    assert after(lambda: None) == SampleUsage(0, 0)
-    assert after(lambda: list(site.compute_gradients(WEIGHTS, 1, 1, 1))) == SampleUsage(1, 1)
-    assert after(lambda: list(site.compute_gradients(WEIGHTS, 8, 2, 1))) == SampleUsage(16, 2)
-    assert after(lambda: list(site.compute_gradients(WEIGHTS, 8, None, 1))) == SampleUsage(20, 3)
-    assert after(lambda: site.train(WEIGHTS, FULL, config, 1)) == SampleUsage(20, 6)
-    assert after(lambda: site.train(WEIGHTS, FULL, config, 1, steps=2)) == SampleUsage(16, 2)
-    assert after(lambda: site.step_in_stages(WEIGHTS, [FULL], config)) == SampleUsage(8, 1)
-    assert after(lambda: site.observe_units(WEIGHTS, [], lambda *seen: None)) == SampleUsage(20, 2)
-    assert after(lambda: site.evaluate(WEIGHTS)) == SampleUsage(0, 0)
+    assert usage_after(lambda: None) == SampleUsage(0, 0)
+    assert usage_after(lambda: list(site.compute_gradients(WEIGHTS, 1, 1, 1))) == SampleUsage(1, 1)
+    assert usage_after(lambda: list(site.compute_gradients(WEIGHTS, 8, 2, 1))) == SampleUsage(16, 2)
+    assert usage_after(lambda: list(site.compute_gradients(WEIGHTS, 8, None, 1))) == SampleUsage(20, 3)
+    assert usage_after(lambda: site.train(WEIGHTS, FULL, config, 1)) == SampleUsage(20, 6)
+    assert usage_after(lambda: site.train(WEIGHTS, FULL, config, 1, steps=2)) == SampleUsage(16, 2)
+    assert usage_after(lambda: site.step_in_stages(WEIGHTS, [FULL], config)) == SampleUsage(8, 1)
+    assert usage_after(lambda: site.observe_units(WEIGHTS, [], lambda *seen: None)) == SampleUsage(20, 2)
+    assert usage_after(lambda: site.evaluate(WEIGHTS)) == SampleUsage(0, 0)
 
 
-def test_an_example_that_is_read_again_counts_once_and_a_smaller_network_counts_for_the_site() -> None:
+def test_repeated_examples_count_once_and_smaller_networks_count_for_the_site() -> None:
     site = sites()[0]
-    site._with(nn.Linear(6, 1)).train(WEIGHTS, FULL, TrainingConfig(batch_size=8), 1, steps=7)
+    site._replace_network(nn.Linear(6, 1)).train(WEIGHTS, FULL, TrainingConfig(batch_size=8), 1, steps=7)
     assert site.usage == SampleUsage(20, 7)
 
 
 class AtOnce(Dataset[Any]):
-    """Reads a minibatch at once."""
+    """A dataset that reads a minibatch at once."""
 
     def __len__(self) -> int:
         return 5
@@ -79,7 +79,7 @@ class AtOnce(Dataset[Any]):
         return [10 * index for index in indices]
 
 
-def test_examples_are_read_as_without_the_count() -> None:
+def test_counting_does_not_change_how_examples_are_read() -> None:
     def order(examples: Any) -> list[list[int]]:
         return [batch.tolist() for batch in iterate_minibatches(examples, 2, torch.Generator().manual_seed(3))]
 

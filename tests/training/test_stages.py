@@ -1,4 +1,4 @@
-"""Steps in stages: the same bits as one pass for each stage, with what did not change computed once."""
+"""Steps in stages equal one step per stage, with unchanged layers computed once (docs/algorithms.md, section 6.6)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Deep(Task):
         return {"mse": float(predictions.square().mean())}
 
 
-def opened(task: Task) -> tuple[Site, torch.Tensor]:
+def build_site(task: Task) -> tuple[Site, torch.Tensor]:
     module = task.model()
     layout = Layout.from_module(module)
     x = torch.randn(10, 4)
@@ -59,12 +59,12 @@ def step(batch_size: int = 100, clip_norm: float | None = None) -> TrainingConfi
     return TrainingConfig(optimizer="sgd", lr=0.1, batch_size=batch_size, clip_norm=clip_norm)
 
 
-def below(site: Site, *prefixes: str) -> Mask:
-    return Mask.from_tensors(site.layout, lambda entry: entry.name.startswith(prefixes) and entry.role != "buffer")
+def select_prefixes(site: Site, *prefixes: str) -> Mask:
+    return Mask.from_tensors(site.layout, lambda spec: spec.name.startswith(prefixes) and spec.role != "buffer")
 
 
-def slowly(site: Site, start: torch.Tensor, stages: list[Mask], rate: float) -> torch.Tensor:
-    """One full gradient after another."""
+def step_one_by_one(site: Site, start: torch.Tensor, stages: list[Mask], rate: float) -> torch.Tensor:
+    """Take one step per stage with the full gradient."""
     for stage in stages:
         gradient = next(site.compute_gradients(start, 100, 1, 0))
         start = torch.where(stage.bits, start - rate * gradient, start)
@@ -73,48 +73,48 @@ def slowly(site: Site, start: torch.Tensor, stages: list[Mask], rate: float) -> 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("stages", [("5.",), ("5.", "0.", "6."), ("0.", "5."), ("2.", "2.")])
-def test_stages_are_steps_one_after_another(norm: bool, stages: tuple[str, ...]) -> None:
-    site, start = opened(Deep(norm))
-    masks = [below(site, prefix) for prefix in stages]
-    found = site.step_in_stages(start, masks, step(100))
-    assert torch.allclose(found, slowly(site, start, masks, 0.1), atol=1e-6)
+def test_stages_equal_successive_steps(norm: bool, stages: tuple[str, ...]) -> None:
+    site, start = build_site(Deep(norm))
+    masks = [select_prefixes(site, prefix) for prefix in stages]
+    stepped = site.step_in_stages(start, masks, step(100))
+    assert torch.allclose(stepped, step_one_by_one(site, start, masks, 0.1), atol=1e-6)
     untouched = ~torch.stack([mask.bits for mask in masks]).any(0)
-    assert torch.equal(found[untouched], start[untouched])
+    assert torch.equal(stepped[untouched], start[untouched])
 
 
-def test_part_of_a_tensor_may_change() -> None:
-    site, start = opened(Deep())
-    some = Mask(torch.rand(start.numel()) < 0.5)
-    found = site.step_in_stages(start, [some], step(100))
-    assert torch.allclose(found, slowly(site, start, [some], 0.1), atol=1e-6)
-    assert torch.equal(found[~some.bits], start[~some.bits])
+def test_stage_may_change_part_of_a_tensor() -> None:
+    site, start = build_site(Deep())
+    part_of_entries = Mask(torch.rand(start.numel()) < 0.5)
+    stepped = site.step_in_stages(start, [part_of_entries], step(100))
+    assert torch.allclose(stepped, step_one_by_one(site, start, [part_of_entries], 0.1), atol=1e-6)
+    assert torch.equal(stepped[~part_of_entries.bits], start[~part_of_entries.bits])
 
 
 @pytest.mark.parametrize(
     ("norm", "passes"), [(False, {"0": 1, "2": 1, "5": 2, "6": 2}), (True, dict.fromkeys("0256", 2))]
 )
-def test_what_ran_before_the_first_change_runs_once(norm: bool, passes: dict[str, int]) -> None:
-    """With running statistics every pass counts, so everything runs again."""
-    site, start = opened(Deep(norm))
-    ran: Counter[str] = Counter()
+def test_modules_before_the_first_change_run_once(norm: bool, passes: dict[str, int]) -> None:
+    """With running statistics every pass updates them, so every module runs again."""
+    site, start = build_site(Deep(norm))
+    calls: Counter[str] = Counter()
     original = nn.Linear.forward
     names = {id(part): name for name, part in site._model.module.named_modules()}
 
     def counted(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        ran[names[id(self)]] += 1
+        calls[names[id(self)]] += 1
         return original(self, x)
 
     nn.Linear.forward = counted  # type: ignore[method-assign]
     try:
-        site.step_in_stages(start, [below(site, "5."), below(site, "0.", "2.")], step(100))
+        site.step_in_stages(start, [select_prefixes(site, "5."), select_prefixes(site, "0.", "2.")], step(100))
     finally:
         nn.Linear.forward = original  # type: ignore[method-assign]
-    assert dict(ran) == passes
+    assert dict(calls) == passes
     assert all("forward" not in vars(part) for part in site._model.module.modules())
 
 
 class Shift(nn.Module):
-    """A parameter beside a child: no leaf."""
+    """A module with a parameter and a child, which is not a leaf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Shift(nn.Module):
         return self.inner(x + self.shift)
 
 
-def test_a_change_outside_the_leaves_drops_everything() -> None:
+def test_change_outside_the_leaf_modules_invalidates_everything() -> None:
     network = nn.Sequential(nn.Linear(3, 3), Shift())
     tape, x = Tape(network), torch.randn(2, 3)
     with tape.replay():
@@ -133,25 +133,25 @@ def test_a_change_outside_the_leaves_drops_everything() -> None:
     with torch.no_grad():
         network[1].shift.add_(1)
     with tape.replay():
-        again = network(x)
-    assert torch.equal(again, network(x))
+        replayed = network(x)
+    assert torch.equal(replayed, network(x))
 
 
-def test_a_loss_that_is_no_number_is_an_error() -> None:
-    site, start = opened(Deep())
+def test_infinite_loss_of_a_stage_raises() -> None:
+    site, start = build_site(Deep())
     with pytest.raises(TrainingDiverged, match="stage 1"):
         site.step_in_stages(start * float("inf"), [Mask.full(start.numel())], step(100))
 
 
-def test_the_same_seed_takes_the_same_examples() -> None:
-    site, start = opened(Deep())
+def test_same_seed_draws_the_same_batch() -> None:
+    site, start = build_site(Deep())
     first, second = (site.step_in_stages(start, [Mask.full(start.numel())], step(3)) for _ in range(2))
     assert torch.equal(first, second)
 
 
-def test_a_stage_is_no_longer_than_the_clipped_gradient() -> None:
-    site, start = opened(Deep())
-    mask = below(site, "5.")
+def test_step_of_a_stage_is_clipped() -> None:
+    site, start = build_site(Deep())
+    mask = select_prefixes(site, "5.")
     moved = site.step_in_stages(start, [mask], step(clip_norm=0.01)) - start
     assert float(moved.norm()) == pytest.approx(0.1 * 0.01, rel=1e-4)
     free = site.step_in_stages(start, [mask], step(clip_norm=1e6))

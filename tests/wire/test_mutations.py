@@ -1,4 +1,4 @@
-"""At least 100,000 damaged and forged messages on every run: each is refused with a code, or harmless."""
+"""At least 100,000 damaged and forged messages: each one is refused with a code or decodes to a valid patch."""
 
 from __future__ import annotations
 
@@ -15,69 +15,67 @@ from flare_sparse.errors import WireError
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout, TensorSpec
-from flare_sparse.wire import envelope
 from flare_sparse.wire.codec import decode, encode
-from flare_sparse.wire.envelope import HEADER_BYTES
+from flare_sparse.wire.envelope import HEADER_BYTES, write_checksums
 from flare_sparse.wire.plan import Plan
 
 LAYOUT = Layout(
     (TensorSpec("conv", (8, 4, 3, 3), "weight"), TensorSpec("fc", (10, 20), "weight"), TensorSpec("b", (8,), "bias"))
 )
 SIZE = LAYOUT.size
-DRAW = torch.Generator().manual_seed(5)
-KNOWN = Mask(torch.rand(SIZE, generator=DRAW) < 0.7)
-ON = Mask(torch.rand(SIZE, generator=DRAW) < 0.4)
-PLAN = Plan(LAYOUT, "0123456789abcdef", base_mask=KNOWN, base_sequence=4, sequence=7, round=3, kind="train")
-VECTOR = torch.randn(SIZE, generator=DRAW)
+GENERATOR = torch.Generator().manual_seed(5)
+BASE_MASK = Mask(torch.rand(SIZE, generator=GENERATOR) < 0.7)
+MASK = Mask(torch.rand(SIZE, generator=GENERATOR) < 0.4)
+PLAN = Plan(LAYOUT, "0123456789abcdef", base_mask=BASE_MASK, base_sequence=4, sequence=7, round=3, kind="train")
+VECTOR = torch.randn(SIZE, generator=GENERATOR)
 
 
-def messages() -> dict[str, np.ndarray]:
-    """One answer with a selection of its own, one over a known mask, one question with both sections."""
+def build_messages() -> dict[str, np.ndarray]:
+    """Return an update with its own selection, an update within the base mask, and a request with both sections."""
     return {
-        "bitmap": encode(Patch.from_vector(VECTOR, ON), replace(PLAN, base_mask=None)).data,
-        "shrink": encode(Patch.from_vector(VECTOR, ON & KNOWN), PLAN).data,
-        "question": encode(
-            Patch.from_vector(VECTOR, Mask.full(SIZE), "previous"), PLAN, trainable=ON, values="bfloat16"
+        "bitmap": encode(Patch.from_vector(VECTOR, MASK), replace(PLAN, base_mask=None)).data,
+        "shrink": encode(Patch.from_vector(VECTOR, MASK & BASE_MASK), PLAN).data,
+        "request": encode(
+            Patch.from_vector(VECTOR, Mask.full(SIZE), "previous"), PLAN, trainable=MASK, values="bfloat16"
         ).data,
     }
 
 
-# A header's fields by offset and width, docs/wire-format.md; the checksums come after them.
+# Offset and width of the header fields before the checksums (docs/wire-format.md).
 FIELDS = [(0, 4), (4, 2), *((at, 1) for at in range(6, 12)), (12, 4), (16, 8), (24, 8), (32, 16), (48, 8), (56, 16)]
 FIELDS += [(72, 16), (88, 8), (96, 8), (104, 8)]
 
 
-def resealed(data: np.ndarray) -> np.ndarray:
-    """With checksums that hold, where the lengths leave room for them: what a forger would send."""
+def fix_checksums(data: np.ndarray) -> np.ndarray:
+    """Write valid checksums, as a forger would, if the section lengths fit the message."""
     if data.size < HEADER_BYTES:
         return data
     sections = sum(int(n) for n in np.frombuffer(data[96:112].tobytes(), "<u8"))
     start = -(-(HEADER_BYTES + sections) // 8) * 8
     if start <= data.size and not (data.size - start) % 8:
-        checks = envelope._CHECKS.pack(*envelope._checksums(data, start))
-        data[112:HEADER_BYTES] = np.frombuffer(checks, np.uint8)
+        write_checksums(data, start)
     return data
 
 
-def flips(data: np.ndarray) -> Iterator[np.ndarray]:
+def flip_each_bit(data: np.ndarray) -> Iterator[np.ndarray]:
     for bit in range(8 * data.size):
         damaged = data.copy()
         damaged[bit // 8] ^= 1 << bit % 8
         yield damaged
 
 
-def splices(data: np.ndarray, others: list[np.ndarray], draw: random.Random, count: int) -> Iterator[np.ndarray]:
-    """The beginning of one message and the end of another, or a piece of one inside another."""
+def splice(data: np.ndarray, others: list[np.ndarray], rng: random.Random, count: int) -> Iterator[np.ndarray]:
+    """Yield the start of one message followed by a piece of another, half of them followed by the rest of the first."""
     for _ in range(count):
-        other = draw.choice(others)
-        cut, stop = draw.randrange(data.size), draw.randrange(other.size)
-        piece = other[stop : stop + draw.choice([1, 4, 8, 64, other.size])]
-        rest = data[cut + piece.size * draw.randint(0, 1) :] if draw.random() < 0.5 else data[:0]
+        other = rng.choice(others)
+        cut, stop = rng.randrange(data.size), rng.randrange(other.size)
+        piece = other[stop : stop + rng.choice([1, 4, 8, 64, other.size])]
+        rest = data[cut + piece.size * rng.randint(0, 1) :] if rng.random() < 0.5 else data[:0]
         yield np.concatenate([data[:cut], piece, rest])
 
 
-def swaps(data: np.ndarray, other: np.ndarray) -> Iterator[np.ndarray]:
-    """Header fields of another message, one and two at a time, and two fields of equal width in each other's place."""
+def swap_fields(data: np.ndarray, other: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield messages with one or two header fields of another message, or with two fields of equal width swapped."""
     for chosen in [*combinations(FIELDS, 1), *combinations(FIELDS, 2)]:
         mixed = data.copy()
         for at, width in chosen:
@@ -91,41 +89,41 @@ def swaps(data: np.ndarray, other: np.ndarray) -> Iterator[np.ndarray]:
             yield crossed
 
 
-def verdict(data: np.ndarray) -> str:
-    """The code that a message is refused with, or "harmless"; anything else that is raised fails the test."""
+def classify(data: np.ndarray) -> str:
+    """Return the code that a message is refused with, or "harmless"; any other exception fails the test."""
     try:
-        said = decode(data, PLAN, "site-1")
+        decoded = decode(data, PLAN, "site-1")
     except WireError as error:
         return error.code
-    patch = said.patch
+    patch = decoded.patch
     assert patch.mask.size == SIZE
     assert patch.values.shape == (patch.mask.count,)
     assert torch.isfinite(patch.values).all()
-    assert said.trainable is None or said.trainable.size == SIZE
+    assert decoded.trainable is None or decoded.trainable.size == SIZE
     return "harmless"
 
 
-def test_a_hundred_thousand_mutations() -> None:
-    sent, draw, verdicts = messages(), random.Random(11), Counter[str]()
-    damaged = 0
-    for name, data in sent.items():
-        assert verdict(data) == "harmless", name
-        others = [*sent.values()]
-        for flipped in flips(data):
-            assert verdict(flipped) != "harmless", "checksums find every flipped bit"
-            verdicts[verdict(resealed(flipped))] += 1
-            damaged += 2
+def test_mutated_messages_are_refused_or_decode_to_valid_patches() -> None:
+    messages, rng, outcomes = build_messages(), random.Random(11), Counter[str]()
+    mutations = 0
+    for name, data in messages.items():
+        assert classify(data) == "harmless", name
+        others = [*messages.values()]
+        for flipped in flip_each_bit(data):
+            assert classify(flipped) != "harmless", "checksums detect every flipped bit"
+            outcomes[classify(fix_checksums(flipped))] += 1
+            mutations += 2
         for end in range(data.size):
-            assert verdict(data[:end]) != "harmless", "checksums find every cut"
-            verdicts[verdict(resealed(data[:end].copy()))] += 1
-            damaged += 2
-        for spliced in splices(data, others, draw, 15_000):
-            verdicts[verdict(resealed(spliced))] += 1
-            damaged += 1
+            assert classify(data[:end]) != "harmless", "checksums detect every truncation"
+            outcomes[classify(fix_checksums(data[:end].copy()))] += 1
+            mutations += 2
+        for spliced in splice(data, others, rng, 15_000):
+            outcomes[classify(fix_checksums(spliced))] += 1
+            mutations += 1
         for other in others:
-            for swapped in swaps(data, other):
-                verdicts[verdict(resealed(swapped))] += 1
-                damaged += 1
-    assert damaged >= 100_000
-    assert {"harmless", "E_LEN", "E_CANON", "E_NNZ", "E_FINITE", "E_VERSION", "E_NOT_HELD"} <= set(verdicts)
-    assert all(code == "harmless" or code.startswith("E_") for code in verdicts)
+            for swapped in swap_fields(data, other):
+                outcomes[classify(fix_checksums(swapped))] += 1
+                mutations += 1
+    assert mutations >= 100_000
+    assert {"harmless", "E_LEN", "E_CANON", "E_NNZ", "E_FINITE", "E_VERSION", "E_NOT_HELD"} <= set(outcomes)
+    assert all(code == "harmless" or code.startswith("E_") for code in outcomes)

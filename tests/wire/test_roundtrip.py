@@ -1,4 +1,4 @@
-"""Every encoding and number format: what is written is read back bit for bit. Thirteen properties, 500 cases each."""
+"""Every encoding and number format: decoding returns bit for bit what was encoded. 500 cases per property."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CASES = 500
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=4)
 
 
-def thorough(property_: Callable[..., None]) -> Callable[..., None]:
-    """The property holds in ``CASES`` cases, which are counted, not believed."""
+def check_thoroughly(property_: Callable[..., None]) -> Callable[..., None]:
+    """Run a property in at least ``CASES`` cases and count them, since hypothesis may stop earlier."""
     inner, cases = property_.hypothesis.inner_test, 0  # type: ignore[attr-defined]
 
     @functools.wraps(inner)
@@ -67,68 +67,72 @@ def selections(draw: st.DrawFn, size: int) -> Mask:
     return Mask.full(size) if kind == "full" else Mask.empty(size)
 
 
-def plan(layout: Layout, known: Mask | None = None, base: int | None = None) -> Plan:
-    return Plan(layout, RUN, base_mask=known, base_sequence=base, sequence=7, round=3, kind="train")
+def build_plan(layout: Layout, base_mask: Mask | None = None, base_sequence: int | None = None) -> Plan:
+    return Plan(layout, RUN, base_mask=base_mask, base_sequence=base_sequence, sequence=7, round=3, kind="train")
 
 
-@thorough
+@check_thoroughly
 @given(st.data(), layouts())
-def test_a_message_comes_back_bit_for_bit(data: st.DataObject, layout: Layout) -> None:
-    on, known = data.draw(selections(layout.size)), data.draw(selections(layout.size))
+def test_decoded_message_equals_encoded_message_bit_for_bit(data: st.DataObject, layout: Layout) -> None:
+    mask, base_mask = data.draw(selections(layout.size)), data.draw(selections(layout.size))
     trainable = data.draw(st.none() | selections(layout.size))
-    both = plan(layout, data.draw(st.sampled_from([None, known, on])), base=5)
-    over = data.draw(st.sampled_from(["zeros", "previous"]))
+    plan = build_plan(layout, data.draw(st.sampled_from([None, base_mask, mask])), base_sequence=5)
+    base = data.draw(st.sampled_from(["zeros", "previous"]))
     numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
-    values = torch.tensor(data.draw(st.lists(numbers, min_size=on.count, max_size=on.count)), dtype=torch.float32)
-    sent = encode(Patch(values, on, over), both, content="delta", trainable=trainable)
-    back = decode(sent.data, replace(both, sequence=None, round=None, kind=None), "site-1")
+    values = torch.tensor(data.draw(st.lists(numbers, min_size=mask.count, max_size=mask.count)), dtype=torch.float32)
+    sent = encode(Patch(values, mask, base), plan, content="delta", trainable=trainable)
+    back = decode(sent.data, replace(plan, sequence=None, round=None, kind=None), "site-1")
     assert back.patch.values.view(torch.int32).tolist() == values.view(torch.int32).tolist()
-    assert (back.patch.mask, back.patch.base, back.content, back.trainable) == (on, over, "delta", trainable)
+    assert (back.patch.mask, back.patch.base, back.content, back.trainable) == (mask, base, "delta", trainable)
     assert (back.kind, back.round, back.sequence) == ("train", 3, 7)
     assert sent.floor_bytes <= sent.payload_bytes
-    assert decode(sent.data.tobytes(), both).patch.mask == on
+    assert decode(sent.data.tobytes(), plan).patch.mask == mask
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-@thorough
+@check_thoroughly
 @given(data=st.data(), layout=layouts())
-def test_each_encoding_says_what_it_can_exactly(name: str, data: st.DataObject, layout: Layout) -> None:
-    encoding, known = ENCODINGS[name], data.draw(selections(layout.size))
-    on = data.draw(selections(layout.size))
-    on = {"dense": Mask.full(layout.size), "shared": known, "shrink": on & known}.get(name, on)
-    least = encoding.min_bytes(on, known, layout)
-    assert least is not None
-    raw = encoding.encode(on, known, layout)
-    if raw is None:
+def test_encoding_decodes_to_the_encoded_mask_and_respects_its_lower_bound(
+    name: str, data: st.DataObject, layout: Layout
+) -> None:
+    encoding, base_mask = ENCODINGS[name], data.draw(selections(layout.size))
+    mask = data.draw(selections(layout.size))
+    mask = {"dense": Mask.full(layout.size), "shared": base_mask, "shrink": mask & base_mask}.get(name, mask)
+    min_bytes = encoding.compute_min_bytes(mask, base_mask, layout)
+    assert min_bytes is not None
+    section = encoding.encode(mask, base_mask, layout)
+    if section is None:
         assert name == "slices"
         return
-    assert len(raw) >= least
-    assert encoding.decode(np.frombuffer(raw, np.uint8), known, layout) == on
+    assert len(section) >= min_bytes
+    assert encoding.decode(np.frombuffer(section, np.uint8), base_mask, layout) == mask
 
 
-@thorough
+@check_thoroughly
 @given(st.data(), layouts())
-def test_the_codec_picks_the_fewest_bytes(data: st.DataObject, layout: Layout) -> None:
-    on, known = data.draw(selections(layout.size)), data.draw(selections(layout.size))
-    able = [e for e in ENCODINGS.values() if e.min_bytes(on, known, layout) is not None]
-    sizes = [len(raw) for e in able if (raw := e.encode(on, known, layout)) is not None]
-    assert len(choose_encoding(on, known, layout)[1]) == min(sizes)
+def test_encoder_takes_the_encoding_with_the_fewest_bytes(data: st.DataObject, layout: Layout) -> None:
+    mask, base_mask = data.draw(selections(layout.size)), data.draw(selections(layout.size))
+    candidates = [e for e in ENCODINGS.values() if e.compute_min_bytes(mask, base_mask, layout) is not None]
+    sizes = [len(section) for e in candidates if (section := e.encode(mask, base_mask, layout)) is not None]
+    assert len(choose_encoding(mask, base_mask, layout, ENCODINGS.values())[1]) == min(sizes)
 
 
-@thorough
+@check_thoroughly
 @given(st.data(), layouts(), st.sampled_from(["float32", "float16", "bfloat16"]))
-def test_a_message_has_one_form(data: st.DataObject, layout: Layout, values: ValueType) -> None:
-    """What was read is written again as the same bytes, and their number is the formula's.
+def test_reencoding_a_decoded_message_gives_the_same_bytes(
+    data: st.DataObject, layout: Layout, values: ValueType
+) -> None:
+    """A message has one form, and its length is that of docs/wire-format.md.
 
-    Away from zero: a short format's -0 comes back as 0 when it is sent on, since a residual of 0 is added to it.
+    The values are positive: a -0 in a short format would become 0, since a residual of 0 is added to it.
     """
-    on, known = data.draw(selections(layout.size)), data.draw(selections(layout.size))
-    both = plan(layout, known)
-    sent = encode(Patch.from_vector(torch.linspace(1, 2, layout.size), on), both, values=values)
-    back = decode(sent.data, both)
-    assert encode(back.patch, both, content=back.content, values=values).data.tobytes() == sent.data.tobytes()
+    mask, base_mask = data.draw(selections(layout.size)), data.draw(selections(layout.size))
+    plan = build_plan(layout, base_mask)
+    sent = encode(Patch.from_vector(torch.linspace(1, 2, layout.size), mask), plan, values=values)
+    back = decode(sent.data, plan)
+    assert encode(back.patch, plan, content=back.content, values=values).data.tobytes() == sent.data.tobytes()
     start = 8 * math.ceil((128 + sent.selection_bytes) / 8)
-    assert sent.payload_bytes == start + 8 * math.ceil((4 if values == "float32" else 2) * on.count / 8)
+    assert sent.payload_bytes == start + 8 * math.ceil((4 if values == "float32" else 2) * mask.count / 8)
 
 
 DIFFERENT = {
@@ -141,134 +145,147 @@ DIFFERENT = {
 }
 
 
-@thorough
+@check_thoroughly
 @given(st.data(), layouts(), st.sampled_from(sorted(DIFFERENT)))
-def test_it_is_read_only_under_the_plan_it_was_written_for(data: st.DataObject, layout: Layout, field: str) -> None:
-    on = data.draw(selections(layout.size))
-    both = plan(layout, base=5)
-    sent = encode(Patch.from_vector(torch.ones(layout.size), on, "previous"), both)
-    other = replace(both, **{field: DIFFERENT[field]})  # type: ignore[arg-type]
+def test_message_is_refused_under_any_other_plan(data: st.DataObject, layout: Layout, field: str) -> None:
+    mask = data.draw(selections(layout.size))
+    plan = build_plan(layout, base_sequence=5)
+    sent = encode(Patch.from_vector(torch.ones(layout.size), mask, "previous"), plan)
+    other = replace(plan, **{field: DIFFERENT[field]})  # type: ignore[arg-type]
     with pytest.raises(WireError):
         decode(sent.data, other)
 
 
-@thorough
+@check_thoroughly
 @given(st.data(), layouts(), st.sampled_from(sorted(ENCODINGS)))
-def test_what_was_cut_or_added_to_is_refused(data: st.DataObject, layout: Layout, name: str) -> None:
-    """Of a selection's own bytes: an encoding reads exactly what it wrote, and nothing shorter or longer."""
-    encoding, known = ENCODINGS[name], data.draw(selections(layout.size))
-    on = {"dense": Mask.full(layout.size), "shared": known}.get(name, known & data.draw(selections(layout.size)))
-    raw = encoding.encode(on, known, layout)
-    if raw is None:
+def test_truncated_or_extended_section_is_refused(data: st.DataObject, layout: Layout, name: str) -> None:
+    """An encoding decodes exactly the bytes that it wrote, nothing shorter or longer."""
+    encoding, base_mask = ENCODINGS[name], data.draw(selections(layout.size))
+    mask = {"dense": Mask.full(layout.size), "shared": base_mask}.get(
+        name, base_mask & data.draw(selections(layout.size))
+    )
+    section = encoding.encode(mask, base_mask, layout)
+    if section is None:
         assert name == "slices"
         return
-    wrong = raw[: data.draw(st.integers(0, len(raw) - 1))] if raw and data.draw(st.booleans()) else raw + b"\0"
+    wrong = (
+        section[: data.draw(st.integers(0, len(section) - 1))]
+        if section and data.draw(st.booleans())
+        else section + b"\0"
+    )
     with pytest.raises(WireError):
-        encoding.decode(np.frombuffer(wrong, np.uint8), known, layout)
+        encoding.decode(np.frombuffer(wrong, np.uint8), base_mask, layout)
 
 
-def test_csr_is_scipys() -> None:
+def test_csr_equals_scipy_sparse() -> None:
     layout = Layout((TensorSpec("w", (6, 2, 4), "weight"),))
-    on = Mask(torch.rand(48, generator=torch.Generator().manual_seed(1)) < 0.3)
-    numbers = np.frombuffer(ENCODINGS["csr"].encode(on, None, layout) or b"", "<i4")
-    oracle = scipy.sparse.csr_matrix(on.bits.numpy().reshape(6, 8))
+    mask = Mask(torch.rand(48, generator=torch.Generator().manual_seed(1)) < 0.3)
+    numbers = np.frombuffer(ENCODINGS["csr"].encode(mask, None, layout) or b"", "<i4")
+    oracle = scipy.sparse.csr_matrix(mask.bits.numpy().reshape(6, 8))
     assert numbers[:7].tolist() == oracle.indptr.tolist()
     assert numbers[7:].tolist() == oracle.indices.tolist()
 
 
-def test_channels_and_whole_tensors_cost_indices_only() -> None:
+def test_channels_and_whole_tensors_need_only_their_indices() -> None:
     layout = Layout((TensorSpec("conv", (8, 4, 3, 3), "weight"), TensorSpec("bias", (8,), "bias")))
-    on = layout.unflatten(torch.zeros(layout.size, dtype=torch.bool))
-    on["conv"][:, 2] = True
-    on["bias"][:] = True
-    encoding, raw = choose_encoding(Mask(layout.flatten(on)), None, layout)
-    assert (encoding.name, len(raw)) == ("slices", 1 + 4 + 4 + 1)
+    bits = layout.unflatten(torch.zeros(layout.size, dtype=torch.bool))
+    bits["conv"][:, 2] = True
+    bits["bias"][:] = True
+    encoding, section = choose_encoding(Mask(layout.flatten(bits)), None, layout, ENCODINGS.values())
+    assert (encoding.name, len(section)) == ("slices", 1 + 4 + 4 + 1)
 
 
 @pytest.mark.parametrize("values", ["float16", "bfloat16"])
-def test_what_a_short_format_rounds_off_is_sent_later(values: str) -> None:
-    """Error feedback: the mean of what arrives approaches the true value far below the format's resolution."""
+def test_error_feedback_sends_the_rounding_error_later(values: ValueType) -> None:
+    """The mean of the decoded values approaches the true value far below the format's resolution."""
     layout = Layout((TensorSpec("w", (64,), "weight"),))
-    on = Mask(torch.arange(64) % 2 == 0)
+    mask = Mask(torch.arange(64) % 2 == 0)
     truth = torch.rand(64, generator=torch.Generator().manual_seed(2)) + 1
-    residual, total = None, torch.zeros(on.count)
+    residual, total = None, torch.zeros(mask.count)
     for _ in range(200):
-        sent = encode(Patch.from_vector(truth, on), plan(layout), values=values, residual=residual)  # type: ignore[arg-type]
-        arrived = decode(sent.data, plan(layout)).patch.values
+        sent = encode(Patch.from_vector(truth, mask), build_plan(layout), values=values, residual=residual)
+        arrived = decode(sent.data, build_plan(layout)).patch.values
         before = torch.zeros(64) if residual is None else residual
         residual = sent.residual
         assert residual is not None
-        assert torch.equal(arrived + on.take(residual), on.take(truth) + on.take(before))
-        assert not residual[~on.bits].any()
+        assert torch.equal(arrived + mask.take(residual), mask.take(truth) + mask.take(before))
+        assert not residual[~mask.bits].any()
         total += arrived
-    assert sent.payload_bytes < 128 + 64 + 2 * on.count
-    assert (total / 200 - on.take(truth)).abs().max() < 1e-4
+    assert sent.payload_bytes < 128 + 64 + 2 * mask.count
+    assert (total / 200 - mask.take(truth)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(("values", "precision"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
-@thorough
+@check_thoroughly
 @given(data=st.data(), layout=layouts())
-def test_a_short_format_rounds_once_and_keeps_the_rest(
+def test_short_format_rounds_once_and_keeps_the_residual(
     values: ValueType, precision: torch.dtype, data: st.DataObject, layout: Layout
 ) -> None:
-    on, known = data.draw(selections(layout.size)), data.draw(selections(layout.size))
+    mask, base_mask = data.draw(selections(layout.size)), data.draw(selections(layout.size))
     numbers = st.floats(-60000, 60000, width=32)
     vector, before = (
         torch.tensor(data.draw(st.lists(numbers, min_size=layout.size, max_size=layout.size))) for _ in range(2)
     )
-    sent = encode(Patch.from_vector(vector, on), plan(layout, known), values=values, residual=before * 1e-3)
-    exact = on.take(vector) + on.take(before * 1e-3)
-    arrived = decode(sent.data, plan(layout, known)).patch.values
+    sent = encode(Patch.from_vector(vector, mask), build_plan(layout, base_mask), values=values, residual=before * 1e-3)
+    exact = mask.take(vector) + mask.take(before * 1e-3)
+    arrived = decode(sent.data, build_plan(layout, base_mask)).patch.values
     assert arrived.tolist() == exact.to(precision).float().tolist()
     assert sent.residual is not None
-    assert torch.equal(sent.residual, on.put(exact - arrived, before * 1e-3))
-    assert sent.payload_bytes < 128 + sent.selection_bytes + 2 * on.count + 16
+    assert torch.equal(sent.residual, mask.put(exact - arrived, before * 1e-3))
+    assert sent.payload_bytes < 128 + sent.selection_bytes + 2 * mask.count + 16
 
 
-def test_an_unaligned_or_read_only_buffer_is_copied_and_another_is_not() -> None:
+def test_decode_copies_only_unaligned_or_read_only_buffers() -> None:
     layout = Layout((TensorSpec("w", (5,), "weight"),))
-    data = encode(Patch(torch.arange(5.0), Mask.full(5)), plan(layout)).data
+    data = encode(Patch(torch.arange(5.0), Mask.full(5)), build_plan(layout)).data
     apart = np.zeros(data.size + 1, np.uint8)[1:]
     apart[:] = data
     frozen = data.copy()
     frozen.flags.writeable = False
     for buffer, shares in ((data, True), (apart, False), (frozen, False), (bytearray(data.tobytes()), None)):
-        values = decode(buffer, plan(layout)).patch.values
+        values = decode(buffer, build_plan(layout)).patch.values
         assert values.tolist() == [0, 1, 2, 3, 4]
         assert shares is None or np.shares_memory(values.numpy(), buffer) == shares
 
 
-def test_the_floor_counts_both_selections_of_a_question() -> None:
+def test_floor_counts_both_selections_of_a_request() -> None:
     layout = Layout((TensorSpec("w", (4000,), "weight"),))
-    on = Mask(torch.rand(4000, generator=torch.Generator().manual_seed(5)) < 0.5)
-    few = on & Mask(torch.rand(4000, generator=torch.Generator().manual_seed(6)) < 0.2)
-    sent = encode(Patch.from_vector(torch.ones(4000), on), plan(layout), trainable=few)
-    assert sent.floor_bytes == 4 * on.count + compute_selection_entropy(on, None) + compute_selection_entropy(few, on)
-    assert sent.floor_bytes <= 4 * on.count + sent.selection_bytes
+    mask = Mask(torch.rand(4000, generator=torch.Generator().manual_seed(5)) < 0.5)
+    few = mask & Mask(torch.rand(4000, generator=torch.Generator().manual_seed(6)) < 0.2)
+    sent = encode(Patch.from_vector(torch.ones(4000), mask), build_plan(layout), trainable=few)
+    assert sent.floor_bytes == 4 * mask.count + compute_selection_entropy(mask, None) + compute_selection_entropy(
+        few, mask
+    )
+    assert sent.floor_bytes <= 4 * mask.count + sent.selection_bytes
 
 
-def test_strided_values_are_sent_as_they_read() -> None:
+def test_strided_values_are_encoded_in_logical_order() -> None:
     layout = Layout((TensorSpec("w", (3, 4), "weight"),))
     values = torch.arange(12.0).view(4, 3).t()[0]
-    on = Mask(torch.tensor([1, 1, 1, 1] + [0] * 8, dtype=torch.bool))
-    assert decode(encode(Patch(values, on), plan(layout)).data, plan(layout)).patch.values.tolist() == [0, 3, 6, 9]
+    mask = Mask(torch.tensor([1, 1, 1, 1] + [0] * 8, dtype=torch.bool))
+    assert decode(encode(Patch(values, mask), build_plan(layout)).data, build_plan(layout)).patch.values.tolist() == [
+        0,
+        3,
+        6,
+        9,
+    ]
 
 
-def test_known_selections_cost_nothing_and_entropy_is_the_binomials() -> None:
-    on = Mask(torch.arange(100) < 10)
-    assert compute_selection_entropy(on, on) == 0
-    assert compute_selection_entropy(on, None) == 6  # log2 C(100, 10) = 43.98 bits
-    assert compute_selection_entropy(on, Mask(torch.arange(100) < 20)) == 3  # log2 C(20, 10) = 17.5 bits
+def test_entropy_is_zero_for_the_base_mask_and_binomial_otherwise() -> None:
+    mask = Mask(torch.arange(100) < 10)
+    assert compute_selection_entropy(mask, mask) == 0
+    assert compute_selection_entropy(mask, None) == 6  # log2 C(100, 10) = 43.98 bits
+    assert compute_selection_entropy(mask, Mask(torch.arange(100) < 20)) == 3  # log2 C(20, 10) = 17.5 bits
     layout = Layout((TensorSpec("w", (100,), "weight"),))
-    assert choose_encoding(on, on, layout) == (ENCODINGS["shared"], b"")
+    assert choose_encoding(mask, mask, layout, ENCODINGS.values()) == (ENCODINGS["shared"], b"")
 
 
-def test_the_ledger_has_a_line_for_each_message() -> None:
-    layout, on = Layout((TensorSpec("w", (100,), "weight"),)), Mask(torch.arange(100) < 10)
-    both, ledger = plan(layout, known=on), Ledger()
-    sent = encode(Patch.from_vector(torch.ones(100), on), both)
-    ledger.record_sent(sent, both, "site-1", "weights")
-    ledger.record_received(decode(sent.data, both, "site-1"), both, "site-1", sent.payload_bytes)
+def test_ledger_has_one_line_per_message() -> None:
+    layout, mask = Layout((TensorSpec("w", (100,), "weight"),)), Mask(torch.arange(100) < 10)
+    plan, ledger = build_plan(layout, base_mask=mask), Ledger()
+    sent = encode(Patch.from_vector(torch.ones(100), mask), plan)
+    ledger.record_sent(sent, plan, "site-1", "weights")
+    ledger.record_received(decode(sent.data, plan, "site-1"), plan, "site-1", sent.payload_bytes)
     down, up = ledger.lines
     assert (down.direction, up.direction) == ("down", "up")
     assert replace(down, direction="up") == up

@@ -1,1 +1,1 @@
-"""aggregation."""
+"""How the contributions of a round become one vector."""

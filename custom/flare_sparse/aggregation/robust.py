@@ -1,7 +1,7 @@
-"""Sums that a few bad sites cannot move far: per coordinate, over the sites that sent it.
+"""Robust aggregation: statistics per entry, over the sites that sent it, which a few bad sites cannot move far.
 
-Euclidean rules (Krum, geometric median) are left out on purpose: on sparse answers whose supports hardly overlap, all
-answers are far from each other. Per coordinate, over its owners, a statistic means what it says.
+Rules over Euclidean distances (Krum, geometric median) are left out on purpose: sparse updates whose masks hardly
+overlap are all far from each other, whether they are honest or not.
 """
 
 from __future__ import annotations
@@ -18,100 +18,111 @@ from torch import Tensor
 from ..exchange import Contribution, Patch
 from .weighted import weigh_by_examples, weighted_sum
 
+# Entries processed at once: bounds the memory of the sorted float64 copies to a few MiB per site.
 _CHUNK = 2**18
 
 
 class AggregationRule(BaseModel):
-    """How answers become one model."""
+    """How contributions become one model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rule: Literal["mean", "median", "trimmed_mean"] = Field(
         "mean",
-        description="mean: weighted by examples; median and trimmed_mean: per coordinate, every site counts once",
+        description="mean: weighted by examples; median and trimmed_mean: per entry, each site counts once",
     )
     trim: float = Field(0.1, gt=0, lt=0.5, description="share of the sites that trimmed_mean leaves out at each end")
-    min_owners: int = Field(
-        3, ge=2, description="fewest sites that must have sent a coordinate for it to change; not for mean"
-    )
+    min_owners: int = Field(3, ge=2, description="fewest sites that must send an entry for it to change; not for mean")
 
     @property
     def needs_single_updates(self) -> bool:
-        """Whether the server must be able to read each site's own values."""
+        """Whether the server must read each site's own values, which encryption rules out."""
         return self.rule != "mean"
 
     @property
     def min_sites_needed(self) -> int:
-        """Answers without which the rule protects from nobody."""
+        """Fewest contributions with which the rule protects from one bad site."""
         if self.rule == "trimmed_mean":
             return max(self.min_owners, math.ceil(1 / self.trim))
         return self.min_owners if self.rule == "median" else 1
 
 
-def aggregate(updates: Sequence[Contribution], before: Tensor, rule: AggregationRule) -> Tensor:
-    """The new weights ``(P,)`` from the sites' weights.
+def aggregate(contributions: Sequence[Contribution], previous: Tensor, rule: AggregationRule) -> Tensor:
+    """Return the new weights ``(P,)``.
 
     Args:
-        updates: one per site, of content ``weights``.
-        before: ``(P,)`` what a coordinate stays when too few sites own it.
+        contributions: one per site, of content ``weights``.
+        previous: ``(P,)`` values of the entries that fewer than ``min_owners`` sites sent.
         rule: ``mean`` is :func:`~flare_sparse.aggregation.weighted.weighted_sum`, bit for bit.
     """
     if rule.rule == "mean":
-        return weighted_sum(updates, weigh_by_examples)
-    shared = updates[0].patch.mask
-    support = shared if all(u.patch.mask == shared for u in updates) else type(shared).full(shared.size)
-    held = before[support.indices]
-    pieces = [_robust(rows, kept, rule) for rows, kept in _chunks(updates, support.indices, held, shared.size)]
-    return support.put(torch.cat(pieces) if pieces else held, before.clone() * support.bits)
+        return weighted_sum(contributions, weigh_by_examples)
+    shared = contributions[0].patch.mask
+    has_one_mask = all(contribution.patch.mask == shared for contribution in contributions)
+    support = shared if has_one_mask else type(shared).full(shared.size)
+    fallback = previous[support.indices]
+    chunks = _iterate_chunks(contributions, support.indices, fallback, shared.size)
+    results = [_aggregate_chunk(rows, chunk_fallback, rule) for rows, chunk_fallback in chunks]
+    # Entries outside a common mask are pruned: they become zero, and do not keep the value that they had.
+    return support.put(torch.cat(results) if results else fallback, previous.clone() * support.bits)
 
 
-def _chunks(
-    updates: Sequence[Contribution], places: Tensor, held: Tensor, size: int
+def _iterate_chunks(
+    contributions: Sequence[Contribution], indices: Tensor, fallback: Tensor, size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Values ``(sites, coordinates)``, NaN where a site does not own one, some coordinates at a time."""
-    ordered = sorted(updates, key=lambda update: update.site)
+    """Yield values ``(sites, entries)``, NaN where a site did not send an entry, and the entries' fallback."""
     vectors = []
-    for update in ordered:
+    for contribution in sorted(contributions, key=lambda contribution: contribution.site):
         vector = torch.full((size,), math.nan)
-        vectors.append(update.patch.mask.put(update.patch.values, vector))
-    for start in range(0, places.numel(), _CHUNK):
-        here = places[start : start + _CHUNK]
-        yield torch.stack([vector[here] for vector in vectors]), held[start : start + _CHUNK]
+        vectors.append(contribution.patch.mask.put(contribution.patch.values, vector))
+    for start in range(0, indices.numel(), _CHUNK):
+        chunk = indices[start : start + _CHUNK]
+        yield torch.stack([vector[chunk] for vector in vectors]), fallback[start : start + _CHUNK]
 
 
-def _robust(rows: Tensor, kept: Tensor, rule: AggregationRule) -> Tensor:
-    """``(coordinates,)``; NaN sorts last, so the owners' values stand first."""
+def _aggregate_chunk(rows: Tensor, fallback: Tensor, rule: AggregationRule) -> Tensor:
+    """Return the median or the trimmed mean ``(entries,)`` of ``rows`` ``(sites, entries)``."""
     owners = (~rows.isnan()).sum(0)
+    # NaN sorts last: the values of an entry's owners have the ranks 0 to owners - 1.
     ordered = rows.double().sort(dim=0).values.nan_to_num(0.0)
+    # A median is a mean trimmed to the one or two middle values. 1e-9: a product that rounding leaves just below an
+    # integer is meant to be that integer.
     trimmed = (owners - 1) // 2 if rule.rule == "median" else (rule.trim * owners + 1e-9).floor().long()
     rank = torch.arange(rows.shape[0]).unsqueeze(1)
-    inner = (rank >= trimmed) & (rank < owners - trimmed)
-    middle = (ordered * inner).sum(0) / inner.sum(0).clamp_min(1)
-    return torch.where(owners >= rule.min_owners, middle.float(), kept)
+    is_inner = (rank >= trimmed) & (rank < owners - trimmed)
+    mean = (ordered * is_inner).sum(0) / is_inner.sum(0).clamp_min(1)
+    # With few owners, one bad site would be a large part of the statistic.
+    return torch.where(owners >= rule.min_owners, mean.float(), fallback)
 
 
 def clip_deltas(
-    updates: Sequence[Contribution], before: Tensor, limit: float | None
+    contributions: Sequence[Contribution], previous: Tensor, limit: float | None
 ) -> tuple[list[Contribution], dict[str, float]]:
-    """No change is longer than ``limit`` (L2); returns the updates and the length that those shortened came with.
+    """Clip each site's delta to an L2 norm.
 
     Args:
-        updates: weights are measured against ``before`` ``(P,)``, differences as they are; other contents are left.
-        before: what the sites started from.
-        limit: None: nothing is shortened.
+        contributions: the delta of weights is measured from ``previous``; contents other than weights and deltas stay.
+        previous: ``(P,)`` the weights that the sites started from.
+        limit: largest L2 norm; None: no bound.
+
+    Returns:
+        The contributions, and by site the norm that each clipped delta had.
     """
     if limit is None:
-        return list(updates), {}
-    kept, cut = [], {}
-    for update in updates:
-        if update.content not in ("weights", "delta"):
-            kept.append(update)
+        return list(contributions), {}
+    clipped, norms = [], {}
+    for contribution in contributions:
+        patch = contribution.patch
+        if contribution.content not in ("weights", "delta"):
+            clipped.append(contribution)
             continue
-        start = update.patch.mask.take(before) if update.content == "weights" else torch.zeros(())
-        change = update.patch.values - start
-        length = float(change.double().square().sum().sqrt())
-        if length > limit:
-            cut[update.site] = length
-            update = replace(update, patch=Patch(start + change * (limit / length), update.patch.mask))  # noqa: PLW2901
-        kept.append(update)
-    return kept, cut
+        start = patch.mask.take(previous) if contribution.content == "weights" else torch.zeros(())
+        delta = patch.values - start
+        # float64: the square of a float32 above 1.8e19 overflows, and an infinite norm would clip the delta to zero.
+        norm = float(delta.double().square().sum().sqrt())
+        if norm > limit:
+            norms[contribution.site] = norm
+            clipped.append(replace(contribution, patch=Patch(start + delta * (limit / norm), patch.mask)))
+        else:
+            clipped.append(contribution)
+    return clipped, norms

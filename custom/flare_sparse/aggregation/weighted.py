@@ -1,4 +1,7 @@
-"""One sum for every method: float64, in site-name order, so that arrival order never shows (C6)."""
+"""Weighted sums of contributions. All methods share them.
+
+Sums are accumulated in float64, in site-name order: the order of arrival must not show in the result.
+"""
 
 from __future__ import annotations
 
@@ -12,46 +15,49 @@ from ..exchange import Contribution
 from ..mask import Mask
 
 Weights = Callable[[Sequence[Contribution]], list[float]]
-"""How much each update counts; gets the updates in site-name order."""
+"""Returns the weight of each contribution; receives them in site-name order."""
 
 
-def weigh_by_examples(updates: Sequence[Contribution]) -> list[float]:
-    """n_k over the sum of n_k of this round's participants."""
-    total = sum(update.num_examples for update in updates)
-    return [update.num_examples / total for update in updates]
+def weigh_by_examples(contributions: Sequence[Contribution]) -> list[float]:
+    """Return n_k over the sum of n_k of the contributions."""
+    total = sum(contribution.num_examples for contribution in contributions)
+    return [contribution.num_examples / total for contribution in contributions]
 
 
-def weigh_equally(updates: Sequence[Contribution]) -> list[float]:
-    """1 / K."""
-    return [1 / len(updates)] * len(updates)
+def weigh_equally(contributions: Sequence[Contribution]) -> list[float]:
+    """Return 1 / K for each of K contributions."""
+    return [1 / len(contributions)] * len(contributions)
 
 
-def weigh_by_one(updates: Sequence[Contribution]) -> list[float]:
-    """A plain sum."""
-    return [1.0] * len(updates)
+def weigh_by_one(contributions: Sequence[Contribution]) -> list[float]:
+    """Return 1 for each contribution: a sum and not a mean."""
+    return [1.0] * len(contributions)
 
 
 def compute_common_cap(numbers: Sequence[float], max_share: float) -> float:
-    """What the largest of ``numbers`` are cut to, so that none is more than ``max_share`` (below 1) of the sum of all.
+    """Return the largest cap for which no capped number exceeds ``max_share`` (below 1) of the sum of all.
 
-    The largest number that keeps the rule; the smallest of ``numbers`` where there are too few of them for it.
+    With too few numbers for such a cap, return the smallest one: all weigh the same then.
 
     >>> compute_common_cap([10, 960, 30], 0.5)
     40.0
     """
     ascending = sorted(numbers)
     for large in range(1, len(ascending) + 1):
-        rest = fsum(ascending[:-large])  # not by subtraction: beside a huge number nothing would be left of a small one
+        # Summed, not subtracted from the total: small numbers would be lost in the rounding error of a huge one.
+        remaining_sum = fsum(ascending[:-large])
+        # The ``large`` largest numbers alone would fill the sum: no cap is low enough.
         if large * max_share >= 1:
             break
-        limit = max_share * rest / (1 - large * max_share)
+        # The cap c of the ``large`` largest numbers solves c = max_share * (rest + large * c).
+        limit = max_share * remaining_sum / (1 - large * max_share)
         if large == len(ascending) or ascending[-large - 1] <= limit:
             return limit
     return ascending[0]
 
 
 def cap(numbers: Sequence[float], max_share: float) -> list[float]:
-    """The numbers, the largest cut so that none is more than ``max_share`` of the sum of all."""
+    """Return the numbers, the largest ones lowered until none exceeds ``max_share`` of the sum of all."""
     if max_share >= 1 or not numbers:
         return list(numbers)
     limit = compute_common_cap(numbers, max_share)
@@ -59,75 +65,86 @@ def cap(numbers: Sequence[float], max_share: float) -> list[float]:
 
 
 def normalize_capped(weights: Sequence[float], max_share: float) -> list[float]:
-    """Weights over their sum, none above ``max_share``; all equal where too few are above 0 for that.
+    """Return the weights over their sum, none above ``max_share``; equal weights if too few are above 0 for that.
 
     >>> normalize_capped([1.0, 3.0, 96.0], 0.5)
     [0.125, 0.375, 0.5]
     """
-    cut = cap(weights, max_share)
-    if max_share < 1 and not any(cut):
-        cut = [1.0] * len(cut)
-    total = sum(cut)
-    return [weight / total for weight in cut]
+    capped = cap(weights, max_share)
+    # A single positive weight is capped to the zero of the others.
+    if max_share < 1 and not any(capped):
+        capped = [1.0] * len(capped)
+    total = sum(capped)
+    return [weight / total for weight in capped]
 
 
-def weighted_sum(updates: Sequence[Contribution], weights: Weights) -> Tensor:
-    """Sum over sites of ``weight * values``, each on its own selection; absent entries count as zero.
+def weighted_sum(contributions: Sequence[Contribution], weights: Weights) -> Tensor:
+    """Return the sum over sites of ``weight * values``; entries outside a site's mask count as zero.
+
+    Args:
+        contributions: one per site.
+        weights: weight of each contribution.
 
     Returns:
-        float32 ``(P,)``, accumulated in float64 in site-name order.
+        float32 ``(P,)``, accumulated in float64, in site-name order.
 
     Raises:
-        ValueError: there is no update, or two carry the same site name.
+        ValueError: there is no contribution, or two are of one site.
     """
-    on, values = _sum(updates, weights, lambda update: update.patch.values.double())
-    return values.float() if on.is_full else on.put(values, torch.zeros(on.size))
+    mask, values = _compute_sum(contributions, weights, lambda contribution: contribution.patch.values.double())
+    return values.float() if mask.is_full else mask.put(values, torch.zeros(mask.size))
 
 
-def apply_deltas(updates: Sequence[Contribution], weights: Weights, before: Tensor) -> Tensor:
-    """``before`` plus the weighted sum of the updates' changes to it; absent entries have not changed.
+def apply_deltas(contributions: Sequence[Contribution], weights: Weights, previous: Tensor) -> Tensor:
+    """Return ``previous`` plus the weighted sum of the sites' deltas; entries outside a site's mask have a zero delta.
 
     Args:
-        updates: one per site, with new values.
-        weights: how much each change counts; they need not add up to 1.
-        before: ``(P,)`` what the updates started from.
+        contributions: one per site, with trained weights.
+        weights: weight of each delta; their sum need not be 1.
+        previous: ``(P,)`` the weights that the sites started from.
 
     Returns:
-        float32 ``(P,)``; differences and their sum are taken in float64, in site-name order.
+        float32 ``(P,)``; deltas and their sum are computed in float64, in site-name order.
     """
-    on, change = _sum(updates, weights, lambda u: u.patch.values.double() - u.patch.mask.take(before).double())
-    return on.put((on.take(before).double() + change).float(), before.clone())
+    # In float64 the delta of two float32 numbers is nearly always exact; in float32 small deltas would lose digits.
+    mask, delta = _compute_sum(
+        contributions, weights, lambda c: c.patch.values.double() - c.patch.mask.take(previous).double()
+    )
+    return mask.put((mask.take(previous).double() + delta).float(), previous.clone())
 
 
-def average_over_owners(updates: Sequence[Contribution], weights: Weights, fallback: Tensor) -> Tensor:
-    """As :func:`weighted_sum`, divided per coordinate by the weight of those that hold it.
+def average_over_owners(contributions: Sequence[Contribution], weights: Weights, fallback: Tensor) -> Tensor:
+    """Return the weighted mean per entry, over the sites whose mask has the entry.
 
     Args:
-        updates: one per site.
-        weights: how much each counts.
-        fallback: ``(P,)`` values where nobody holds a coordinate.
+        contributions: one per site.
+        weights: weight of each contribution.
+        fallback: ``(P,)`` values of the entries that no site sent.
     """
-    on, total = _sum(updates, weights, lambda update: update.patch.values.double())
-    _, held = _sum(updates, weights, lambda update: torch.ones(update.patch.mask.count, dtype=torch.float64))
-    somewhere = held > 0
-    average = torch.where(somewhere, total / held.where(somewhere, torch.ones(())), on.take(fallback).double())
-    return on.put(average, fallback.clone())
+    mask, total = _compute_sum(contributions, weights, lambda contribution: contribution.patch.values.double())
+    _, weight = _compute_sum(contributions, weights, lambda c: torch.ones(c.patch.mask.count, dtype=torch.float64))
+    # A site of weight 0 owns entries without adding to their weight: these keep the fallback, too.
+    is_owned = weight > 0
+    average = torch.where(is_owned, total / weight.where(is_owned, torch.ones(())), mask.take(fallback).double())
+    return mask.put(average, fallback.clone())
 
 
-def _sum(
-    updates: Sequence[Contribution], weights: Weights, values: Callable[[Contribution], Tensor]
+def _compute_sum(
+    contributions: Sequence[Contribution], weights: Weights, values: Callable[[Contribution], Tensor]
 ) -> tuple[Mask, Tensor]:
-    """The entries that may differ from zero and their sums, float64; on one support only live values are touched."""
-    ordered = sorted(updates, key=lambda update: update.site)
-    if not ordered or len({update.site for update in ordered}) != len(ordered):
-        raise ValueError(f"need one update of each site, found {[update.site for update in ordered]}")
+    """Return the entries that may differ from zero, and their sums in float64."""
+    # Addition of floats is not associative. Sorted by site, the sum has the same bits for every order of arrival.
+    ordered = sorted(contributions, key=lambda contribution: contribution.site)
+    if not ordered or len({contribution.site for contribution in ordered}) != len(ordered):
+        raise ValueError(f"need one update of each site, found {[contribution.site for contribution in ordered]}")
     shared = ordered[0].patch.mask
-    same = all(update.patch.mask == shared for update in ordered)
-    support = shared if same else Mask.full(shared.size)
+    has_one_mask = all(contribution.patch.mask == shared for contribution in ordered)
+    # With one common mask only its entries are touched: the cost follows the density, not the size of the model.
+    support = shared if has_one_mask else Mask.full(shared.size)
     total = torch.zeros(support.count, dtype=torch.float64)
-    for update, weight in zip(ordered, weights(ordered), strict=True):
-        if same:
-            total.add_(values(update), alpha=weight)
+    for contribution, weight in zip(ordered, weights(ordered), strict=True):
+        if has_one_mask:
+            total.add_(values(contribution), alpha=weight)
         else:
-            total.index_add_(0, update.patch.mask.indices, values(update), alpha=weight)
+            total.index_add_(0, contribution.patch.mask.indices, values(contribution), alpha=weight)
     return support, total

@@ -1,1 +1,1 @@
-"""What must survive a crash: values packed without pickle, written so that a reader finds the old or the new."""
+"""Checkpoints: values packed without pickle, written so that a reader finds either the old file or the new one."""

@@ -1,4 +1,7 @@
-"""Values to JSON and named tensors, and back by declared types: a file names no class, so it can build none."""
+"""Conversion of dataclasses to JSON with named tensors, and back by declared types.
+
+A file names no class, so loading it cannot run foreign code, as pickle could.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ _PLAIN = (bool, int, float, str)
 
 
 def pack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """``value`` as JSON; its tensors go to ``tensors``, each object once, and leave their name behind.
+    """Return ``value`` as JSON in which each tensor is replaced by its name in ``tensors``.
+
+    Args:
+        value: dataclasses, mappings, sequences, tensors, masks and plain values.
+        tensors: receives each tensor object once.
 
     Raises:
         CheckpointError: a type that no checkpoint may hold.
@@ -33,9 +40,9 @@ class _Packer:
         if value is None or isinstance(value, _PLAIN):
             return value
         if isinstance(value, Mask):
-            return self._name(value.bits)
+            return self._assign_name(value.bits)
         if isinstance(value, Tensor):
-            return self._name(value)
+            return self._assign_name(value)
         if isinstance(value, Mapping):
             return {str(key): self.pack(part) for key, part in value.items()}
         if isinstance(value, Sequence):
@@ -43,78 +50,83 @@ class _Packer:
         if dataclasses.is_dataclass(value):
             return {field.name: self.pack(getattr(value, field.name)) for field in dataclasses.fields(value)}
         raise CheckpointError(
-            f"{type(value).__name__} cannot be kept in a checkpoint; use tensors, masks, plain values"
+            f"{type(value).__name__} cannot be kept in a checkpoint; use tensors, masks and plain values"
         )
 
-    def _name(self, tensor: Tensor) -> str:
-        """One name for one object: a mask that sixty sites hold is written once."""
+    def _assign_name(self, tensor: Tensor) -> str:
+        # One name per object and not per value: the mask that sixty sites share is written once.
         name = self._names.setdefault(id(tensor), str(len(self._names)))
         self._tensors.setdefault(name, tensor)
         return name
 
 
-def unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], where: str = "content") -> Any:
-    """The value that :func:`pack` was given, as ``kind`` declares it.
+def unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str = "content") -> Any:
+    """Return the value that :func:`pack` received, of type ``kind``.
 
     Args:
         packed: JSON.
-        kind: a dataclass, ``Tensor``, ``Mask``, a plain type, ``tuple[X, ...]``, ``list[X]``, ``dict[str, X]``, or one
-            of these or None.
+        kind: a dataclass, ``Tensor``, ``Mask``, a plain type, ``tuple[X, ...]``, ``list[X]``, ``dict[str, X]``, or the
+            union of one of these with None.
         tensors: by name.
-        where: path of the value, for messages.
+        path: path of the value, for error messages.
 
     Raises:
-        CheckpointError: what is there is not what is declared.
+        CheckpointError: the value is not of the declared type.
     """
     try:
-        return _unpack(packed, kind, tensors, where)
+        return _unpack(packed, kind, tensors, path)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{where}: expected {_named(kind)}: {error!r}") from error
+        raise CheckpointError(f"{path}: expected {_get_name(kind)}: {error!r}") from error
 
 
-def _unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], where: str) -> Any:
+def _unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str) -> Any:
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
-        return _either(packed, get_args(kind), tensors, where)
+        return _unpack_optional(packed, get_args(kind), tensors, path)
     if origin in (tuple, list, dict):
-        return _collected(packed, origin, get_args(kind), tensors, where)
+        return _unpack_collection(packed, origin, get_args(kind), tensors, path)
     if dataclasses.is_dataclass(origin or kind):
-        return _built(packed, kind, tensors, where)
+        return _unpack_dataclass(packed, kind, tensors, path)
     if kind is Mask:
-        return Mask(tensors[_of(str, packed)])
-    return tensors[_of(str, packed)] if kind is Tensor else _of(kind, packed)
+        return Mask(tensors[_check_type(str, packed)])
+    return tensors[_check_type(str, packed)] if kind is Tensor else _check_type(kind, packed)
 
 
-def _collected(packed: Any, origin: Any, parts: tuple[Any, ...], tensors: Mapping[str, Tensor], where: str) -> Any:
-    """``tuple[X, ...]``, ``list[X]`` or ``dict[str, X]``."""
+def _unpack_collection(
+    packed: Any, origin: Any, parts: tuple[Any, ...], tensors: Mapping[str, Tensor], path: str
+) -> Any:
+    """Unpack ``tuple[X, ...]``, ``list[X]`` or ``dict[str, X]``."""
     if origin is dict:
-        return {name: unpack(part, parts[1], tensors, f"{where}.{name}") for name, part in _of(dict, packed).items()}
-    return origin(unpack(part, parts[0], tensors, f"{where}.{i}") for i, part in enumerate(_of(list, packed)))
+        return {
+            name: unpack(part, parts[1], tensors, f"{path}.{name}") for name, part in _check_type(dict, packed).items()
+        }
+    return origin(unpack(part, parts[0], tensors, f"{path}.{i}") for i, part in enumerate(_check_type(list, packed)))
 
 
-def _either(packed: Any, parts: tuple[Any, ...], tensors: Mapping[str, Tensor], where: str) -> Any:
-    """``X | None`` only: with more choices what is there would have to say which."""
+def _unpack_optional(packed: Any, parts: tuple[Any, ...], tensors: Mapping[str, Tensor], path: str) -> Any:
+    """Unpack ``X | None``, the only union: with more types, the file would have to name one."""
     if packed is None and type(None) in parts:
         return None
     (kind,) = (part for part in parts if part is not type(None))
-    return _unpack(packed, kind, tensors, where)
+    return _unpack(packed, kind, tensors, path)
 
 
-def _built(packed: Any, kind: Any, tensors: Mapping[str, Tensor], where: str) -> Any:
-    """A dataclass, also one whose type variables are given, such as ``Snapshot[State]``."""
-    made = get_origin(kind) or kind
-    chosen = dict(zip(getattr(made, "__parameters__", ()), get_args(kind), strict=True))
-    hints = get_type_hints(made)
-    names = sorted(field.name for field in dataclasses.fields(made))
-    if sorted(_of(dict, packed)) != names:
-        raise CheckpointError(f"{where}: {made.__name__} has {names}, found {sorted(packed)}")
-    parts = {name: chosen.get(hints[name], hints[name]) for name in names}
-    return made(**{name: unpack(packed[name], part, tensors, f"{where}.{name}") for name, part in parts.items()})
+def _unpack_dataclass(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str) -> Any:
+    """Unpack a dataclass, also a generic one with type arguments, such as ``Snapshot[State]``."""
+    cls = get_origin(kind) or kind
+    arguments = dict(zip(getattr(cls, "__parameters__", ()), get_args(kind), strict=True))
+    hints = get_type_hints(cls)
+    names = sorted(field.name for field in dataclasses.fields(cls))
+    if sorted(_check_type(dict, packed)) != names:
+        raise CheckpointError(f"{path}: {cls.__name__} has {names}, found {sorted(packed)}")
+    parts = {name: arguments.get(hints[name], hints[name]) for name in names}
+    return cls(**{name: unpack(packed[name], part, tensors, f"{path}.{name}") for name, part in parts.items()})
 
 
-def _of(kind: Any, packed: Any) -> Any:
-    """``packed`` if it is of this type; a literal is what it is, an int serves as a float."""
-    if kind is Any or get_origin(kind) is not None:  # Literal[...]
+def _check_type(kind: Any, packed: Any) -> Any:
+    """Return ``packed`` if it is of type ``kind``; an int is accepted as a float."""
+    # Literal[...] is not checked here.
+    if kind is Any or get_origin(kind) is not None:
         return packed
     if kind is float and type(packed) is int:
         return float(packed)
@@ -123,5 +135,5 @@ def _of(kind: Any, packed: Any) -> Any:
     return packed
 
 
-def _named(kind: Any) -> str:
+def _get_name(kind: Any) -> str:
     return getattr(kind, "__name__", str(kind))

@@ -1,10 +1,10 @@
-"""A folder of checkpoints: each is whole or not there, the last ones are kept, and a stranger's is refused.
+"""A folder of checkpoints: each is complete or absent; the newest are kept; those of another run are refused.
 
-    <folder>/00000007/manifest.json    what it belongs to, the packed values, sha256 of everything
+    <folder>/00000007/manifest.json        identity of the run, packed values, sha256 of everything
     <folder>/00000007/tensors.safetensors
-    <folder>/finished                  of a run that ended: the folder of its result
+    <folder>/finished                      exists after the end of the run: path of its result folder
 
-A checkpoint is written under another name, flushed to the disk with its folder, and renamed: the rename is the commit.
+A checkpoint is written under a temporary name, flushed to disk with its folder, and renamed: the rename is the commit.
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ class Store:
     """Checkpoints of one end of one run.
 
     Args:
-        folder: is made with the first checkpoint.
-        belongs: what a checkpoint is of (run, model, settings); another's is refused.
-        keep: how many of the last ones stay.
+        folder: folder of the checkpoints, created with the first one.
+        identity: run, model and settings; a checkpoint with another identity is refused.
+        keep: number of checkpoints to keep, newest first.
     """
 
-    def __init__(self, folder: Path, belongs: Mapping[str, Any], keep: int = 2):
-        self.folder, self.belongs, self.keep = folder, dict(belongs), keep
+    def __init__(self, folder: Path, identity: Mapping[str, Any], keep: int = 2):
+        self.folder, self.identity, self.keep = folder, dict(identity), keep
 
     def claim(self) -> None:
-        """Hold the folder until this process ends, however it ends, or :meth:`release` is called.
+        """Lock the folder until :meth:`release` is called or this process ends, even by a crash.
 
         Raises:
-            CheckpointError: another process holds it: the same job runs twice.
+            CheckpointError: another process holds the lock (the same job runs twice), or the folder is not writable.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o600)
-            self._hold()
+            self._lock_file()
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder}: held by another process, or not writable ({error.strerror}). The same job runs already: wait "
-                "for it or abort it; or submit with another seed"
+                f"{self.folder}: locked by another process, or not writable ({error.strerror}). If the same job is "
+                "running already, wait for it, abort it, or submit with another seed"
             ) from error
 
-    def _hold(self) -> None:
+    def _lock_file(self) -> None:
+        # The kernel releases this lock with the process: a killed job leaves none behind, as a file with a pid would.
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -67,14 +68,14 @@ class Store:
             raise
 
     def release(self) -> None:
-        """Give back what :meth:`claim` holds."""
+        """Release the lock of :meth:`claim`."""
         os.close(self._lock)
 
     def mark_finished(self, result: Path) -> None:
-        """Say, on the disk, that the run is over and that its result lies in ``result``; the checkpoints stay.
+        """Record on disk that the run has ended and that its result is in ``result``; the checkpoints stay.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the file could not be written.
         """
         try:
             with replace_atomically(self.folder / FINISHED) as part:
@@ -82,135 +83,141 @@ class Store:
         except OSError as error:
             raise CheckpointError(f"{self.folder / FINISHED}: {error.strerror or error}") from error
 
-    def get_finished(self) -> Path | None:
-        """Where the result of the run lies, or lay, if it is over."""
+    def get_result_folder(self) -> Path | None:
+        """Return the result folder of a finished run, which may be removed by now; None if the run is not finished."""
         try:
             return Path((self.folder / FINISHED).read_text(encoding="utf-8"))
         except OSError:
             return None
 
-    def clear_finished(self) -> None:
-        """The run goes on, or starts anew."""
+    def unmark_finished(self) -> None:
+        """Record that the run continues or starts again."""
         (self.folder / FINISHED).unlink(missing_ok=True)
 
-    def save(self, number: int, content: Any, spared: int | None = None) -> None:
-        """Write a checkpoint; afterwards it is on the disk, whole, also if the power goes.
+    def save(self, number: int, content: Any, also_keep: int | None = None) -> None:
+        """Write a checkpoint, completely and to disk, and delete older ones.
 
         Args:
-            number: higher than those before.
-            content: a dataclass of what a checkpoint may hold.
-            spared: number of an earlier one that stays, too.
+            number: number of the checkpoint, higher than all earlier ones.
+            content: a dataclass that :func:`~flare_sparse.checkpoint.packing.pack` accepts.
+            also_keep: number of an older checkpoint that is not deleted.
 
         Raises:
-            CheckpointError: it could not be written; the ones before are as they were.
+            CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
         """
         unfinished = self.folder / f".{number:08d}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            for name, data in self._files(content).items():
+            for name, data in self._build_files(content).items():
                 write_new_file(unfinished / name, data)
+            # The names of the files must be on disk before the rename makes the checkpoint visible.
             sync_to_disk(unfinished)
             unfinished.replace(self.folder / f"{number:08d}")
             sync_to_disk(self.folder)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
-                f"{self.folder}: the checkpoint could not be written: {error.strerror or error}. The ones before are intact"
+                f"{self.folder}: the checkpoint could not be written: {error.strerror or error}. Earlier "
+                "checkpoints are intact"
             ) from error
-        for old in [number for number in self.list_numbers()[: -self.keep] if number != spared]:
-            shutil.rmtree(self.folder / f"{old:08d}", ignore_errors=True)
+        for outdated in self.list_numbers()[: -self.keep]:
+            if outdated != also_keep:
+                shutil.rmtree(self.folder / f"{outdated:08d}", ignore_errors=True)
 
-    def _files(self, content: Any) -> dict[str, bytes]:
+    def _build_files(self, content: Any) -> dict[str, bytes]:
         tensors: dict[str, Tensor] = {}
         packed = pack(content, tensors)
         data = safetensors.torch.save({name: part.detach().clone().contiguous() for name, part in tensors.items()})
-        said = {
+        manifest = {
             "format": FORMAT,
-            "belongs": self.belongs,
+            "belongs": self.identity,
             "tensors": hashlib.sha256(data).hexdigest(),
             "content": packed,
         }
-        return {TENSORS: data, MANIFEST: json.dumps({**said, "sha256": _digest(said)}).encode()}
+        return {TENSORS: data, MANIFEST: json.dumps({**manifest, "sha256": _compute_digest(manifest)}).encode()}
 
     def load(self, kind: Any, below: int | None = None) -> tuple[int, Any] | None:
-        """The newest whole checkpoint, with its number; None when there is none.
+        """Return number and content of the newest undamaged checkpoint; None if there is none.
 
         Args:
-            kind: declared type of what was saved.
-            below: only those with a smaller number.
+            kind: declared type of the content.
+            below: consider only checkpoints with a smaller number.
 
         Raises:
-            CheckpointError: it is of another run, model or version; the text names what differs.
+            CheckpointError: the checkpoint belongs to another run, model or version; the text names the differences.
         """
         for number in reversed(self.list_numbers()):
             if below is not None and number >= below:
                 continue
-            said = self._whole(self.folder / f"{number:08d}")
-            if said is not None:
-                self._check(said)
+            manifest = self._read_manifest(self.folder / f"{number:08d}")
+            if manifest is not None:
+                self._check_identity(manifest)
                 tensors = safetensors.torch.load((self.folder / f"{number:08d}" / TENSORS).read_bytes())
-                return number, unpack(said["content"], kind, tensors)
+                return number, unpack(manifest["content"], kind, tensors)
         return None
 
     def check(self) -> None:
-        """Raises:
-        CheckpointError: the newest whole checkpoint is of another run, model or version.
+        """Raise unless the newest undamaged checkpoint belongs to this run.
+
+        Raises:
+            CheckpointError: it belongs to another run, model or version; the text names the differences.
         """
         for number in reversed(self.list_numbers()):
-            if (said := self._whole(self.folder / f"{number:08d}")) is not None:
-                return self._check(said)
+            if (manifest := self._read_manifest(self.folder / f"{number:08d}")) is not None:
+                return self._check_identity(manifest)
         return None
 
     def delete(self, at_least: int = 0) -> None:
-        """Forget the checkpoints with this number and above: of a run that is over, or was given up."""
+        """Delete the checkpoints with this number and above."""
         for number in self.list_numbers():
             if number >= at_least:
                 shutil.rmtree(self.folder / f"{number:08d}", ignore_errors=True)
 
     def list_numbers(self) -> list[int]:
-        """Of the checkpoints that are there, ascending, whole or not."""
+        """Return the numbers of all checkpoints, ascending, damaged ones included."""
         if not self.folder.is_dir():
             return []
         return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
-    def _whole(self, folder: Path) -> dict[str, Any] | None:
-        """The manifest, if every byte is what was written; None for a damaged checkpoint: the one before serves."""
+    def _read_manifest(self, folder: Path) -> dict[str, Any] | None:
+        """Return the manifest if the checksums of both files match; None for a damaged checkpoint."""
+        # A damaged checkpoint is not an error: the run continues from the previous one and repeats a round.
         try:
-            said = json.loads((folder / MANIFEST).read_bytes())
-            claimed = said.pop("sha256")
-            intact = claimed == _digest(said)
-            return said if intact and said["tensors"] == _sha256(folder / TENSORS) else None
+            manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+            sha256 = manifest.pop("sha256")
+            is_intact = sha256 == _compute_digest(manifest) and manifest["tensors"] == _compute_sha256(folder / TENSORS)
+            return manifest if is_intact else None
         except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError):
             return None
 
-    def _check(self, said: Mapping[str, Any]) -> None:
-        if said["format"] != FORMAT:
+    def _check_identity(self, manifest: Mapping[str, Any]) -> None:
+        if manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"{self.folder}: written in format {said['format']}, this version reads {FORMAT}. Go on with the version "
-                "that wrote it, or start afresh"
+                f"{self.folder}: written in format {manifest['format']}, this version reads {FORMAT}. Continue with "
+                "the version that wrote it, or start again"
             )
-        if differing := list(find_differences(said["belongs"], self.belongs)):
+        if differences := list(iterate_differences(manifest["belongs"], self.identity)):
             raise CheckpointError(
-                f"{self.folder}: of another job: {'; '.join(differing[:6])}. Go on with the settings that it was written "
-                "with, or start afresh in another folder"
+                f"{self.folder}: the checkpoint is of another job: {'; '.join(differences[:6])}. Continue with its "
+                "settings, or start again in another folder"
             )
 
 
-def find_differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
-    """``path: found -> wanted`` wherever two JSON values differ."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for name in sorted(found.keys() | wanted.keys()):
-            yield from find_differences(found.get(name), wanted.get(name), f"{where}.{name}".strip("."))
-    elif found != wanted:
-        yield f"{where}: {found!r} in the checkpoint, {wanted!r} now"
+def iterate_differences(saved: Any, current: Any, path: str = "") -> Iterator[str]:
+    """Yield the path and both values of each difference between two JSON values."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        for name in sorted(saved.keys() | current.keys()):
+            yield from iterate_differences(saved.get(name), current.get(name), f"{path}.{name}".strip("."))
+    elif saved != current:
+        yield f"{path}: {saved!r} in the checkpoint, {current!r} now"
 
 
-def _digest(said: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+def _compute_digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns, whole, also if the power goes."""
+"""Writes that are complete and on disk when the call returns, also after a loss of power."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from typing import Any
 
 
 def write_new_file(path: Path, data: bytes) -> None:
-    """All of it, on the disk when this returns.
+    """Write a new file and flush it to disk.
 
     Raises:
-        OSError: there is such a file already, or it could not be written.
+        OSError: the file exists already, or could not be written.
     """
+    # Readable by the owner only: checkpoints hold models and residuals of private data.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(file, rest) :]
+        remaining = memoryview(data)
+        # A write may be short, for example when the disk is nearly full.
+        while remaining:
+            remaining = remaining[os.write(file, remaining) :]
         os.fsync(file)
     finally:
         os.close(file)
 
 
 def sync_to_disk(path: Path) -> None:
-    """What is in a file, or the names in a folder, on the disk.
+    """Flush the content of a file, or the names in a folder, to disk.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the disk reported an error.
     """
     file = os.open(path, os.O_RDONLY)
     try:
@@ -41,10 +43,10 @@ def sync_to_disk(path: Path) -> None:
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """A name to write to; afterwards it is ``path``, on the disk: a reader finds the old content or the new.
+    """Yield a temporary path that replaces ``path`` at the end: a reader finds either the old content or the new one.
 
     Raises:
-        OSError: it could not be written; the old content is as it was.
+        OSError: the file could not be written; ``path`` has its old content.
     """
     part = path.with_name(path.name + ".part")
     try:
@@ -54,10 +56,11 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+    # The rename is a change of the folder: without this flush, a loss of power could undo it.
     sync_to_disk(path.parent)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole and on the disk, or not at all."""
+    """Replace a JSON file, completely or not at all."""
     with replace_atomically(path) as part:
         part.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n")

@@ -1,4 +1,4 @@
-"""The command line: one module a command, registered here."""
+"""The command line ``flare-sparse``: one module per command, registered here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from .decrypt import decrypt
 from .estimate import estimate
 from .export import export
 from .fetch_model import fetch_model
-from .local import rehearse
 from .methods import methods
 from .phantom import phantom
 from .report import report
@@ -26,13 +25,13 @@ from .site import site
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
-for command in (run, rehearse, report, adapt, check, estimate, export, save, decrypt, fetch_model, methods, phantom):
+for command in (run, report, adapt, check, estimate, export, save, decrypt, fetch_model, methods, phantom):
     app.command()(command)
 app.add_typer(site, name="site")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         console.print(f"flare-sparse {version('flare-sparse')}")
         raise typer.Exit
 
@@ -40,13 +39,13 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def main(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit")
     ] = False,
 ) -> None:
     """Train one model over many sites with NVIDIA FLARE and send only what matters.
 
-    [bold]First[/]   flare-sparse run app_configs/neurosfl_brain_age.yaml
+    [bold]Start[/]   flare-sparse run app_configs/neurosfl_brain_age.yaml
     [bold]Change[/]  flare-sparse run app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.98
     [bold]Choose[/]  flare-sparse methods, then a file in app_configs/
-    [bold]Ask[/]     flare-sparse estimate CONFIG for the bytes, flare-sparse check CONFIG for mistakes; neither trains
+    [bold]Check[/]   flare-sparse estimate CONFIG counts bytes, flare-sparse check CONFIG finds mistakes; neither trains
     """

@@ -1,4 +1,4 @@
-"""``flare-sparse adapt``: the model of a finished run, made a new site's own."""
+"""``flare-sparse adapt``: adapt the model of a finished run to a new site."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ from ..config import load_config, load_task
 from ..errors import ConfigError, DataError
 from ..mask import Mask
 from ..params import compute_digest
-from ..runs.model_files import load_mask, read_model, save_mask, save_model
+from ..runs.model_files import read_mask, read_model, save_mask, save_model
 from ..seeds import limit_threads
 from ..task import SiteData
 from ..training import Site
 from .console import out as console
+from .options import Overrides
 
 
 def adapt(
-    run_dir: Annotated[Path, typer.Argument(help="folder of a finished run")],
-    data: Annotated[Path, typer.Option(help="the new site's data: what a site file of its own would point to")],
+    run_dir: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)],
+    data: Annotated[Path, typer.Option(help="Data of the new site: the folder or file that its site file would name")],
     site: Annotated[
-        str, typer.Option(help="name of the site; it decides the order of random minibatches")
+        str, typer.Option(help="Name of the site; the order of its random minibatches depends on it")
     ] = "new-site",
-    out: Annotated[Path | None, typer.Option(help="result folder; default: RUN_DIR/adapted/SITE")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, such as method.adapt_lr=0.05")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Result folder; default: RUN_DIR/adapted/SITE")] = None,
+    set_: Overrides = None,
 ) -> None:
-    """Adapt a run's model at a site that took no part in it, on 80 % of the site's data; the rest judges it.
+    """Adapt a run's model to a site that took no part in the run.
 
-    Writes the adapted model, its mask and adaptation.json. Nothing is sent anywhere.
+    The model is adapted on 80 % of the site's examples and evaluated on the others, before and after. Writes the
+    adapted model, its mask and adaptation.json. Nothing leaves this machine.
 
     [dim]flare-sparse adapt runs/metagater_cifar10 --data new_hospital.npz[/]
     """
     folder = (out or run_dir / "adapted" / site).resolve()
     if not data.exists():
-        raise DataError(f"--data: there is no file or folder {data}; correct the path")
+        raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
     config_file = run_dir / "config.yaml"
     if not config_file.is_file():
-        raise ConfigError(f"{run_dir} is not the folder of a finished run: it has no config.yaml")
+        raise ConfigError(f"{run_dir}: there is no config.yaml here; give the result folder of a finished run")
     config = load_config(config_file, set_ or ())
     assembly = assemble(config, load_task(config, run_dir))
     with limit_threads(config.federation.threads):
-        place = open_site(assembly, SiteData(site, data.resolve()))
-        figures = adapted_at(assembly, place, run_dir, folder)
+        target_site = open_site(assembly, SiteData(site, data.resolve()))
+        figures = adapt_at_site(assembly, target_site, run_dir, folder)
     _show(figures, assembly)
     console.print(f"model:  {folder / 'model.safetensors'}")
     console.print(f"record: {folder / 'adaptation.json'}")
 
 
-def adapted_at(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -> dict[str, Any]:
-    """Adapt the model in ``run_dir`` at a site and write the result to ``folder``; the figures come back.
+def adapt_at_site(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -> dict[str, Any]:
+    """Adapt the model in ``run_dir`` to a site, write the result to ``folder`` and return the figures.
 
     Raises:
-        ConfigError: the folder's model is not this job's, or its method does not adapt.
+        ConfigError: the model does not belong to this job, or the method does not adapt.
         DataError: the site has no training examples.
     """
     if not site.num_examples:
-        raise DataError(f"site {site.name!r} has no training examples to adapt to")
+        raise DataError(f"site {site.name!r} has no training examples; adaptation needs some")
     weights = read_model(run_dir / "model.safetensors", assembly.layout)
-    live = load_mask(run_dir / "mask.safetensors", assembly.layout)
+    live = read_mask(run_dir / "mask.safetensors", assembly.layout)
     site.weights = weights.clone()
     before = site.evaluate(weights)
     began = time.perf_counter()
@@ -81,7 +81,7 @@ def adapted_at(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -> d
         "training_examples": site.num_examples,
         "before": before,
         "after": site.evaluate(adapted),
-        "sparsity": 1 - _nonzero(adapted, live) / adapted.numel(),
+        "sparsity": 1 - _count_nonzero(adapted, live) / adapted.numel(),
         "adaptation_seconds": seconds,
         "sha256_before": compute_digest(weights),
         "sha256_after": compute_digest(adapted),
@@ -90,8 +90,8 @@ def adapted_at(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -> d
     return figures
 
 
-def _nonzero(weights: Tensor, live: Mask) -> int:
-    """Live weights that are not zero: an adaptation may prune."""
+def _count_nonzero(weights: Tensor, live: Mask) -> int:
+    """Count the live weights that are not zero; an adaptation may prune further."""
     return int((live.take(weights) != 0).sum())
 
 

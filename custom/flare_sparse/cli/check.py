@@ -1,4 +1,4 @@
-"""``flare-sparse check``: everything that can be wrong before a run, found in seconds and said at once."""
+"""``flare-sparse check``: find in seconds, and report together, what would stop a run."""
 
 from __future__ import annotations
 
@@ -22,115 +22,125 @@ from ..params import Layout
 from ..task import Examples, Task
 from ..training import Site
 from ..training.loop import TrainingDiverged
-from .console import exit_code
+from .console import get_exit_code
 from .console import out as console
-from .sites import simulated_sites
+from .options import ConfigFile, Overrides
+from .sites import prepare_site_data
 
 T = TypeVar("T")
 
 
 def check(
-    config: Annotated[Path, typer.Argument(help="Configuration file.")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, as often as needed.")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     site_policy: Annotated[
-        Path | None, typer.Option(help="a site's policy, a file or open, careful, strict: would this job pass there?")
+        Path | None,
+        typer.Option(help="Check the job against a site's policy, too: a file, or one of open, careful, strict"),
     ] = None,
 ) -> None:
-    """Check a configuration, its data, the model and one training step; nothing is sent anywhere.
+    """Check a configuration: its settings, the sites' data, the model and one training step.
+
+    Every problem gets a FAIL line with its cause and the way out. Nothing leaves this machine.
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.95[/]
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --site-policy careful[/]
     """
     report = Report()
-    settings = report.passes("configuration", lambda: load_config(config, overrides or ()), _named)
+    settings = report.attempt("configuration", lambda: load_config(config, overrides or ()), _describe_settings)
     if settings is None:
         raise typer.Exit(report.code)
-    report.passes("federation", lambda: settings.federation.note, str)
-    task = report.passes("task", lambda: load_task(settings, config.parent), lambda made: type(made).__name__)
+    report.attempt("federation", lambda: settings.federation.note, str)
+    task = report.attempt("task", lambda: load_task(settings, config.parent), lambda task: type(task).__name__)
     if task is not None:
-        layout = report.passes("model", lambda: _layout(task), lambda made: f"{made.size:,} scalars")
+        layout = report.attempt("model", lambda: _build_layout(task), lambda layout: f"{layout.size:,} scalars")
         with tempfile.TemporaryDirectory() as folder:
-            examples = _data(report, settings, task, Path(folder))
+            examples = _load_examples(report, settings, task, Path(folder))
             if layout is not None:
-                report.passes("method", lambda: _method(settings, layout), _noted)
+                report.attempt("method", lambda: build_method(settings, layout), _describe_method)
             if layout is not None and examples:
-                report.passes("one training step", lambda: _step(settings, task, layout, examples), _moved)
+                report.attempt(
+                    "one training step", lambda: _take_step(settings, task, layout, examples), _describe_step
+                )
             if layout is not None and site_policy is not None:
-                report.passes("site policy", lambda: _policy(settings, task, examples, site_policy), str)
+                report.attempt("site policy", lambda: _check_policy(settings, task, examples, site_policy), str)
     raise typer.Exit(report.code)
 
 
 class Report:
-    """PASS, SKIP and FAIL lines; ``code`` is how the command ends: that of the first failure."""
+    """PASS, SKIP and FAIL lines; ``code`` is the exit code of the first failure, or 0."""
 
     def __init__(self) -> None:
         self.code = 0
 
-    def passes(self, what: str, attempt: Callable[[], T], detail: Callable[[T], str]) -> T | None:
-        """What ``attempt`` returns, or None when it fails; a task's own code may fail in any way."""
+    def attempt(self, check: str, action: Callable[[], T], describe: Callable[[T], str]) -> T | None:
+        """Return the result of ``action`` and print a PASS line, or print a FAIL line and return None."""
         try:
-            result = attempt()
+            result = action()
         except FlareSparseError as error:
-            self.code = self.code or exit_code(error)
-            self._line("[bold red]FAIL[/]", what, f"{error.code}\n{error}")
+            self.code = self.code or get_exit_code(error)
+            self._print_line("[bold red]FAIL[/]", check, f"{error.code}\n{error}")
             return None
+        # A user task's own code may raise anything; the other checks still run.
         except Exception as error:  # noqa: BLE001
             self.code = self.code or 1
             where = traceback.extract_tb(error.__traceback__)[-1]
-            self._line("[bold red]FAIL[/]", what, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
+            self._print_line(
+                "[bold red]FAIL[/]", check, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            )
             return None
-        self._line("[bold green]PASS[/]", what, detail(result))
+        self._print_line("[bold green]PASS[/]", check, describe(result))
         return result
 
-    def skips(self, what: str, why: str) -> None:
-        """What this configuration leaves no way to look at."""
-        self._line("[bold yellow]SKIP[/]", what, why)
+    def skip(self, check: str, reason: str) -> None:
+        """Print that this configuration leaves no way to check something."""
+        self._print_line("[bold yellow]SKIP[/]", check, reason)
 
     @staticmethod
-    def _line(verdict: str, what: str, detail: str) -> None:
+    def _print_line(verdict: str, check: str, detail: str) -> None:
         console.print(verdict, end=" ")
-        console.print(f"{what}: {detail}", markup=False)
+        console.print(f"{check}: {detail}", markup=False)
 
 
-def _named(settings: RunConfig) -> str:
+def _describe_settings(settings: RunConfig) -> str:
     return f"{settings.name}, method {settings.method.name}, task {settings.task.name}"
 
 
-def _layout(task: Task) -> Layout:
+def _build_layout(task: Task) -> Layout:
     return Layout.from_module(task.model())
 
 
-def _data(report: Report, settings: RunConfig, task: Task, folder: Path) -> dict[str, Examples]:
-    """The examples of every simulated site that can be read; none where every site has its own data."""
+def _load_examples(report: Report, settings: RunConfig, task: Task, folder: Path) -> dict[str, Examples]:
+    """Load the examples of every simulated site; empty without a ``simulator`` section."""
     if settings.simulator is None:
-        report.skips(
-            "sites", "no simulator section: at each site, flare-sparse site preflight KIT --job CONFIG reads its data"
+        report.skip(
+            "sites",
+            "there is no simulator section; flare-sparse site preflight KIT --job CONFIG reads the data at each site",
         )
         return {}
-    sites = report.passes("sites", lambda: simulated_sites(settings, task, folder), ", ".join)
-    read = {
-        name: report.passes(f"data of {name}", partial(task.load, data, settings.seed), _counted)
+    sites = report.attempt("sites", lambda: prepare_site_data(settings, task, folder), ", ".join)
+    examples = {
+        name: report.attempt(f"data of {name}", partial(task.load, data, settings.seed), _describe_examples)
         for name, data in (sites or {}).items()
     }
-    return {name: examples for name, examples in read.items() if examples is not None}
+    return {name: loaded for name, loaded in examples.items() if loaded is not None}
 
 
-def _method(settings: RunConfig, layout: Layout) -> Method[Any]:
-    return build_method(settings, layout)
-
-
-def _noted(method: Method[Any]) -> str:
+def _describe_method(method: Method[Any, Any]) -> str:
     return method.note or method.name
 
 
-def _counted(examples: Examples) -> str:
+def _describe_examples(examples: Examples) -> str:
     skipped = f", {examples.skipped} skipped" if examples.skipped else ""
     return f"{examples.n_train} training and {examples.n_test} test examples{skipped}"
 
 
-def _step(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, Examples]) -> float:
-    """Distance that one optimiser step at the first site moves the model."""
+def _take_step(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, Examples]) -> float:
+    """Return the L2 distance that one optimiser step at the first site moves the model.
+
+    Raises:
+        TrainingDiverged: the step ends in values that are not finite.
+    """
     name = min(examples)
     training = settings.method.config.training
     site = Site(name, task, examples[name], layout, settings.seed)
@@ -139,27 +149,31 @@ def _step(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, E
     moved = site.train(start, Mask.full(layout.size), training, 1, steps=1) - start
     distance = float(torch.linalg.vector_norm(moved))
     if not math.isfinite(distance):
-        raise TrainingDiverged(f"one step at {name} ends in numbers that are not finite; lower method.training.lr")
+        raise TrainingDiverged(
+            f"one training step at {name} ends in values that are not finite; lower method.training.lr"
+        )
     return distance
 
 
-def _policy(settings: RunConfig, task: Task, examples: dict[str, Examples], said: Path) -> str:
-    """The job held against a policy.
+def _check_policy(settings: RunConfig, task: Task, examples: dict[str, Examples], name_or_file: Path) -> str:
+    """Check the job against a policy.
 
     Raises:
-        ConfigError: there is no such file, or it is malformed.
-        PolicyRefusal: the job would be refused; every reason is listed.
+        ConfigError: there is no such policy, or its file is malformed.
+        PolicyRefusal: the policy would refuse the job; every reason is listed.
     """
-    from ..policy.check import find_policy_conflicts  # FLARE takes seconds to import
-    from ..policy.policy import policy_file, read_policy
+    from ..policy.check import find_policy_conflicts
+    from ..policy.policy import find_policy_file, read_policy
 
-    policy = read_policy(policy_file(said))
-    counts = {name: own.n_train for name, own in examples.items()}
+    policy = read_policy(find_policy_file(name_or_file))
+    counts = {site: loaded.n_train for site, loaded in examples.items()}
     if reasons := find_policy_conflicts(policy, settings, assemble(settings, task), counts):
-        raise PolicyRefusal("\n".join([f"{said} would refuse this job:", *(f"  {reason}" for reason in reasons)]))
-    unread = "" if examples else ", as far as that shows without data: how many examples an answer is of is not judged"
-    return f"{said} lets this job through{unread}"
+        raise PolicyRefusal(
+            "\n".join([f"{name_or_file} would refuse this job:", *(f"  {reason}" for reason in reasons)])
+        )
+    caveat = "" if examples else "; without data the numbers of examples were not checked"
+    return f"{name_or_file} lets this job through{caveat}"
 
 
-def _moved(distance: float) -> str:
+def _describe_step(distance: float) -> str:
     return f"the model moved by {distance:.3g}"

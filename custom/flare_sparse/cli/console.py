@@ -1,4 +1,4 @@
-"""What the command line says, and how it ends: 0 done, 1 failed, 2 the configuration is wrong."""
+"""The command line's consoles and exit codes: 0 success, 1 failure, 2 a wrong configuration."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def exit_code(error: FlareSparseError) -> int:
-    """2 for a configuration, 1 for anything else."""
+def get_exit_code(error: FlareSparseError) -> int:
+    """Return 2 for a wrong configuration, 1 for any other error."""
     return 2 if isinstance(error, ConfigError) else 1
 
 
-def say(error: FlareSparseError) -> None:
-    """One block, no traceback: the code to look up, then what was wrong and the way out."""
+def print_error(error: FlareSparseError) -> None:
+    """Print an error without a traceback: its code, then the cause and the way out."""
     err.print(f"[bold red]error[/] {error.code} (docs/troubleshooting.md)")
     err.print(str(error), markup=False)
 
 
 class Commands(TyperGroup):
-    """The commands; an error of ours ends any of them with its message and its exit code."""
+    """Group of all commands; an error of this package ends a command with the error's text and exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except FlareSparseError as error:
-            say(error)
-            raise typer.Exit(exit_code(error)) from error
+            print_error(error)
+            raise typer.Exit(get_exit_code(error)) from error

@@ -1,4 +1,4 @@
-"""``flare-sparse decrypt``: the model of an encrypted run, at a site."""
+"""``flare-sparse decrypt``: decrypt the model of an encrypted run, at a site."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..errors import ConfigError
 from ..report.card import write_card
 from ..runs.decrypt import decrypt_run
 from ..runs.load import load_assembly
-from ..runs.results import Run
+from ..runs.results import RunResult
 from .console import out as console
 
 
 def decrypt(
-    run: Annotated[Path, typer.Argument(help="result folder of a run with wire.encryption")],
+    run: Annotated[Path, typer.Argument(help="Result folder of a run with wire.encryption: ckks", show_default=False)],
     context: Annotated[
-        Path, typer.Option(help=f"{CLIENT_FILE} of a site of that federation: startup/{CLIENT_FILE} in its kit")
+        Path, typer.Option(help=f"Key context of a site of that federation: startup/{CLIENT_FILE} in its kit")
     ],
 ) -> None:
-    """Make the model of an encrypted run readable. Only a site can: neither the server nor the lead has the key.
+    """Decrypt the model of an encrypted run. Only a site can: neither the server nor the lead has the secret key.
 
-    Writes model.safetensors, and best_model.safetensors where there is one, beside the encrypted files.
+    Writes model.safetensors, and best_model.safetensors if the run has a best model, beside the encrypted files.
 
     [dim]flare-sparse decrypt runs/neurosfl_encrypted --context /opt/flare/site-1/startup/client_context.tenseal[/]
     """
@@ -35,7 +35,9 @@ def decrypt(
         raise ConfigError(f"--context {context}: cannot be read: {error.strerror}") from error
     written = decrypt_run(run, assembly, key)
     if not written:
-        raise ConfigError(f"{run}: holds no encrypted model; was the run made with wire.encryption: ckks?")
-    write_card(Run.read(run))
+        raise ConfigError(
+            f"{run}: there is no encrypted model here; give the result folder of a run with wire.encryption: ckks"
+        )
+    write_card(RunResult.read(run))
     for path in written:
         console.print(str(path), markup=False)

@@ -1,4 +1,4 @@
-"""``flare-sparse estimate``: what a run will send, before any data is touched."""
+"""``flare-sparse estimate``: count what a run will send, without data or training."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from rich.table import Table
 from ..assemble import assemble
 from ..config import RunConfig, load_task
 from ..errors import ConfigError
-from ..local.dry_run import estimate as dry_run
+from ..local.dry_run import estimate_traffic
 from ..runs.folder import sum_traffic
-from ..runs.progress import human_bytes
-from .run import with_options
+from ..runs.progress import format_bytes
+from .options import ConfigFile, Overrides, load_with_options
 
 
 def estimate(
-    config: Annotated[Path, typer.Argument(help="configuration file")],
-    sites: Annotated[int | None, typer.Option(help="number of sites")] = None,
-    rounds: Annotated[int | None, typer.Option(help="rounds of training")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, such as method.sparsity=0.95")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    config: ConfigFile,
+    sites: Annotated[int | None, typer.Option(help="Number of sites; default: as configured")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of training; default: as configured")] = None,
+    set_: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """Count scalars and bytes of a whole run, per round and in total, without training.
+    """Count the scalars and bytes that a run will send, per round and in total, without data or training.
 
-    The method runs with noise in place of trained weights, so every message is really encoded and counted.
+    The method runs with noise in place of trained weights, and every message is encoded and counted.
 
     Example:
 
         flare-sparse estimate app_configs/fedsparsify_paper.yaml --set method.sparsity=0.95 --json
     """
-    resolved = with_options(config, sites, rounds, None, set_)
-    figures = estimated(resolved, config)
+    resolved = load_with_options(config, sites, rounds, None, set_)
+    figures = compute_figures(resolved, config)
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
     else:
         _show(Console(), figures)
 
 
-def estimated(config: RunConfig, file: Path) -> dict[str, Any]:
-    """The figures of a dry run.
+def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
+    """Return the figures of a dry run.
 
     Raises:
-        ConfigError: the number of sites is not known.
+        ConfigError: the configuration does not give the number of sites.
     """
     sites = config.simulator.sites if config.simulator else None
     if sites is None:
-        raise ConfigError("estimate needs the number of sites: give --sites N")
+        raise ConfigError("the configuration does not give the number of sites; add --sites N")
     assembly = assemble(config, load_task(config, file.parent))
-    outcome, ledger = dry_run(assembly.method, assembly.weights, sites, config.wire.values, encrypted=config.encrypted)
+    outcome, ledger = estimate_traffic(
+        assembly.method, assembly.weights, sites, config.wire.values, encrypted=config.encrypted
+    )
     rounds = [
         {
             "round": r.round,
@@ -87,21 +87,23 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
         f"{figures['rounds']} rounds"
     )
     table = Table()
-    for column in ("round", "asked for", "down", "up", "dense", "live"):
+    for column in ("round", "request", "down", "up", "dense", "live"):
         table.add_column(column, justify="right")
     for line in figures["per_round"]:
         table.add_row(
             str(line["round"]),
             line["kind"],
-            human_bytes(line["bytes_down"]),
-            human_bytes(line["bytes_up"]),
-            human_bytes(line["dense_bytes"]),
+            format_bytes(line["bytes_down"]),
+            format_bytes(line["bytes_up"]),
+            format_bytes(line["dense_bytes"]),
             f"{1 - line['sparsity']:.1%}",
         )
     console.print(table)
     sent = sum(figures["traffic"][d]["payload_bytes"] for d in ("down", "up"))
     dense = sum(figures["traffic"][d]["dense_bytes"] for d in ("down", "up"))
-    console.print(f"in total {human_bytes(sent)}; dense {human_bytes(dense)}: {dense / max(sent, 1):.2f}x less")
-    console.print(f"training messages carry {figures['scalars']:,} scalars of {figures['dense_scalars']:,}")
+    console.print(
+        f"total: {format_bytes(sent)}; dense: {format_bytes(dense)}, {dense / max(sent, 1):.2f} times as much"
+    )
+    console.print(f"training messages carry {figures['scalars']:,} of {figures['dense_scalars']:,} scalars")
     if figures["paper_scalars"] is not None:
-        console.print(f"by the paper's own counting rule: {figures['paper_scalars']:,} scalars")
+        console.print(f"by the paper's counting rule: {figures['paper_scalars']:,} scalars")

@@ -1,4 +1,4 @@
-"""``flare-sparse export``: configurations to FLARE job folders."""
+"""``flare-sparse export``: write FLARE job folders from configurations."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from typing import Annotated
 import typer
 
 from ..config import load_config
-from .run import own_modules
+from .options import Overrides
+from .user_modules import list_user_modules
 
 _INSTALLED = (
-    "  {task} is your own and does not travel: install {module} at every site, and there: "
-    "flare-sparse site allow KIT --also {task} (or send it along: --byoc)"
+    "  {task} is a user task and is not part of the job: install {module} at every site and run there "
+    "flare-sparse site allow KIT --also {task}, or export with --byoc"
 )
 
 
 def export(
-    configs: Annotated[list[Path], typer.Argument(help="configuration files")],
-    out: Annotated[Path, typer.Option(help="folder that receives a job folder per configuration")] = Path("jobs"),
-    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, as often as needed")] = None,
+    configs: Annotated[list[Path], typer.Argument(help="Configuration files", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder that receives one job folder per configuration")] = Path("jobs"),
+    set_: Overrides = None,
     byoc: Annotated[
         bool,
-        typer.Option("--byoc/--installed", help="send the package's source along, or not: sites have installed it"),
+        typer.Option(
+            "--byoc/--installed",
+            help="Send the package's source with the job, or rely on the wheel that every site has installed",
+        ),
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="write nothing; fail if a job folder is out of date")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a job folder is out of date")] = False,
 ) -> None:
-    """Write FLARE job folders, ready for submit_job.
+    """Write FLARE job folders for submit_job.
 
-    By default no code travels: every site has the wheel installed and allows its classes.
+    By default no code travels: every site has installed the wheel and allows its classes.
 
     Examples:
 
@@ -40,16 +44,17 @@ def export(
 
         flare-sparse export dose.yaml --byoc --set federation.min_sites=2
     """
-    from ..flare.export import export_job, find_differences  # FLARE takes seconds to import
+    # FLARE takes seconds to import; --help must not wait for it.
+    from ..flare.export import export_job, find_outdated_files
 
     stale: list[str] = []
     for file in configs:
         config = load_config(file, set_ or ())
         with contextlib.redirect_stdout(io.StringIO()):
             if check:
-                stale += find_differences(config, out)
+                stale += find_outdated_files(config, out)
             else:
-                modules = own_modules(config, file) if byoc else ()
+                modules = list_user_modules(config, file) if byoc else ()
                 export_job(config, out, "byoc" if byoc else "installed", modules)
         if not check:
             typer.echo(f"{out / config.name}")
@@ -58,7 +63,7 @@ def export(
                     _INSTALLED.format(task=config.task.name, module=config.task.name.rpartition(".")[0]), err=True
                 )
     if stale:
-        typer.echo("out of date; run: flare-sparse export " + " ".join(map(str, configs)), err=True)
+        typer.echo("job folders are out of date; run: flare-sparse export " + " ".join(map(str, configs)), err=True)
         for line in stale:
             typer.echo(f"  {line}", err=True)
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Keys of an encrypted run in which this machine plays all parts: ``he`` in the result folder, for trying only."""
+"""CKKS keys of an encrypted trial run on one machine: the folder ``he`` holds the keys of server and sites."""
 
 from __future__ import annotations
 
@@ -16,25 +16,33 @@ from ..task import Task
 FOLDER = "he"
 
 
-def run_contexts(config: RunConfig, out: Path, *, resume: bool) -> KeyContexts | None:
-    """New keys, or those of the run that is gone on with; None when nothing is encrypted.
+def prepare_key_contexts(config: RunConfig, out: Path, *, resume: bool) -> KeyContexts | None:
+    """Return new key contexts, or those of the resumed run; None when the run is not encrypted.
 
     Raises:
-        ConfigError: TenSEAL is not installed, or a resumed run's keys are gone.
+        ConfigError: TenSEAL is not installed, or the key contexts of a resumed run are missing.
     """
     if not resume:
         shutil.rmtree(out / FOLDER, ignore_errors=True)
     if not config.encrypted:
         return None
+    # The checkpoints of an encrypted run hold ciphertexts: only the keys that wrote them can read them.
     if resume:
         return KeyContexts.read(out / FOLDER)
-    made = KeyContexts.generate()
-    made.write(out / FOLDER)
-    return made
+    contexts = KeyContexts.generate()
+    contexts.write(out / FOLDER)
+    return contexts
 
 
-def opened(config: RunConfig, own: Task | None, out: Path, client: bytes) -> dict[str, Any]:
-    """Decrypt the record of a run in ``out``; the summary comes back."""
-    decrypt_run(out, assemble(config, own), client)
+def decrypt_record(config: RunConfig, user_task: Task | None, out: Path, client_context: bytes) -> dict[str, Any]:
+    """Decrypt the models of the run in ``out`` and return its summary.
+
+    Args:
+        config: configuration of the run.
+        user_task: the task, when it is a user task.
+        out: result folder.
+        client_context: serialized key context of a site.
+    """
+    decrypt_run(out, assemble(config, user_task), client_context)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return summary

@@ -1,68 +1,61 @@
-"""``flare-sparse rehearse``: the same run in one process, for debugging and for checking FLARE's bits."""
+"""``--env local``: run a configuration in this process, through the real wire but without FLARE."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from rich.console import Console
 
 from ..assemble import assemble, build_rules, open_checkpoints, open_site
 from ..config import RunConfig, build_task, load_user_task_class
 from ..federation import RoundRecord
-from ..local.run import run_locally as rehearse_method
+from ..local.run import run_locally
 from ..report.card import write_card
 from ..runs.folder import RunFolder, build_run_facts
-from ..runs.progress import progress_line
-from ..runs.results import Run
+from ..runs.progress import format_progress
+from ..runs.results import RunResult
 from ..seeds import limit_threads
 from ..wire.ledger import Ledger
-from .console import out as console
-from .keys import opened, run_contexts
-from .resume import Resume, checkpoint_root
-from .run import keep_own_task, with_options
-from .sites import simulated_sites
-from .summary import show_result
+from .console import out as stdout
+from .keys import decrypt_record, prepare_key_contexts
+from .resume import prepare_checkpoints
+from .sites import prepare_site_data
+from .user_modules import copy_user_module
 
 
-def rehearse(
-    config: Annotated[Path, typer.Argument(help="configuration file")],
-    sites: Annotated[int | None, typer.Option(help="number of sites")] = None,
-    rounds: Annotated[int | None, typer.Option(help="rounds of training")] = None,
-    seed: Annotated[int | None, typer.Option(help="all randomness of the run derives from it")] = None,
-    out: Annotated[Path | None, typer.Option(help="result folder; default: runs/<name>-rehearsal")] = None,
-    resume: Resume = False,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY.PATH=VALUE, such as method.sparsity=0.95")
-    ] = None,
-) -> None:
-    """Run a job in this process, through the real wire but without FLARE; it ends with the same model bit for bit.
+def run_config_locally(
+    config: RunConfig, file: Path, out: Path, *, resume: bool = False, console: Console = stdout
+) -> dict[str, Any]:
+    """Run a configuration in this process and write its record.
 
-    [dim]flare-sparse rehearse app_configs/neurosfl_brain_age.yaml --rounds 2[/]
+    Args:
+        config: the configuration, with a ``simulator`` section.
+        file: where it was read from; a user task's module lies beside it.
+        out: result folder.
+        resume: continue from the checkpoints in ``out``.
+        console: receives one line per round.
+
+    Returns:
+        The summary of the run.
     """
-    resolved = with_options(config, sites, rounds, seed, set_)
-    folder = (out or Path("runs") / f"{resolved.name}-rehearsal").resolve()
-    show_result(console, rehearse_config(resolved, config, folder, resume=resume), folder)
-
-
-def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = False) -> dict[str, Any]:
-    """Run a configuration in this process; the summary comes back and the record is in ``out``."""
-    kind = load_user_task_class(config, file.parent)
-    assembly = assemble(config, build_task(config, kind))
-    root = checkpoint_root(config, assembly, out, resume=resume)
-    contexts = run_contexts(config, out, resume=resume)
-    data = simulated_sites(config, assembly.task, out)
+    user_task_class = load_user_task_class(config, file.parent)
+    assembly = assemble(config, build_task(config, user_task_class))
+    checkpoints = prepare_checkpoints(config, assembly, out, resume=resume)
+    contexts = prepare_key_contexts(config, out, resume=resume)
+    data = prepare_site_data(config, assembly.task, out)
+    # The number of threads decides the order of float sums, so data is loaded under the job's own number, as in FLARE.
     with limit_threads(config.federation.threads):
-        sites = {name: open_site(assembly, where) for name, where in data.items()}
+        sites = {name: open_site(assembly, site_data) for name, site_data in data.items()}
     facts = build_run_facts(config, assembly)
     ledger = Ledger()
     folder = RunFolder(out, facts, assembly.layout, ledger)
 
-    def committed(record: RoundRecord) -> None:
-        console.print(progress_line(folder.commit(record)))
+    def commit(record: RoundRecord) -> None:
+        console.print(format_progress(folder.commit(record)))
 
-    outcome = rehearse_method(
+    outcome = run_locally(
         assembly.method,
         assembly.weights,
         sites,
@@ -70,17 +63,18 @@ def rehearse_config(config: RunConfig, file: Path, out: Path, *, resume: bool = 
         values=config.wire.values,
         run=assembly.run_id,
         rules=build_rules(config),
-        on_round=committed,
+        on_round=commit,
         ledger=ledger,
         thread_count=config.federation.threads,
-        stores=lambda end: open_checkpoints(config.job, assembly, root, end),
+        stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
         resume=resume,
         contexts=contexts,
     )[0]
     summary = folder.finish(outcome)
     if contexts:
-        summary = opened(config, assembly.task, out, contexts.client)
-    keep_own_task(kind, out)
-    write_card(Run.read(out))
-    shutil.rmtree(root, ignore_errors=True)  # a run that is over is not gone on from
+        summary = decrypt_record(config, assembly.task, out, contexts.client)
+    copy_user_module(user_task_class, out)
+    write_card(RunResult.read(out))
+    # Last: until here --resume can continue a run that was cut short; a finished run cannot be resumed.
+    shutil.rmtree(checkpoints, ignore_errors=True)
     return summary

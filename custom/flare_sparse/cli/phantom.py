@@ -1,4 +1,4 @@
-"""``flare-sparse phantom``: brain phantoms to try everything on."""
+"""``flare-sparse phantom``: write synthetic brain volumes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from .console import out as console
 
 
 def phantom(
-    out: Annotated[Path, typer.Option(help="Folder to write; new or empty.")],
-    sites: Annotated[int, typer.Option(min=1, max=99, help="Number of sites.")] = 4,
-    subjects: Annotated[int, typer.Option(min=1, max=999, help="Brains per site.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same brains.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder to write; must be new or empty")],
+    sites: Annotated[int, typer.Option(min=1, max=99, help="Number of sites")] = 4,
+    subjects: Annotated[int, typer.Option(min=1, max=999, help="Subjects per site")] = 40,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the random anatomy; the same seed gives the same volumes")
+    ] = 0,
 ) -> None:
-    """Write a BIDS data set of T1w brain phantoms whose anatomy changes with age, sex and site.
+    """Write a BIDS data set of T1w brain phantoms whose anatomy varies with age, sex and site.
 
     [dim]flare-sparse phantom --out brains --sites 4 --subjects 40[/]
     """
     folder = write_phantoms(out, sites, subjects, seed)
-    console.print(f"{sites * subjects} brains of {sites} sites in {folder}", markup=False)
+    console.print(f"{folder}: {sites * subjects} phantoms of {sites} sites", markup=False)

@@ -1,4 +1,4 @@
-"""``flare-sparse report``: figures, tables and one page of one or several runs."""
+"""``flare-sparse report``: draw figures, tables and a page of one or several runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .console import out as console
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="result folders of flare-sparse run or rehearse")],
+    runs: Annotated[list[Path], typer.Argument(help="Result folders of flare-sparse run", show_default=False)],
     out: Annotated[
-        Path | None, typer.Option(help="folder to write; default: report/ in the first result folder")
+        Path | None, typer.Option(help="Folder to write; default: report/ in the first result folder")
     ] = None,
 ) -> None:
-    """Draw one run, or several side by side: quality, bytes, sites, sparsity; as PNG and as one page that opens offline.
+    """Draw quality, bytes, sites and sparsity of one or several runs, as PNG files and as a page that opens offline.
 
-    Runs of fedavg and local_only among them are what the others are compared with.
+    Runs of fedavg and local_only serve as baselines for the others.
 
     [dim]flare-sparse report runs/neurosfl_brain_age runs/fedavg_brain_age --out report[/]
     """
@@ -31,7 +31,7 @@ def report(
         raise ConfigError(
             f"report needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"
         ) from error
-    read = read_runs(runs)
+    results = read_runs(runs)
     folder = out or runs[0] / "report"
-    for path in [*write_report(read, folder), *(write_card(run) for run in read)]:
+    for path in [*write_report(results, folder), *(write_card(run) for run in results)]:
         console.print(str(path), markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Where ``run`` and ``rehearse`` keep checkpoints: ``checkpoints`` in the result folder."""
+"""Checkpoints of ``flare-sparse run``: the folder ``checkpoints`` in the result folder, and ``--resume``."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from ..errors import CheckpointError
 
 FOLDER = "checkpoints"
 Resume = Annotated[
-    bool, typer.Option("--resume", help="go on from the last commit of a run that was cut short, in the same --out")
+    bool, typer.Option("--resume", help="Continue an interrupted run in the same --out from its last committed round")
 ]
 
 
-def checkpoint_root(config: RunConfig, assembly: Assembly, out: Path, *, resume: bool) -> Path:
-    """The folder, empty unless a run is resumed.
+def prepare_checkpoints(config: RunConfig, assembly: Assembly, out: Path, *, resume: bool) -> Path:
+    """Return the checkpoint folder; it is emptied unless a run is resumed.
 
     Raises:
-        CheckpointError: there is nothing to go on from, or it is of another job; the text says what differs.
+        CheckpointError: there is no checkpoint, or it belongs to another job; the text names the settings that differ.
     """
     root = out / FOLDER
     if not resume:
         shutil.rmtree(root, ignore_errors=True)
         return root
-    mine = open_checkpoints(config.job, assembly, root, SERVER)
-    if mine.list_numbers():
+    store = open_checkpoints(config.job, assembly, root, SERVER)
+    if store.list_numbers():
         return root
-    for other in sorted(root.glob(f"*/{SERVER}")):
-        Store(other, mine.belongs).check()
+    # A changed setting changes the job's folder below root: compare with the others there and name the difference.
+    for folder in sorted(root.glob(f"*/{SERVER}")):
+        Store(folder, store.identity).check()
     raise CheckpointError(
-        f"--resume: {root} holds no checkpoint: the run never committed a round, or it is over. Leave --resume out"
+        f"--resume: {root} holds no checkpoint: the run committed no round, or it has finished. Leave --resume out "
+        "to start again"
     )

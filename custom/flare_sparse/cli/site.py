@@ -1,4 +1,4 @@
-"""``flare-sparse site``: what a hospital's IT does, once, at a site."""
+"""``flare-sparse site``: the commands with which an IT department prepares a site."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from ..config import build_task, load_config, load_user_task_class
 from .console import out as console
 
-HELP = """Prepare a site: for a hospital's IT.
+HELP = """Prepare a site: allow the package's classes, set a policy, refuse code, check that it is ready.
 
 [dim]flare-sparse site allow /opt/flare/site-1[/]
 
@@ -23,29 +23,32 @@ HELP = """Prepare a site: for a hospital's IT.
 
 site = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP)
 
-Kit = Annotated[Path, typer.Argument(help="the site's startup kit: the folder with startup/ and local/ in it")]
+Kit = Annotated[
+    Path, typer.Argument(help="The site's startup kit: the folder that holds startup/ and local/", show_default=False)
+]
 
 
 @site.command()
 def allow(
     kit: Kit,
     also: Annotated[
-        list[str] | None, typer.Option(help="another class that a job may name, such as our_hospital.tasks.Dose")
+        list[str] | None,
+        typer.Option(help="Another class that jobs may name, such as our_hospital.tasks.Dose; repeatable"),
     ] = None,
 ) -> None:
-    """Let jobs of this package run here; no code comes in with them.
+    """Allow the classes that jobs of this package name. No code travels with such a job.
 
-    Adds this package's classes to the list in local/resources.json of those that a job may name, one by one; the prefix
-    [bold]flare_sparse.flare.[/] goes where it stands, for FLARE would call every function below it. All that FLARE
-    allows by itself stays allowed; what a site wrote there stays. Restart the site afterwards.
+    Adds the package's nine classes, one by one, to class_allow_list in local/resources.json. Removes the prefix
+    [bold]flare_sparse.flare.[/] if it is listed, because FLARE would call every function below it. All other entries
+    stay. Restart the site afterwards.
 
     [dim]flare-sparse site allow /opt/flare/site-1[/]
     """
-    from ..flare.site.allow_list import allow as add
+    from ..flare.site.allow_list import allow_classes
 
-    new, gone = add(kit, also or ())
-    said = [f"{what}: {', '.join(names)}" for what, names in (("allowed now", new), ("no more", gone)) if names]
-    console.print(f"{'; '.join(said)}. Restart the site." if said else "nothing to do: allowed already")
+    added, removed = allow_classes(kit, also or ())
+    changes = [f"{what}: {', '.join(names)}" for what, names in (("added", added), ("removed", removed)) if names]
+    console.print(f"{'; '.join(changes)}. Restart the site." if changes else "nothing to do: already allowed")
 
 
 @site.command()
@@ -53,30 +56,31 @@ def policy(
     kit: Kit,
     file: Annotated[
         Path | None,
-        typer.Option(help="a policy's file, or a ready one: open, careful, strict; default: the one that is there"),
+        typer.Option(help="Policy file, or one of open, careful, strict; default: keep the policy in the kit"),
     ] = None,
 ) -> None:
-    """Say what may leave this site, and put guards there that no job can leave out or undo.
+    """Set what may leave this site, and install guards that no job can remove.
 
-    Writes the policy to local/flare_sparse_policy.yaml, a filter into every privacy scope and a last gate behind all
-    filters of a job (local/privacy.json), refuses jobs with filters of their own, and stops FLARE from streaming logs
-    to the server (local/resources.json). What stands there stays. Restart the site afterwards.
+    Writes the policy to local/flare_sparse_policy.yaml. Adds to local/privacy.json a filter in every privacy scope and
+    a last gate behind all filters of a job. Adds to local/resources.json a component that refuses jobs with filters
+    of their own, and turns off streaming of logs to the server. Other entries stay. Restart the site afterwards.
 
     [dim]flare-sparse site policy /opt/flare/site-1 --file careful[/]
     """
     from ..flare.site.install import install_guards
 
-    said = install_guards(kit, file).model_dump(exclude_defaults=True)
-    console.print("in force: " + ("; ".join(f"{k}: {v}" for k, v in said.items()) or "all may leave"), markup=False)
+    settings = install_guards(kit, file).model_dump(exclude_defaults=True)
+    description = "; ".join(f"{name}: {value}" for name, value in settings.items())
+    console.print(f"in force: {description or 'everything that the package sends may leave'}", markup=False)
     console.print("Restart the site.")
 
 
 @site.command(name="no-code")
 def no_code(kit: Kit) -> None:
-    """Let nobody send code to this site: jobs are settings only.
+    """Refuse jobs that carry code (BYOC), so that jobs are settings only.
 
-    FLARE's startup kits let leads and project admins send code with a job (BYOC); it runs in the site's own process,
-    past allow-list and guards. This takes the right [bold]byoc[/] from every role in local/authorization.json; all other
+    FLARE's startup kits let leads and project admins send code with a job; it runs in the site's own process, past
+    allow-list and guards. This takes the right [bold]byoc[/] from every role in local/authorization.json; all other
     rights stay. Restart the site afterwards.
 
     [dim]flare-sparse site no-code /opt/flare/site-1[/]
@@ -85,9 +89,9 @@ def no_code(kit: Kit) -> None:
 
     roles = revoke_code_right(kit)
     console.print(
-        f"could send code until now: {', '.join(roles)}. Restart the site."
+        f"may no longer send code: {', '.join(roles)}. Restart the site."
         if roles
-        else "nothing to do: nobody may send code"
+        else "nothing to do: no role may send code"
     )
 
 
@@ -97,22 +101,22 @@ def preflight(
     job: Annotated[
         Path | None,
         typer.Option(
-            help="configuration of a job to come: would it find its data here, and would the policy let it through?"
+            help="Configuration of a planned job: check that it can read the data here and that the policy allows it"
         ),
     ] = None,
 ) -> None:
-    """Look whether this site is ready for a job; PASS, WARN or FAIL with the remedy. Nothing is changed.
+    """Check that this site is ready for a job: PASS, WARN or FAIL, each with its remedy. Nothing is changed.
 
     [dim]flare-sparse site preflight /opt/flare/site-1 --job app_configs/neurosfl_brain_age.yaml[/]
     """
-    from ..flare.site.preflight import preflight as look
+    from ..flare.site.preflight import check_site
 
     config = load_config(job) if job else None
-    kind = load_user_task_class(config, job.parent) if config and job else None
-    own = build_task(config, kind) if config and kind else None
+    user_task_class = load_user_task_class(config, job.parent) if config and job else None
+    user_task = build_task(config, user_task_class) if config and user_task_class else None
     colours, failed = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red"}, False
-    for finding in look(kit, config, own):
+    for finding in check_site(kit, config, user_task):
         console.print(f"[{colours[finding.verdict]}]{finding.verdict}[/]", end=" ")
-        console.print(f"{finding.what}: {finding.detail}", markup=False)
+        console.print(f"{finding.subject}: {finding.detail}", markup=False)
         failed = failed or finding.verdict == "FAIL"
     raise typer.Exit(int(failed))

@@ -1,7 +1,7 @@
-"""Configuration: a YAML file and overrides in, one checked value out, or every error at once.
+"""Configuration: reads a YAML file and overrides into one validated value, or reports all errors at once.
 
-A file has the sections of :class:`RunConfig`. The part that travels to the sites is its :class:`JobConfig`: a plain
-JSON dictionary (:func:`job_to_dict`) that the other end checks again (:func:`parse_job`).
+A file has the sections of :class:`RunConfig`. The part sent to the sites is its :class:`JobConfig`, as a plain JSON
+dictionary (:func:`serialize_job`), which each site validates again (:func:`parse_job`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..methods import METHODS, Method
 from ..params import Layout
 from ..task import Task
 from ..tasks import TASKS
-from .choice import Choice, Registries, select
+from .choice import Choice, Registries, find_name
 from .problems import describe_problem
-from .schema import JobConfig, RunConfig, methods, partitions, tasks
+from .schema import JobConfig, RunConfig, list_methods, list_partitions, list_tasks
 from .yaml_files import apply_overrides, find_non_finite, read_yaml
 
 J = TypeVar("J", bound=JobConfig)
@@ -34,101 +34,113 @@ __all__ = [
     "build_method",
     "build_task",
     "dump_config",
-    "job_to_dict",
+    "import_task_class",
     "load_config",
-    "own_class",
+    "load_task",
+    "load_user_task_class",
     "parse_job",
-    "task_of",
-    "user_task",
+    "serialize_job",
 ]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a file.
+    """Load and validate the configuration in a file.
 
     Args:
-        path: YAML file; ``simulator.data.path`` in it is relative to its folder.
-        overrides: ``key.path=value``, the value in YAML; a path in it is relative to the working directory.
+        path: YAML file; a relative ``simulator.data.path`` in it refers to the file's folder.
+        overrides: assignments ``key.path=value`` with the value in YAML; a relative ``simulator.data.path`` among them
+            refers to the working directory.
 
     Raises:
-        ConfigError: everything that is wrong, each field with its path, what was given and what is allowed.
+        ConfigError: the text lists every error with the field's path, the value found and the values allowed.
     """
     file = Path(path)
-    data = _absolute(apply_overrides(_absolute(read_yaml(file), file.parent), overrides), Path.cwd())
-    choices = dict(tasks())
-    key, name = select("task", data.get("task"))
+    data = apply_overrides(_resolve_data_path(read_yaml(file), file.parent), overrides)
+    data = _resolve_data_path(data, Path.cwd())
+    task_configs = dict(list_tasks())
+    key, name = find_name("task", data.get("task"))
     if key == "class" and isinstance(name, str):
-        choices[name] = import_task_class(name, file.parent).Config
-    return _checked(RunConfig, data, choices, str(file))
+        task_configs[name] = import_task_class(name, file.parent).Config
+    return _validate(RunConfig, data, task_configs, str(file))
 
 
 def parse_job(data: Mapping[str, Any], task: type[Task] | None = None) -> JobConfig:
-    """A job's part of a configuration, as it came with a job.
+    """Validate the configuration that came with a job.
 
     Args:
-        data: from :func:`job_to_dict`.
-        task: the user's own class when ``task.class`` is given; a dotted path is never imported here.
+        data: dictionary from :func:`serialize_job`.
+        task: class of the user task if ``task.class`` is set. This function never imports a dotted path, because the
+            job comes from outside the site.
 
     Raises:
         ConfigError: as :func:`load_config`.
     """
-    choices = dict(tasks())
-    key, name = select("task", data.get("task"))
+    task_configs = dict(list_tasks())
+    key, name = find_name("task", data.get("task"))
     if key == "class" and task is not None:
-        choices[str(name)] = task.Config
-    return _checked(JobConfig, data, choices, "job")
+        task_configs[str(name)] = task.Config
+    return _validate(JobConfig, data, task_configs, "job")
 
 
-def job_to_dict(config: JobConfig) -> dict[str, Any]:
-    """What travels in a job, as plain JSON values: never ``simulator``."""
+def serialize_job(config: JobConfig) -> dict[str, Any]:
+    """Return the part of a configuration that is sent with a job, as plain JSON values; never ``simulator``."""
     return config.model_dump(mode="json", include=set(JobConfig.model_fields))
 
 
 def dump_config(config: JobConfig) -> str:
-    """The resolved configuration as YAML; :func:`load_config` reads the same value back."""
+    """Return the resolved configuration as YAML; :func:`load_config` reads the same value back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def build_method(config: JobConfig, layout: Layout) -> Method[Any]:
-    """The method of a job, for a model of this layout."""
+def build_method(config: JobConfig, layout: Layout) -> Method[Any, Any]:
+    """Build the method of a job for a model of this layout."""
     return METHODS[config.method.name](config.method.config, layout, config.seed)
 
 
-def build_task(config: JobConfig, own: type[Task] | None = None) -> Task:
-    """The task of a job; ``own`` is the user's class when ``task.class`` is given."""
-    kind = TASKS[config.task.name] if own is None else own
-    return kind(config.task.config)
+def build_task(config: JobConfig, user_task: type[Task] | None = None) -> Task:
+    """Build the task of a job; ``user_task`` is the user's class if ``task.class`` is set."""
+    task_class = TASKS[config.task.name] if user_task is None else user_task
+    return task_class(config.task.config)
 
 
 def import_task_class(dotted: str, folder: Path | None = None) -> type[Task]:
-    """Import a user's own task, ``module.Class``, also from ``folder``. For the command line only: sites build theirs
-    through the framework's component builder, which asks the site's policy first.
+    """Import a user task from its dotted path.
+
+    For the command line only. Sites build user tasks with FLARE's component builder, which consults the site's policy.
+
+    Args:
+        dotted: ``module.Class``.
+        folder: folder to search in addition to ``sys.path``.
 
     Raises:
-        ConfigError: there is no such module or class, or the class is not a Task.
+        ConfigError: there is no such module or class, or the class is not a subclass of Task.
     """
     module, _, name = dotted.rpartition(".")
     if folder is not None and str(folder.resolve()) not in sys.path:
         sys.path.append(str(folder.resolve()))
     try:
-        found = getattr(importlib.import_module(module), name)
+        task_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"task.class: {dotted!r} cannot be imported: {error}. Expected module.Class, with the module beside the "
-            "configuration file or installed (docs/own-task.md)"
+            f"task.class: {dotted!r} cannot be imported: {error}. Expected module.Class; the module must be installed, "
+            "or in the folder of the configuration file (docs/own-task.md)"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        raise ConfigError(f"task.class: {dotted!r} is {found!r}; expected a subclass of flare_sparse.task.Task")
-    return found
+    if not (isinstance(task_class, type) and issubclass(task_class, Task)):
+        raise ConfigError(f"task.class: {dotted!r} is {task_class!r}; expected a subclass of flare_sparse.task.Task")
+    return task_class
 
 
 def load_user_task_class(config: JobConfig, folder: Path) -> type[Task] | None:
-    """The class of the user's own task, as :func:`import_task_class`; None for a task of the package."""
+    """Import the user task of a job; None if the job uses a built-in task.
+
+    Raises:
+        ConfigError: as :func:`import_task_class`.
+    """
     return import_task_class(config.task.name, folder) if config.task.key == "class" else None
 
 
 def load_task(config: JobConfig, folder: Path) -> Task:
-    """The task of a job whose configuration lies in ``folder``, where the module of a user's own may lie, too.
+    """Build the task of a job; ``folder`` holds the configuration and possibly the module of a user task.
 
     Raises:
         ConfigError: as :func:`import_task_class`.
@@ -136,23 +148,23 @@ def load_task(config: JobConfig, folder: Path) -> Task:
     return build_task(config, load_user_task_class(config, folder))
 
 
-def _checked(model: type[J], data: Mapping[str, Any], choices: Mapping[str, type[BaseModel]], source: str) -> J:
-    entries: Registries = {"method": methods(), "task": choices, "partition": partitions()}
+def _validate(model: type[J], data: Mapping[str, Any], task_configs: Mapping[str, type[BaseModel]], source: str) -> J:
+    registries: Registries = {"method": list_methods(), "task": task_configs, "partition": list_partitions()}
     problems = [f"{path}: expected a finite number" for path in find_non_finite(data)]
     try:
-        checked = model.model_validate(data, context=entries)
+        config = model.model_validate(data, context=registries)
     except ValidationError as error:
-        problems += [describe_problem(e, model, data, entries) for e in error.errors(include_url=False)]
+        problems += [describe_problem(e, model, data, registries) for e in error.errors(include_url=False)]
     if problems:
         count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        remedy = "Correct the file, or give --set KEY.PATH=VALUE."
-        raise ConfigError(f"{source}: {count}, nothing was started.\n{listed}\n{remedy}")
-    return checked
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        remedy = "Correct the file, or override a setting with --set KEY.PATH=VALUE."
+        raise ConfigError(f"{source}: {count}, nothing was started.\n{lines}\n{remedy}")
+    return config
 
 
-def _absolute(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """``simulator.data.path`` relative to ``base`` made absolute; anything malformed is left for the schema."""
+def _resolve_data_path(data: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Make ``simulator.data.path`` absolute, relative to ``base``; leave malformed sections to the schema."""
     simulator = data.get("simulator")
     source = simulator.get("data") if isinstance(simulator, dict) else None
     if not isinstance(simulator, dict) or not isinstance(source, dict) or not isinstance(source.get("path"), str):

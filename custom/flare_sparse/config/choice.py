@@ -1,4 +1,4 @@
-"""A section that names an entry of a registry and sets it: ``method: {name: neurosfl, sparsity: 0.9}``."""
+"""Sections that select an entry of a registry and configure it: ``method: {name: neurosfl, sparsity: 0.9}``."""
 
 from __future__ import annotations
 
@@ -13,72 +13,73 @@ from ..errors import suggest
 
 C = TypeVar("C", bound=BaseModel)
 Registries = Mapping[str, Mapping[str, type[BaseModel]]]
-"""Per section (``method``, ``task``, ``partition``): its entries by name, and the settings of each."""
+"""The settings class of every entry, by section (``method``, ``task``, ``partition``) and name."""
 
 KEYS = {"method": ("name",), "task": ("name", "class"), "partition": ("kind",)}
-"""Which keys of a section may hold the name. ``class`` is the dotted path of a user's own task."""
+"""Keys that may hold the name, by section. ``class`` holds the dotted path of a user task."""
 
 
 @dataclass(frozen=True)
 class Choice(Generic[C]):
-    """An entry and its checked settings.
+    """A selected entry of a registry and its validated settings.
 
     Attributes:
-        name: in the registry.
-        config: its settings, of the entry's own class.
-        key: under which the name was given.
+        name: name of the entry in the registry.
+        config: settings, of the entry's own class.
+        key: key under which the name was given.
     """
 
     name: str
     config: C
     key: str = "name"
 
-    def flat(self) -> dict[str, Any]:
-        """The section as plain JSON values, all defaults filled in."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the section as plain JSON values, with all defaults filled in."""
         return {self.key: self.name, **self.config.model_dump(mode="json")}
 
 
-def select(section: str, value: Any) -> tuple[str, Any]:
-    """The key and the name that a section gives; the name is None when it gives none."""
+def find_name(section: str, value: Any) -> tuple[str, Any]:
+    """Return the key and the name that a section's ``value`` gives; the name is None if it gives none."""
     keys = KEYS[section]
-    given = [key for key in keys if isinstance(value, Mapping) and key in value]
-    return (given[0], value[given[0]]) if given else (keys[0], None)
+    present = [key for key in keys if isinstance(value, Mapping) and key in value]
+    return (present[0], value[present[0]]) if present else (keys[0], None)
 
 
-def choose_from(default: Callable[[], Mapping[str, type[BaseModel]]]) -> PlainValidator:
-    """Validator of a field whose value is looked up in a registry.
+def build_choice_validator(default: Callable[[], Mapping[str, type[BaseModel]]]) -> PlainValidator:
+    """Return the validator of a field that selects an entry of a registry.
 
-    The registry is the one that the validation context holds under the field's name, else ``default``.
+    The registry is the validation context's entry under the field's name, or else ``default()``.
     """
 
-    def choose(value: Any, info: ValidationInfo) -> Choice[Any]:
+    def validate_choice(value: Any, info: ValidationInfo) -> Choice[Any]:
         if isinstance(value, Choice):
             return value
         section = str(info.field_name)
-        entries = (info.context or {}).get(section) or default()
-        key, name = select(section, value)
-        if not isinstance(name, str) or name not in entries:
-            raise _unknown(key, name, entries, value)
+        registry = (info.context or {}).get(section) or default()
+        key, name = find_name(section, value)
+        if not isinstance(name, str) or name not in registry:
+            raise _build_unknown_error(key, name, registry, value)
         settings = {k: v for k, v in value.items() if k != key}
-        return Choice(name, entries[name].model_validate(settings), key)
+        return Choice(name, registry[name].model_validate(settings), key)
 
-    return PlainValidator(choose)
+    return PlainValidator(validate_choice)
 
 
-def _unknown(key: str, name: Any, entries: Mapping[str, type[BaseModel]], value: Any) -> ValidationError:
-    names = ", ".join(sorted(entries))
+def _build_unknown_error(key: str, name: Any, registry: Mapping[str, type[BaseModel]], value: Any) -> ValidationError:
+    """Return the error for a section without a known name."""
+    names = ", ".join(sorted(registry))
     if not isinstance(value, Mapping):
-        text = f"expected a section such as {{{key}: {next(iter(sorted(entries)), '...')}}}, found {value!r}"
-        return _error(text, (), value)
+        text = f"expected a section such as {{{key}: {next(iter(sorted(registry)), '...')}}}, found {value!r}"
+        return _build_error(text, (), value)
     if name is None:
-        return _error(f"missing; expected one of: {names}", (key,), value)
-    return _error(f"found {name!r}; expected one of: {names}.{suggest(str(name), entries)}", (key,), name)
+        return _build_error(f"missing; expected one of: {names}", (key,), value)
+    return _build_error(f"found {name!r}; expected one of: {names}.{suggest(str(name), registry)}", (key,), name)
 
 
-def _error(text: str, loc: tuple[str, ...], found: Any) -> ValidationError:
+def _build_error(text: str, loc: tuple[str, ...], value: Any) -> ValidationError:
     kind = PydanticCustomError("choice", "{text}", {"text": text})
-    return ValidationError.from_exception_data("choice", [InitErrorDetails(type=kind, loc=loc, input=found)])
+    return ValidationError.from_exception_data("choice", [InitErrorDetails(type=kind, loc=loc, input=value)])
 
 
-FLAT = PlainSerializer(Choice.flat, return_type=dict)
-"""Serializer of such a field."""
+ChoiceSerializer = PlainSerializer(Choice.to_dict, return_type=dict)
+"""Serializer of a field validated by :func:`build_choice_validator`."""

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, as one message: every field with its path, what came and what is allowed."""
+"""Error texts of a configuration: each names the field's path, the value found and the values allowed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ..errors import suggest
-from .choice import KEYS, Registries, select
+from .choice import KEYS, Registries, find_name
 
-_WORDS: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -29,38 +29,45 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multi
 
 
 def format_allowed(field: FieldInfo) -> str:
-    """The type and range of a field in words, such as ``a number, >= 0, < 1``."""
+    """Return the type and the range of a field in words, such as ``a number, >= 0, < 1``."""
     bounds = [
         f"{sign} {getattr(limit, name)}"
         for limit in field.metadata
         for name, sign in _BOUNDS.items()
         if getattr(limit, name, None) is not None
     ]
-    return ", ".join([_words(field.annotation), *bounds])
+    return ", ".join([_describe_type(field.annotation), *bounds])
 
 
-def _words(annotation: Any) -> str:
+def _describe_type(annotation: Any) -> str:
     origin = get_origin(annotation)
     if origin is Literal:
         return "one of " + ", ".join(str(value) for value in get_args(annotation))
     if origin in (Union, UnionType):
-        return " or ".join(_words(part) for part in get_args(annotation))
+        return " or ".join(_describe_type(part) for part in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a section with " + ", ".join(annotation.model_fields)
-    return _WORDS.get(origin or annotation, getattr(annotation, "__name__", "a value"))
+    return _TYPE_NAMES.get(origin or annotation, getattr(annotation, "__name__", "a value"))
 
 
-def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, entries: Registries) -> str:
-    """One line for one problem that pydantic found in ``data``."""
+def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, registries: Registries) -> str:
+    """Describe one problem that pydantic found in ``data``, in one line.
+
+    Args:
+        error: the problem.
+        root: model that ``data`` was validated against.
+        data: the configuration as plain values.
+        registries: entries that the sections of ``root`` may select.
+    """
     loc, path = error["loc"], ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        fields = _fields(loc[:-1], root, data, entries)
-        listed = f" Fields here: {', '.join(fields)}." if fields else ""
-        return f"{path}: no such field.{suggest(str(loc[-1]), fields)}{listed}"
+        fields = _find_fields(loc[:-1], root, data, registries)
+        allowed_fields = f" Allowed fields: {', '.join(fields)}." if fields else ""
+        return f"{path}: no such field.{suggest(str(loc[-1]), fields)}{allowed_fields}"
     text = error["msg"].removeprefix("Value error, ")
     if error["type"] in ("choice", "value_error"):
         return f"{path}: {text}" if path else text
-    field = _field(loc, root, data, entries)
+    field = _find_fields(loc[:-1], root, data, registries).get(str(loc[-1])) if loc else None
     expected = f"expected {format_allowed(field)}" if field else text
     meaning = f" ({field.description})" if field and field.description else ""
     if error["type"] == "missing":
@@ -68,27 +75,28 @@ def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, entr
     return f"{path}: found {error['input']!r}; {expected}{meaning}"
 
 
-def _field(loc: Sequence[int | str], root: type[BaseModel], data: Any, entries: Registries) -> FieldInfo | None:
-    return _fields(loc[:-1], root, data, entries).get(str(loc[-1])) if loc else None
+def _find_fields(
+    loc: Sequence[int | str], root: type[BaseModel], data: Any, registries: Registries
+) -> dict[str, FieldInfo]:
+    """Return the fields of the section at ``loc``.
 
-
-def _fields(loc: Sequence[int | str], root: type[BaseModel], data: Any, entries: Registries) -> dict[str, FieldInfo]:
-    """The fields of the section at ``loc``; which ones a registry's section has depends on the name in ``data``."""
+    The fields of a section that selects a registry entry depend on the name that ``data`` gives.
+    """
     model: type[BaseModel] | None = root
     for key in loc:
         data = data.get(key) if isinstance(data, Mapping) else None
         if model is None:
             return {}
-        if key in KEYS and key in entries:
-            model = entries[str(key)].get(str(select(str(key), data)[1]))
+        if key in KEYS and key in registries:
+            model = registries[str(key)].get(str(find_name(str(key), data)[1]))
         else:
             field = model.model_fields.get(str(key))
-            model = _section(field.annotation) if field else None
+            model = _find_model(field.annotation) if field else None
     return dict(model.model_fields) if model else {}
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """The model in an annotation such as ``X`` or ``X | None``."""
+def _find_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the model in an annotation such as ``X`` or ``X | None``."""
     for part in get_args(annotation) or (annotation,):
         if isinstance(part, type) and issubclass(part, BaseModel):
             return part

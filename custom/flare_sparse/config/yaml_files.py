@@ -1,4 +1,4 @@
-"""YAML files and ``--set key.path=value``: plain values, nothing checked against a schema yet."""
+"""YAML files and ``--set key.path=value`` overrides, as plain values before validation against the schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import ConfigError, suggest
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers (``1e-3`` is one) and no key given twice."""
+    """Loader that reads YAML 1.2 numbers such as ``1e-3`` and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -32,19 +32,20 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """One YAML document.
+    """Parse one YAML document.
 
     Raises:
-        yaml.YAMLError: it is malformed, or gives a key twice.
+        yaml.YAMLError: the document is malformed or gives a key twice.
     """
-    return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+    # _Loader is a SafeLoader.
+    return yaml.load(text, _Loader)  # noqa: S506
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The top-level section of a file.
+    """Read the top-level section of a file.
 
     Raises:
-        ConfigError: there is no such file, it is not YAML, or not a section.
+        ConfigError: there is no such file, it is not YAML, or its top level is not a section.
     """
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
@@ -61,15 +62,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(data: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """A copy of ``data`` with each ``key.path=value`` written into it; values are YAML.
+    """Return a copy of ``data`` with each assignment ``key.path=value`` applied; values are YAML.
 
     Raises:
-        ConfigError: assignments that are malformed or lead through a value that is no section, all at once.
+        ConfigError: assignments are malformed, or lead through a value that is not a section. The text lists all.
     """
     result, problems = dict(data), []
     for assignment in assignments:
         try:
-            result = _assigned(result, assignment)
+            result = _assign(result, assignment)
         except (ValueError, yaml.YAMLError) as error:
             problems.append(f"--set {assignment}: {error}")
     if problems:
@@ -77,27 +78,27 @@ def apply_overrides(data: Mapping[str, Any], assignments: Sequence[str]) -> dict
     return result
 
 
-def _assigned(data: dict[str, Any], assignment: str) -> dict[str, Any]:
+def _assign(data: dict[str, Any], assignment: str) -> dict[str, Any]:
     path, sign, value = assignment.partition("=")
     keys = path.strip().split(".")
     if not sign or not all(keys):
         raise ValueError("expected key.path=value, such as method.sparsity=0.95")
-    return _with(data, keys, parse_yaml(value))
+    return _set_value(data, keys, parse_yaml(value))
 
 
-def _with(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
+def _set_value(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise ValueError(f"{keys[0]!r} would be set inside {data!r}, which is not a section")
-    return {**data, keys[0]: _with(data.get(keys[0]), keys[1:], value) if keys[1:] else value}
+        raise ValueError(f"{keys[0]!r} cannot be set in {data!r}, which is not a section")
+    return {**data, keys[0]: _set_value(data.get(keys[0]), keys[1:], value) if keys[1:] else value}
 
 
 def find_non_finite(data: Any, path: str = "") -> Iterator[str]:
-    """Paths of the numbers in ``data`` that are infinite or not numbers."""
+    """Yield the paths of the numbers in ``data`` that are infinite or NaN."""
     items = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
-        here = f"{path}.{key}" if path else str(key)
+        child_path = f"{path}.{key}" if path else str(key)
         if isinstance(value, float) and not math.isfinite(value):
-            yield here
-        yield from find_non_finite(value, here)
+            yield child_path
+        yield from find_non_finite(value, child_path)

@@ -1,1 +1,1 @@
-"""Data at a site: BIDS brains, tables, images, where they lie, and for the simulator phantoms and partitions."""
+"""Data at a site: where it is, how it is read and checked; phantoms and partitions for the simulator."""

@@ -1,7 +1,7 @@
-"""Hospital admissions: an outcome and a row of medication codes for each stay, from a table or from arrays.
+"""Hospital admissions: the outcome and the medication codes of each stay, read from a table or from arrays.
 
-* a table (``.csv``, ``.csv.gz``, ``.parquet``): one row a stay; the medications are the columns that begin with a prefix;
-* arrays (``.npz``): the medications are one array ``(stays, medications)``, everything else one value a stay.
+* Table (``.csv``, ``.csv.gz``, ``.parquet``): one row per stay; medications are the columns with a common prefix.
+* Arrays (``.npz``): medications are one array ``(stays, medications)``; every other array has one value per stay.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import numpy as np
 
 from ..errors import DataError, suggest
 from ..task import Cohort
-from .tables import identifier, read_table
+from .tables import format_identifier, read_table
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which columns or arrays to read.
+class AdmissionColumns:
+    """Names of the columns or arrays to read.
 
     Attributes:
-        outcome: 1 for died, 0 for survived; anything else is not known and the stay is left out.
-        medications: array, or prefix of the columns before an underscore.
-        stay: identifiers; None: the number of the row.
-        patient: whose stay it is; None: every stay is a patient of its own.
-        only: keep the rows where this is 1; None: all.
+        outcome: 1 for died, 0 for survived; stays with any other value are dropped.
+        medications: name of the array, or prefix (before an underscore) of the table's columns.
+        stay: identifiers of the stays; None: row numbers.
+        patient: identifiers of the patients; None: each stay is a different patient.
+        include: keep only the rows where this column is 1; None: keep all.
     """
 
     outcome: str
     medications: str
     stay: str | None
     patient: str | None
-    only: str | None
+    include: str | None
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Admissions:
     """Stays with a known outcome.
 
     Attributes:
-        ids: identifiers, unique.
-        patients: whose stay each is.
+        ids: unique identifiers of the stays.
+        patients: patient identifier of each stay.
         died: bool ``(n,)``.
-        codes: uint8 ``(n, medications)`` as in the source: 0 for not given.
-        columns: everything else that has one value a stay; text that is empty is ``unknown``.
+        codes: uint8 ``(n, medications)`` as stored in the source; 0: not given.
+        columns: every other column with one value per stay; empty text reads ``unknown``.
     """
 
     ids: tuple[str, ...]
@@ -57,85 +57,88 @@ class Admissions:
 
     @property
     def cohort(self) -> Cohort:
-        """For the simulator's partitioners."""
+        """The index that the simulator's partitioners read."""
         return Cohort(self.ids, self.columns)
 
 
-def read_admissions(path: Path, wanted: Wanted) -> Admissions:
-    """The stays of a file.
+def read_admissions(path: Path, names: AdmissionColumns) -> Admissions:
+    """Read the stays with a known outcome from a file.
 
     Raises:
-        DataError: the file or a column is missing, malformed, or of another length; an identifier is there twice; no
+        DataError: the file or a column is missing, malformed or of the wrong length; an identifier occurs twice; no
             stay has a known outcome.
     """
-    columns, codes = _arrays(path, wanted) if path.suffix == ".npz" else _table(path, wanted)
-    outcome = _numbers(columns, wanted.outcome, path)
+    columns, codes = _read_arrays(path, names) if path.suffix == ".npz" else _read_table(path, names)
+    outcome = _get_numbers(columns, names.outcome, path)
     keep = np.isin(outcome, (0, 1))
-    if wanted.only is not None:
-        keep &= _numbers(columns, wanted.only, path) == 1
+    if names.include is not None:
+        keep &= _get_numbers(columns, names.include, path) == 1
     rows = np.flatnonzero(keep)
     if not rows.size:
-        raise DataError(f"{path}: none of {len(keep)} stays is left; {wanted.outcome} must be 1 or 0")
-    numbers = np.arange(len(keep))
-    stays = numbers if wanted.stay is None else _column(columns, wanted.stay, path)
-    ids = tuple(identifier(stays[row]) for row in rows)
+        raise DataError(f"{path}: none of {len(keep)} stays can be used; {names.outcome} must be 1 or 0")
+    row_numbers = np.arange(len(keep))
+    stays = row_numbers if names.stay is None else _get_column(columns, names.stay, path)
+    ids = tuple(format_identifier(stays[row]) for row in rows)
     if len(set(ids)) < len(ids):
         seen: set[str] = set()
-        twice = next(name for name in ids if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise DataError(f"{path}: {wanted.stay} {twice!r} is there twice; remove one row")
-    patients = stays if wanted.patient is None else _column(columns, wanted.patient, path)
+        duplicate = next(name for name in ids if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise DataError(f"{path}: {names.stay} {duplicate!r} occurs twice; remove one row")
+    patients = stays if names.patient is None else _get_column(columns, names.patient, path)
     return Admissions(
         ids,
-        tuple(identifier(patients[row]) for row in rows),
+        tuple(format_identifier(patients[row]) for row in rows),
         outcome[rows] == 1,
         codes[rows],
-        {name: _named(values[rows]) for name, values in columns.items()},
+        {name: _fill_empty(values[rows]) for name, values in columns.items()},
     )
 
 
-def _arrays(path: Path, wanted: Wanted) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _read_arrays(path: Path, names: AdmissionColumns) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return the one-dimensional arrays of an npz file by name, and the medication codes."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, BadZipFile, EOFError) as error:
         raise DataError(f"{path}: cannot be read as arrays: {error}") from error
-    codes = _column(arrays, wanted.medications, path)
+    codes = _get_column(arrays, names.medications, path)
     if codes.ndim != 2:
-        raise DataError(f"{path}: {wanted.medications} has shape {codes.shape}; expected (stays, medications)")
-    return {name: a for name, a in arrays.items() if a.shape == (len(codes),)}, _codes(codes, path)
+        raise DataError(f"{path}: {names.medications} has shape {codes.shape}; expected (stays, medications)")
+    return {name: a for name, a in arrays.items() if a.shape == (len(codes),)}, _to_uint8(codes, path)
 
 
-def _table(path: Path, wanted: Wanted) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    columns, prefix = read_table(path).columns, f"{wanted.medications}_"
-    names = sorted(name for name in columns if name.startswith(prefix))
-    if not names:
-        raise DataError(f"{path}: no column begins with {prefix!r}; the medications are expected there")
-    codes = np.stack([_numbers(columns, name, path) for name in names], axis=1)
-    return {name: values for name, values in columns.items() if name not in names}, _codes(codes, path)
+def _read_table(path: Path, names: AdmissionColumns) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return the columns of a table by name without the medications, and the medication codes."""
+    columns, prefix = read_table(path).columns, f"{names.medications}_"
+    medications = sorted(name for name in columns if name.startswith(prefix))
+    if not medications:
+        raise DataError(f"{path}: no column begins with {prefix!r}; the medication columns must have this prefix")
+    codes = np.stack([_get_numbers(columns, name, path) for name in medications], axis=1)
+    others = {name: values for name, values in columns.items() if name not in medications}
+    return others, _to_uint8(codes, path)
 
 
-def _codes(values: np.ndarray, path: Path) -> np.ndarray:
-    whole = values.dtype.kind in "biu" or (
+def _to_uint8(values: np.ndarray, path: Path) -> np.ndarray:
+    is_integral = values.dtype.kind in "biu" or (
         values.dtype.kind == "f" and bool(np.isfinite(values).all()) and bool((values == np.floor(values)).all())
     )
-    if not whole or (values.size and (values.min() < 0 or values.max() > 255)):
+    if not is_integral or (values.size and (values.min() < 0 or values.max() > 255)):
         raise DataError(f"{path}: medications must be whole numbers from 0 (not given) to 255")
     return values.astype(np.uint8)
 
 
-def _column(columns: Mapping[str, np.ndarray], name: str, path: Path) -> np.ndarray:
+def _get_column(columns: Mapping[str, np.ndarray], name: str, path: Path) -> np.ndarray:
     if name not in columns:
         hint = suggest(name, columns)
         raise DataError(f"{path}: there is no {name!r}.{hint} Found: {', '.join(sorted(columns)[:12])}")
     return columns[name]
 
 
-def _numbers(columns: Mapping[str, np.ndarray], name: str, path: Path) -> np.ndarray:
-    values = _column(columns, name, path)
+def _get_numbers(columns: Mapping[str, np.ndarray], name: str, path: Path) -> np.ndarray:
+    values = _get_column(columns, name, path)
     if values.dtype.kind not in "biuf":
-        raise DataError(f"{path}: {name!r} holds text such as {str(values[0])!r}; expected numbers")
+        raise DataError(f"{path}: {name!r} contains text such as {str(values[0])!r}; expected numbers")
     return values.astype(np.float64)
 
 
-def _named(values: np.ndarray) -> np.ndarray:
+def _fill_empty(values: np.ndarray) -> np.ndarray:
     return np.where(values == "", "unknown", values) if values.dtype.kind == "U" else values

@@ -1,7 +1,7 @@
-"""BIDS folders: ``participants.tsv`` and ``sub-*/anat/*_T1w.nii.gz`` (Gorgolewski et al. 2016).
+"""BIDS data sets: ``participants.tsv`` and ``sub-*/anat/*_T1w.nii.gz`` (Gorgolewski et al. 2016).
 
-A path is one BIDS folder, or a folder that holds several; then identifiers are ``FOLDER/sub-x`` and the natural site of
-a subject is its folder.
+A path names one BIDS folder, or a folder of several. In the second case identifiers are ``FOLDER/sub-x``, and the
+natural site of a subject is its folder.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _SEX = {"m": 1.0, "male": 1.0, "f": 0.0, "female": 0.0}
 
 @dataclass(frozen=True)
 class Subject:
-    """One subject: row in ``participants.tsv`` and T1-weighted image, as far as they exist.
+    """One subject: its row in ``participants.tsv`` and its T1-weighted image; either may be missing.
 
     Attributes:
-        row: column to text; None when the subject has a folder but no row.
-        image: the first in name order; None when there is none.
+        row: text by column; None when the subject has a folder but no row.
+        image: first image in name order; None when there is none.
     """
 
     row: Mapping[str, str] | None = field(default=None)
     image: Path | None = field(default=None)
 
-    def text(self, column: str) -> str:
-        """A column's text.
+    def get_text(self, column: str) -> str:
+        """Return the text of a column.
 
         Raises:
             DataError: the subject has no row, or the column is absent or empty.
@@ -51,13 +51,13 @@ class Subject:
             raise DataError(f"{column} is missing in {TABLE}")
         return value
 
-    def age(self) -> float:
-        """Age in years.
+    def parse_age(self) -> float:
+        """Return the age in years.
 
         Raises:
-            DataError: it is missing, no number, or not within 0 to 120.
+            DataError: the age is missing, not a number, or outside 0 to 120.
         """
-        text = self.text("age")
+        text = self.get_text("age")
         try:
             years = float(text)
         except ValueError:
@@ -66,22 +66,22 @@ class Subject:
             raise DataError(f"age {text!r} in {TABLE}; expected years, 0 to 120")
         return years
 
-    def sex(self) -> float:
-        """1 for male, 0 for female.
+    def parse_sex(self) -> float:
+        """Return 1 for male, 0 for female.
 
         Raises:
-            DataError: it is missing or neither.
+            DataError: the sex is missing, or neither M nor F.
         """
-        text = self.text("sex")
+        text = self.get_text("sex")
         if text.lower() not in _SEX:
             raise DataError(f"sex {text!r} in {TABLE}; expected M or F")
         return _SEX[text.lower()]
 
-    def file(self) -> Path:
-        """The T1-weighted image.
+    def get_image(self) -> Path:
+        """Return the path of the T1-weighted image.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no image.
         """
         if self.image is None:
             raise DataError("missing file: no anat/*_T1w.nii.gz")
@@ -89,27 +89,32 @@ class Subject:
 
 
 def read_subjects(path: Path) -> dict[str, Subject]:
-    """All subjects of one BIDS folder, or of the BIDS folders in a folder, by identifier in name order.
+    """Read all subjects of one BIDS folder, or of all BIDS folders inside ``path``.
+
+    Returns:
+        Subjects by identifier, in name order.
 
     Raises:
         DataError: there is no BIDS data set, or a ``participants.tsv`` is malformed.
     """
     if (path / TABLE).is_file():
-        return _dataset(path)
+        return _read_dataset(path)
     folders = [folder for folder in sorted(path.glob("*/")) if (folder / TABLE).is_file()] if path.is_dir() else []
     if not folders:
         raise DataError(
-            f"{path}: no BIDS data set; expected {TABLE} and sub-*/anat/*_T1w.nii.gz in it or in its folders"
+            f"{path}: no BIDS data set; expected {TABLE} and sub-*/anat/*_T1w.nii.gz in this folder or its subfolders"
         )
     return {
         f"{folder.name}/{name}": Subject(None if s.row is None else {**s.row, "site": folder.name}, s.image)
         for folder in folders
-        for name, s in _dataset(folder).items()
+        for name, s in _read_dataset(folder).items()
     }
 
 
-def cohort(path: Path) -> Cohort:
-    """The subjects that have a row, with all columns of ``participants.tsv``; ``age`` as a number (NaN: missing).
+def read_cohort(path: Path) -> Cohort:
+    """Return the subjects that have a row, with all columns of ``participants.tsv``.
+
+    The column ``age`` is numeric, NaN where missing; all others are text.
 
     Raises:
         DataError: as :func:`read_subjects`.
@@ -118,34 +123,38 @@ def cohort(path: Path) -> Cohort:
     names = dict.fromkeys(column for row in rows.values() for column in row)
     columns = {name: np.array([row.get(name, "") for row in rows.values()]) for name in names}
     if "age" in columns:
-        columns["age"] = np.array([_number(text) for text in columns["age"]])
+        columns["age"] = np.array([_parse_number(text) for text in columns["age"]])
     return Cohort(tuple(rows), columns)
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         return math.nan
 
 
-def _dataset(folder: Path) -> dict[str, Subject]:
-    rows = _rows(folder / TABLE)
+def _read_dataset(folder: Path) -> dict[str, Subject]:
+    rows = _read_rows(folder / TABLE)
     on_disk = {entry.name for entry in folder.glob("sub-*/")}
-    return {name: Subject(rows.get(name), _image(folder / name)) for name in sorted(on_disk | set(rows))}
+    return {name: Subject(rows.get(name), _find_image(folder / name)) for name in sorted(on_disk | set(rows))}
 
 
-def _image(folder: Path) -> Path | None:
+def _find_image(folder: Path) -> Path | None:
     images = sorted(folder.glob("anat/*_T1w.nii.gz")) or sorted(folder.glob("anat/*_T1w.nii"))
     return images[0] if images else None
 
 
-def _rows(table: Path) -> dict[str, dict[str, str]]:
+def _read_rows(table: Path) -> dict[str, dict[str, str]]:
+    """Return the rows of ``participants.tsv`` by participant; refuse ids that are not plain BIDS labels.
+
+    Labels become folder names below the data set, so ``../x`` must not pass.
+    """
     try:
         with table.open(newline="", encoding="utf-8-sig") as file:
             lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE, restval=""))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{table}: cannot be read: {error}. Expected UTF-8 text, columns separated by tabs") from error
+        raise DataError(f"{table}: cannot be read: {error}. Expected UTF-8 text, tab-separated columns") from error
     if lines and "participant_id" not in lines[0]:
         raise DataError(f"{table}: no column 'participant_id'; found {', '.join(map(str, lines[0]))}")
     rows: dict[str, dict[str, str]] = {}
@@ -154,7 +163,7 @@ def _rows(table: Path) -> dict[str, dict[str, str]]:
         if not _LABEL.fullmatch(name):
             raise DataError(f"{table}, line {number}: participant_id {name!r}; expected sub- and letters or digits")
         if name in rows:
-            raise DataError(f"{table}, line {number}: {name} is there twice; remove one row")
+            raise DataError(f"{table}, line {number}: {name} occurs twice; remove one row")
         if None in line:
             raise DataError(f"{table}, line {number}: more fields than columns")
         rows[name] = line

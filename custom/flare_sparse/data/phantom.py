@@ -1,6 +1,6 @@
-"""Brain phantoms as a BIDS data set: made-up T1-weighted volumes whose anatomy changes with age and sex.
+"""Brain phantoms as a BIDS data set: synthetic T1-weighted volumes whose anatomy changes with age and sex.
 
-They let everything run without any person's data. What is learned from them says nothing about real brains.
+They make every job runnable without patient data. Results on phantoms do not carry over to real brains.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import nibabel as nib
 import numpy as np
 
 from ..errors import DataError
-from .anatomy import VOXEL_MM, Person, draw
+from .anatomy import VOXEL_MM, Person, render_volume
 
 SHAPE = (52, 64, 52)
 AGES = (20.0, 80.0)
@@ -22,14 +22,14 @@ AGES = (20.0, 80.0)
 
 @dataclass(frozen=True)
 class Scanner:
-    """What a site's scanner does to every volume.
+    """Effects of a site's scanner on every volume, and the ages of the site's subjects.
 
     Attributes:
-        gain: exponent of the intensities, the contrast.
-        smoothing: share that a voxel takes from its two neighbours along each axis, 0 to 0.5.
-        noise: standard deviation, white matter being 1.
-        shading: change of intensity from the middle to the end of each axis, ``(3,)``.
-        ages: the range of the site's subjects, in years.
+        gain: exponent applied to the intensities (contrast).
+        smoothing: share of a voxel taken from its two neighbours along each axis, 0 to 0.5.
+        noise: standard deviation relative to white matter.
+        shading: relative change of intensity from the middle to the end of each axis, ``(3,)``.
+        ages: youngest and oldest age of the site's subjects in years.
     """
 
     gain: float
@@ -39,8 +39,8 @@ class Scanner:
     ages: tuple[float, float]
 
     @classmethod
-    def drawn(cls, rng: np.random.Generator) -> Scanner:
-        """A scanner and the people who come to it."""
+    def sample(cls, rng: np.random.Generator) -> Scanner:
+        """Sample a scanner and the age range of its subjects."""
         return cls(
             gain=rng.uniform(0.85, 1.2),
             smoothing=rng.uniform(0.0, 0.3),
@@ -50,17 +50,17 @@ class Scanner:
         )
 
     def scan(self, volume: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The volume as this scanner stores it: uint8, 0 to 255, white matter near 200."""
+        """Return the volume as this scanner stores it: uint8, 0 to 255, white matter near 200."""
         for axis in range(3):
             sides = np.roll(volume, 1, axis) + np.roll(volume, -1, axis)
             volume = (1 - self.smoothing) * volume + 0.5 * self.smoothing * sides
-        shade = self._shade(volume.shape)
+        shade = self._compute_shading(volume.shape)
         noise = rng.normal(0.0, self.noise, volume.shape)
-        seen = np.abs(np.clip(volume, 0, None) ** self.gain * shade + noise * (volume > 0.01))
-        return np.asarray(np.clip(np.rint(200.0 * seen), 0, 255).astype(np.uint8))
+        intensity = np.abs(np.clip(volume, 0, None) ** self.gain * shade + noise * (volume > 0.01))
+        return np.asarray(np.clip(np.rint(200.0 * intensity), 0, 255).astype(np.uint8))
 
-    def _shade(self, shape: Sequence[int]) -> np.ndarray:
-        """Factor by which a voxel is brighter than it should be."""
+    def _compute_shading(self, shape: Sequence[int]) -> np.ndarray:
+        """Return the factor by which shading changes each voxel's intensity."""
         a, b, c = (s * np.linspace(-1, 1, side) for s, side in zip(self.shading, shape, strict=True))
         return np.asarray(1.0 + a[:, None, None] + b[:, None] + c)
 
@@ -68,21 +68,21 @@ class Scanner:
 def write_phantoms(out: Path, sites: int, subjects: int, seed: int, shape: Sequence[int] = SHAPE) -> Path:
     """Write a BIDS data set of phantoms with the natural sites ``site-1``, ``site-2``, ...
 
-    A subject depends on the seed, its site's number and its own number: more sites or subjects leave the others as
-    they are.
+    A subject depends only on the seed, the number of its site and its own number. Adding sites or subjects does not
+    change the others.
 
     Args:
-        out: folder; made where it is not there.
+        out: folder to write to; created if missing.
         sites: number of sites, 1 to 99.
         subjects: brains per site, 1 to 999.
-        seed: of all randomness.
-        shape: of the volumes, in voxels of 3 mm.
+        seed: seed of all randomness.
+        shape: shape of the volumes in voxels of 3 mm.
 
     Returns:
         ``out``.
 
     Raises:
-        DataError: ``out`` holds something already.
+        DataError: ``out`` is not empty, or a number is out of range.
     """
     if out.is_dir() and any(out.iterdir()):
         raise DataError(f"{out} is not empty; choose another folder, or remove it first")
@@ -100,19 +100,20 @@ def write_phantoms(out: Path, sites: int, subjects: int, seed: int, shape: Seque
 def _write_site(
     out: Path, site: int, subjects: int, seed: int, shape: Sequence[int]
 ) -> list[tuple[str, str, str, str]]:
-    scanner = Scanner.drawn(np.random.default_rng([seed, site]))
+    scanner = Scanner.sample(np.random.default_rng([seed, site]))
     rows = []
     for number in range(1, subjects + 1):
         rng = np.random.default_rng([seed, site, number])
         name, sex = f"sub-{site:02d}{number:03d}", "MF"[number % 2]
         age = round(rng.uniform(*scanner.ages), 1)
-        _save(out / name / "anat" / f"{name}_T1w.nii.gz", scanner.scan(draw(Person.drawn(age, sex, rng), shape), rng))
+        volume = render_volume(Person.sample(age, sex, rng), shape)
+        _save_nifti(out / name / "anat" / f"{name}_T1w.nii.gz", scanner.scan(volume, rng))
         rows.append((name, f"{age}", sex, f"site-{site}"))
     return rows
 
 
-def _save(file: Path, voxels: np.ndarray) -> None:
-    """NIfTI in RAS+ orientation, 3 mm, the origin at the centre."""
+def _save_nifti(file: Path, voxels: np.ndarray) -> None:
+    """Write a NIfTI file in RAS+ orientation with 3 mm voxels and the origin at the centre."""
     affine = np.diag([VOXEL_MM, VOXEL_MM, VOXEL_MM, 1.0])
     affine[:3, 3] = [-(side - 1) * VOXEL_MM / 2 for side in voxels.shape]
     file.parent.mkdir(parents=True, exist_ok=True)

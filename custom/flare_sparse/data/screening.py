@@ -1,4 +1,4 @@
-"""Bad subjects: all of them are found before training starts, and named only at their own site."""
+"""Screening of subjects: all unusable ones are found before training starts, and named only at their own site."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from ..errors import DataError
 T = TypeVar("T")
 
 
-def screen(
+def screen_subjects(
     ids: Iterable[str], read: Callable[[str], T], *, skip_bad_subjects: bool, source: object
 ) -> tuple[dict[str, T], int]:
-    """What ``read`` returns for every usable subject, and the number of subjects left out.
+    """Read every subject and separate the usable from the unusable ones.
 
     Args:
-        ids: identifiers.
-        read: raises a DataError that says what is wrong with one subject.
-        skip_bad_subjects: leave them out instead of refusing to work.
-        source: file or folder, for the error.
+        ids: identifiers of the subjects.
+        read: reads one subject; raises a DataError if the subject is unusable.
+        skip_bad_subjects: skip unusable subjects instead of raising.
+        source: file or folder, named in the error.
+
+    Returns:
+        The results of ``read`` by subject, and the number of skipped subjects.
 
     Raises:
-        DataError: a subject is bad and none may be skipped, or no subject is left; all bad ones are listed by id.
+        DataError: a subject is unusable and may not be skipped, or no usable subject remains. The text lists every
+            unusable subject by identifier.
     """
     usable: dict[str, T] = {}
     problems: list[str] = []

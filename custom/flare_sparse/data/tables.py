@@ -1,4 +1,4 @@
-"""Tables: one row a subject, as CSV (also ``.csv.gz``), Parquet or npz, each column as an array."""
+"""Tables with one row per subject: CSV (also ``.csv.gz``), Parquet or npz; each column becomes an array."""
 
 from __future__ import annotations
 
@@ -24,61 +24,63 @@ class Table:
     """Columns of equal length.
 
     Attributes:
-        source: where it was read from, for errors.
-        columns: float64 where every value is a number or missing (NaN), else str.
+        source: file that the table was read from, named in errors.
+        columns: arrays by name; float64 if every value is a number or missing (NaN), else text.
     """
 
     source: Path
     columns: dict[str, np.ndarray]
 
-    def column(self, name: str) -> np.ndarray:
-        """A column.
+    def get_column(self, name: str) -> np.ndarray:
+        """Return a column.
 
         Raises:
-            DataError: there is none of this name.
+            DataError: there is no such column.
         """
         if name not in self.columns:
             hint = suggest(name, self.columns)
             raise DataError(f"{self.source}: no column {name!r}.{hint} Found: {', '.join(list(self.columns)[:12])}")
         return self.columns[name]
 
-    def numbers(self, name: str) -> np.ndarray:
-        """A column of numbers, float64; NaN where one is missing.
+    def get_numbers(self, name: str) -> np.ndarray:
+        """Return a numeric column, float64; NaN where a value is missing.
 
         Raises:
-            DataError: there is no such column, or it holds text.
+            DataError: there is no such column, or it contains text.
         """
-        column = self.column(name)
+        column = self.get_column(name)
         if column.dtype.kind != "f":
-            raise DataError(f"{self.source}: column {name!r} holds text such as {str(column[0])!r}; expected numbers")
+            raise DataError(
+                f"{self.source}: column {name!r} contains text such as {str(column[0])!r}; expected numbers"
+            )
         return column
 
-    def ids(self, name: str) -> tuple[str, ...]:
-        """The identifiers in a column.
+    def get_ids(self, name: str) -> tuple[str, ...]:
+        """Return the unique identifiers in a column.
 
         Raises:
-            DataError: there is no such column, or an identifier is there twice.
+            DataError: there is no such column, or an identifier occurs twice.
         """
-        ids = tuple(identifier(value) for value in self.column(name))
+        ids = tuple(format_identifier(value) for value in self.get_column(name))
         if len(set(ids)) < len(ids):
-            twice = next(value for value in ids if ids.count(value) > 1)
-            raise DataError(f"{self.source}: {name} {twice!r} is there twice; remove one row")
+            duplicate = next(value for value in ids if ids.count(value) > 1)
+            raise DataError(f"{self.source}: {name} {duplicate!r} occurs twice; remove one row")
         return ids
 
-    def cohort(self, ids: str) -> Cohort:
-        """All columns, with the identifiers of column ``ids``."""
-        return Cohort(self.ids(ids), self.columns)
+    def to_cohort(self, id_column: str) -> Cohort:
+        """Return all columns, indexed by the identifiers in ``id_column``."""
+        return Cohort(self.get_ids(id_column), self.columns)
 
 
 def read_table(path: Path) -> Table:
-    """Read a table by its suffix: ``.csv``, ``.csv.gz``, ``.parquet`` or ``.npz``.
+    """Read a table; the suffix selects the format: ``.csv``, ``.csv.gz``, ``.parquet`` or ``.npz``.
 
     Raises:
-        DataError: the file is missing, of another kind, or malformed.
+        DataError: the file is missing, of another format, or malformed.
     """
     reader = next((read for suffix, read in _READERS.items() if path.name.endswith(suffix)), None)
     if reader is None:
-        raise DataError(f"{path}: expected a file that ends with {', '.join(_READERS)}")
+        raise DataError(f"{path}: expected a file that ends with one of {', '.join(_READERS)}")
     if not path.is_file():
         neighbours = [file.name for file in path.parent.glob("*")]
         raise DataError(f"{path}: there is no such file.{suggest(path.name, neighbours)}")
@@ -87,58 +89,58 @@ def read_table(path: Path) -> Table:
     except (OSError, EOFError, ValueError, BadZipFile, zlib.error, csv.Error) as error:
         raise DataError(f"{path}: cannot be read as a table: {error}") from error
     if len({len(column) for column in columns.values()}) > 1:
-        raise DataError(f"{path}: columns differ in length; expected one value a subject in each")
+        raise DataError(f"{path}: columns differ in length; expected one value per subject in each")
     return Table(path, columns)
 
 
-def _csv(path: Path) -> dict[str, np.ndarray]:
+def _read_csv(path: Path) -> dict[str, np.ndarray]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        return _rows(file)
+        return _parse_csv(file)
 
 
-def _csv_gz(path: Path) -> dict[str, np.ndarray]:
+def _read_csv_gz(path: Path) -> dict[str, np.ndarray]:
     with gzip.open(path, "rt", newline="", encoding="utf-8-sig") as file:
-        return _rows(file)
+        return _parse_csv(file)
 
 
-def _rows(file: TextIO) -> dict[str, np.ndarray]:
+def _parse_csv(file: TextIO) -> dict[str, np.ndarray]:
     header, *rows = list(csv.reader(file)) or [[]]
     if not header or len(set(header)) < len(header):
         raise ValueError("expected a first line with a different name for each column")
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
             raise ValueError(f"line {number} has {len(row)} fields, the first line {len(header)}")
-    return {name: _typed([row[i] for row in rows]) for i, name in enumerate(header)}
+    return {name: _to_array([row[i] for row in rows]) for i, name in enumerate(header)}
 
 
-def _parquet(path: Path) -> dict[str, np.ndarray]:
+def _read_parquet(path: Path) -> dict[str, np.ndarray]:
     try:
         from pyarrow import parquet  # type: ignore[import-untyped]
     except ImportError as error:
         raise DataError(
             f"{path}: Parquet needs pyarrow; pip install 'flare-sparse[parquet]', or convert the file to CSV"
         ) from error
-    return {name: _typed(values) for name, values in parquet.read_table(path).to_pydict().items()}
+    return {name: _to_array(values) for name, values in parquet.read_table(path).to_pydict().items()}
 
 
-def _npz(path: Path) -> dict[str, np.ndarray]:
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
     with np.load(path, allow_pickle=False) as arrays:
         columns = {name: arrays[name] for name in arrays.files}
     if tensors := [name for name, values in columns.items() if values.ndim != 1]:
-        raise ValueError(f"array {tensors[0]!r} has {columns[tensors[0]].ndim} dimensions; expected one a column")
-    return {name: _typed(values.tolist()) for name, values in columns.items()}
+        raise ValueError(f"array {tensors[0]!r} has {columns[tensors[0]].ndim} dimensions; expected one per column")
+    return {name: _to_array(values.tolist()) for name, values in columns.items()}
 
 
 _READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
-    ".csv": _csv,
-    ".csv.gz": _csv_gz,
-    ".parquet": _parquet,
-    ".npz": _npz,
+    ".csv": _read_csv,
+    ".csv.gz": _read_csv_gz,
+    ".parquet": _read_parquet,
+    ".npz": _read_npz,
 }
 
 
-def _typed(values: Sequence[object]) -> np.ndarray:
-    """Float64 when every value is a number or missing, else the values as text."""
+def _to_array(values: Sequence[object]) -> np.ndarray:
+    """Return float64 if every value is a number or missing, else text."""
     texts = ["" if value is None else str(value).strip() for value in values]
     try:
         return np.array([np.nan if text.lower() in MISSING else float(text) for text in texts], dtype=np.float64)
@@ -146,6 +148,6 @@ def _typed(values: Sequence[object]) -> np.ndarray:
         return np.array(texts)
 
 
-def identifier(value: object) -> str:
-    """An identifier as text; a whole number without its decimal point."""
+def format_identifier(value: object) -> str:
+    """Return an identifier as text; whole numbers lose their decimal point."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -1,4 +1,4 @@
-"""Volumes: from a NIfTI file to a network's input, checked before anything is learned from it."""
+"""Volumes: from a NIfTI file to a network's input, with every check made before training."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..errors import DataError
-from .nifti import read_nifti, text
+from .nifti import format_shape, read_nifti
 
 
-def preparation(downsample: int) -> Callable[[Any], Any]:
-    """Voxels (D, H, W) to a float32 tensor (1, d, h, w): means of cubes, then z-scored over the volume.
+def build_preprocessing(downsample: int) -> Callable[[Any], Any]:
+    """Return a transform from voxels ``(D, H, W)`` to a float32 tensor ``(1, d, h, w)``.
 
-    A cube has ``downsample`` voxels a side; what does not fill one is cut off at the end of an axis. FedSparsify
-    section 4: (image - mean) / standard deviation, of each volume by itself.
+    The transform averages cubes of ``downsample`` voxels per side, drops the remainder at the end of each axis, and
+    z-scores each volume by its own mean and standard deviation (FedSparsify, section 4).
     """
     from monai.transforms import Compose, EnsureChannelFirst, EnsureType, NormalizeIntensity
 
-    prepare: Callable[[Any], Any] = Compose(
+    preprocess: Callable[[Any], Any] = Compose(
         [
             EnsureChannelFirst(channel_dim="no_channel"),
             nn.AvgPool3d(downsample),
@@ -32,19 +32,19 @@ def preparation(downsample: int) -> Callable[[Any], Any]:
             EnsureType(dtype=torch.float32, track_meta=False),
         ]
     )
-    return prepare
+    return preprocess
 
 
 def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | None = None) -> np.ndarray:
-    """Voxels of a NIfTI file, float32 ``shape``, in RAS+ orientation.
+    """Read the voxels of a NIfTI file: float32 ``shape``, in RAS+ orientation.
 
     Args:
         file: ``.nii`` or ``.nii.gz``.
-        shape: of the voxels.
-        spacing: of the voxels in mm; None: not checked beyond what an image of a body may have.
+        shape: expected shape of the voxels.
+        spacing: expected size of the voxels in mm; None: any size from 0.1 to 20.
 
     Raises:
-        DataError: the file is missing, damaged or of another shape or spacing, its affine is unusable, or its voxels
+        DataError: the file is missing, damaged, or of another shape or spacing; its affine is unusable; or its voxels
             are not finite or all equal.
     """
     image = read_nifti(file, shape, spacing)
@@ -53,56 +53,63 @@ def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | Non
     except Exception as error:
         raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
     if voxels.shape != tuple(shape):
-        raise DataError(f"wrong shape {text(voxels.shape)} of {file.name} in RAS orientation; expected {text(shape)}")
+        raise DataError(
+            f"wrong shape {format_shape(voxels.shape)} of {file.name} in RAS orientation; expected "
+            f"{format_shape(shape)}"
+        )
     if bad := int(np.count_nonzero(~np.isfinite(voxels))):
         raise DataError(f"{bad} voxels of {file.name} are NaN or infinite")
     if voxels.min() == voxels.max():
-        raise DataError(f"all voxels of {file.name} are equal: there is no image in it")
+        raise DataError(f"all voxels of {file.name} are equal: the image is empty")
     return voxels
 
 
 @dataclass(frozen=True)
-class Item:
+class VolumeExample:
     """One subject's example.
 
     Attributes:
         file: NIfTI file.
-        target: what is to be learned.
-        prepared: the network's input (1, d, h, w) where it is kept in memory.
+        target: value to predict.
+        cached_input: the network's input ``(1, d, h, w)``; None: read from the file at each access.
     """
 
     file: Path
     target: float
-    prepared: Tensor | None
+    cached_input: Tensor | None
 
 
-class Volumes(Dataset[tuple[Tensor, Tensor]]):
-    """Prepared volumes (1, d, h, w) with their targets (1,); those not in memory are read when they are asked for.
+class VolumeDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Preprocessed volumes ``(1, d, h, w)`` with their targets ``(1,)``, from memory or from disk.
 
     Args:
-        items: the examples.
-        shape: of the voxels on disk.
-        downsample: see :func:`preparation`.
-        spacing: of the voxels on disk, in mm; None: any.
+        examples: the examples.
+        shape: shape of the voxels on disk.
+        downsample: see :func:`build_preprocessing`.
+        spacing: size of the voxels on disk in mm; None: any.
     """
 
     def __init__(
-        self, items: Sequence[Item], shape: Sequence[int], downsample: int, spacing: Sequence[float] | None = None
+        self,
+        examples: Sequence[VolumeExample],
+        shape: Sequence[int],
+        downsample: int,
+        spacing: Sequence[float] | None = None,
     ):
-        self._items, self._shape, self._spacing = items, shape, spacing
-        self._prepare = preparation(downsample)
+        self._examples, self._shape, self._spacing = examples, shape, spacing
+        self._preprocess = build_preprocessing(downsample)
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._examples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Volume and target of one subject.
+        """Return the volume and the target of one subject.
 
         Raises:
-            DataError: its file has become unreadable.
+            DataError: the file has become unreadable.
         """
-        item = self._items[index]
-        target = torch.tensor([item.target])
-        if item.prepared is not None:
-            return item.prepared, target
-        return self._prepare(read_voxels(item.file, self._shape, self._spacing)), target
+        example = self._examples[index]
+        target = torch.tensor([example.target])
+        if example.cached_input is not None:
+            return example.cached_input, target
+        return self._preprocess(read_voxels(example.file, self._shape, self._spacing)), target

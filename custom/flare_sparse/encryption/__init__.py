@@ -1,7 +1,8 @@
-"""Sums that the server cannot read: CKKS (Cheon et al. 2017) by TenSEAL, on one flat vector of the live values.
+"""Aggregation of encrypted values: CKKS (Cheon et al. 2017) through TenSEAL, on one flat vector of the live values.
 
-The sites share a secret key; the server has none. It multiplies each site's ciphertext by the site's weight and adds
-them up; the sites decrypt the sum. Nothing here knows FLARE or a method: bytes of a context come in from outside.
+The sites share a secret key that the server does not have. The server multiplies each site's ciphertexts by the site's
+weight and sums them; the sites decrypt the sum. This folder depends on neither FLARE nor a method: it receives TenSEAL
+contexts as bytes.
 """
 
 from .ciphers import PRECISION, ServerCipher, SiteCipher

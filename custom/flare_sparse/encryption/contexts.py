@@ -1,4 +1,4 @@
-"""The keys of a federation, as bytes: those that FLARE's ``HEBuilder`` puts into the startup kits, or new ones."""
+"""The TenSEAL contexts of a federation: from the startup kits (FLARE's ``HEBuilder``), or freshly generated."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from types import ModuleType
 from ..errors import ConfigError
 
 CLIENT_FILE, SERVER_FILE = "client_context.tenseal", "server_context.tenseal"
-"""Names of FLARE's, in ``startup`` of a site's kit and of the server's."""
+"""FLARE's file names, in the folder ``startup`` of a site's and of the server's startup kit."""
 
 DEGREE, MODULI, SCALE = 8192, (60, 40, 40), 2.0**40
-"""Parameters of ``HEBuilder`` where a project sets none: 128 bits of security, one multiplication, 4096 values each."""
+"""Defaults of ``HEBuilder``: 128 bits of security, one multiplication, 4096 values in a ciphertext."""
 
 
 @dataclass(frozen=True)
 class KeyContexts:
-    """What both kinds of participants hold.
+    """Serialized TenSEAL contexts with CKKS keys.
 
     Attributes:
-        client: with the secret key; for sites only.
-        server: without it.
+        client: context with the secret key, for sites only.
+        server: context without the secret key.
     """
 
     client: bytes
@@ -29,7 +29,7 @@ class KeyContexts:
 
     @classmethod
     def generate(cls) -> KeyContexts:
-        """Fresh keys, for a run in which one machine plays all parts.
+        """Generate fresh keys, for a run with server and sites on one machine.
 
         Raises:
             ConfigError: TenSEAL is not installed.
@@ -43,18 +43,18 @@ class KeyContexts:
         )
         context.generate_relin_keys()
         context.global_scale = SCALE
-        kept = {"save_galois_keys": False, "save_relin_keys": True}
+        options = {"save_galois_keys": False, "save_relin_keys": True}
         return cls(
-            context.serialize(save_public_key=True, save_secret_key=True, **kept),
-            context.serialize(save_public_key=False, save_secret_key=False, **kept),
+            context.serialize(save_public_key=True, save_secret_key=True, **options),
+            context.serialize(save_public_key=False, save_secret_key=False, **options),
         )
 
     @classmethod
     def read(cls, folder: Path) -> KeyContexts:
-        """Those of :meth:`write`.
+        """Read the files that :meth:`write` wrote.
 
         Raises:
-            ConfigError: they are not there.
+            ConfigError: a file is missing or unreadable.
         """
         try:
             return cls((folder / CLIENT_FILE).read_bytes(), (folder / SERVER_FILE).read_bytes())
@@ -62,23 +62,24 @@ class KeyContexts:
             raise ConfigError(f"{folder}: the keys of the run are missing: {error.strerror}") from error
 
     def write(self, folder: Path) -> None:
-        """Two files with FLARE's names; only their owner may read the one with the key."""
+        """Write both contexts to ``folder`` under FLARE's file names, readable by their owner only."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in ((CLIENT_FILE, self.client), (SERVER_FILE, self.server)):
             (folder / name).unlink(missing_ok=True)
+            # Created with its mode before the content is written: at no time can others read the key.
             (folder / name).touch(mode=0o600)
             (folder / name).write_bytes(content)
 
 
 def import_tenseal() -> ModuleType:
-    """The library, which is heavy and optional.
+    """Import TenSEAL, which is large and optional.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: TenSEAL is not installed.
     """
     try:
-        import tenseal as found
+        import tenseal
     except ImportError as error:
         raise ConfigError("wire.encryption: ckks needs TenSEAL at every end: pip install 'flare-sparse[he]'") from error
-    module: ModuleType = found
+    module: ModuleType = tenseal
     return module

@@ -1,45 +1,39 @@
-"""The server's end of the wire: who holds what, what each question weighs, and whether an answer fits it."""
+"""The server's end of the wire: encodes requests, validates updates and knows which base each site holds."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ..aggregation.weighted import weigh_by_examples
 from ..encryption import ServerCipher
-from ..errors import RejectedMessage, abbreviate
-from ..exchange import EVALUATE, Assignment, Contribution, EncryptedValues, Patch
-from ..mask import Mask
+from ..errors import RejectedMessage
+from ..exchange import EVALUATE, Assignment, Contribution, Patch, UpdateSpec
 from ..params import Layout
-from ..wire.ciphertexts import get_key_id
-from ..wire.codec import Decoded, Encoded, decode, encode, min_message_bytes
+from ..wire.codec import Decoded, Encoded, compute_min_message_bytes, decode, encode
 from ..wire.ledger import Ledger
-from ..wire.plan import Plan, ValueType
+from ..wire.plan import ValueType
 from ..wire.values import is_representable
+from .bases import plan_request, plan_update
+from .encrypted import aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
+from .reported import validate_metrics, validate_num_examples
+from .server_state import EncryptedModel, ServerSnapshot, ServerState
 
 SERVER = "server"
-"""What the server's end is called among those that keep checkpoints."""
-
-TEST_EXAMPLES = "test_examples"
-"""The metric that the others are weighted by."""
-
-_MOST_EXAMPLES = 2**53
-_LARGEST_METRIC = torch.finfo(torch.float32).max  # times 2**53, over any number of sites, is still a float
+"""The server's name where sites are identified by theirs, for example in the checkpoint folder."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One encoded question to some sites; a broadcast is one buffer, shared by all.
+    """One try at a round: the encoded requests to some sites. Equal requests share one buffer.
 
     Attributes:
-        sequence: counts the questions of a run; an answer must carry it.
-        kind, round: of the requests.
+        sequence: number of the attempt in its run; an update must carry it.
+        kind: kind of the requests.
+        round: round of the requests.
         messages: uint8 buffer per site.
     """
 
@@ -49,281 +43,202 @@ class Attempt:
     messages: dict[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class SiteBase:
-    """What a site holds since the last message that it acknowledged."""
-
-    mask: Mask
-    sequence: int
-
-
-@dataclass(frozen=True)
-class EncryptedModel:
-    """A model that the server has and cannot read: where its values go, and the values."""
-
-    mask: Mask
-    values: EncryptedValues
-
-
-@dataclass(frozen=True)
-class ServerSnapshot:
-    """What a server must remember to go on after a crash: its last question, who holds what, what was rounded off,
-    and the model where the method's state cannot hold it because it is encrypted.
-
-    Attributes:
-        sequence: of the last message's question.
-        opened: that of the same question when it was first asked.
-        held, residuals: by site, and by stream of messages.
-        sealed: the encrypted model.
-    """
-
-    sequence: int
-    opened: int
-    held: dict[str, SiteBase]
-    residuals: dict[str, Tensor | None]
-    encrypted: EncryptedModel | None = None
-
-
 class ServerEndpoint:
-    """Encodes questions, decodes answers and keeps the ledger. Knows nothing of FLARE and nothing of methods.
+    """Encodes requests, decodes updates and keeps the ledger, without FLARE and for every method.
+
+    :class:`~flare_sparse.endpoints.server_state.ServerState` is what the server remembers between messages. It defines
+    how a message, a retry and a restart change that state.
 
     Args:
-        layout: of the model.
-        run: 16 hex digits that name the run.
+        layout: layout of the model.
+        run: id of the run, 16 hex digits.
         values: number format on the wire.
         ledger: receives one line per message.
-        cipher: weights come encrypted and are summed unread; None: in the clear.
-
-    Attributes:
-        sealed: the model since the first encrypted sum.
+        cipher: aggregates encrypted weights without decrypting them; None: all values travel in the clear.
     """
 
     def __init__(self, layout: Layout, run: str, values: ValueType, ledger: Ledger, cipher: ServerCipher | None = None):
         self.layout, self.run, self.values, self.ledger, self.cipher = layout, run, values, ledger, cipher
-        self.encrypted: EncryptedModel | None = None
-        self._sequence = self._opened = self._before = 0
-        self._held: dict[str, SiteBase] = {}
-        self._residuals: dict[str, Tensor | None] = {}
-        self._remainders: dict[str, Tensor | None] = {}
-        self._question: list[Assignment] = []
-        self._asked: dict[str, Assignment] = {}
-        self._sent: dict[str, Patch] = {}
+        self._state = ServerState()
 
-    def ask(self, assignments: Mapping[str, Assignment]) -> Attempt:
-        """Encode one request per site; equal requests to sites that hold the same are encoded once.
+    @property
+    def encrypted(self) -> EncryptedModel | None:
+        """The model since the first encrypted sum; None: the server can read the model."""
+        return self._state.encrypted
 
-        A request that is asked again, by whichever sites, says the same bits: a site that misses changes nobody else's.
+    def encode_requests(self, assignments: Mapping[str, Assignment]) -> Attempt:
+        """Encode one request per site; equal requests to sites with the same base are encoded once.
+
+        Retries are bit-identical: a site that missed an attempt does not change what the others receive.
+
+        Args:
+            assignments: by site. The same objects as in the previous attempt make this a retry.
         """
-        again = self._opens(list(assignments.values()))
-        self._asked, self._sent = dict(assignments), {}
-        settled: set[str] = set()
-        done: dict[tuple[int, str | None, str], Encoded] = {}
+        is_retry = self._state.is_retry(assignments)
+        self._state = self._state.retry(assignments) if is_retry else self._state.start(assignments)
+        encoded: dict[tuple[int, str | None, str], Encoded] = {}
         messages: dict[str, np.ndarray] = {}
+        patches: dict[str, Patch] = {}
+        residuals: dict[str, Tensor | None] = {}
         for site in sorted(assignments):
             assignment = assignments[site]
-            request = assignment.request
-            patch, plan = self._fitting(site, assignment)
-            key = (id(assignment), plan.base_mask.fingerprint if plan.base_mask else None, patch.base)
-            if key not in done:
-                stream = "all" if len(self._question) == 1 else site
-                done[key] = encode(
+            request, base = assignment.request, self._state.bases.get(site)
+            patch = self._select_patch(site, assignment)
+            plan = plan_request(self.layout, self.run, base, request=request, sequence=self._state.sequence)
+            key = (id(assignment), base.mask.fingerprint if base else None, patch.base)
+            if key not in encoded:
+                # A broadcast has one residual, since all sites hold the same vector; different models have their own.
+                stream = "all" if len(self._state.assignments) == 1 else site
+                encoded[key] = encode(
                     patch,
                     plan,
                     trainable=request.trainable,
                     values=self.values,
-                    residual=self._remainders.get(stream),
+                    residual=self._state.residuals_before.get(stream),
                 )
-                if not again and (patch is request.model or stream not in settled):
-                    self._residuals[stream] = done[key].residual
-                    settled.add(stream)
-            messages[site] = done[key].data
-            self._sent[site] = patch
-            self.ledger.record_sent(done[key], plan, site, assignment.expected.content)
+                # The residual of a broadcast is that of the regular patch. That of a full model counts only if no
+                # site of the stream can take the regular patch.
+                if not is_retry and (patch is request.model or stream not in residuals):
+                    residuals[stream] = encoded[key].residual
+            messages[site], patches[site] = encoded[key].data, patch
+            self.ledger.record_sent(encoded[key], plan, site, assignment.expected.content)
+        self._state = self._state.send(patches, residuals)
         first = next(iter(assignments.values())).request
-        return Attempt(self._sequence, first.kind, first.round, messages)
+        return Attempt(self._state.sequence, first.kind, first.round, messages)
 
-    def _opens(self, assignments: list[Assignment]) -> bool:
-        """Count a question; returns whether it only repeats the last one."""
-        self._sequence += 1
-        again = all(any(assignment is asked for asked in self._question) for assignment in assignments)
-        if not again:
-            self._before, self._opened = self._opened, self._sequence
-            self._question = list({id(assignment): assignment for assignment in assignments}.values())
-            self._remainders = dict(self._residuals)
-        return again
+    def decode(self, site: str, data: Any, examples: Any, metrics: Any) -> Contribution:
+        """Decode and validate an update of the last attempt.
 
-    def _fitting(self, site: str, assignment: Assignment) -> tuple[Patch, Plan]:
-        """The patch that this site can read, and what both ends hold."""
-        held, request = self._held.get(site), assignment.request
-        patch = request.model
-        if patch.base == "previous" and (held is None or held.sequence < self._before):
-            assert assignment.full_model is not None, "a patch over the previous model needs Assignment.full_model"
-            patch = assignment.full_model
-        plan = Plan(
-            self.layout,
-            self.run,
-            base_mask=held.mask if held else None,
-            base_sequence=held.sequence if held else None,
-            sequence=self._sequence,
-            round=request.round,
-            kind=request.kind,
-        )
-        return self._as_it_is(patch), plan
-
-    def _as_it_is(self, patch: Patch) -> Patch:
-        """The model with its encrypted values, for a method's state only knows that it cannot be read. A patch of other
-        entries stays as it is: it has no values, and the codec refuses to send what is not a number.
-        """
-        if self.encrypted is None or patch.mask != self.encrypted.mask:
-            return patch
-        return Patch.from_encrypted(self.encrypted.values, patch.mask, patch.base)
-
-    def aggregate_encrypted(self, updates: Sequence[Contribution]) -> None:
-        """The mean by examples of a round's encrypted answers is the model from now on; without any, nothing happens.
+        Args:
+            site: sender's name as FLARE authenticated it.
+            data: the message.
+            examples: reported number of training examples.
+            metrics: reported metrics by name.
 
         Raises:
-            ValueError: answers on different entries, or encrypted and plain ones.
+            RejectedMessage: the site has no request to answer, or the update breaks a rule; the code says which.
         """
-        ordered = sorted(updates, key=lambda update: update.site)
-        answers = [update.patch.encrypted for update in ordered if update.patch.encrypted is not None]
-        if self.cipher is None or not answers:
-            return
-        on = ordered[0].patch.mask
-        if len(answers) != len(ordered) or any(update.patch.mask != on for update in ordered):
-            raise ValueError("encrypted answers can be summed on one selection only")
-        self.encrypted = EncryptedModel(on, self.cipher.weighted_sum(answers, weigh_by_examples(ordered), on.count))
+        assignment = self._state.pending.get(site)
+        if assignment is None:
+            raise RejectedMessage("E_REPLAY", "site", f"one of {sorted(self._state.pending)}", site, site)
+        ciphertext_format = self.cipher.ciphertext_format if self.cipher else None
+        plan = plan_update(self.layout, self.run, assignment.request, self._state.sequence, ciphertext_format)
+        message = decode(data, plan, site)
+        if message.patch.base != "zeros" or message.trainable is not None:
+            raise RejectedMessage("E_KIND", "base", "an update, with base zeros", "a request", site)
+        self._check_values(message, assignment.expected, site)
+        _check_selection(message, assignment.expected, site)
+        contribution = Contribution(
+            site,
+            message.patch,
+            message.content,
+            validate_num_examples(examples, site),
+            validate_metrics(metrics, site),
+        )
+        self.ledger.record_received(message, plan, site, len(data))
+        # Only a valid update acknowledges the request: an invalid one is no proof of the site's base.
+        self._state = self._state.acknowledge(site)
+        return contribution
 
-    def find_underweight_sites(self, updates: Sequence[Contribution]) -> list[str]:
-        """Sites whose share of an encrypted sum is too small for a number there."""
-        ordered = [update for update in updates if update.patch.encrypted is not None]
-        if self.cipher is None or not ordered:
-            return []
-        shares = weigh_by_examples(ordered)
-        return [update.site for update, share in zip(ordered, shares, strict=True) if share < self.cipher.least_weight]
-
-    def find_sites_with_wrong_key(self, updates: Sequence[Contribution]) -> list[str]:
-        """Sites whose answer is under another key than the model's or, before there is one, than most answers'."""
-        keys = {
-            update.site: get_key_id(update.patch.encrypted) for update in updates if update.patch.encrypted is not None
-        }
-        if not keys:
-            return []
-        counts = Counter(keys.values())
-        agreed = get_key_id(self.encrypted.values) if self.encrypted else max(sorted(counts), key=counts.__getitem__)
-        return sorted(site for site, key in keys.items() if key != agreed)
+    def forget_base(self, site: str) -> None:
+        """Send the full model to ``site`` with the next request; nothing else restores a lost base."""
+        self._state = self._state.forget_base(site)
 
     def compute_min_upload(self, site: str, assignment: Assignment) -> tuple[int, int]:
-        """Entries and bytes that the answer of ``site`` to ``request`` has at least; the bytes of a selection that
-        must be said are not among them.
-        """
+        """Return the fewest entries and bytes of an update of ``site``; the bytes of its selection are not counted."""
         expected = assignment.expected
         entries = expected.mask.count if expected.mask else expected.min_entries(site) if expected.min_entries else 0
         if assignment.request.kind == EVALUATE:
             entries = 0
-        return entries, min_message_bytes(entries, "float32" if expected.content == "scores" else self.values)
+        return entries, compute_min_message_bytes(entries, "float32" if expected.content == "scores" else self.values)
 
     def is_encodable(self, model: Patch) -> bool:
-        """Whether a question can carry a model: each value is finite in the wire's format. A model that cannot be read
-        here is taken to be.
-        """
+        """Whether all values of a model are finite in the wire's number format; an encrypted model always passes."""
         return self.cipher is not None or is_representable(model.values, self.values)
 
-    def snapshot(self) -> ServerSnapshot:
-        """A value, for a checkpoint."""
-        return ServerSnapshot(self._sequence, self._opened, dict(self._held), dict(self._residuals), self.encrypted)
-
-    def restore(self, memory: ServerSnapshot) -> None:
-        """Go on where :meth:`memory` was taken; a site that has lost what it held says so and is sent everything."""
-        self._sequence, self._opened, self.encrypted = memory.sequence, memory.opened, memory.encrypted
-        self._held, self._residuals = dict(memory.held), dict(memory.residuals)
-
-    def forget_base(self, site: str) -> None:
-        """The site lost what it held: it is sent everything next time (the one recovery path)."""
-        self._held.pop(site, None)
-
-    def decode(self, site: str, data: Any, examples: Any, metrics: Any) -> Contribution:
-        """An answer to the last question, checked against it.
-
-        Args:
-            site: the name the framework knows.
-            data: the message.
-            examples: the number that came beside it.
-            metrics: names and numbers that came beside it.
+    def aggregate_encrypted(self, contributions: Sequence[Contribution]) -> None:
+        """Replace the model with the mean of a round's encrypted updates; without such updates, do nothing.
 
         Raises:
-            RejectedMessage: nobody asked this site, or something does not fit; the code says what.
+            ValueError: the updates have different masks, or some are encrypted and some are not.
         """
-        assignment = self._asked.get(site)
-        if assignment is None:
-            raise RejectedMessage("E_REPLAY", "site", f"one of {sorted(self._asked)}", site, site)
-        request, expected = assignment.request, assignment.expected
-        plan = Plan(
-            self.layout,
-            self.run,
-            base_mask=request.trainable,
-            sequence=self._sequence,
-            round=request.round,
-            kind=request.kind,
-            ciphertext_format=self.cipher.ciphertext_format if self.cipher else None,
-        )
-        message = decode(data, plan, site)
-        if message.patch.base != "zeros" or message.trainable is not None:
-            raise RejectedMessage("E_KIND", "over", "an answer over zeros", "a question's form", site)
+        model = aggregate_ciphertexts(self.cipher, contributions) if self.cipher else None
+        if model is not None:
+            self._state = self._state.aggregate(model)
+
+    def find_underweight_sites(self, contributions: Sequence[Contribution]) -> list[str]:
+        """Return the sites whose share of an encrypted sum is below the smallest factor that the cipher can apply."""
+        return find_underweight_sites(self.cipher, contributions) if self.cipher else []
+
+    def find_sites_with_wrong_key(self, contributions: Sequence[Contribution]) -> list[str]:
+        """Return the sites whose update is encrypted with another key than the model or than most updates."""
+        return find_sites_with_wrong_key(contributions, self._state.encrypted)
+
+    def snapshot(self) -> ServerSnapshot:
+        """Return the part of a checkpoint that belongs to this endpoint."""
+        return self._state.snapshot()
+
+    def restore(self, snapshot: ServerSnapshot) -> None:
+        """Continue from :meth:`snapshot`. A site without its base replies MissingBase and receives the full model."""
+        self._state = ServerState.restore(snapshot)
+
+    def _select_patch(self, site: str, assignment: Assignment) -> Patch:
+        """Return the request's patch, or the full model for a site without the base that the patch applies to."""
+        patch = assignment.request.model
+        if patch.base == "previous" and self._state.needs_full_model(site):
+            assert assignment.full_model is not None, "a patch over the previous model needs Assignment.full_model"
+            patch = assignment.full_model
+        return self._attach_ciphertext(patch)
+
+    def _attach_ciphertext(self, patch: Patch) -> Patch:
+        """Return a patch of the encrypted model with its ciphertext.
+
+        The method's state contains NaN where the server cannot read a value. A patch with another mask keeps the NaNs:
+        it has no ciphertext, and the codec refuses to send NaN.
+        """
+        model = self._state.encrypted
+        if model is None or patch.mask != model.mask:
+            return patch
+        return Patch.from_encrypted(model.values, patch.mask, patch.base)
+
+    def _check_values(self, message: Decoded, expected: UpdateSpec, site: str) -> None:
+        """Raise unless content, encryption and number format are those that the job requires.
+
+        Raises:
+            RejectedMessage: unexpected content, weights in the clear where they must be encrypted, the reverse, or
+                another number format than the job's.
+        """
+        # A site without training examples answers every request with metrics only.
         if message.content not in (expected.content, "metrics"):
             raise RejectedMessage("E_KIND", "content", expected.content, message.content, site)
-        self._written_as_agreed(message, site)
-        if expected.mask is not None and message.content != "metrics" and message.patch.mask != expected.mask:
-            raise RejectedMessage("E_MASK", "selection", expected.mask, message.patch.mask, site)
-        accepts = expected.accepts
-        if accepts is not None and message.content != "metrics" and not accepts(site, message.patch.mask):
+        ciphertext = message.patch.encrypted
+        must_be_encrypted = self.cipher is not None and message.content in ("weights", "delta")
+        if must_be_encrypted != (ciphertext is not None):
             raise RejectedMessage(
-                "E_MASK", "selection", "one that the method allows this site", message.patch.mask, site
+                "E_SEALED",
+                f"values of {message.content}",
+                "ckks" if must_be_encrypted else "numbers",
+                message.values,
+                site,
             )
-        if expected.min_value is not None and bool((message.patch.values < expected.min_value).any()):
-            raise RejectedMessage("E_RANGE", "values", f"at least {expected.min_value:g}", "smaller ones", site)
-        update = Contribution(site, message.patch, message.content, _examples(examples, site), _metrics(metrics, site))
-        self.ledger.record_received(message, plan, site, len(data))
-        self._acknowledge(site)
-        return update
-
-    def _written_as_agreed(self, message: Decoded, site: str) -> None:
-        """Raises:
-        RejectedMessage: weights in the clear where they are to be encrypted, the reverse, or no ciphertext; another
-            number format than the job's.
-        """
-        sealed = message.patch.encrypted
-        wanted = self.cipher is not None and message.content in ("weights", "delta")
-        if wanted != (sealed is not None):
-            raise RejectedMessage(
-                "E_SEALED", f"values of {message.content}", "ckks" if wanted else "numbers", message.values, site
-            )
-        if self.cipher is not None and sealed is not None:
-            self.cipher.check(sealed, message.patch.mask.count, site)
+        if self.cipher is not None and ciphertext is not None:
+            self.cipher.check(ciphertext, message.patch.mask.count, site)
+        # Scores are always float32: methods rank by them, and rounding would create ties.
         elif message.values != ("float32" if message.content == "scores" else self.values):
             raise RejectedMessage("E_DTYPE", "values", self.values, message.values, site)
 
-    def _acknowledge(self, site: str) -> None:
-        """Who answers holds what was sent."""
-        patch, held = self._sent[site], self._held.get(site)
-        known = held.mask if patch.base == "previous" and held else patch.mask
-        self._held[site] = SiteBase(known, self._sequence)
-        del self._asked[site]
 
+def _check_selection(message: Decoded, expected: UpdateSpec, site: str) -> None:
+    """Raise unless the update's mask and values are among those that the method accepts.
 
-def _examples(value: Any, site: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST_EXAMPLES:
-        raise RejectedMessage("E_WEIGHT", "examples", "an integer from 0", abbreviate(value), site)
-    return value
-
-
-def _metrics(value: Any, site: str) -> dict[str, float]:
-    if not isinstance(value, dict) or len(value) > 64:
-        raise RejectedMessage("E_METRICS", "metrics", "at most 64 names with numbers", type(value).__name__, site)
-    for name, number in value.items():
-        if not isinstance(name, str) or len(name) > 64 or isinstance(number, bool):
-            raise RejectedMessage("E_METRICS", "metrics", "names of up to 64 characters", abbreviate(name), site)
-        if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST_METRIC:
-            raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite float32", abbreviate(number), site)
-    if not 1 <= value.get(TEST_EXAMPLES, 1) < _MOST_EXAMPLES:  # the means over all sites are weighted by it
-        raise RejectedMessage("E_METRICS", TEST_EXAMPLES, "at least 1", abbreviate(value[TEST_EXAMPLES]), site)
-    return {name: float(number) for name, number in value.items()}
+    Raises:
+        RejectedMessage: the mask is not the required one or not accepted by the method, or a value is too small.
+    """
+    if message.content != "metrics":
+        mask = message.patch.mask
+        if expected.mask is not None and mask != expected.mask:
+            raise RejectedMessage("E_MASK", "selection", expected.mask, mask, site)
+        if expected.accepts is not None and not expected.accepts(site, mask):
+            raise RejectedMessage("E_MASK", "selection", "one that the method accepts from this site", mask, site)
+    if expected.min_value is not None and bool((message.patch.values < expected.min_value).any()):
+        raise RejectedMessage("E_RANGE", "values", f"at least {expected.min_value:g}", "a smaller value", site)

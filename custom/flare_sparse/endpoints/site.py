@@ -1,67 +1,46 @@
-"""A site's end of the wire: reads questions, has the method answer them, writes the answers."""
+"""A site's end of the wire: decodes requests, lets the method answer them and encodes the updates."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from ..checkpoint.store import Store
 from ..encryption import SiteCipher
 from ..errors import MissingBase, RejectedMessage
 from ..exchange import EVALUATE, Patch, Request, Update
-from ..mask import Mask
 from ..methods import Method
 from ..training import Site
 from ..wire.codec import Decoded, Encoded, decode, encode, read_sequence
-from ..wire.plan import Plan, ValueType
-
-
-@dataclass(frozen=True)
-class Carried:
-    """What a site carries from one answer to the next: what the number format rounded off, what its method keeps."""
-
-    residual: Tensor | None = None
-    method: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class SiteSnapshot:
-    """What a site must remember to go on after a crash as if nothing had happened; kind and round are of the question
-    that it had answered then.
-    """
-
-    kind: str
-    round: int
-    weights: Tensor
-    base_mask: Mask | None
-    base_sequence: int | None
-    carried: Carried
+from ..wire.plan import ValueType
+from .bases import SiteBase, plan_request, plan_update
+from .site_state import RequestId, SiteMemory, SiteSnapshot, SiteState
 
 
 class SiteEndpoint:
-    """Decodes what the server asks, answers, and encodes the answer. Knows nothing of FLARE.
+    """Decodes requests, answers them and encodes the updates, without FLARE.
 
-    A question with the kind and the round of the one before is a further attempt: the answer to the first was given up,
-    and with it what it did to ``site.memory`` and to the residual. The same question gets the same answer. It may lean
-    on what the site held before any of these attempts: their vectors are one.
+    :class:`~flare_sparse.endpoints.site_state.SiteState` is what the site remembers between messages. It defines how a
+    message, a retry and a restart change that state.
 
     Args:
-        site: trains and judges.
-        method: its site half answers.
-        run: 16 hex digits that name the run; computed here, from the site's own copy of the job.
+        site: trains and evaluates.
+        method: computes the updates.
+        run: id of the run, 16 hex digits, computed from the site's own copy of the job.
         values: number format on the wire.
-        store: receives a checkpoint before every answer; None: after a crash the site is sent everything, and what a
-            method keeps at the site is lost.
-        cipher: weights leave encrypted, and the model may come so; None: all is in the clear.
+        store: receives a checkpoint before each update is sent. None: after a crash the site needs the full model, and
+            the tensors that the method keeps at the site are lost.
+        cipher: encrypts weights and decrypts models; None: all values travel in the clear.
+
+    Attributes:
+        request: the last accepted request; None before the first.
     """
 
     def __init__(
         self,
         site: Site,
-        method: Method[Any],
+        method: Method[Any, Any],
         run: str,
         values: ValueType,
         store: Store | None = None,
@@ -69,155 +48,149 @@ class SiteEndpoint:
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
         self.cipher = cipher
-        self.asked: Request | None = None
-        self._known: Mask | None = None
-        self._base: int | None = None
-        self._sequence = 0
-        self._taken: tuple[str, int] | None = None
-        self._earlier: list[tuple[Mask | None, int | None]] = []
-        self._answered: tuple[str, int] | None = None
-        self._before = self._after = Carried()
-        self._start = Carried()
-        self._saved: int | None = None
-        self._saved_before: int | None = None
+        self.request: Request | None = None
+        self._state = SiteState()
 
     def receive(self, data: Any) -> Request:
-        """The question in a message; afterwards ``site.weights`` is the vector that it speaks of.
+        """Decode a request and write its model into ``site.weights``.
 
         Raises:
-            NotHeld: the message leans on something this site does not hold; answer "send everything".
-            RejectedMessage: the message is malformed, old, or of another run or model.
-            CheckpointError: what this site kept before a crash is of another job.
+            MissingBase: this site does not hold the vector that the patch applies to; the server must send the full
+                model.
+            RejectedMessage: the message is malformed or outdated, or belongs to another run or model.
+            CheckpointError: the site's checkpoints belong to another job.
         """
-        if self._sequence == 0 and self.store is not None:
-            self._remember(self.store, read_sequence(data, "server"))
-        message = self._read(data)
-        if message.sequence <= self._sequence:
-            raise RejectedMessage("E_REPLAY", "sequence", f"above {self._sequence}", message.sequence, "server")
+        # Checkpoints are loaded here and not in the constructor: the sequence number of the first message after the
+        # start decides which of them are still valid.
+        if self._state.sequence == 0 and self.store is not None:
+            self._load_checkpoints(self.store, read_sequence(data, "server"))
+        message = self._decode_request(data)
+        if message.sequence <= self._state.sequence:
+            raise RejectedMessage("E_REPLAY", "sequence", f"above {self._state.sequence}", message.sequence, "server")
         if message.trainable is None:
-            raise RejectedMessage("E_KIND", "trainable", "a question", "an answer", "server")
-        patch = self.opened(message.patch)
-        question = (message.kind, message.round)
-        self._earlier = [*(self._earlier if question == self._taken else ()), (self._known, self._base)]
-        self._take(patch)
-        self._taken, self._base, self._sequence = question, message.sequence, message.sequence
-        self._start = self._before if question == self._answered else self._after
-        self.site.memory = dict(self._start.method)
-        self.asked = Request(message.kind, message.round, patch, message.trainable)
-        return self.asked
-
-    def _read(self, data: Any) -> Decoded:
-        """The message, which leans on what is held now or, of a further attempt, on what was held before it.
-
-        Raises:
-            NotHeld, RejectedMessage: as :meth:`receive`.
-        """
-        ciphertext_format = self.cipher.ciphertext_format if self.cipher else None
-        plan = Plan(
-            self.site.layout,
-            self.run,
-            base_mask=self._known,
-            base_sequence=self._base,
-            ciphertext_format=ciphertext_format,
-        )
-        try:
-            return decode(data, plan, "server")
-        except MissingBase:
-            for known, base in reversed(self._earlier):
-                with suppress(MissingBase):
-                    message = decode(data, replace(plan, base_mask=known, base_sequence=base), "server")
-                    if (message.kind, message.round) == self._taken:
-                        return message
-            raise
-
-    def opened(self, patch: Patch) -> Patch:
-        """A patch with values to read, decrypted if need be.
-
-        Raises:
-            RejectedMessage: it was not encrypted with this site's key.
-        """
-        if patch.encrypted is None or self.cipher is None:
-            return patch
-        return Patch(self.cipher.decrypt(patch.encrypted, patch.mask.count), patch.mask, patch.base)
-
-    def _remember(self, store: Store, asked: int) -> None:
-        """What this site was after its last answer before the question ``asked``; what came later was given up."""
-        store.delete(asked)
-        if (found := store.load(SiteSnapshot)) is None:
-            return
-        self._sequence, memory = found
-        self.site.weights, self._known, self._base = memory.weights, memory.base_mask, memory.base_sequence
-        self._answered, self._after, self._saved = (memory.kind, memory.round), memory.carried, self._sequence
-        while found is not None and (found[1].kind, found[1].round) == self._answered:
-            found = store.load(SiteSnapshot, below=found[0])
-        self._taken = self._answered
-        self._earlier = [(found[1].base_mask, found[1].base_sequence) if found else (None, None)]
-        self._saved_before, self._before = (found[0], found[1].carried) if found else (None, Carried())
-
-    def _settle(self, request: Request, after: Carried) -> None:
-        """The answer is ready: on the disk what it leaves behind, and from before its first attempt what was there.
-
-        Raises:
-            CheckpointError: it could not be written; then this answer never was.
-        """
-        again = (request.kind, request.round) == self._answered
-        earlier = self._saved_before if again else self._saved
-        if self.store is not None:
-            memory = SiteSnapshot(request.kind, request.round, self.site.weights, self._known, self._base, after)
-            self.store.save(self._sequence, memory, spared=earlier)
-            self._saved, self._saved_before = self._sequence, earlier
-        self._answered, self._before, self._after = (request.kind, request.round), self._start, after
-
-    def _take(self, patch: Patch) -> None:
-        if patch.base == "zeros":
-            if patch.mask != self._known:
-                self.site.weights.zero_()
-            self._known = patch.mask
-        patch.write_into(self.site.weights)
+            raise RejectedMessage("E_KIND", "trainable", "a request", "an update", "server")
+        patch = self.decrypt(message.patch)
+        base = self._apply(patch, message.sequence)
+        self._state = self._state.receive(RequestId(message.kind, message.round), base)
+        # A copy: a method may replace entries of its memory, and a retry starts from the memory of the first attempt.
+        self.site.memory = dict(self._state.memory.method)
+        self.request = Request(message.kind, message.round, patch, message.trainable)
+        return self.request
 
     def answer(self, request: Request) -> Update:
-        """The method's answer, with the site's judgement of the model it was sent unless it judged another."""
+        """Return the method's update, with metrics of the received model unless the method reports its own."""
         self.site.reset_usage()
-        if request.kind == EVALUATE or not self.site.num_examples:  # who has nothing to learn from can only judge
-            nothing = Patch.empty(self.site.layout.size)
-            return Update(nothing, "metrics", self.site.num_examples, self.site.evaluate(self.site.weights))
+        # A site without training examples can only evaluate.
+        if request.kind == EVALUATE or not self.site.num_examples:
+            no_values = Patch.empty(self.site.layout.size)
+            return Update(no_values, "metrics", self.site.num_examples, self.site.evaluate(self.site.weights))
         update = self.method.answer(request, self.site)
         if update.metrics or update.content == "scores":
             return update
         return replace(update, metrics=self.site.evaluate(self.site.weights))
 
+    def encode(self, request: Request, update: Update) -> Encoded:
+        """Encode ``update`` and write the checkpoint; the rounding residual is added to the next update.
+
+        Raises:
+            RejectedMessage: a value is not finite, or cannot be encrypted; nothing may be sent.
+            CheckpointError: the checkpoint could not be written; nothing may be sent.
+        """
+        plan = plan_update(self.site.layout, self.run, request, self._state.sequence)
+        values: ValueType = "float32" if update.content == "scores" else self.values
+        residual = self._state.memory.residual
+        encoded = encode(self._encrypt(update), plan, content=update.content, values=values, residual=residual)
+        # Error feedback applies to model values only: an update of scores or metrics leaves the residual unchanged.
+        if update.content in ("weights", "delta"):
+            residual = encoded.residual
+        self._record_answer(RequestId(request.kind, request.round), SiteMemory(residual, dict(self.site.memory)))
+        return encoded
+
     def build_hello(self, **limits: Any) -> dict[str, str | int | float]:
-        """What this site says of itself before it is asked.
+        """Return the hello: this site's capabilities, sent to the server before the first request.
 
         Args:
-            limits: of the site's policy, fields of :class:`~flare_sparse.capabilities.Capabilities`.
+            limits: limits of the site's policy, fields of :class:`~flare_sparse.capabilities.Capabilities`.
         """
         return self.method.get_capabilities(self.site).model_copy(update=limits).to_message()
 
-    def encode(self, request: Request, update: Update) -> Encoded:
-        """The message that carries ``update`` back; what the number format rounds off goes with the next one.
+    def decrypt(self, patch: Patch) -> Patch:
+        """Return the patch with readable values.
 
         Raises:
-            RejectedMessage: a value is not finite, or not one that can be encrypted; nothing is sent.
-            CheckpointError: what this site must remember could not be written; then nothing may be sent either.
+            RejectedMessage: the values were not encrypted with this site's key.
         """
-        plan = Plan(
-            self.site.layout,
-            self.run,
-            base_mask=request.trainable,
-            sequence=self._sequence,
-            round=request.round,
-            kind=request.kind,
-        )
-        values: ValueType = "float32" if update.content == "scores" else self.values
-        patch = self._closed(update)
-        encoded = encode(patch, plan, content=update.content, values=values, residual=self._start.residual)
-        rounded = encoded.residual if update.content in ("weights", "delta") else self._start.residual
-        self._settle(request, Carried(rounded, dict(self.site.memory)))
-        return encoded
+        if patch.encrypted is None or self.cipher is None:
+            return patch
+        return Patch(self.cipher.decrypt(patch.encrypted, patch.mask.count), patch.mask, patch.base)
 
-    def _closed(self, update: Update) -> Patch:
-        """The patch as it may leave: weights encrypted where the job says so, scores and metrics never."""
+    def _encrypt(self, update: Update) -> Patch:
+        """Return the patch to send: weights and deltas encrypted if the job asks for it, scores and metrics never."""
         if self.cipher is None or update.content not in ("weights", "delta"):
             return update.patch
         return replace(update.patch, encrypted=self.cipher.encrypt(update.patch.values))
+
+    def _decode_request(self, data: Any) -> Decoded:
+        """Decode a message over the current base or, if it is a retry, over a base from before an earlier attempt.
+
+        Raises:
+            MissingBase: as in :meth:`receive`.
+            RejectedMessage: as in :meth:`receive`.
+        """
+        try:
+            return self._decode_over(self._state.base, data)
+        except MissingBase:
+            # The server encodes a retry over the last base that this site acknowledged. If the site's update was lost
+            # in transit, the site is one base ahead. All attempts carry the same vector, so the older base is valid.
+            for base in reversed(self._state.earlier_bases):
+                with suppress(MissingBase):
+                    message = self._decode_over(base, data)
+                    if (message.kind, message.round) == self._state.received:
+                        return message
+            raise
+
+    def _decode_over(self, base: SiteBase | None, data: Any) -> Decoded:
+        ciphertext_format = self.cipher.ciphertext_format if self.cipher else None
+        plan = plan_request(self.site.layout, self.run, base, ciphertext_format=ciphertext_format)
+        return decode(data, plan, "server")
+
+    def _apply(self, patch: Patch, sequence: int) -> SiteBase:
+        """Write a patch into the site's vector, in place, and return the site's new base."""
+        base = self._state.base
+        if patch.base == "previous" and base is not None:
+            mask = base.mask
+        else:
+            # Entries outside the mask are zero by definition; those of an unchanged mask are zero already.
+            if base is None or patch.mask != base.mask:
+                self.site.weights.zero_()
+            mask = patch.mask
+        patch.write_into(self.site.weights)
+        return SiteBase(mask, sequence)
+
+    def _load_checkpoints(self, store: Store, sequence: int) -> None:
+        """Restart from the checkpoints before message ``sequence``."""
+        # Checkpoints with this number or a higher one belong to updates that the server discarded when it resumed.
+        store.delete(sequence)
+        newest = store.load(SiteSnapshot)
+        if newest is None:
+            return
+        _, snapshot = newest
+        # Each attempt at a request has its own checkpoint; a retry starts from the one before the first of them.
+        fallback: tuple[int, SiteSnapshot] | None = newest
+        while fallback is not None and fallback[1].request == snapshot.request:
+            fallback = store.load(SiteSnapshot, below=fallback[0])
+        self.site.weights = snapshot.weights
+        self._state = SiteState.restart(snapshot, fallback[1] if fallback else None)
+
+    def _record_answer(self, request: RequestId, memory: SiteMemory) -> None:
+        """Write the checkpoint of an update, then change the state.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; the state is unchanged.
+        """
+        state = self._state.answer(request, memory)
+        if self.store is not None:
+            assert state.base is not None, "an update answers a request that was received"
+            snapshot = SiteSnapshot(*request, self.site.weights, state.base, memory)
+            self.store.save(state.sequence, snapshot, also_keep=state.fallback)
+        self._state = state

@@ -1,8 +1,10 @@
-"""The rounds of a run: ask, collect, check, commit, judge. The rehearsal and FLARE's controller both run this loop."""
+"""The rounds of a run. Local runs and FLARE's controller both use this loop."""
 
 from .census import Handshake
+from .evaluation import BestModel, Evaluation
 from .loop import Federation
-from .records import BestModel, Evaluation, Outcome, RoundRecord, Snapshot
+from .progress import Snapshot
+from .records import Outcome, RoundRecord
 from .replies import Reply, Transport
 from .rules import RoundRules
 

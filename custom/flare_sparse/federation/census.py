@@ -1,4 +1,4 @@
-"""Who can take part: every site is greeted before it is first asked, and what it says is what is planned with."""
+"""Which sites can take part: each site introduces itself before its first request."""
 
 from __future__ import annotations
 
@@ -11,71 +11,82 @@ from ..errors import SiteExcluded
 from ..exchange import Assignment
 
 Handshake = Callable[[list[str]], Mapping[str, Any]]
-"""Brings back what each site says of itself, not believed in any way; sites that stay silent are absent."""
+"""Returns the hello of each site, not yet validated; sites that do not reply are absent."""
 
 
 class Census:
-    """What is known of the sites that were greeted.
+    """The capabilities of the sites of a run.
 
-    A site of another version stays out for good. One that stays silent or says nonsense is greeted again before the
-    next round.
+    A site of another version is excluded until the end of the run. A site that does not reply, or sends a malformed
+    hello, is contacted again before the next round.
 
     Args:
-        greet: carries the hello; None: nobody is greeted, everybody takes part.
-        warn: called with the reason for which a site is left out, once for each reason.
+        handshake: asks sites for their hello; None: all sites take part, with all capabilities.
+        on_excluded: called once per site and reason with the error that excludes the site.
 
     Attributes:
-        able: what the sites that may be asked can do.
-        out: why sites may not be asked.
+        capabilities: capabilities of the sites that may receive requests, by site.
+        excluded: reason of each site that may not.
     """
 
-    def __init__(self, handshake: Handshake | None, warn: Callable[[SiteExcluded], None]):
-        self._greet, self._warn = handshake, warn
-        self._said: set[tuple[str, str]] = set()
+    def __init__(self, handshake: Handshake | None, on_excluded: Callable[[SiteExcluded], None]):
+        self._handshake, self._on_excluded = handshake, on_excluded
+        self._reported: set[tuple[str, str]] = set()
         self.capabilities: dict[str, Capabilities] = {}
-        self.out: dict[str, SiteExcluded] = {}
+        self.excluded: dict[str, SiteExcluded] = {}
 
-    def incompatible_sites(self) -> set[str]:
-        """Sites that are not greeted again."""
-        return {site for site, why in self.out.items() if why.code == "E_VERSION"}
+    def find_incompatible_sites(self) -> set[str]:
+        """Return the sites that are excluded until the end of the run."""
+        return {site for site, reason in self.excluded.items() if reason.code == "E_VERSION"}
 
     def admit(self, sites: list[str]) -> list[str]:
-        """The sites among these that may be asked; those who were not yet heard are greeted first."""
-        if self._greet is None:
+        """Return those of ``sites`` that may receive requests, after a handshake with the unknown ones."""
+        if self._handshake is None:
             return sites
-        strangers = [site for site in sites if site not in self.capabilities and site not in self.incompatible_sites()]
-        answers = self._greet(strangers) if strangers else {}
-        for site in strangers:
-            self._hear(site, answers)
+        # A version does not change while a job runs: only missing and malformed hellos are worth another handshake.
+        incompatible = self.find_incompatible_sites()
+        unknown = [site for site in sites if site not in self.capabilities and site not in incompatible]
+        hellos = self._handshake(unknown) if unknown else {}
+        for site in unknown:
+            self._record_hello(site, hellos)
         return [site for site in sites if site in self.capabilities]
 
-    def _hear(self, site: str, answers: Mapping[str, Any]) -> None:
-        try:
-            if site not in answers:
-                raise SiteExcluded("E_HELLO", site, "it did not answer the hello in time")
-            self.capabilities[site] = parse_hello(answers[site], site)
-            self.out.pop(site, None)
-        except SiteExcluded as why:
-            self.out[site] = why
-            self.warn(why)
+    def find_sites_over_cap(
+        self, assignments: Mapping[str, Assignment], endpoint: ServerEndpoint
+    ) -> dict[str, SiteExcluded]:
+        """Return the reason for each site with an upload cap below the size of its smallest valid update.
 
-    def find_over_cap(self, requests: Mapping[str, Assignment], endpoint: ServerEndpoint) -> dict[str, SiteExcluded]:
-        """Sites that may not send what they are to be asked for, and why."""
-        found = {}
-        for site, request in requests.items():
-            able = self.capabilities.get(site)
-            if able and (
-                reason := able.find_violation(*endpoint.compute_min_upload(site, request), endpoint.layout.size)
-            ):
-                what = f"it {reason} ({request.request.kind}, round {request.request.round})"
-                found[site] = SiteExcluded(
-                    "E_CAP", site, f"{what}. Choose settings that send less, or raise the cap there"
+        Args:
+            assignments: by site.
+            endpoint: computes the size of the smallest update.
+        """
+        excluded = {}
+        for site, assignment in assignments.items():
+            capabilities = self.capabilities.get(site)
+            # Without a handshake the cap is unknown: the site receives the request, and its own policy decides.
+            if capabilities is None:
+                continue
+            smallest = endpoint.compute_min_upload(site, assignment)
+            if violation := capabilities.find_violation(*smallest, endpoint.layout.size):
+                text = f"it {violation} ({assignment.request.kind}, round {assignment.request.round})"
+                excluded[site] = SiteExcluded(
+                    "E_CAP", site, f"{text}. Choose settings that send less, or raise the site's cap"
                 )
-                self.warn(found[site])
-        return found
+                self._report_once(excluded[site])
+        return excluded
 
-    def warn(self, why: SiteExcluded) -> None:
-        """Say so, unless it was said before."""
-        if (why.site, why.code) not in self._said:
-            self._said.add((why.site, why.code))
-            self._warn(why)
+    def _record_hello(self, site: str, hellos: Mapping[str, Any]) -> None:
+        try:
+            if site not in hellos:
+                raise SiteExcluded("E_HELLO", site, "it did not reply to the handshake in time")
+            self.capabilities[site] = parse_hello(hellos[site], site)
+            self.excluded.pop(site, None)
+        except SiteExcluded as reason:
+            self.excluded[site] = reason
+            self._report_once(reason)
+
+    def _report_once(self, reason: SiteExcluded) -> None:
+        # A silent site is contacted before every round; one line in the log is enough.
+        if (reason.site, reason.code) not in self._reported:
+            self._reported.add((reason.site, reason.code))
+            self._on_excluded(reason)

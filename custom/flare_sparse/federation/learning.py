@@ -1,8 +1,8 @@
-"""What a round's answers make of the state: weighed, shortened, and refused where that would be no model."""
+"""From a round's contributions to the next state of the method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,65 +17,81 @@ from ..methods import Method
 from .replies import AttemptResult
 from .rules import RoundRules, cap_contributions
 
+HasQuorum = Callable[[Sequence[Contribution]], bool]
+"""Whether a round may be committed with these contributions."""
+
 
 @dataclass(frozen=True)
 class LearnResult:
-    """``state`` after a round, the updates as they were weighed and shortened, and whose were."""
+    """Result of learning from a round.
+
+    Attributes:
+        state: the method's state after the round.
+        contributions: the aggregated contributions, after capping and clipping.
+        capped: weight of each site that counts with fewer examples than it reported; 0: it does not count.
+        clipped: L2 norm of a site's delta before it was clipped.
+    """
 
     state: Any
-    updates: list[Contribution]
+    contributions: list[Contribution]
     capped: dict[str, int] = field(default_factory=dict)
     clipped: dict[str, float] = field(default_factory=dict)
 
 
 def learn_from(
-    tally: AttemptResult,
+    result: AttemptResult,
     state: Any,
-    method: Method[Any],
+    method: Method[Any, Any],
     endpoint: ServerEndpoint,
     rules: RoundRules,
-    enough: Callable[[list[Contribution]], bool],
+    has_quorum: HasQuorum,
 ) -> tuple[AttemptResult, LearnResult | None]:
-    """What the answers make of ``state``. While that is no model, the answer with the largest values is refused.
+    """Compute the next state; until it can be sent, reject the contribution with the largest norm.
 
     Args:
-        tally: of the round.
-        state: before it.
-        method: learns.
-        endpoint: knows what can be sent.
-        rules: how much a site may weigh, how long its change may be.
-        enough: whether these answers are a quorum.
+        result: replies of the attempt.
+        state: the method's state before the round.
+        method: computes the next state.
+        endpoint: checks which values can be sent.
+        rules: limits of a site's weight and delta.
+        has_quorum: whether given contributions meet the quorum.
 
     Returns:
-        The tally, with answers that were refused; and what was learned, None below the quorum.
+        The replies, with rejected contributions moved; and what was learned, None below the quorum.
     """
-    while enough(tally.contributed):
-        updates, capped_to = _weighed(tally.contributed, endpoint, rules)
-        before = Tensor() if rules.clip_norm is None else method.model(state).to_vector()
-        updates, cut = clip_deltas(updates, before, rules.clip_norm)
-        after = _usable(method, endpoint, state, updates)
-        if after is not None:
-            return tally, LearnResult(after, updates, capped_to, cut)
-        loudest = max(tally.contributed, key=lambda u: float(torch.linalg.vector_norm(u.patch.values.double())))
-        tally = tally.without(loudest.site, "E_RANGE")
-    return tally, None
+    # Each contribution is finite, but their sum or a factorization may not be. A model that cannot be encoded would
+    # stop the run in the next round, so this is checked before the commit, and the likeliest cause is rejected.
+    while has_quorum(result.contributed):
+        contributions, capped = _cap_weights(result.contributed, endpoint, rules)
+        # Only clipping needs the model as a vector of P floats.
+        previous = Tensor() if rules.clip_norm is None else method.model(state).to_vector()
+        contributions, clipped = clip_deltas(contributions, previous, rules.clip_norm)
+        next_state = _compute_state(method, endpoint, state, contributions)
+        if next_state is not None:
+            return result, LearnResult(next_state, contributions, capped, clipped)
+        # float64, since the square of a large float32 overflows.
+        largest = max(result.contributed, key=lambda c: float(torch.linalg.vector_norm(c.patch.values.double())))
+        result = result.reject(largest.site, "E_RANGE")
+    return result, None
 
 
-def _weighed(
-    contributed: list[Contribution], endpoint: ServerEndpoint, rules: RoundRules
+def _cap_weights(
+    contributions: list[Contribution], endpoint: ServerEndpoint, rules: RoundRules
 ) -> tuple[list[Contribution], dict[str, int]]:
-    """The updates as they count, and with how many examples those that count less than they say; 0: not at all."""
-    weighed, cut = cap_contributions(contributed, rules.max_share)
-    light = endpoint.find_underweight_sites(weighed)
-    return [u for u in weighed if u.site not in light], {**cut, **dict.fromkeys(light, 0)}
+    """Return the contributions with capped weights, and the weight of each one that counts less than reported."""
+    capped, examples = cap_contributions(contributions, rules.max_share)
+    underweight = endpoint.find_underweight_sites(capped)
+    counted_contributions = [contribution for contribution in capped if contribution.site not in underweight]
+    return counted_contributions, {**examples, **dict.fromkeys(underweight, 0)}
 
 
-def _usable(method: Method[Any], endpoint: ServerEndpoint, state: Any, updates: list[Contribution]) -> Any:
-    """The state after a round, or None where it could not be sent: finite answers can have a sum or a product that is
-    not.
-    """
+def _compute_state(
+    method: Method[Any, Any], endpoint: ServerEndpoint, state: Any, contributions: list[Contribution]
+) -> Any:
+    """Return the state after a round, or None if it cannot be computed or sent."""
     try:
-        after = method.learn(state, updates)
+        next_state = method.learn(state, contributions)
+    # Values near the largest float32 can break a decomposition or a selection, which counts as a state with infinities.
     except (ArithmeticError, SelectionError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return None
-    return after if endpoint.is_encodable(method.model(after)) else None
+    return next_state if endpoint.is_encodable(method.model(next_state)) else None

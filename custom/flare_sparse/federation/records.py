@@ -1,63 +1,48 @@
-"""What is known of a round, of a run so far, and of its end."""
+"""What is known of a round, and of the end of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from ..aggregation.weighted import cap
-from ..endpoints.server import ServerSnapshot
-from ..exchange import Contribution, EncryptedValues
+from ..errors import RoundFailed
+from ..exchange import EncryptedValues
 from ..mask import Mask
-from ..wire.ledger import LedgerLine
-from .rules import Roster
-
-S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Metrics of one model: over all test examples, and per site."""
-
-    overall: dict[str, float]
-    sites: dict[str, dict[str, float]]
-
-    @classmethod
-    def from_updates(cls, updates: list[Contribution], max_share: float = 1.0) -> Evaluation:
-        """Means weighted by test examples (the pooled value for means such as MAE and accuracy).
-
-        Args:
-            updates: with metrics, or without.
-            max_share: largest share of a mean that one site may have.
-        """
-        sites = {u.site: u.metrics for u in updates if u.metrics}
-        total = sum(_counted(list(sites.values()), max_share))
-        names = sorted({n for m in sites.values() for n in m} - {"test_examples"})
-        overall = {}
-        for name in names:
-            having = [m for m in sites.values() if name in m]
-            weights = _counted(having, max_share)
-            overall[name] = sum(m[name] * weight for m, weight in zip(having, weights, strict=True)) / sum(weights)
-        return cls({**overall, "test_examples": total} if sites else {}, sites)
-
-
-def _counted(metrics: list[dict[str, float]], max_share: float) -> list[float]:
-    """The test examples that each site's metrics are weighted by."""
-    return cap([found.get("test_examples", 1.0) for found in metrics], max_share)
+from .evaluation import BestModel, Evaluation
+from .rounds import RoundResult
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What is known when a round has been committed; one line of ``rounds.jsonl``.
+    """What is known when a round is committed; one line of ``rounds.jsonl``.
 
-    It balances: every site asked is in exactly one of ``sites_contributed``, ``rejected``, ``abstained`` and ``timed_out``.
-    ``evaluation`` is of the model that the round started from (``evaluated_round``); the model it ends with is judged in
-    the next round, the last one after all rounds. ``committed_at`` is in seconds since 1970, ``seconds`` covers the
-    asking, the sites' work and the collecting. ``capped``: examples that a site was counted with where its own number
-    would have weighed too much. ``clipped``: length of a site's change that was shortened. ``quarantined``: sites that this round left out, for they had missed too many.
-    ``excluded``: sites that could not take part in this round, and why; they were not asked.
+    Every site asked is in exactly one of ``sites_contributed``, ``rejected``, ``abstained`` and ``timed_out``.
+
+    Attributes:
+        kind: kind of the requests.
+        round: 1-based; 0 before training.
+        sequence: number of the last attempt.
+        sites_asked: sites that received a request.
+        sites_contributed: sites whose contribution counts.
+        rejected: reason codes by site.
+        abstained: sites that replied without values.
+        timed_out: sites that did not reply in time.
+        quarantined: sites in quarantine after repeated misses.
+        excluded: reasons by site, of sites that could not take part and were not asked.
+        capped: number of examples that a site was counted with, where its own would have weighed too much.
+        clipped: L2 norm of a site's delta before it was clipped.
+        attempts: number of attempts.
+        evaluated_round: the round whose model ``evaluation`` is of: the one that this round started from. The model of
+            the last round is evaluated after all rounds.
+        evaluation: the sites' metrics.
+        bytes_down: payload bytes of all requests, earlier attempts included.
+        bytes_up: payload bytes of all updates, earlier attempts included.
+        dense_bytes: bytes of the same messages if all entries were sent.
+        sparsity: share of the entries that are off in the committed model.
+        seconds: time for requests, the sites' work and the replies.
+        committed_at: seconds since 1970.
     """
 
     kind: str
@@ -82,41 +67,72 @@ class RoundRecord:
     seconds: float
     committed_at: float
 
+    @classmethod
+    def from_result(
+        cls, result: RoundResult, evaluation: Evaluation, *, evaluated_round: int, mask: Mask, committed_at: float
+    ) -> RoundRecord:
+        """Return the record of a round.
+
+        Args:
+            result: of the round.
+            evaluation: of the model that the round started from.
+            evaluated_round: round of that model.
+            mask: live entries of the committed model.
+            committed_at: seconds since 1970.
+
+        Raises:
+            RoundFailed: a site asked is in none of the fields, or in two.
+        """
+        last, messages = result.last, result.messages
+        record = cls(
+            kind=last.attempt.kind,
+            round=last.attempt.round,
+            sequence=last.attempt.sequence,
+            sites_asked=result.asked,
+            sites_contributed=result.contributed,
+            rejected=last.rejected,
+            abstained=[update.site for update in last.accepted if update.site not in set(result.contributed)],
+            timed_out=last.timed_out,
+            quarantined=result.quarantined,
+            excluded=result.excluded,
+            capped=result.learned.capped if result.learned else {},
+            clipped=result.learned.clipped if result.learned else {},
+            attempts=result.attempts,
+            evaluated_round=evaluated_round,
+            evaluation=evaluation,
+            bytes_down=sum(line.payload_bytes for line in messages if line.direction == "down"),
+            bytes_up=sum(line.payload_bytes for line in messages if line.direction == "up"),
+            dense_bytes=sum(line.dense_bytes for line in messages),
+            sparsity=1 - mask.count / max(mask.size, 1),
+            seconds=result.seconds,
+            committed_at=committed_at,
+        )
+        # A site that is counted twice or not at all is a defect of this package, and a record must not hide it.
+        if not record.is_balanced:
+            raise RoundFailed(f"round {record.round}: not every site asked has exactly one outcome: {record}")
+        return record
+
     @property
     def is_balanced(self) -> bool:
-        """Every site asked is accounted for, once."""
+        """Whether every site asked has exactly one outcome."""
         return sorted(self.sites_asked) == sorted(
             [*self.sites_contributed, *self.rejected, *self.abstained, *self.timed_out],
         )
 
 
-@dataclass
-class BestModel:
-    """The best committed model so far by the task's metric; where it is ``sealed``, its weights cannot be read."""
-
-    round: int = -1
-    metrics: dict[str, float] = field(default_factory=dict)
-    weights: Tensor | None = None
-    mask: Mask | None = None
-    encrypted: EncryptedValues | None = None
-
-
-@dataclass(frozen=True)
-class Snapshot(Generic[S]):
-    """All that a run needs to go on after a commit as if nothing had happened."""
-
-    state: S
-    committed: int
-    best: BestModel
-    roster: Roster
-    endpoint: ServerSnapshot
-    records: list[RoundRecord]
-    messages: list[LedgerLine]
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run; where the model is ``sealed``, its weights cannot be read."""
+    """The end of a run.
+
+    Attributes:
+        state: the method's last state.
+        weights: ``(P,)`` the last model; NaN where the server cannot read it.
+        mask: live entries of the last model.
+        evaluation: of the last model, or of the sites' personal models.
+        best: best committed model.
+        rounds: records of all rounds.
+        encrypted: values of the last model, if the server cannot read them.
+    """
 
     state: Any
     weights: Tensor

@@ -1,4 +1,4 @@
-"""What became of one question: who answered, with what, and who did not."""
+"""The replies to one attempt."""
 
 from __future__ import annotations
 
@@ -9,31 +9,43 @@ from ..endpoints.server import Attempt
 from ..exchange import Contribution
 
 Reply = Contribution | Exception | str
-"""What became of a site's answer: an update, the error it was rejected with, or a short reason code."""
+"""What came back from a site: a contribution, the error that rejected it, or a reason code."""
 Transport = Callable[[Attempt], Mapping[str, Reply]]
-"""Takes a question to its sites and brings back what each one answered; sites that miss are absent."""
+"""Carries an attempt to its sites and returns their replies; sites that do not reply in time are absent."""
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """A question's answers in order of the sites' names, the codes that others were rejected with, and who was silent."""
+    """The replies to one attempt. Each site asked is in exactly one of the last three fields.
 
-    question: Attempt
-    answered: list[Contribution]
+    Attributes:
+        attempt: the attempt; after the loss of a base, the one that sent the full model.
+        accepted: accepted contributions in site-name order, with and without values.
+        rejected: reason codes by site.
+        timed_out: sites that did not reply.
+    """
+
+    attempt: Attempt
+    accepted: list[Contribution]
     rejected: dict[str, str]
-    silent: list[str]
+    timed_out: list[str]
 
     @property
     def contributed(self) -> list[Contribution]:
-        """The answers that something can be learned from."""
-        return [u for u in self.answered if u.content != "metrics" and u.num_examples and u.patch.mask.count]
+        """Contributions that a method can learn from: with values, and with a positive weight."""
+        # Weight 0 would add nothing to a sum but would count towards the quorum, and alone would divide by zero.
+        return [
+            contribution
+            for contribution in self.accepted
+            if contribution.content != "metrics" and contribution.num_examples and contribution.patch.mask.count
+        ]
 
-    def without(self, site: str, code: str) -> AttemptResult:
-        """The same with the answer of ``site`` rejected."""
-        answered = [update for update in self.answered if update.site != site]
-        return replace(self, answered=answered, rejected={**self.rejected, site: code})
+    def reject(self, site: str, code: str) -> AttemptResult:
+        """Return the result with the contribution of ``site`` rejected for ``code``."""
+        accepted = [contribution for contribution in self.accepted if contribution.site != site]
+        return replace(self, accepted=accepted, rejected={**self.rejected, site: code})
 
 
 def get_reason_code(reply: Exception | str) -> str:
-    """The code of a rejection."""
+    """Return the code of a rejection: the error's own, or else the name of its type."""
     return reply if isinstance(reply, str) else str(getattr(reply, "code", type(reply).__name__))

@@ -1,4 +1,4 @@
-"""When a round counts, whom it asks, and how much one site may weigh."""
+"""Quorum of a round, quarantine of sites, and limits of the weight of one site."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_QUARANTINE_ROUNDS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRules:
-    """When a round counts.
+    """Rules by which a round is committed.
 
     Attributes:
-        min_sites: fewest contributions that a round may be committed with.
-        min_weight: smallest share of the registered examples of the sites asked that must have contributed.
-        retries: times a round is asked again before the run stops.
+        min_sites: fewest contributions that commit a round.
+        min_weight: smallest share of the registered examples of the sites asked that commits a round.
+        retries: further attempts at a round before the run stops.
         max_share: largest share of a round's weight that one site may have.
-        clip_norm: a site's change that is longer (L2) is shortened to this; None: none is.
-        examples_tolerance: how far a site's number of examples may move from the one it registered with, as a share.
-        quarantine_after: rounds in a row without a usable answer after which a site is left out for a while; 0: never.
-        examples: training examples that are known of sites beforehand; a claim beyond is refused, with the tolerance.
+        clip_norm: largest L2 norm of a site's delta; longer deltas are clipped; None: no bound.
+        examples_tolerance: relative deviation from the registered number of examples that is accepted.
+        quarantine_after: rounds in a row without an accepted update after which a site is quarantined; 0: never.
+        examples: known numbers of training examples by site; a site that reports more is rejected, with the tolerance.
     """
 
     min_sites: int = 1
@@ -37,20 +37,20 @@ class RoundRules:
     examples: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Roster:
-    """What the server remembers of its sites.
+    """History of each site's examples and misses.
 
-    A site registers the number of its training examples with its first usable answer, and that of its test examples with
-    the first that judges a model. A site that gave no usable answer
-    in ``quarantine_after`` rounds in a row rests for 1 round, then for 2, 4, 8 and at most 16, and is asked again in
-    between; one usable answer and it is a site like the others.
+    A site registers its number of training examples with its first accepted update, and its number of test examples
+    with the first one that carries metrics. A site without an accepted update in ``quarantine_after`` rounds in a row
+    is quarantined for 1 round, then for 2, 4, 8 and at most 16 rounds, with one request in between. One accepted update
+    ends this.
 
     Attributes:
         registered: training examples (n_k) by site.
         tested: test examples by site.
-        missed: rounds in a row without a usable answer.
-        quarantined: rounds that a site is still left out for.
+        missed: rounds in a row without an accepted update, by site.
+        quarantined: remaining rounds of quarantine, by site.
     """
 
     registered: dict[str, int] = field(default_factory=dict)
@@ -59,80 +59,122 @@ class Roster:
     quarantined: dict[str, int] = field(default_factory=dict)
 
     def select_available(self, sites: Sequence[str], rules: RoundRules) -> list[str]:
-        """Who may be asked now: all that do not rest, or everybody when too few are left."""
-        awake = [site for site in sites if not self.quarantined.get(site)]
-        return awake if len(awake) >= max(1, rules.min_sites) else list(sites)
+        """Return the sites that are not quarantined, or all sites if too few remain."""
+        available = [site for site in sites if not self.quarantined.get(site)]
+        # A quarantine must never stop a run that the quarantined sites could save.
+        return available if len(available) >= max(1, rules.min_sites) else list(sites)
 
-    def find_violation(self, update: Contribution, rules: RoundRules) -> str | None:
-        """The code that an answer is refused with, where it speaks of more examples than ``rules`` say that there are, or
-        of other numbers than the site's first answer, which registers them.
+    def find_violation(self, contribution: Contribution, rules: RoundRules) -> str | None:
+        """Return the reason code for rejecting a contribution; None if its numbers of examples are acceptable.
+
+        The number of training examples must not exceed the known one, and both numbers must be near the registered
+        ones. A site must not gain weight in the course of a run.
         """
-        site, most = update.site, rules.examples.get(update.site)
-        if most is not None and update.num_examples > most * (1 + rules.examples_tolerance):
+        site, known_examples = contribution.site, rules.examples.get(contribution.site)
+        if known_examples is not None and contribution.num_examples > known_examples * (1 + rules.examples_tolerance):
             return "E_WEIGHT"
-        if not _near(update.num_examples, self.registered.setdefault(site, update.num_examples), rules):
+        registered = self.registered.get(site, contribution.num_examples)
+        if not _is_near(contribution.num_examples, registered, rules):
             return "E_WEIGHT"
-        tested = update.metrics.get("test_examples")
-        if tested is not None and not _near(tested, self.tested.setdefault(site, tested), rules):
+        tested = contribution.metrics.get("test_examples")
+        if tested is not None and not _is_near(tested, self.tested.get(site, tested), rules):
             return "E_METRICS"
         return None
 
-    def record_round(self, answered: Collection[str], asked: Collection[str], rules: RoundRules) -> None:
-        """A round is over: count misses, send to rest, let others come back."""
-        for site in list(self.quarantined):
-            self.quarantined[site] -= 1
-            if self.quarantined[site] <= 0:
-                del self.quarantined[site]
+    def register(self, contribution: Contribution) -> Roster:
+        """Return the roster with a site's numbers of examples; numbers registered earlier are kept."""
+        registered, tested = dict(self.registered), dict(self.tested)
+        registered.setdefault(contribution.site, contribution.num_examples)
+        if "test_examples" in contribution.metrics:
+            tested.setdefault(contribution.site, contribution.metrics["test_examples"])
+        return replace(self, registered=registered, tested=tested)
+
+    def record_round(self, accepted: Collection[str], asked: Collection[str], rules: RoundRules) -> Roster:
+        """Return the roster after a committed round.
+
+        Args:
+            accepted: sites with an accepted update.
+            asked: sites that received a request, or should have replied to the handshake.
+            rules: number of misses after which a quarantine begins.
+        """
+        missed = dict(self.missed)
+        quarantined = {site: rounds - 1 for site, rounds in self.quarantined.items() if rounds > 1}
+        # Sites in quarantine are not asked and keep their count, so that the next miss doubles the quarantine.
         for site in asked:
-            if site in answered:
-                self.missed.pop(site, None)
-                self.quarantined.pop(site, None)
+            if site in accepted:
+                missed.pop(site, None)
+                quarantined.pop(site, None)
                 continue
-            self.missed[site] = self.missed.get(site, 0) + 1
-            beyond = self.missed[site] - rules.quarantine_after
-            if rules.quarantine_after and beyond >= 0:
-                self.quarantined[site] = min(2**beyond, MAX_QUARANTINE_ROUNDS)
+            missed[site] = missed.get(site, 0) + 1
+            excess = missed[site] - rules.quarantine_after
+            if rules.quarantine_after and excess >= 0:
+                quarantined[site] = min(2**excess, MAX_QUARANTINE_ROUNDS)
+        return replace(self, missed=missed, quarantined=quarantined)
 
     def compute_share(self, contributed: Collection[str], asked: Collection[str], max_share: float = 1.0) -> float:
-        """Share of the examples of the sites asked that contributed; one that never registered counts as the mean.
+        """Return the contributing sites' share of the examples of all sites that received the request.
 
-        As in a sum, no site is more than ``max_share`` of all: one large claim is not most of what was promised.
+        A site without a registered number of examples counts with the mean of the others.
+
+        Args:
+            contributed: sites with a contribution.
+            asked: sites that received a request.
+            max_share: largest share that one site may have, as in a sum. Without it, one false claim of many examples
+                would keep every round without that site below the quorum.
         """
-        known = {site: self.registered[site] for site in asked if site in self.registered}
-        if known and max_share < 1:
-            limit = _limit(list(known.values()), max_share)
-            known = {site: min(examples, limit) for site, examples in known.items()}
-        usual = sum(known.values()) / len(known) if known else 1.0
-        total = sum(known.get(site, usual) for site in asked)
-        return sum(known.get(site, usual) for site in contributed) / total if total else 0.0
+        registered = {site: self.registered[site] for site in asked if site in self.registered}
+        if registered and max_share < 1:
+            limit = _compute_limit(list(registered.values()), max_share)
+            registered = {site: min(examples, limit) for site, examples in registered.items()}
+        mean = sum(registered.values()) / len(registered) if registered else 1.0
+        total = sum(registered.get(site, mean) for site in asked)
+        return sum(registered.get(site, mean) for site in contributed) / total if total else 0.0
+
+    def has_quorum(self, contributed: Collection[str], asked: Collection[str], rules: RoundRules) -> bool:
+        """Whether a round may be committed, by sites and by weight; zero contributions never meet the quorum."""
+        # If fewer sites than ``min_sites`` received the request, all of them must contribute.
+        if not contributed or len(contributed) < min(rules.min_sites, len(asked)):
+            return False
+        return self.compute_share(contributed, asked, rules.max_share) >= rules.min_weight
 
 
-def _near(now: float, registered: float, rules: RoundRules) -> bool:
-    return abs(now - registered) <= rules.examples_tolerance * registered
+def _is_near(value: float, registered: float, rules: RoundRules) -> bool:
+    return abs(value - registered) <= rules.examples_tolerance * registered
 
 
-def cap_contributions(updates: Sequence[Contribution], max_share: float) -> tuple[list[Contribution], dict[str, int]]:
-    """No site weighs more than ``max_share`` of the sum; returns the updates and the new number of examples of those cut.
+def cap_contributions(
+    contributions: Sequence[Contribution], max_share: float
+) -> tuple[list[Contribution], dict[str, int]]:
+    """Cap the weight of each site to ``max_share`` of the sum.
 
-    The largest sites are cut to one common number of examples, the largest whole one that keeps the rule; the others
-    stay as they are. Where there are too few sites for the rule, all weigh the same.
+    The largest sites are cut to one common number of examples, the largest integer that keeps the bound; the others
+    stay unchanged. With too few sites for the bound, all weigh the same.
 
     >>> from flare_sparse.exchange import Contribution, Patch
     >>> three = [Contribution(f"site-{n}", Patch.empty(1), "weights", n) for n in (10, 30, 960)]
     >>> cap_contributions(three, 0.5)[1]
     {'site-960': 40}
+
+    Returns:
+        The contributions, and the new number of examples of each site that was capped.
     """
-    if max_share >= 1 or not updates:
-        return list(updates), {}
-    limit = _limit([update.num_examples for update in updates], max_share)
-    cut = {update.site: limit for update in updates if update.num_examples > limit}
-    counted = [cut.get(update.site, update.num_examples) for update in updates]
-    return [
-        replace(u, num_examples=n, capped_from=u.num_examples, max_share=max_share)
-        for u, n in zip(updates, counted, strict=True)
-    ], cut
+    if max_share >= 1 or not contributions:
+        return list(contributions), {}
+    limit = _compute_limit([contribution.num_examples for contribution in contributions], max_share)
+    capped = {c.site: limit for c in contributions if c.num_examples > limit}
+    counted = [
+        replace(
+            contribution,
+            num_examples=capped.get(contribution.site, contribution.num_examples),
+            capped_from=contribution.num_examples,
+            max_share=max_share,
+        )
+        for contribution in contributions
+    ]
+    return counted, capped
 
 
-def _limit(examples: Sequence[int], max_share: float) -> int:
-    """The whole number of examples that the largest sites are cut to."""
+def _compute_limit(examples: Sequence[int], max_share: float) -> int:
+    """Return the number of examples that the largest sites are capped to."""
+    # Rounded down to keep the bound; at least 1, since a weight of 0 would divide by zero if all were capped to it.
     return max(math.floor(compute_common_cap(examples, max_share)), 1)

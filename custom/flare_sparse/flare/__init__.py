@@ -1,5 +1,5 @@
-"""The FLARE shell: the only place that imports nvflare; no mathematics here.
+"""The FLARE side of the package: the only folder that imports nvflare, and without any mathematics.
 
-A site's IT allow-lists the classes in it that a job may name (``flare/site/allow_list.py``): each is safe to build with
-hostile arguments (no import strings, no paths, no pickles). See docs/simulator.md.
+Jobs may name only the classes in ``flare/site/allow_list.py``. Each is safe to build with hostile arguments: none takes
+an import string, a path or a pickle. See docs/simulator.md.
 """

@@ -1,4 +1,4 @@
-"""Results the FLARE way: metrics artifacts, best round, and analytics for TensorBoard or MLflow receivers."""
+"""Publish a run's metrics as FLARE expects them: metrics artifacts, the best round, analytics for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ..task import Metric
 
 
 def announce_round(component: FLComponent, record: RoundRecord, fl_ctx: FLContext) -> None:
-    """Fire what FLARE's MetricsArtifactWriter and its analytics receivers listen to; the metrics are of
-    ``record.evaluated_round``'s model.
+    """Fire the events for FLARE's MetricsArtifactWriter and its analytics receivers.
+
+    The metrics are those of the model after ``record.evaluated_round``.
     """
     if record.evaluation.sites:
         sites = [
@@ -37,7 +38,7 @@ def announce_round(component: FLComponent, record: RoundRecord, fl_ctx: FLContex
 
 
 def announce_best(component: FLComponent, best: BestModel, metric: Metric, fl_ctx: FLContext) -> None:
-    """Name the best round for FLARE's metrics summary."""
+    """Fire the event that names the best round in FLARE's metrics summary; none if no model was evaluated."""
     if best.round < 0:
         return
     info = {

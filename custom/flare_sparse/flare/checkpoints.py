@@ -1,4 +1,4 @@
-"""Where an end of a deployed job keeps its checkpoints, said by its own local files, never by a job; and how long."""
+"""Checkpoints of a deployed job: the folders at server and sites, and the deletion of old checkpoints."""
 
 from __future__ import annotations
 
@@ -20,61 +20,65 @@ CHECKPOINTS_VARIABLE = "FLARE_SPARSE_CHECKPOINTS"
 OFF = "off"
 
 
-def checkpoint_folder(workspace: Workspace, end: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder for checkpoints of ``end``, the server or a site; None when they are turned off.
+def find_checkpoint_folder(
+    workspace: Workspace, participant: str, environment: Mapping[str, str] = os.environ
+) -> Path | None:
+    """Return the checkpoint folder of the server or a site; None when checkpoints are turned off.
 
-    The first of three places that says so: the variable ``FLARE_SPARSE_CHECKPOINTS``; ``checkpoints`` in the site file
-    or the server's ``local/flare_sparse.yaml``; else ``checkpoints`` in the kit itself. ``off`` turns them off. A
-    relative path starts at the kit.
+    The first of these decides: the variable ``FLARE_SPARSE_CHECKPOINTS``; ``checkpoints`` in the site file or in the
+    server's ``local/flare_sparse.yaml``; else the folder ``checkpoints`` in the startup kit. ``off`` turns checkpoints
+    off. A relative path starts at the kit. A job cannot choose the folder.
 
     Raises:
-        ConfigError: the file says something else than a path.
+        ConfigError: the file names something other than a path.
     """
     root = Path(workspace.get_root_dir())
-    named = environment.get(SITE_FILE_VARIABLE, "").replace("{site}", end)
-    file = Path(named) if named else Path(workspace.get_site_config_dir()) / LOCAL_FILE
-    said = environment.get(CHECKPOINTS_VARIABLE) or _local(file)
-    return None if said == OFF else (root / Path(said or "checkpoints").expanduser()).absolute()
+    site_file = environment.get(SITE_FILE_VARIABLE, "").replace("{site}", participant)
+    file = Path(site_file) if site_file else Path(workspace.get_site_config_dir()) / LOCAL_FILE
+    setting = environment.get(CHECKPOINTS_VARIABLE) or _read_local_setting(file)
+    return None if setting == OFF else (root / Path(setting or "checkpoints").expanduser()).absolute()
 
 
 def delete_archived(root: Path) -> None:
-    """Drop the server's checkpoints of jobs below ``root`` that ended and whose result is in FLARE's job store.
-
-    FLARE removes a job's folder when it has archived it, and never before.
-    """
+    """Delete the server's checkpoints of finished jobs below ``root`` whose result is in FLARE's job store."""
     for mark in root.glob(f"*/{SERVER}/{FINISHED}"):
         store = Store(mark.parent, {})
-        with suppress(CheckpointError):  # that job runs: its checkpoints are its own
+        # A store that cannot be claimed belongs to a running job, which needs its checkpoints.
+        with suppress(CheckpointError):
             store.claim()
-            result = store.get_finished()
+            result = store.get_result_folder()
+            # FLARE removes a job's folder only after archiving it. As long as the folder exists, a crash may still lose
+            # the result, and the same job must be able to deliver it again.
             if result is not None and not result.is_dir():
                 store.delete()
-                store.clear_finished()
+                store.unmark_finished()
             store.release()
 
 
 def mark_job_finished(store: Store, workspace: Workspace, job_id: str) -> None:
-    """The result of a job is in its folder, on the disk: mark its checkpoints, which stay until FLARE has archived it.
+    """Mark a job's checkpoints as finished; they are kept until FLARE has archived the job's folder.
 
     Raises:
-        CheckpointError: the mark could not be written.
+        CheckpointError: the mark cannot be written.
     """
     folder = Path(workspace.get_run_dir(job_id)).absolute()
+    # The result must be on disk before the mark: without the sync, a power cut could leave a mark without a result.
     sync_to_disk(folder)
     sync_to_disk(folder.parent)
     store.mark_finished(folder)
 
 
-def _local(file: Path) -> str | None:
+def _read_local_setting(file: Path) -> str | None:
     if not file.is_file():
         return None
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
-    said = content.get("checkpoints") if isinstance(content, dict) else None
-    if said is False:  # YAML's own reading of "off"
+    setting = content.get("checkpoints") if isinstance(content, dict) else None
+    # YAML 1.1 reads an unquoted "off" as False.
+    if setting is False:
         return OFF
-    if said is not None and not isinstance(said, str):
-        raise ConfigError(f"{file}: checkpoints: expected a path or off, found {said!r}")
-    return said
+    if setting is not None and not isinstance(setting, str):
+        raise ConfigError(f"{file}: checkpoints: expected a path or off, found {setting!r}")
+    return setting

@@ -1,4 +1,4 @@
-"""The controller of every method: carries the questions of ``Federation`` to the sites and writes the record."""
+"""The controller of every job: carries the requests of ``Federation`` to the sites and writes the run's record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..errors import ConfigError, FlareSparseError
 from ..federation import Federation, Reply, RoundRecord
 from ..runs.folder import RunFolder, build_run_facts
 from ..runs.model_files import ENCRYPTED
-from ..runs.progress import progress_line
+from ..runs.progress import format_progress
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
 from .payload import HELLO, REPLY, TASK, extract_hello, message_to_shareable
@@ -35,30 +35,30 @@ from .polling import TaskPolling
 from .session import AGGREGATOR_ID, get_server_session, get_workspace
 
 RESULTS = "flare_sparse"
-"""Folder under the server's app folder that holds the record of a run."""
+"""Folder below the server's app folder that holds the record of a run."""
 
 STATS = "flare_sparse"
-"""Group of a running job's statistics (``show_stats``) that holds its rounds so far."""
+"""Group of a running job's statistics (``show_stats``) that holds the lines of the rounds so far."""
 
-DELIVERED = (
-    "this job ended before, and its result was never archived (%s): the same model is delivered now. For a run from the "
-    "start take another seed, or remove %s"
+UNARCHIVED = (
+    "this job has already finished, but FLARE never archived its result (%s): the same model is delivered now. To run "
+    "the job from the start, choose another seed or remove %s"
 )
 
 POLL_S = 0.01
 
 
 class Aborted(FlareSparseError):
-    """The job was aborted from outside."""
+    """The job was aborted by an admin or by FLARE."""
 
     code = "E_ABORTED"
 
 
 class FederatedController(Controller):
-    """Asks, stages, validates, commits: one round after the other, each with a timeout.
+    """Runs ``Federation`` over FLARE's tasks, one round after another.
 
     Args:
-        task_check_period: seconds between FLARE's looks at its tasks; short, since every round waits for it.
+        task_check_period: seconds between FLARE's checks of its tasks; short, because every round waits for it.
     """
 
     def __init__(self, task_check_period: float = 0.02):
@@ -67,21 +67,23 @@ class FederatedController(Controller):
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         aggregator = fl_ctx.get_engine().get_component(AGGREGATOR_ID)
+        # system_panic ends the job; returning alone would let control_flow start.
         if not isinstance(aggregator, Aggregator):
-            self.system_panic(f"no component {AGGREGATOR_ID!r}; export the job again", fl_ctx)
+            self.system_panic(f"the server app has no component {AGGREGATOR_ID!r}; export the job again", fl_ctx)
             return
         self._aggregator = aggregator
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
-        """Nothing is held open between rounds."""
+        """Required by FLARE; there is nothing to release."""
 
     def process_result_of_unknown_task(
         self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
     ) -> None:
-        self.log_warning(fl_ctx, f"an answer of {client.name} came too late and was not used")
+        # FLARE drops a task after its timeout, so late results arrive here.
+        self.log_warning(fl_ctx, f"a result of {client.name} came after the timeout and is ignored")
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """The rounds so far are what an admin's ``show_stats`` shows of a running job."""
+        """Add the lines of the committed rounds to the statistics that an admin's ``show_stats`` prints."""
         super().handle_event(event_type, fl_ctx)
         if event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
@@ -92,47 +94,53 @@ class FederatedController(Controller):
         try:
             self._run(abort_signal, fl_ctx)
         except Aborted:
-            self.log_info(fl_ctx, "aborted; the last commit is on disk")
+            self.log_info(fl_ctx, "the job was aborted; the last committed round is on disk")
         except FlareSparseError as error:
+            # FLARE would report an exception raised here as an error of its own, without the error code.
             self.system_panic(f"{error.code}: {error}", fl_ctx)
 
     def _run(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         session = get_server_session(fl_ctx)
-        session.open(fl_ctx)
+        session.build(fl_ctx)
         job, assembly = session.job, session.assembly
         if session.unarchived is not None and session.store is not None:
-            self.logger.warning(DELIVERED, session.unarchived, session.store.folder)
+            self.logger.warning(UNARCHIVED, session.unarchived, session.store.folder)
         facts = build_run_facts(job, assembly)
         app_dir = Path(get_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
         folder = RunFolder(app_dir / RESULTS, facts, assembly.layout, session.ledger)
 
-        self._pace = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
+        self._polling = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
 
-        def committed(record: RoundRecord) -> None:
+        def commit(record: RoundRecord) -> None:
             line = folder.commit(record)
             announce_round(self, record, fl_ctx)
-            self._lines.append(progress_line(line))
+            self._lines.append(format_progress(line))
             self.logger.info(self._lines[-1])
 
-        def carry(question: Attempt) -> Mapping[str, Reply]:
-            return self._carry(question, job.federation.task_timeout_s, fl_ctx, abort_signal)
+        def exchange(attempt: Attempt) -> Mapping[str, Reply]:
+            return self._exchange(attempt, job.federation.task_timeout_s, fl_ctx, abort_signal)
 
-        def greet(sites: list[str]) -> Mapping[str, Any]:
-            return self._greet(sites, job.federation.task_timeout_s, fl_ctx, abort_signal)
+        def handshake(sites: list[str]) -> Mapping[str, Any]:
+            return self._collect_hellos(sites, job.federation.task_timeout_s, fl_ctx, abort_signal)
 
         federation = Federation(
             assembly.method,
             session.endpoint,
             assembly.task.metric,
-            build_rules(job),
-            committed,
-            session.store,
-            lambda why: self.logger.warning(str(why)),
+            partial(self._list_connected_sites, fl_ctx, job.federation.min_sites),
+            exchange,
+            rules=build_rules(job),
+            handshake=handshake,
+            on_round=commit,
+            store=session.store,
+            on_excluded=lambda warning: self.logger.warning(str(warning)),
         )
-        sites = partial(self._sites, fl_ctx, job.federation.min_sites)
-        outcome = federation.run(assembly.weights, sites, carry, handshake=greet, resume=True)
+        # resume=True always: FLARE gives a job that is submitted again a new id, and only the checkpoints tell whether
+        # it was interrupted. Without checkpoints the run starts from round 0.
+        outcome = federation.run(assembly.weights, resume=True)
         folder.finish(outcome)
         announce_best(self, outcome.best, assembly.task.metric, fl_ctx)
+        # `nvflare job download` reads this file to name the model of the job.
         write_json(
             app_dir / "artifact_manifest.json",
             {
@@ -140,63 +148,74 @@ class FederatedController(Controller):
                 "artifacts": {"global_model": f"{RESULTS}/{ENCRYPTED if outcome.encrypted else ''}model.safetensors"},
             },
         )
+        # The mark comes last, because it promises that the complete result is on disk.
         if session.store is not None:
             mark_job_finished(session.store, get_workspace(fl_ctx), fl_ctx.get_job_id())
 
-    def _sites(self, fl_ctx: FLContext, wanted: int) -> list[str]:
+    def _list_connected_sites(self, fl_ctx: FLContext, min_sites: int) -> list[str]:
         names = sorted(client.name for client in fl_ctx.get_engine().get_clients())
         if not names:
-            raise ConfigError(f"no site is connected; federation.min_sites asks for {wanted}")
+            raise ConfigError(f"no site is connected; federation.min_sites requires {min_sites}. Start the sites first")
         return names
 
-    def _greet(self, sites: list[str], timeout_s: float, fl_ctx: FLContext, abort_signal: Signal) -> Mapping[str, Any]:
-        """What each site says of itself, unchecked, until all answered or the time is up."""
-        said: dict[str, Any] = {}
+    def _collect_hellos(
+        self, sites: list[str], timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Mapping[str, Any]:
+        """Return the unchecked hello of each site that sends one before the timeout."""
+        hellos: dict[str, Any] = {}
 
-        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001 - FLARE calls it by name
-            said[client_task.client.name] = extract_hello(client_task.result)  # who it is, the server knows
+        # FLARE passes keyword arguments, so the parameter names are fixed. The callback must not raise: that would end
+        # the task for all sites (see extract_hello). The sender's name comes from FLARE's login, not from the message.
+        def receive(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001
+            hellos[client_task.client.name] = extract_hello(client_task.result)
             client_task.result = None
 
-        task = Task(name=HELLO, data=Shareable(), timeout=math.ceil(timeout_s), result_received_cb=received)
-        self._pace.begin()
+        task = Task(name=HELLO, data=Shareable(), timeout=math.ceil(timeout_s), result_received_cb=receive)
+        self._polling.restart()
         self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
         self._wait([task], abort_signal)
-        return dict(said)
+        return dict(hellos)
 
     def _wait(self, tasks: list[Task], abort_signal: Signal) -> None:
-        """Until all tasks are done.
+        """Wait until all tasks are complete.
+
+        FLARE's own ``broadcast_and_wait`` handles one task; an attempt may need several, which run at the same time.
 
         Raises:
             Aborted: the job was aborted meanwhile.
         """
         while any(task.completion_status is None for task in tasks):
-            self._pace.go_on()
+            self._polling.update()
             if abort_signal.triggered:
                 raise Aborted("the job was aborted")
             time.sleep(POLL_S)
-        self._pace.begin()
+        self._polling.restart()
 
-    def _carry(
-        self, question: Attempt, timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
+    def _exchange(
+        self, attempt: Attempt, timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
     ) -> Mapping[str, Reply]:
-        """One FLARE task per distinct message; back comes what was staged until all answered or the time is up."""
+        """Send the messages of an attempt and return the replies that arrive before the timeout."""
         self._aggregator.reset(fl_ctx)
-        shared: dict[int, tuple[np.ndarray, list[str]]] = {}
-        for site, message in question.messages.items():
-            shared.setdefault(id(message), (message, []))[1].append(site)
+        # One FLARE task per distinct buffer, so that a broadcast is stored and streamed once for all its sites.
+        sites_by_message: dict[int, tuple[np.ndarray, list[str]]] = {}
+        for site, message in attempt.messages.items():
+            sites_by_message.setdefault(id(message), (message, []))[1].append(site)
         tasks = []
-        self._pace.begin()
-        for message, sites in shared.values():
-            data = message_to_shareable(message, {"kind": question.kind, "round": question.round})
-            task = Task(name=TASK, data=data, timeout=math.ceil(timeout_s), result_received_cb=self._received)
+        self._polling.restart()
+        for message, sites in sites_by_message.values():
+            data = message_to_shareable(message, {"kind": attempt.kind, "round": attempt.round})
+            # FLARE accepts whole seconds only. With min_responses=0 it waits for every target until the timeout.
+            task = Task(name=TASK, data=data, timeout=math.ceil(timeout_s), result_received_cb=self._receive_result)
             self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
             tasks.append(task)
         self._wait(tasks, abort_signal)
         replies: dict[str, Reply] = self._aggregator.aggregate(fl_ctx)[REPLY]
         return replies
 
-    def _received(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
-        result = client_task.result  # where a filter failed, an empty one in its stead
+    def _receive_result(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
+        result = client_task.result
+        # Where a filter at the server failed, FLARE passes a new reply without the sender, so the sender is set again.
         result.set_header(ServerCommandKey.FL_CLIENT, client_task.client)
         self._aggregator.accept(result, fl_ctx)
+        # FLARE keeps every result until the task is complete; dropping it here frees its memory.
         client_task.result = None

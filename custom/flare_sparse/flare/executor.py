@@ -1,4 +1,4 @@
-"""The executor of every method: answers the question that the input filter decoded."""
+"""The executor of every job: answers the request that the input filter decoded."""
 
 from __future__ import annotations
 
@@ -11,40 +11,45 @@ from nvflare.apis.signal import Signal
 
 from ..errors import FlareSparseError, MissingBase
 from ..exchange import Request
-from .payload import HELLO, NOT_HELD_HEADER, REQUEST, UPDATE, hello_to_shareable, make_refusal, update_to_dxo
+from .payload import HELLO, MISSING_BASE_HEADER, REQUEST, UPDATE, build_refusal, hello_to_shareable, update_to_dxo
 from .session import get_site_session, write_site_error
 
 
 class SparseExecutor(Executor):
-    """Trains, scores or judges as asked and returns an ordinary DXO, which the site's own filters see first."""
+    """Trains, scores or evaluates as requested and returns an ordinary DXO, so that the site's filters see values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._vector = torch.zeros(0)  # what replies are views of; encoded before the next question comes
+        # Replies are views of this buffer. One suffices: EncodeUpdate encodes a reply before the next task begins.
+        self._vector = torch.zeros(0)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """Never raises: a failure is a reply with our code and no text, since texts may name paths or subjects."""
+        """Return the update, or a refusal with an error code and without text, which could name paths or subjects.
+
+        Never raises: FLARE would log the error's text, and it streams logs to the server.
+        """
         if task_name == HELLO:
-            return hello_to_shareable(get_site_session(fl_ctx).hello(fl_ctx))
+            return hello_to_shareable(get_site_session(fl_ctx).build_hello(fl_ctx))
         request = shareable.get(REQUEST)
         try:
             if not isinstance(request, Request):
-                raise request if isinstance(request, Exception) else FlareSparseError("no question was decoded")
-            endpoint = get_site_session(fl_ctx).endpoint(fl_ctx)
+                raise request if isinstance(request, Exception) else FlareSparseError("the task holds no request")
+            endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
             update = endpoint.answer(request)
         except FlareSparseError as error:
-            return self._refusal(error, error.code, fl_ctx)
-        except Exception as error:  # noqa: BLE001 - whatever a task or a model raises must not take the site down
-            return self._refusal(error, "E_SITE", fl_ctx)
+            return self._refuse(error, error.code, fl_ctx)
+        except Exception as error:  # noqa: BLE001 - an error in a task or a model must not stop the site's process
+            return self._refuse(error, "E_SITE", fl_ctx)
         if self._vector.numel() != endpoint.site.layout.size:
             self._vector = torch.zeros(endpoint.site.layout.size)
         reply = update_to_dxo(update, endpoint.site.layout, self._vector).to_shareable()
+        # The objects that EncodeUpdate needs; it removes them before anything is sent.
         reply[UPDATE] = (request, update, self._vector)
         return reply
 
-    def _refusal(self, error: Exception, code: str, fl_ctx: FLContext) -> Shareable:
+    def _refuse(self, error: Exception, code: str, fl_ctx: FLContext) -> Shareable:
         self.log_error(fl_ctx, f"{code}: {type(error).__name__}; see site_error.txt in the job's folder at this site")
         write_site_error(error, code, fl_ctx)
-        reply = make_refusal(code, ReturnCode.EXECUTION_EXCEPTION)
-        reply.set_header(NOT_HELD_HEADER, isinstance(error, MissingBase))
+        reply = build_refusal(code, ReturnCode.EXECUTION_EXCEPTION)
+        reply.set_header(MISSING_BASE_HEADER, isinstance(error, MissingBase))
         return reply

@@ -1,4 +1,8 @@
-"""The three filters: decode the question (site), encode the answer (site, last of the job's), decode it (server)."""
+"""The three filters of a job: decode the request (site), encode the update (site), decode the update (server).
+
+FLARE's order at a site: the job's input filters, the executor, the site's own result filters, the job's result filters.
+So the site's own filters see ordinary named arrays, and ``EncodeUpdate`` encodes their result as one message.
+"""
 
 from __future__ import annotations
 
@@ -11,81 +15,90 @@ from nvflare.apis.shareable import Shareable
 from ..errors import FlareSparseError, MissingBase, RejectedMessage, WireError
 from ..federation import Reply
 from .payload import (
-    NOT_HELD_HEADER,
+    MISSING_BASE_HEADER,
     REPLY,
     REQUEST,
     UPDATE,
-    answer_to_shareable,
+    build_refusal,
     dxo_to_update,
     get_refusal_code,
     get_sender,
-    make_refusal,
     shareable_to_message,
+    update_to_shareable,
 )
 from .session import get_server_session, get_site_session, write_site_error
 
 
 class DecodeRequest(Filter):
-    """Site, task data: bytes in, question out. A question that cannot be read is refused by the executor."""
+    """At the site, on task data: decodes the message into a request."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Put the request, or the error of decoding it, into the shareable. This never raises."""
         try:
             message, _ = shareable_to_message(shareable, "server")
-            shareable[REQUEST] = get_site_session(fl_ctx).endpoint(fl_ctx).receive(message)
-        except Exception as error:  # noqa: BLE001 - the executor says the code; the text may name subjects and stays here
+            shareable[REQUEST] = get_site_session(fl_ctx).get_endpoint(fl_ctx).receive(message)
+        # FLARE would log an error raised here with its text, and it streams logs to the server. The executor answers
+        # with the error's code instead.
+        except Exception as error:  # noqa: BLE001
             shareable[REQUEST] = error
         return shareable
 
 
 class EncodeUpdate(Filter):
-    """Site, task result: what the site's own filters left over becomes one message. Withholds what it cannot encode."""
+    """At the site, on the task result: encodes the update that the site's filters return as one message."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """What cannot be sent (a value that is not finite, or cannot be encrypted) becomes a reply with its code only.
+        """Return the message; an update that cannot be encoded becomes a refusal with its error code only.
 
         Raises:
-            RejectedMessage: the reply is not an update, or a filter broke it; FLARE then sends an error, no values.
+            RejectedMessage: the reply is not an update, or a filter broke it. FLARE then sends an error, no values.
         """
-        waiting = shareable.pop(UPDATE, None)  # first: its types are none that the server's FLARE could read
+        # Removed before any return: FLARE's serializer (FOBS) at the server does not know these types.
+        pending = shareable.pop(UPDATE, None)
         if shareable.get_return_code() != ReturnCode.OK:
             return shareable
-        if waiting is None:
+        if pending is None:
             raise RejectedMessage("E_KIND", "reply", "an update of SparseExecutor", "something else")
-        endpoint = get_site_session(fl_ctx).endpoint(fl_ctx)
-        request, update, vector = waiting
+        endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
+        request, update, vector = pending
         update = dxo_to_update(from_shareable(shareable), update, vector, endpoint.site.layout)
         try:
             encoded = endpoint.encode(request, update)
+        # Raised, for example, by a value that is not finite or exceeds the range of encryption.
         except FlareSparseError as error:
             write_site_error(error, error.code, fl_ctx)
-            return make_refusal(error.code, ReturnCode.TASK_RESULT_FILTER_ERROR)
-        return answer_to_shareable(encoded.data, update)
+            return build_refusal(error.code, ReturnCode.TASK_RESULT_FILTER_ERROR)
+        return update_to_shareable(encoded.data, update)
 
 
 class DecodeUpdate(Filter):
-    """Server, task result: checks a site's message against the question it answers; touches nobody else's."""
+    """At the server, on the task result: decodes a site's message and checks it against the request."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Put the reply into the shareable: an update, an error or an error code.
+
+        This never raises: FLARE would replace the shareable by an error without the site's code.
+        """
         site = get_sender(shareable)
         if site is None:
             shareable[REPLY] = "E_KIND"
         elif shareable.get_return_code() != ReturnCode.OK:
-            shareable[REPLY] = _refusal(shareable, site)
+            shareable[REPLY] = _read_refusal(shareable, site)
         else:
-            shareable[REPLY] = self._decoded(shareable, site, fl_ctx)
+            shareable[REPLY] = self._decode(shareable, site, fl_ctx)
         return shareable
 
-    def _decoded(self, shareable: Shareable, site: str, fl_ctx: FLContext) -> Reply:
+    def _decode(self, shareable: Shareable, site: str, fl_ctx: FLContext) -> Reply:
         try:
             message, meta = shareable_to_message(shareable, site)
             return get_server_session(fl_ctx).endpoint.decode(site, message, meta.get("examples"), meta.get("metrics"))
         except WireError as error:
-            self.log_warning(fl_ctx, f"left out of this round: {error}")
+            self.log_warning(fl_ctx, f"update rejected: {error}")
             return error
 
 
-def _refusal(shareable: Shareable, site: str) -> Reply:
-    """Why a site did not answer, from codes only: its text is not ours to repeat."""
-    if shareable.get_header(NOT_HELD_HEADER) is True:
-        return MissingBase("E_NOT_HELD", "known", "what the message leans on", "nothing", site)
+def _read_refusal(shareable: Shareable, site: str) -> Reply:
+    """Return the reply of a refusal, built from codes only: text of a site must not enter the server's records."""
+    if shareable.get_header(MISSING_BASE_HEADER) is True:
+        return MissingBase("E_NOT_HELD", "base", "the base of the message", "nothing", site)
     return get_refusal_code(shareable)

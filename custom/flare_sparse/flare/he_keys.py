@@ -1,4 +1,4 @@
-"""Where an end of a job finds its keys: in the startup kit, signed; in the simulator, in a folder made for the run."""
+"""Load the CKKS key context of the server or a site: from the signed startup kit, in the simulator from a folder."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from ..encryption import CLIENT_FILE, SERVER_FILE, ServerCipher, SiteCipher
 from ..errors import ConfigError
 
 KEYS_VARIABLE = "FLARE_SPARSE_HE"
-"""Folder of the keys in the simulator, which has no startup kits; ignored by a secure end."""
+"""Folder of the key contexts in the simulator, which has no startup kits; ignored in a secure federation."""
 
 
-def server_cipher(fl_ctx: FLContext) -> ServerCipher:
-    """The server's end of an encrypted sum.
-
-    Raises:
-        ConfigError: the kit has no context, or not the server's.
-    """
-    return ServerCipher(_content(SERVER_FILE, fl_ctx))
-
-
-def site_cipher(fl_ctx: FLContext) -> SiteCipher:
-    """A site's end of an encrypted sum.
+def load_server_cipher(fl_ctx: FLContext) -> ServerCipher:
+    """Return the server's cipher, which aggregates encrypted values without a secret key.
 
     Raises:
-        ConfigError: the kit has no context, or not a site's.
+        ConfigError: the startup kit has no key context, or not the server's.
     """
-    return SiteCipher(_content(CLIENT_FILE, fl_ctx))
+    return ServerCipher(_load_context(SERVER_FILE, fl_ctx))
 
 
-def _content(name: str, fl_ctx: FLContext, environment: Mapping[str, str] = os.environ) -> bytes:
+def load_site_cipher(fl_ctx: FLContext) -> SiteCipher:
+    """Return the site's cipher, which encrypts and decrypts.
+
+    Raises:
+        ConfigError: the startup kit has no key context, or not a site's.
+    """
+    return SiteCipher(_load_context(CLIENT_FILE, fl_ctx))
+
+
+def _load_context(name: str, fl_ctx: FLContext, environment: Mapping[str, str] = os.environ) -> bytes:
     secure = bool(fl_ctx.get_prop(FLContextKey.SECURE_MODE, True))
     folder = environment.get(KEYS_VARIABLE)
+    # The variable counts only outside secure mode: otherwise whoever sets a site's environment could replace its keys.
     if folder and not secure:
         return (Path(folder) / name).read_bytes()
-    data, found = SecurityContentService.load_content(name)
-    good = (LoadResult.OK,) if secure else (LoadResult.OK, LoadResult.NOT_SIGNED)
-    if data is None or found not in good:
+    data, result = SecurityContentService.load_content(name)
+    # FLARE returns the content of a file with a wrong signature, too; only the result tells.
+    accepted = (LoadResult.OK,) if secure else (LoadResult.OK, LoadResult.NOT_SIGNED)
+    if data is None or result not in accepted:
         raise ConfigError(
-            f"wire.encryption: startup/{name}: {found.value}. Provision the project with nvflare.lighter.impl.he.HEBuilder "
-            "before the signature builder (docs/encryption.md)"
+            f"wire.encryption: startup/{name}: {result.value}. Provision the project with "
+            "nvflare.lighter.impl.he.HEBuilder before the signature builder (docs/encryption.md)"
         )
     return bytes(data)

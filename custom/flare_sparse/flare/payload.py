@@ -1,7 +1,8 @@
-"""Where bytes, DXOs and Shareables meet: converters for weights, differences, scores and masks.
+"""Convert between encoded messages, updates, DXOs and shareables.
 
 Inside a site an update is an ordinary ``WEIGHTS`` or ``WEIGHT_DIFF`` DXO of named arrays, so that a hospital's own
-filters act on real values; on the wire it is one uint8 array in an ``APP_DEFINED`` DXO that FLARE always decodes.
+filters act on real values. On the wire it is one uint8 array in an ``APP_DEFINED`` DXO: FLARE's serializer (FOBS) reads
+NumPy arrays, strings and numbers at every end, whereas types of this package would have to be registered there.
 """
 
 from __future__ import annotations
@@ -21,19 +22,18 @@ from nvflare.apis.shareable import Shareable, make_reply
 
 from ..errors import RejectedMessage
 from ..exchange import Content, Patch, Update
-from ..mask import Mask
 from ..params import Layout
 
 TASK = "exchange"
-"""The FLARE task of every round; what is asked is inside the message."""
+"""Name of the FLARE task of every request; the kind of the request is inside the message."""
 
 HELLO = "hello"
-"""The FLARE task in which a site says what it can take part in; also the one name in its answer."""
+"""Name of the FLARE task in which a site introduces itself; also the only key in its answer."""
 
 CODE_HEADER = "flare_sparse_code"
-NOT_HELD_HEADER = "flare_sparse_not_held"
+MISSING_BASE_HEADER = "flare_sparse_not_held"
 REQUEST, UPDATE, REPLY = "flare_sparse.request", "flare_sparse.update", "flare_sparse.reply"
-"""Keys under which decoded objects wait in a Shareable; they never travel."""
+"""Keys for decoded objects inside a process; they are never sent."""
 
 _RETURN_CODES = {str(value) for name, value in vars(ReturnCode).items() if name.isupper()}
 _KINDS: dict[Content, DataKind] = {
@@ -45,21 +45,22 @@ _KINDS: dict[Content, DataKind] = {
 
 
 def message_to_shareable(message: np.ndarray, meta: dict[str, Any]) -> Shareable:
-    """One encoded message and the few numbers beside it."""
+    """Wrap an encoded message and its unencoded metadata."""
     return DXO(DataKind.APP_DEFINED, data={"message": message}, meta=meta).to_shareable()
 
 
-def answer_to_shareable(message: np.ndarray, update: Update) -> Shareable:
-    """An encoded answer with the numbers that go beside it: examples and metrics."""
+def update_to_shareable(message: np.ndarray, update: Update) -> Shareable:
+    """Wrap an encoded update with its number of examples and its metrics."""
+    # Plain int and float: a NumPy scalar has more bits than its value needs, which could carry other data.
     metrics = {str(name): float(value) for name, value in update.metrics.items()}
     return message_to_shareable(message, {"examples": operator.index(update.num_examples), "metrics": metrics})
 
 
 def shareable_to_message(shareable: Shareable, site: str) -> tuple[np.ndarray, dict[str, Any]]:
-    """The message and the numbers beside it.
+    """Return the encoded message and its unencoded metadata.
 
     Raises:
-        RejectedMessage: this is not one of our messages.
+        RejectedMessage: the shareable contains no message of this package.
     """
     try:
         dxo = from_shareable(shareable)
@@ -74,67 +75,68 @@ def shareable_to_message(shareable: Shareable, site: str) -> tuple[np.ndarray, d
 
 
 def get_sender(shareable: Shareable) -> str | None:
-    """Who sent a result, as the server knows it by the connection's token; None when it came another way.
+    """Return the site that sent a result; None when it did not come from a registered client.
 
-    The peer context names the sender, too, but it is the sender who wrote that.
+    The server derives this name from the client's token. The name in the peer context is not used, because the sender
+    writes it and could write any name.
     """
     client = shareable.get_header(ServerCommandKey.FL_CLIENT)
     return str(client.name) if isinstance(client, Client) else None
 
 
-def hello_to_shareable(said: Mapping[str, Any]) -> Shareable:
-    """What a site says of itself, and nothing beside it."""
-    return DXO(DataKind.APP_DEFINED, data={HELLO: dict(said)}).to_shareable()
+def hello_to_shareable(hello: Mapping[str, Any]) -> Shareable:
+    """Wrap the hello of a site."""
+    return DXO(DataKind.APP_DEFINED, data={HELLO: dict(hello)}).to_shareable()
 
 
 def extract_hello(shareable: Shareable) -> Any:
-    """What a site says of itself, as it came; None when this is no hello. Never raises, whatever a peer sent: FLARE
-    gives up a task for all sites when what looks at a result raises.
+    """Return the unchecked content of a hello; None when the shareable is something else.
+
+    It never raises, whatever the site sent: FLARE ends a task for all sites when a callback on one result raises.
     """
     try:
         dxo = from_shareable(shareable)
-        alone = isinstance(dxo.data, dict) and list(dxo.data) == [HELLO] and not dxo.meta
-        return dxo.data[HELLO] if alone and dxo.data_kind == DataKind.APP_DEFINED else None
+        is_hello = isinstance(dxo.data, dict) and list(dxo.data) == [HELLO] and not dxo.meta
+        return dxo.data[HELLO] if is_hello and dxo.data_kind == DataKind.APP_DEFINED else None
     except Exception:  # noqa: BLE001 - see above
         return None
 
 
-def make_refusal(code: str, failed: str) -> Shareable:
-    """A reply that says only why there is no answer: our code, and one of FLARE's return codes."""
-    reply = make_reply(failed)
+def build_refusal(code: str, return_code: str) -> Shareable:
+    """Return a reply without values: an error code of this package and a return code of FLARE, nothing else."""
+    reply = make_reply(return_code)
     reply.set_header(CODE_HEADER, code)
     return reply
 
 
 def extract_code(reply: Shareable) -> str | None:
-    """The code of ours that an error reply carries; None when what stands there is none."""
+    """Return the error code in an error reply; None without a well-formed code."""
     code = reply.get_header(CODE_HEADER)
     return code if isinstance(code, str) and re.fullmatch("[EW]_[A-Z_]{1,22}", code) else None
 
 
 def get_refusal_code(reply: Shareable) -> str:
-    """Why a site did not answer: our code, else FLARE's; any other text of a site's is not ours to repeat."""
-    said = reply.get_return_code()
-    return extract_code(reply) or (said if isinstance(said, str) and said in _RETURN_CODES else "E_SITE")
+    """Return the reason code of a site's refusal: the package's error code, else FLARE's return code, else ``E_SITE``.
+
+    Any other text is dropped: a hostile or careless site could put names of subjects there.
+    """
+    return_code = reply.get_return_code()
+    is_known = isinstance(return_code, str) and return_code in _RETURN_CODES
+    return extract_code(reply) or (return_code if is_known else "E_SITE")
 
 
 def to_named_arrays(vector: torch.Tensor, layout: Layout) -> dict[str, np.ndarray]:
-    """Views of a vector ``(P,)`` by tensor name."""
+    """Return views of a vector ``(P,)`` by tensor name."""
     return {name: tensor.numpy() for name, tensor in layout.unflatten(vector).items()}
 
 
-def mask_to_dxo(mask: Mask, layout: Layout) -> DXO:
-    """A mask as named bool arrays, for components that want to look at it."""
-    return DXO(DataKind.APP_DEFINED, data=to_named_arrays(mask.bits, layout), meta={"content": "mask"})
-
-
 def update_to_dxo(update: Update, layout: Layout, vector: torch.Tensor) -> DXO:
-    """An update as a DXO that stock filters understand: named float32 arrays, zero where nothing is sent.
+    """Return an update as a DXO that FLARE's filters can process: named float32 arrays, zero outside the patch.
 
     Args:
-        update: what the site answers.
-        layout: of the model.
-        vector: ``(P,)`` overwritten; the DXO's arrays are views of it.
+        update: the site's update.
+        layout: layout of the model.
+        vector: ``(P,)`` buffer that is overwritten; the DXO's arrays are views of it.
     """
     if update.content == "metrics":
         return DXO(DataKind.METRICS, data=dict(update.metrics), meta={"content": update.content})
@@ -144,16 +146,16 @@ def update_to_dxo(update: Update, layout: Layout, vector: torch.Tensor) -> DXO:
 
 
 def dxo_to_update(dxo: DXO, update: Update, vector: torch.Tensor, layout: Layout) -> Update:
-    """The update with the values that a site's filters left in the DXO.
+    """Return the update with the values of the DXO, which the site's filters may have changed.
 
     Args:
-        dxo: after the filters, which may have changed arrays in place or put others in their stead.
-        update: before them.
-        vector: what the arrays were views of; written to.
-        layout: of the model.
+        dxo: DXO after the filters, which may have changed arrays in place or replaced them.
+        update: the update before the filters.
+        vector: ``(P,)`` buffer behind the arrays of the DXO; replaced arrays are copied into it.
+        layout: layout of the model.
 
     Raises:
-        RejectedMessage: a filter removed or reshaped a tensor, or changed the kind; nothing is sent.
+        RejectedMessage: a filter removed or reshaped a tensor, or changed the kind of the DXO.
     """
     if dxo.data_kind != _KINDS[update.content]:
         raise RejectedMessage("E_KIND", "data_kind", _KINDS[update.content].value, str(dxo.data_kind))
@@ -162,8 +164,9 @@ def dxo_to_update(dxo: DXO, update: Update, vector: torch.Tensor, layout: Layout
     for name, view in to_named_arrays(vector, layout).items():
         array = dxo.data.get(name)
         if not isinstance(array, np.ndarray) or array.shape != view.shape:
-            found = "nothing" if array is None else f"{type(array).__name__} {getattr(array, 'shape', '')}"
-            raise RejectedMessage("E_SHAPE", name, f"array {view.shape}", found)
+            actual = "nothing" if array is None else f"{type(array).__name__} {getattr(array, 'shape', '')}"
+            raise RejectedMessage("E_SHAPE", name, f"array {view.shape}", actual)
+        # Equal address, shape and strides: the filter replaced no array, so the buffer is already up to date.
         if array.__array_interface__ != view.__array_interface__:
             view[...] = array
     return replace(update, patch=Patch.from_vector(vector, update.patch.mask))

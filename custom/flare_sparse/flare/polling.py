@@ -1,4 +1,4 @@
-"""How soon a site asks for work again: the sooner, the shorter it has waited."""
+"""Adapt the interval at which idle sites poll FLARE's server: it grows with the duration of an attempt."""
 
 from __future__ import annotations
 
@@ -6,41 +6,50 @@ import time
 from typing import Any
 
 SHARE = 0.05
-"""Of the time that a question has been out: what a site may be late for the next one."""
+"""Largest delay of a site's next request, as a share of the time since the current attempt began."""
 LONGEST_S = 5.0
+"""Longest interval between two requests."""
 
 
-def compute_request_interval(waited_s: float, shortest_s: float) -> float:
-    """Seconds until a site that got no work asks again.
+def compute_request_interval(elapsed_s: float, shortest_s: float) -> float:
+    """Return the seconds after which a site without work polls again.
 
-    A request costs some 7 kB both ways, so that twenty a second, which short rounds want, would fill a thin link in long
-    ones. So often in proportion: 20 times in the first second of a question, 48 times in the next 9, 47 in the next 90.
+    A request costs about 7 kB in both directions. Twenty requests per second suit short rounds but would fill a slow
+    link in long ones, so the interval grows in proportion: 20 requests in the first second of an attempt, 48 in the
+    next 9, 47 in the next 90.
 
-    >>> [compute_request_interval(waited, 0.05) for waited in (0.0, 1.0, 20.0, 3600.0)]
+    Args:
+        elapsed_s: seconds since the attempt began.
+        shortest_s: setting ``federation.request_interval_s``; used if it is longer.
+
+    >>> [compute_request_interval(elapsed, 0.05) for elapsed in (0.0, 1.0, 20.0, 3600.0)]
     [0.05, 0.05, 1.0, 5.0]
-    >>> compute_request_interval(3600.0, 10.0)  # who wants longer has it
+    >>> compute_request_interval(3600.0, 10.0)
     10.0
     """
-    return max(shortest_s, min(SHARE * waited_s, LONGEST_S))
+    return max(shortest_s, min(SHARE * elapsed_s, LONGEST_S))
 
 
 class TaskPolling:
-    """Tells FLARE's server how long to send sites away for that ask for work while there is none.
+    """Sets the polling interval that FLARE's server sends to sites without work.
+
+    FLARE reads ``task_request_interval`` from the job once, but its ``ServerRunner`` sends the configuration's current
+    value with every empty reply, so that writing the value during the run takes effect.
 
     Args:
-        runner: FLARE's ``ServerRunner``, whose configuration is written.
-        shortest_s: between two requests of a site.
+        runner: FLARE's ``ServerRunner``; its configuration is changed.
+        shortest_s: shortest interval between two requests of a site.
     """
 
     def __init__(self, runner: Any, shortest_s: float):
         self._config = runner.config
         self._shortest_s, self._began = shortest_s, time.monotonic()
 
-    def begin(self) -> None:
-        """A question goes out, or all answers are in and the next will soon."""
+    def restart(self) -> None:
+        """Begin again at the shortest interval: an attempt starts, or its last reply has arrived."""
         self._began = time.monotonic()
-        self.go_on()
+        self.update()
 
-    def go_on(self) -> None:
-        """It is still out."""
+    def update(self) -> None:
+        """Lengthen the interval while the attempt lasts."""
         self._config.task_request_interval = compute_request_interval(time.monotonic() - self._began, self._shortest_s)

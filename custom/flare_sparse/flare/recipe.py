@@ -1,4 +1,4 @@
-"""A configuration as a FLARE recipe: the same object runs in the simulator, in POC mode, in production, or is exported."""
+"""A configuration as a FLARE recipe, which runs in the simulator, in POC mode or in production, or is exported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nvflare.recipe.spec import Recipe
 
 import flare_sparse
 
-from ..config import JobConfig, job_to_dict
+from ..config import JobConfig, serialize_job
 from ..errors import ConfigError
 from .aggregator import StagingAggregator
 from .controller import FederatedController
@@ -28,17 +28,20 @@ Packaging = Literal["installed", "byoc"]
 
 
 class SparseRecipe(Recipe):
-    """Any method of this package as a FLARE recipe.
+    """A FLARE recipe of any method of this package.
 
         recipe = SparseRecipe(load_config("app_configs/neurosfl_brain_age.yaml"))
         recipe.execute(SimEnv(num_clients=4))  # or PocEnv, ProdEnv; or recipe.export("jobs")
 
     Args:
-        config: a checked configuration; only its job part goes into the job.
-        packaging: ``"installed"``: no code travels, every site has the wheel and allow-lists its classes;
+        config: a validated configuration; only its job part goes into the job.
+        packaging: ``"installed"``: no code travels, every site has installed the wheel and allows its classes;
             ``"byoc"``: the package's source travels in the app's ``custom/`` folder.
-        modules: source files of the user's own task; they travel with ``"byoc"``.
-        tensorboard: add FLARE's TensorBoard receiver to the server (needs the package ``tensorboard`` there).
+        modules: source files of a user task; they travel with ``"byoc"`` only.
+        tensorboard: add FLARE's TensorBoard receiver to the server, which needs the package ``tensorboard``.
+
+    Raises:
+        ConfigError: there are ``modules`` but the packaging is ``"installed"``.
     """
 
     recipe_algorithm = "sparse federated learning"
@@ -55,19 +58,23 @@ class SparseRecipe(Recipe):
     ):
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
+        # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
         self._staging = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
         weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
         job.set_app_packages(["flare_sparse"])
-        self._server(job, tensorboard)
-        self._clients(job)
-        self._settings(job, config)
+        self._add_server_components(job, tensorboard)
+        self._add_site_components(job)
+        self._add_settings(job, config)
+        # Nested under "server", the only place where FLARE reads it.
         self.add_server_config({"server": {"task_request_interval": config.federation.request_interval_s}})
         if packaging == "byoc":
-            self._sources(job, modules)
+            self._add_sources(job, modules)
         elif modules:
-            raise ConfigError("own source files travel only with packaging 'byoc'; install them at the sites instead")
+            raise ConfigError(
+                "modules: source files travel only with packaging 'byoc'; choose it, or install them at the sites"
+            )
 
-    def _server(self, job: FedJob, tensorboard: bool) -> None:
+    def _add_server_components(self, job: FedJob, tensorboard: bool) -> None:
         job.to_server(FederatedController(), id="controller")
         job.to_server(ServerSession(), id=SERVER_ID)
         job.to_server(StagingAggregator(), id=AGGREGATOR_ID)
@@ -78,25 +85,27 @@ class SparseRecipe(Recipe):
 
             job.to_server(TBAnalyticsReceiver(events=["analytix_log_stats"]), id="tensorboard")
 
-    def _clients(self, job: FedJob) -> None:
+    def _add_site_components(self, job: FedJob) -> None:
         job.to_clients(SparseExecutor(), tasks=[HELLO, TASK])
         job.to_clients(SiteSession(), id=SITE_ID)
         self.add_client_input_filter(DecodeRequest(), tasks=[TASK])
         self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])
 
-    def _settings(self, job: FedJob, config: JobConfig) -> None:
-        """The settings travel as a file beside FLARE's own, where people look."""
+    def _add_settings(self, job: FedJob, config: JobConfig) -> None:
+        """Add the settings as a YAML file beside FLARE's own configuration, and a user task as a component."""
         file = self._staging / JOB_FILE
-        file.write_text(yaml.safe_dump(job_to_dict(config), sort_keys=False))
+        file.write_text(yaml.safe_dump(serialize_job(config), sort_keys=False))
         job.add_file_to_server(str(file), app_folder_type="config")
         job.add_file_to_clients(str(file), app_folder_type="config")
         if config.task.key == "class":
-            own = {"path": config.task.name, "args": {"config": config.task.config.model_dump(mode="json")}}
-            job.to_server(UserTask(own), id=TASK_ID)
-            job.to_clients(UserTask(own), id=TASK_ID)
+            # FLARE builds the task from this path at each site, so that the site's allow-list decides about it.
+            user_task = {"path": config.task.name, "args": {"config": config.task.config.model_dump(mode="json")}}
+            job.to_server(UserTask(user_task), id=TASK_ID)
+            job.to_clients(UserTask(user_task), id=TASK_ID)
 
-    def _sources(self, job: FedJob, modules: tuple[Path, ...]) -> None:
-        """The whole package and the user's modules into ``custom/``: FLARE's own tracing leaves out package files."""
+    def _add_sources(self, job: FedJob, modules: tuple[Path, ...]) -> None:
+        """Copy the whole package and the user's modules into ``custom/``."""
+        # FLARE finds modules to send by tracing imports, which misses files of the package.
         copy = self._staging / "flare_sparse"
         source = Path(flare_sparse.__file__).parent
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)

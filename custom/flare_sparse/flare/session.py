@@ -1,4 +1,4 @@
-"""What the components of one process share: the job, and this end of the wire."""
+"""State that the FLARE components of one process share: the job, its parts, and the endpoint of server or site."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..assemble import Assembly, assemble, open_checkpoints, open_site
 from ..capabilities import local_capabilities
 from ..config import JobConfig, parse_job
 from ..config.yaml_files import read_yaml
-from ..data.source import site_data
+from ..data.source import find_site_data
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
 from ..errors import ConfigError, FlareSparseError
 from ..policy.policy import POLICY_FILE, Policy, read_policy
 from ..task import Task
 from ..wire.ledger import Ledger
-from .checkpoints import checkpoint_folder, delete_archived
-from .he_keys import server_cipher, site_cipher
+from .checkpoints import delete_archived, find_checkpoint_folder
+from .he_keys import load_server_cipher, load_site_cipher
 
 JOB_FILE = "flare_sparse.yaml"
 SITE_ID, SERVER_ID, AGGREGATOR_ID, TASK_ID = "site", "server_session", "aggregator", "task"
 
 
 class UserTask(FLComponent):
-    """Holds a user's own task. FLARE builds ``task`` itself, so its class must be allow-listed or BYOC."""
+    """Component of a user task. FLARE builds ``task`` from its class path, so a site must allow the class or BYOC."""
 
     def __init__(self, task: object):
         super().__init__()
@@ -37,7 +37,7 @@ class UserTask(FLComponent):
 
 
 def get_workspace(fl_ctx: FLContext) -> Workspace:
-    """The workspace of this process."""
+    """Return the workspace of this process."""
     return fl_ctx.get_engine().get_workspace()
 
 
@@ -46,89 +46,96 @@ def _assemble(fl_ctx: FLContext) -> tuple[JobConfig, Assembly]:
     user_task = fl_ctx.get_engine().get_component(TASK_ID)
     task = user_task.task if isinstance(user_task, UserTask) else None
     if task is not None and not isinstance(task, Task):
-        raise ConfigError(f"component {TASK_ID!r} is a {type(task).__name__}; expected a subclass of flare_sparse Task")
+        raise ConfigError(
+            f"component {TASK_ID!r}: expected a subclass of flare_sparse.Task, found {type(task).__name__}"
+        )
     settings = read_yaml(Path(get_workspace(fl_ctx).get_app_config_dir(job_id)) / JOB_FILE)
     job = parse_job(settings, None if task is None else type(task))
+    # Float sums depend on the number of threads: server and sites must use the same for the same bits.
     torch.set_num_threads(job.federation.threads)
     return job, assemble(job, task)
 
 
 class ServerSession(FLComponent):
-    """The server's end: built from the job's own file when the controller starts.
+    """The server's state: model, method, endpoint and checkpoints, built when the controller starts.
+
+    It is not built in ``__init__``, because FLARE constructs components without the context that names the job folder.
 
     Attributes:
-        unarchived: folder of an earlier run of this job that ended, and whose result FLARE never archived.
+        unarchived: folder of an earlier, finished run of this job whose result FLARE never archived; None: none.
     """
 
-    def open(self, fl_ctx: FLContext) -> None:
-        """Read the job, build model and method.
+    def build(self, fl_ctx: FLContext) -> None:
+        """Read the job's settings and build its parts.
 
         Raises:
-            ConfigError: the job's file is not usable here.
-            CheckpointError: the same job runs already.
+            ConfigError: the settings are invalid for this server.
+            CheckpointError: the same job is already running.
         """
         self.job, self.assembly = _assemble(fl_ctx)
         self.ledger = Ledger()
-        root = checkpoint_folder(get_workspace(fl_ctx), SERVER)
+        root = find_checkpoint_folder(get_workspace(fl_ctx), SERVER)
         self.store = open_checkpoints(self.job, self.assembly, root, SERVER) if root else None
         self.unarchived: Path | None = None
         if root is not None and self.store is not None:
             delete_archived(root)
+            # Claimed before the mark is read: two processes of one job must not both deliver or both continue it.
             self.store.claim()
-            self.unarchived = self.store.get_finished()
-            self.store.clear_finished()
-        cipher = server_cipher(fl_ctx) if self.job.encrypted else None
+            self.unarchived = self.store.get_result_folder()
+            self.store.unmark_finished()
+        cipher = load_server_cipher(fl_ctx) if self.job.encrypted else None
         self.endpoint = ServerEndpoint(
             self.assembly.layout, self.assembly.run_id, self.job.wire.values, self.ledger, cipher
         )
 
 
 class SiteSession(FLComponent):
-    """A site's end: opens the site's data when the first question comes."""
+    """A site's state: its endpoint, built with the site's data when the first task arrives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._desk: SiteEndpoint | None = None
-        self._said: dict[str, str | int | float] | None = None
+        self._endpoint: SiteEndpoint | None = None
+        self._hello: dict[str, str | int | float] | None = None
 
-    def endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:
-        """This site's desk.
+    def get_endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:
+        """Return this site's endpoint; the first call loads the site's data.
 
         Raises:
-            ConfigError, DataError: the job or the site's data is not usable.
-            CheckpointError: the same job runs here already.
+            ConfigError, DataError: the job's settings or the site's data cannot be used.
+            CheckpointError: the same job is already running here.
         """
-        if self._desk is None:
+        if self._endpoint is None:
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
             local = Path(get_workspace(fl_ctx).get_site_config_dir())
-            site = open_site(assembly, site_data(name, local))
-            root = checkpoint_folder(get_workspace(fl_ctx), name)
+            site = open_site(assembly, find_site_data(name, local))
+            root = find_checkpoint_folder(get_workspace(fl_ctx), name)
             store = open_checkpoints(job, assembly, root, name) if root else None
             if store is not None:
                 store.claim()
-            cipher = site_cipher(fl_ctx) if job.encrypted else None
-            self._desk = SiteEndpoint(site, assembly.method, assembly.run_id, job.wire.values, store, cipher)
-        return self._desk
+            cipher = load_site_cipher(fl_ctx) if job.encrypted else None
+            self._endpoint = SiteEndpoint(site, assembly.method, assembly.run_id, job.wire.values, store, cipher)
+        return self._endpoint
 
-    def hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
-        """What this site says of itself before it is asked: its versions, and the limits that it could read.
+    def build_hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
+        """Return the message with which this site introduces itself: its versions and its limits on uploads.
 
-        Never raises: a site that cannot be opened says its versions only, and why with the first question.
+        Never raises: a site that cannot load its data sends its versions only; the first request reports the error.
         """
-        if self._said is None:
+        if self._hello is None:
             try:
-                self._said = self.endpoint(fl_ctx).build_hello(**read_site_policy(fl_ctx).limits())
-            except Exception:  # noqa: BLE001 - the job may need another version to be read at all
-                self._said = local_capabilities().to_message()
-        return self._said
+                self._hello = self.get_endpoint(fl_ctx).build_hello(**read_site_policy(fl_ctx).upload_caps)
+            # Settings of another version may raise any exception. The server derives the reason from the versions.
+            except Exception:  # noqa: BLE001
+                self._hello = local_capabilities().to_message()
+        return self._hello
 
 
 def read_site_policy(fl_ctx: FLContext) -> Policy:
-    """The policy of the site that this process runs at.
+    """Read the policy of the site at which this process runs.
 
     Raises:
-        ConfigError: the policy's file is malformed; nothing may leave then.
+        ConfigError: the policy's file is malformed; nothing may leave the site then.
     """
     return read_policy(Path(get_workspace(fl_ctx).get_site_config_dir()) / POLICY_FILE)
 
@@ -136,7 +143,7 @@ def read_site_policy(fl_ctx: FLContext) -> Policy:
 def write_site_error(error: Exception, code: str, fl_ctx: FLContext) -> None:
     """Write an error to ``site_error.txt`` in the job's folder at this site.
 
-    Its text may name subjects and files, so it goes to no log: FLARE streams logs to the server.
+    The text may name subjects and files, so it must not go to a log: FLARE streams logs to the server.
     """
     report = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "site_error.txt"
     unexpected = "" if isinstance(error, FlareSparseError) else "".join(traceback.format_exception(error))
@@ -144,10 +151,10 @@ def write_site_error(error: Exception, code: str, fl_ctx: FLContext) -> None:
 
 
 def get_site_session(fl_ctx: FLContext) -> SiteSession:
-    """The site session of this process.
+    """Return the site session of this process.
 
     Raises:
-        ConfigError: the job lacks it.
+        ConfigError: the job has no such component.
     """
     session = fl_ctx.get_engine().get_component(SITE_ID)
     if not isinstance(session, SiteSession):
@@ -156,10 +163,10 @@ def get_site_session(fl_ctx: FLContext) -> SiteSession:
 
 
 def get_server_session(fl_ctx: FLContext) -> ServerSession:
-    """The server session of this process.
+    """Return the server session of this process.
 
     Raises:
-        ConfigError: the job lacks it.
+        ConfigError: the job has no such component.
     """
     session = fl_ctx.get_engine().get_component(SERVER_ID)
     if not isinstance(session, ServerSession):

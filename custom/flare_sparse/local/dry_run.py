@@ -1,4 +1,4 @@
-"""Runs without data and without training: what the messages of a job weigh."""
+"""Dry run: a local run without data or training, to count the bytes of a job's messages."""
 
 from __future__ import annotations
 
@@ -25,15 +25,22 @@ from .run import run_locally
 
 
 class DrySite(Site):
-    """A site without data: training and gradients are noise of the right shape, so that messages can be counted.
+    """A site without data, for counting bytes: training and gradients return noise of the right shape.
+
+    Args:
+        name: name of the site.
+        layout: layout of the model.
+        seed: seed of the noise.
+        examples: number of training examples that the site pretends to have.
 
     Attributes:
-        answers: what would have been read for each, had the site so many training examples; no less than that.
+        usages: sample usage behind each update: how many of the pretended examples a real site would have read, at
+            least.
     """
 
     def __init__(self, name: str, layout: Layout, seed: int = 0, examples: int = 1):
         self.name, self.layout, self.seed, self._count = name, layout, seed, examples
-        self.answers: list[SampleUsage] = []
+        self.usages: list[SampleUsage] = []
         self.weights = torch.zeros(layout.size)
         self.memory = {}
         self._noise = torch.rand(layout.size, generator=make_generator(seed, "dry", name)).add_(0.5)
@@ -44,15 +51,17 @@ class DrySite(Site):
 
     @property
     def usage(self) -> SampleUsage:
-        return self.answers[-1] if self.answers else SampleUsage()
+        return self.usages[-1] if self.usages else SampleUsage()
 
     def reset_usage(self) -> None:
-        self.answers.append(SampleUsage())
+        self.usages.append(SampleUsage())
 
-    def _use(self, size: int, batches: int | None, passes: int = 1) -> None:
+    def _count_usage(self, size: int, batches: int | None, passes: int = 1) -> None:
         count = passes * math.ceil(self._count / size) if batches is None else batches
-        before = self.answers.pop() if self.answers else SampleUsage()
-        self.answers.append(SampleUsage(max(before.examples, min(self._count, count * size)), before.batches + count))
+        previous = self.usages.pop() if self.usages else SampleUsage()
+        self.usages.append(
+            SampleUsage(max(previous.examples, min(self._count, count * size)), previous.batches + count)
+        )
 
     def train(
         self,
@@ -64,19 +73,22 @@ class DrySite(Site):
         steps: int | None = None,
         **_: Any,
     ) -> Tensor:
-        self._use(config.batch_size, steps, config.epochs)
-        return torch.where(trainable.bits, self._moved(start), start)
+        self._count_usage(config.batch_size, steps, config.epochs)
+        return torch.where(trainable.bits, self._perturb(start), start)
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
-        self._use(config.batch_size, 1)
-        return self._moved(start)
+        self._count_usage(config.batch_size, 1)
+        return self._perturb(start)
 
-    def _moved(self, start: Tensor) -> Tensor:
-        """Every entry another way, and so little that hundreds of rounds end in ordinary numbers."""
+    def _perturb(self, start: Tensor) -> Tensor:
+        """Return ``start`` with every entry changed.
+
+        The steps are small, so that the values stay within every number format over hundreds of rounds.
+        """
         return start + (self._noise - 1) / 100
 
     def compute_gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
-        self._use(batch_size, batches)
+        self._count_usage(batch_size, batches)
         for _ in range(batches or 1):
             yield self._noise.clone()
 
@@ -87,7 +99,7 @@ class DrySite(Site):
         smaller = DrySite(
             self.name, Layout.from_module(narrow_network(self.layout.skeleton, live)), self.seed, self._count
         )
-        smaller.answers = self.answers
+        smaller.usages = self.usages
         smaller.weights = live.take(self.weights)
         return smaller
 
@@ -95,26 +107,43 @@ class DrySite(Site):
         return self, Mask.full(self.layout.size)
 
     def observe_units(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
-        """Without data there is nothing to see."""
-        self._use(OBSERVED_BATCH, None)
+        """Count the usage only: without data there are no activations to observe."""
+        self._count_usage(OBSERVED_BATCH, None)
 
     def evaluate(self, weights: Tensor) -> dict[str, float]:
         return {}
 
 
-def estimate(
-    method: Method[Any], weights: Tensor, sites: int, values: ValueType, *, encrypted: bool = False
+def estimate_traffic(
+    method: Method[Any, Any], weights: Tensor, sites: int, values: ValueType, *, encrypted: bool = False
 ) -> tuple[Outcome, Ledger]:
-    """The messages of a whole run, really encoded (encrypted with keys made up here) and counted, without data and
-    without training.
+    """Count the messages of a whole run over ``sites`` dry sites, ``site-1``, ``site-2``, ...
+
+    Args:
+        method: the method.
+        weights: initial weights ``(P,)``.
+        sites: number of sites.
+        values: number format of the values in messages.
+        encrypted: encrypt the weights, with newly generated keys.
+
+    Returns:
+        The outcome and the ledger; every message was really encoded.
     """
-    dry = {name: DrySite(name, method.layout) for name in (f"site-{i}" for i in range(1, sites + 1))}
-    return dry_run(method, weights, dry, values, encrypted=encrypted)
+    dry_sites = {name: DrySite(name, method.layout) for name in (f"site-{i}" for i in range(1, sites + 1))}
+    return dry_run(method, weights, dry_sites, values, encrypted=encrypted)
 
 
 def dry_run(
-    method: Method[Any], weights: Tensor, dry: Mapping[str, DrySite], values: ValueType, *, encrypted: bool = False
+    method: Method[Any, Any],
+    weights: Tensor,
+    dry_sites: Mapping[str, DrySite],
+    values: ValueType,
+    *,
+    encrypted: bool = False,
 ) -> tuple[Outcome, Ledger]:
-    """The messages of a whole run over sites without data; afterwards these say what stood behind their answers."""
+    """Count the messages of a whole run over given dry sites, whose ``usages`` then hold the usage per update.
+
+    Args and returned values are those of :func:`estimate_traffic`.
+    """
     contexts = KeyContexts.generate() if encrypted else None
-    return run_locally(method, weights, dry, Metric("none", "", "min"), values=values, contexts=contexts)
+    return run_locally(method, weights, dry_sites, Metric("none", "", "min"), values=values, contexts=contexts)

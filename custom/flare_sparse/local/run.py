@@ -1,4 +1,4 @@
-"""Run a method in one process: every message still goes through the wire and is counted. FLARE must match its bits."""
+"""Run of a method in one process: every message is encoded, decoded and counted as in FLARE, with the same result."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
 from ..errors import WireError
 from ..federation import Federation, Outcome, Reply, RoundRecord, RoundRules
-from ..mask import Mask
 from ..methods import Method
 from ..seeds import limit_threads
 from ..task import Metric
-from ..training import Site, TrainingConfig
+from ..training import Site
 from ..wire.ledger import Ledger
 from ..wire.plan import ValueType
 
 
 def run_locally(
-    method: Method[Any],
+    method: Method[Any, Any],
     weights: Tensor,
     sites: Mapping[str, Site],
     metric: Metric,
@@ -38,13 +37,25 @@ def run_locally(
     resume: bool = False,
     contexts: KeyContexts | None = None,
 ) -> tuple[Outcome, Ledger]:
-    """Run ``method`` from ``weights`` over ``sites`` in this process, through the real wire.
+    """Run a method over sites in this process, through the real wire.
 
-    ``stores`` says where the server (``"server"``) and each site keep their checkpoints, ``resume`` goes on from them.
-    With ``contexts`` weights are encrypted: each end gets its own.
+    Args:
+        method: the method.
+        weights: initial weights ``(P,)``.
+        sites: sites by name.
+        metric: metric that selects the best model.
+        values: number format of the values in messages.
+        run: run id, 16 hex digits.
+        rules: rules that decide when a round is committed; None: the defaults.
+        on_round: called with the record of each committed round.
+        ledger: receives a line per message; None: a new ledger.
+        thread_count: number of torch threads, which fixes the order of float sums.
+        stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
+        resume: continue from the checkpoints in ``stores``.
+        contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
 
     Returns:
-        The outcome and the ledger of every message.
+        The outcome and the ledger.
     """
     ledger = Ledger() if ledger is None else ledger
     server = ServerEndpoint(method.layout, run, values, ledger, ServerCipher(contexts.server) if contexts else None)
@@ -52,37 +63,32 @@ def run_locally(
     endpoints = {
         name: SiteEndpoint(site, method, run, values, stores(name), cipher) for name, site in sorted(sites.items())
     }
-    federation = Federation(method, server, metric, rules, on_round, stores(SERVER))
+    federation = Federation(
+        method,
+        server,
+        metric,
+        lambda: sorted(endpoints),
+        lambda attempt: dict(deliver(attempt, server, endpoints)),
+        rules=rules,
+        handshake=lambda names: {name: endpoints[name].build_hello() for name in names},
+        on_round=on_round,
+        store=stores(SERVER),
+    )
     with limit_threads(thread_count):
-        outcome = federation.run(
-            weights,
-            lambda: sorted(endpoints),
-            lambda q: dict(deliver(q, server, endpoints)),
-            handshake=lambda names: {name: endpoints[name].build_hello() for name in names},
-            resume=resume,
-        )
+        outcome = federation.run(weights, resume=resume)
     return outcome, ledger
 
 
 def deliver(
-    question: Attempt, server: ServerEndpoint, endpoints: Mapping[str, SiteEndpoint]
+    attempt: Attempt, server: ServerEndpoint, endpoints: Mapping[str, SiteEndpoint]
 ) -> Iterator[tuple[str, Reply]]:
-    """A question to each site that it is for, and the answers back, without a framework in between."""
-    for name, message in question.messages.items():
+    """Deliver an attempt's requests to the sites; yield the reply of each site by name."""
+    for name, message in attempt.messages.items():
         endpoint = endpoints[name]
         try:
             request = endpoint.receive(message)
             update = endpoint.answer(request)
-            answer = endpoint.encode(request, update).data
-            yield name, server.decode(name, answer, update.num_examples, update.metrics)
+            message_up = endpoint.encode(request, update).data
+            yield name, server.decode(name, message_up, update.num_examples, update.metrics)
         except WireError as error:
             yield name, error
-
-
-def train_pooled(site: Site, weights: Tensor, config: TrainingConfig, rounds: int) -> Tensor:
-    """Training on all data in one place, ``(P,)``: the upper bound, with the rounds and epochs of the others."""
-    everything = Mask.full(site.layout.size)
-    with limit_threads(1):
-        for t in range(1, rounds + 1):
-            weights = site.train(weights, everything, config, t)
-    return weights

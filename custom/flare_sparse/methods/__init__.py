@@ -1,4 +1,4 @@
-"""The methods, one module each, close to its paper; a new one adds its line to ``METHODS``."""
+"""The methods, one module each, close to its paper; a new method adds its line to ``METHODS``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .scbf import SCBF
 from .scbfwp import SCBFwP
 from .topk_ef import TopKEF
 
-METHODS: dict[str, type[Method[Any]]] = {
+METHODS: dict[str, type[Method[Any, Any]]] = {
     FedAvg.name: FedAvg,
     FedAvgFT.name: FedAvgFT,
     NeuroSFL.name: NeuroSFL,

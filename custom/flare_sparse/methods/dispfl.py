@@ -1,46 +1,59 @@
-"""DisPFL (Dai et al. 2022): personal sparse models that meet their neighbours' on common ground; the server relays.
+"""DisPFL (Dai et al. 2022), Algorithm 1: personal sparse models, averaged with neighbours where their masks overlap.
 
-The paper has no server; here one keeps every site's weights and mask and hands each site the coordinate-wise average
-of its neighbours, which is the same arithmetic. The server therefore learns everything (docs/new-method.md).
+"DisPFL: Towards Communication-Efficient Personalized Federated Learning via Decentralized Sparse Training", arXiv
+2206.00187; docs/algorithms.md, section 5.8. The paper has no server. Here the server keeps every site's weights and
+mask and sends each site the entrywise average of its neighbours, which is the same arithmetic. The server therefore
+sees every personal model.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
-from ..mask import Mask, top_k
+from ..mask import Mask
 from ..scores.erk import compute_erk_densities, draw_random_mask
 from ..seeds import make_generator
 from ..training import Site
-from .method import MaskPreset, Method, MethodConfig, sample_sites
+from .method import TRAIN, MaskPreset, Method, MethodConfig
+from .support.masks import compute_cosine_fraction, drop_and_regrow
 
 
 class Config(MethodConfig):
-    sparsity: float = Field(0.5, ge=0, lt=1, description="share of a personal model's entries that is off")
-    layers: Literal["erk", "uniform"] = Field("erk", description="density per tensor")
-    same_start: bool = Field(False, description="all sites begin with the same mask")
-    neighbours: Literal["random", "ring", "full"] = Field("random", description="whose models a site is given")
-    count: int = Field(2, ge=1, description="number of random neighbours")
-    anneal: float = Field(0.5, ge=0, le=1, description="share of a tensor's live entries that moves in round 1")
-    regrow: Literal["gradient", "random"] = Field("gradient", description="where dropped entries come back")
+    sparsity: float = Field(0.5, ge=0, lt=1, description="share of a personal model's maskable entries that is off")
+    layer_density: Literal["erk", "uniform"] = Field("erk", description="density of each tensor")
+    shared_initial_mask: bool = Field(False, description="all sites start with the same mask")
+    neighbours: Literal["random", "ring", "full"] = Field(
+        "random", description="the sites whose models a site receives"
+    )
+    num_neighbours: int = Field(2, ge=1, description="number of random neighbours")
+    initial_drop_fraction: float = Field(
+        0.5, ge=0, le=1, description="alpha: share of a tensor's live entries that moves in round 1; falls to 0"
+    )
+    regrow: Literal["gradient", "random"] = Field("gradient", description="how the entries to regrow are chosen")
     maskable: MaskPreset = Field("all_trainable", description="which parameters a personal mask covers")
 
-    def drop_ratio(self, r: int) -> float:
-        """``anneal / 2 * (1 + cos(pi * r / T))`` for the 0-based round ``r``."""
-        return self.anneal / 2 * (1 + math.cos(math.pi * r / self.rounds))
+    def compute_drop_fraction(self, r: int) -> float:
+        """Return the share of live entries that moves in the 0-based round ``r`` (cosine annealing)."""
+        return compute_cosine_fraction(self.initial_drop_fraction, r, self.rounds)
 
 
 @dataclass(frozen=True)
 class State:
-    """``weights`` and ``masks`` ``(K, P)``: one row for each of ``owners``; a row is zero outside its mask."""
+    """The personal models.
+
+    Attributes:
+        round: the next round, 1-based.
+        owners: names of the ``K`` sites.
+        weights: float32 ``(K, P)``, one row for each owner, zero outside its mask.
+        masks: bool ``(K, P)``.
+    """
 
     round: int
     owners: tuple[str, ...]
@@ -48,8 +61,9 @@ class State:
     masks: Tensor
 
 
-class DisPFL(Method[State]):
-    """Each site trains inside its mask, drops its smallest weights and regrows as many elsewhere."""
+@final
+class DisPFL(Method[Config, State]):
+    """Each site trains inside its mask, drops its smallest weights and regrows as many entries elsewhere."""
 
     name = "dispfl"
     Config = Config
@@ -60,88 +74,82 @@ class DisPFL(Method[State]):
         density = 1 - self.config.sparsity
         densities = (
             compute_erk_densities(self.layout, maskable, density)
-            if self.config.layers == "erk"
-            else {entry.name: density for entry in self.layout.tensors}
+            if self.config.layer_density == "erk"
+            else {tensor.name: density for tensor in self.layout.tensors}
         )
         rows = []
         for name in owners:
-            draw = make_generator(self.seed, "dispfl mask", "" if self.config.same_start else name)
-            rows.append((draw_random_mask(self.layout, maskable, densities, draw) | ~maskable).bits)
+            generator = make_generator(self.seed, "dispfl mask", "" if self.config.shared_initial_mask else name)
+            rows.append((draw_random_mask(self.layout, maskable, densities, generator) | ~maskable).bits)
         masks = torch.stack(rows)
         return State(1, owners, weights * masks, masks)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
-        if state.round > self.config.rounds:
-            return None
-        owning = [name for name in sites if name in state.owners]
-        active = sample_sites(owning, self.config.participation, self.seed, state.round)
-        return {name: self._request("train", state, name, active) for name in active}
+    def select_sites(self, state: State, sites: Sequence[str]) -> list[str]:
+        return super().select_sites(state, [name for name in sites if name in state.owners])
 
-    def _request(self, kind: str, state: State, name: str, active: Sequence[str]) -> Assignment:
-        """w~ (.) m_k: the sum of the neighbours' weights over the number of neighbours that hold a coordinate."""
-        rows = [state.owners.index(other) for other in self._met(state, name, active)]
-        held = state.masks[rows].sum(0)
-        mean = state.weights[rows].double().sum(0) / held.clamp_min(1)
+    def ask_round(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+        active = self.select_sites(state, sites)
+        return {name: self._build_personal_assignment(state, name, active) for name in active}
+
+    def _build_personal_assignment(self, state: State, name: str, active: Sequence[str]) -> Assignment:
+        """Return a site's mask and, inside it, the average over the neighbours that hold an entry."""
+        rows = [state.owners.index(other) for other in self._select_neighbours(state, name, active)]
+        num_owners = state.masks[rows].sum(0)
+        average = state.weights[rows].double().sum(0) / num_owners.clamp_min(1)
         mask = Mask(state.masks[state.owners.index(name)])
-        return Assignment(Request(kind, state.round, Patch.from_vector(mean.float(), mask), mask))
+        return Assignment(Request(TRAIN, state.round, Patch.from_vector(average.float(), mask), mask))
 
-    def _met(self, state: State, name: str, active: Sequence[str]) -> list[str]:
-        """The site itself and its neighbours of this round."""
+    def _select_neighbours(self, state: State, name: str, active: Sequence[str]) -> list[str]:
+        """Return the site itself and its neighbours of this round."""
         others = sorted(other for other in state.owners if other != name and other in active)
         if self.config.neighbours == "ring" and others:
-            circle = sorted([*others, name])
-            at = circle.index(name)
-            others = sorted({circle[at - 1], circle[(at + 1) % len(circle)]} - {name})
+            ring = sorted([*others, name])
+            position = ring.index(name)
+            others = sorted({ring[position - 1], ring[(position + 1) % len(ring)]} - {name})
         elif self.config.neighbours == "random":
-            draw = make_generator(self.seed, "dispfl neighbours", state.round, name)
-            order = torch.randperm(len(others), generator=draw)[: self.config.count]
+            generator = make_generator(self.seed, "dispfl neighbours", state.round, name)
+            order = torch.randperm(len(others), generator=generator)[: self.config.num_neighbours]
             others = [others[i] for i in order.tolist()]
         return sorted([name, *others])
 
     def answer(self, request: Request, site: Site) -> Update:
         weights = site.train(site.weights, request.trainable, self.config.training, request.round)
-        mask = self._evolve(request, site, weights)
-        kept = mask & request.trainable  # what has just regrown starts at zero
-        return Update(Patch.from_vector(weights * kept.bits, mask), "weights", site.num_examples)
+        mask = self._evolve_mask(request, site, weights)
+        # An entry that has just regrown starts at zero.
+        kept = mask & request.trainable
+        return Update(Patch.from_vector(weights * kept.bits, mask), self.update_content, site.num_examples)
 
-    def _evolve(self, request: Request, site: Site, weights: Tensor) -> Mask:
-        """Per tensor: drop the smallest live weights, regrow as many; the count stays."""
+    def _evolve_mask(self, request: Request, site: Site, weights: Tensor) -> Mask:
+        """Return the site's next mask."""
         maskable = Mask.from_preset(self.layout, self.config.maskable)
-        ratio = self.config.drop_ratio(request.round - 1)
-        growth = self._growth(request, site, weights)
-        live = request.trainable & maskable
-        for entry in self.layout.tensors:
-            tensor = Mask.from_tensors(self.layout, lambda e, wanted=entry: e is wanted) & maskable  # type: ignore[misc]
-            held = live & tensor
-            moving = min(math.ceil(ratio * held.count), tensor.count - held.count)
-            if moving > 0:
-                kept = held - top_k(-weights.abs(), moving, held)
-                live = (live - held) | kept | top_k(growth, moving, tensor - kept)
-        return live | (request.trainable - maskable)
+        growth = self._score_growth(request, site, weights)
+        fraction = self.config.compute_drop_fraction(request.round - 1)
+        return drop_and_regrow(self.layout, request.trainable, maskable, weights, growth, fraction)
 
-    def _growth(self, request: Request, site: Site, weights: Tensor) -> Tensor:
-        """Scores of empty places: the gradient's size on one minibatch, or chance."""
+    def _score_growth(self, request: Request, site: Site, weights: Tensor) -> Tensor:
+        """Return scores ``(P,)`` for regrowing: the gradient's magnitude on one minibatch, or random numbers."""
         if self.config.regrow == "random":
             return torch.rand(self.layout.size, generator=make_generator(self.seed, "regrow", site.name, request.round))
         return next(site.compute_gradients(weights, self.config.training.batch_size, 1, request.round)).abs()
 
-    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
+    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         weights, masks = state.weights.clone(), state.masks.clone()
-        for update in updates:
-            row = state.owners.index(update.site)
-            masks[row] = update.patch.mask.bits
-            weights[row] = update.patch.to_vector()
+        for contribution in contributions:
+            row = state.owners.index(contribution.site)
+            masks[row] = contribution.patch.mask.bits
+            weights[row] = contribution.patch.to_vector()
         return State(state.round + 1, state.owners, weights, masks)
 
     def model(self, state: State) -> Patch:
-        """Where a single model is asked for: the average over the holders of each coordinate."""
-        held = state.masks.sum(0)
-        return Patch.from_vector((state.weights.double().sum(0) / held.clamp_min(1)).float(), Mask(held > 0))
+        """Return one model for all: for each entry, the average over the sites that hold it."""
+        num_owners = state.masks.sum(0)
+        average = state.weights.double().sum(0) / num_owners.clamp_min(1)
+        return Patch.from_vector(average.float(), Mask(num_owners > 0))
 
     def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
-        personal = {}
+        assignments = {}
         for name, weights, row in zip(state.owners, state.weights, state.masks, strict=True):
             if name in sites:
                 mask = Mask(row)
-                personal[name] = Assignment(Request(EVALUATE, state.round, Patch.from_vector(weights, mask), mask))
-        return personal
+                assignments[name] = Assignment(Request(EVALUATE, state.round, Patch.from_vector(weights, mask), mask))
+        return assignments

@@ -1,16 +1,22 @@
-"""DSSGD (Shokri and Shmatikov 2015, distributed selective SGD): each site uploads its largest changes, one by one."""
+"""DSSGD (Shokri and Shmatikov 2015): distributed selective SGD; a site uploads its largest changes.
+
+"Privacy-Preserving Deep Learning", CCS 2015; docs/algorithms.md, section 3.9. Sites download everything (download rate
+1), so the paper's decay of update counters has no effect and no setting.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import final
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor
 
+from ..exchange import Contribution
 from ..mask import Mask, floor_fraction, top_k
 from ..training import Site
 from .method import MethodConfig
-from .scbf import SCBF, Aggregation
+from .support.selective import Aggregation, SelectiveMethod, SelectiveState, aggregate_revealed
 
 
 class Config(MethodConfig):
@@ -18,20 +24,16 @@ class Config(MethodConfig):
     aggregation: Aggregation = Field("sum", description="sum (the paper), mean or count; as in scbf")
 
 
-class DSSGD(SCBF):
-    """As SCBF, but parameters are chosen one by one, by the size of their change; running statistics always travel.
-
-    Sites download everything (download rate 1), so the paper's decay of update counters has no effect and no setting.
-    """
+@final
+class DSSGD(SelectiveMethod[Config]):
+    """Sites return the single parameters that changed most, and all running statistics; the server adds the deltas."""
 
     name = "dssgd"
-    Config: ClassVar[type[MethodConfig]] = Config
-    SiteConfig: ClassVar[type[BaseModel] | None] = None
+    Config = Config
 
-    def revealed(self, change: Tensor, site: Site, t: int) -> Mask:
-        parameters = Mask.from_tensors(site.layout, lambda entry: entry.role != "buffer")
-        return top_k(change.abs(), floor_fraction(self.config.rate, parameters.count), within=parameters) | ~parameters
+    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
+        parameters = Mask.from_tensors(site.layout, lambda tensor: tensor.role != "buffer")
+        return top_k(delta.abs(), floor_fraction(self.config.rate, parameters.count), within=parameters) | ~parameters
 
-    @property
-    def note(self) -> str:
-        return ""
+    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
+        return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)

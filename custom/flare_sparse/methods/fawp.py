@@ -1,38 +1,36 @@
-"""FAwP: federated averaging with SCBFwP's pruning (Shao et al. 2020, section 4.2); what the pruning buys by itself."""
+"""FAwP (Shao et al. 2020), section 4.2: federated averaging with SCBFwP's pruning, to show the effect of the pruning.
+
+"Stochastic Channel-Based Federated Learning With Neural Network Pruning for Medical Data Privacy Preservation", JMIR
+Form. Res. 4(12):e17265; docs/algorithms.md, section 3.10.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import final
 
-from pydantic import BaseModel
 from torch import Tensor
 
 from ..aggregation.weighted import weigh_by_examples, weighted_sum
 from ..exchange import Contribution
 from ..mask import Mask
 from ..training import Site
-from .method import MethodConfig
-from .scbf import State
-from .scbfwp import Pruning, SCBFwP
+from .support.selective import SelectiveState
+from .support.unit_pruning import PruningConfig, PruningMethod
 
 
-class FAwP(SCBFwP):
-    """Every site uploads all entries of the units that are left; the server averages by examples."""
+@final
+class FAwP(PruningMethod[PruningConfig]):
+    """Every site returns all entries of the remaining units; the server averages, weighted by examples."""
 
     name = "fawp"
-    Config: ClassVar[type[MethodConfig]] = Pruning
-    SiteConfig: ClassVar[type[BaseModel] | None] = None
+    Config = PruningConfig
 
-    def revealed(self, change: Tensor, site: Site, t: int) -> Mask:
-        return Mask.full(change.numel())
+    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
+        return Mask.full(delta.numel())
 
-    def _allowed(self, live: Mask, site: str, on: Mask) -> bool:
-        return on == live
+    def accepts(self, live: Mask, site: str, mask: Mask) -> bool:
+        return mask == live
 
-    def combined(self, state: State, updates: Sequence[Contribution]) -> Tensor:
-        return weighted_sum(updates, weigh_by_examples)
-
-    @property
-    def note(self) -> str:
-        return self._removable_note
+    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
+        return weighted_sum(contributions, weigh_by_examples)

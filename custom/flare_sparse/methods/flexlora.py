@@ -1,14 +1,14 @@
-"""FlexLoRA (Bai et al. 2024): the server averages the products ``B_k A_k`` and decomposes the average by SVD.
+"""FlexLoRA (Bai et al. 2024): the server averages the products ``B_k A_k`` and decomposes them by SVD.
 
-"Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources", arXiv 2402.11505. Each
-site gets the best approximation of the rank that it can afford. Every site's factors leave it whole.
+"Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources", arXiv 2402.11505;
+docs/algorithms.md, section 4.9. Each site receives the best approximation of the rank that it can afford. The server
+sees all factors of every site.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 import torch
 from pydantic import Field
@@ -16,83 +16,81 @@ from torch import Tensor
 
 from ..aggregation.weighted import weigh_by_examples, weighted_sum
 from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ..mask import Mask
 from ..training import Site
-from .method import sample_sites
+from .method import TRAIN, ModelState, train_locally
 from .support.lora import RankedConfig, RankedMethod
 
 
 class Config(RankedConfig):
     split: Literal["balanced", "left"] = Field(
-        "balanced", description="where the singular values go: sqrt(S) into both factors, or all of S into B"
+        "balanced", description="which factors take the singular values: sqrt(S) in each, or all of S in B"
     )
 
 
-@dataclass(frozen=True)
-class State:
-    """``weights``: after the first round, slot ``i`` of a module is its ``i``-th singular direction."""
+@final
+class FlexLoRA(RankedMethod[Config, ModelState]):
+    """A site of rank r_k receives, trains and returns the first r_k slots of every module.
 
-    round: int
-    weights: Tensor
-
-
-class FlexLoRA(RankedMethod[State]):
-    """A site of rank r_k holds, trains and sends the first r_k slots of every module."""
+    After the first round, slot ``i`` of a module in ``state.weights`` is its ``i``-th singular direction.
+    """
 
     name = "flexlora"
     Config = Config
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights)
+    def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
+        return ModelState(1, weights)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
-        if state.round > self.config.rounds:
-            return None
-        return self._requests("train", state, sample_sites(sites, self.config.participation, self.seed, state.round))
+    def ask_round(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
+        return self._build_assignments(TRAIN, state, self.select_sites(state, sites))
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
-        """Every site judges the model of its own rank."""
-        return self._requests(EVALUATE, state, sites)
+    def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
+        """Return the request to evaluate the model of each site's own rank."""
+        return self._build_assignments(EVALUATE, state, sites)
 
-    def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
-        """One question for each rank that is asked."""
-        ranks = {site: self.config.rank_of(site) for site in sites}
-        masks = {rank: self.held(rank) for rank in set(ranks.values())}
-        asked = {
-            rank: Assignment(Request(kind, state.round, Patch.from_vector(state.weights, on), on), UpdateSpec(mask=on))
-            for rank, on in masks.items()
+    def _build_assignments(self, kind: str, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
+        """Return an assignment for each site, one object for each rank."""
+        ranks = {site: self.config.get_rank(site) for site in sites}
+        masks = {rank: self.select_first_ranks(rank) for rank in set(ranks.values())}
+        assignments = {
+            rank: Assignment(
+                Request(kind, state.round, Patch.from_vector(state.weights, mask), mask), UpdateSpec(mask=mask)
+            )
+            for rank, mask in masks.items()
         }
-        return {site: asked[rank] for site, rank in ranks.items()}
+        return {site: assignments[rank] for site, rank in ranks.items()}
 
     def answer(self, request: Request, site: Site) -> Update:
-        on = self.check_affordable(request, site)
-        trained = site.train(site.weights, on, self.config.training, request.round)
-        return Update(Patch.from_vector(trained, on), "weights", site.num_examples)
+        mask = self.check_affordable(request, site)
+        return train_locally(request, site, self.config.training, trainable=mask)
 
-    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
-        weights = weighted_sum(updates, weigh_by_examples)  # of the rest; the factors are written below
-        shares, vectors = weigh_by_examples(updates), [update.patch.to_vector() for update in updates]
+    def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
+        # The average is the result for entries outside the adapters; the factors are overwritten below.
+        weights = weighted_sum(contributions, weigh_by_examples)
+        shares = weigh_by_examples(contributions)
+        vectors = [contribution.patch.to_vector() for contribution in contributions]
         for adapter in self.slots.adapters:
-            left = torch.cat([w * adapter.matrix(v, "B").double() for w, v in zip(shares, vectors, strict=True)], dim=1)
-            right = torch.cat([adapter.matrix(v, "A").double() for v in vectors])
-            b, a = factorise(left, right, adapter.rank, balanced=self.config.split == "balanced")
-            adapter.matrix(weights, "B").copy_(b)
-            adapter.matrix(weights, "A").copy_(a)
-        return State(state.round + 1, weights)
+            weighted_b = torch.cat(
+                [w * adapter.view_matrix(v, "B").double() for w, v in zip(shares, vectors, strict=True)], dim=1
+            )
+            stacked_a = torch.cat([adapter.view_matrix(v, "A").double() for v in vectors])
+            b, a = factorise(weighted_b, stacked_a, adapter.rank, balanced=self.config.split == "balanced")
+            adapter.view_matrix(weights, "B").copy_(b)
+            adapter.view_matrix(weights, "A").copy_(a)
+        return ModelState(state.round + 1, weights)
 
-    def model(self, state: State) -> Patch:
-        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
+    def model(self, state: ModelState) -> Patch:
+        return Patch.from_vector(state.weights, self.full_mask)
 
 
 def factorise(left: Tensor, right: Tensor, rank: int, *, balanced: bool = True) -> tuple[Tensor, Tensor]:
-    """The best approximation of ``left @ right`` of a rank, as factors; the product is never formed.
+    """Return the factors of the best approximation of ``left @ right`` of a rank, without forming the product.
 
     With ``left = Q R`` and ``right.T = P T`` the singular values are those of the small ``R T.T``.
 
     Args:
         left: ``(d1, n)``.
         right: ``(n, d2)``.
-        rank: of the result; directions beyond those that there are stay zero.
+        rank: rank of the result; directions beyond the rank of the product are zero.
         balanced: sqrt(S) in both factors; otherwise all of S in the left one.
 
     Returns:
@@ -102,8 +100,8 @@ def factorise(left: Tensor, right: Tensor, rank: int, *, balanced: bool = True) 
     p, t = torch.linalg.qr(right.T)
     u, s, v = torch.linalg.svd(r @ t.T, full_matrices=False)
     kept = min(rank, s.numel())
-    into_left, into_right = (s.sqrt(), s.sqrt()) if balanced else (s, torch.ones_like(s))
+    scale_left, scale_right = (s.sqrt(), s.sqrt()) if balanced else (s, torch.ones_like(s))
     b, a = left.new_zeros(left.shape[0], rank), right.new_zeros(rank, right.shape[1])
-    b[:, :kept] = (q @ u * into_left)[:, :kept]
-    a[:kept] = ((p @ v.T) * into_right).T[:kept]
+    b[:, :kept] = (q @ u * scale_left)[:, :kept]
+    a[:kept] = ((p @ v.T) * scale_right).T[:kept]
     return b, a

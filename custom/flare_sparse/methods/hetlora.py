@@ -1,9 +1,9 @@
-"""HetLoRA (Cho et al. 2024): sites of different ranks, zero-padded, averaged by size, truncated on the way down.
+"""HetLoRA (Cho et al. 2024): sites of different ranks; factors are zero-padded, averaged by size, then truncated.
 
-"Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", arXiv 2401.06432. A site whose last ranks
-shrink gives them up. Every site's factors leave it whole.
-
-The penalty that pushes a site's last ranks down is left out: LoRA-A2's comparison gives gamma = 0.99 and no strength.
+"Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", arXiv 2401.06432; docs/algorithms.md,
+section 4.10. A site gives up its last ranks where they shrink. The server sees all factors of every site. The penalty
+that pushes a site's last ranks down is left out: the comparison of Koo et al. 2025 gives gamma = 0.99 and no strength
+of the penalty.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import final
 
 import torch
 from pydantic import Field
@@ -21,7 +21,7 @@ from ..aggregation.weighted import normalize_capped, weigh_by_examples, weighted
 from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
 from ..training import Site
-from .method import sample_sites
+from .method import TRAIN
 from .support.lora import RankedConfig, RankedMethod
 
 
@@ -32,7 +32,14 @@ class Config(RankedConfig):
 
 @dataclass(frozen=True)
 class State:
-    """``ranks``: what each of ``owners``, the sites that have answered, has left."""
+    """The model and the current ranks.
+
+    Attributes:
+        round: the next round, 1-based.
+        weights: float32 ``(P,)``.
+        owners: names of the sites that have contributed.
+        ranks: the rank of each of them after its last update.
+    """
 
     round: int
     weights: Tensor
@@ -40,8 +47,9 @@ class State:
     ranks: tuple[int, ...]
 
 
-class HetLoRA(RankedMethod[State]):
-    """A site of rank r_k holds, trains and sends the first r_k slots of every module, perhaps fewer the next time."""
+@final
+class HetLoRA(RankedMethod[Config, State]):
+    """A site of rank r_k receives and trains the first r_k slots of every module, and returns them or fewer."""
 
     name = "hetlora"
     Config = Config
@@ -49,81 +57,79 @@ class HetLoRA(RankedMethod[State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, (), ())
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
-        if state.round > self.config.rounds:
-            return None
-        return self._requests("train", state, sample_sites(sites, self.config.participation, self.seed, state.round))
+    def ask_round(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+        return self._build_assignments(TRAIN, state, self.select_sites(state, sites))
 
     def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
-        """Every site judges the model of its own rank."""
-        return self._requests(EVALUATE, state, sites)
+        """Return the request to evaluate the model of each site's own rank."""
+        return self._build_assignments(EVALUATE, state, sites)
 
-    def _requests(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
-        """Truncation: the first r_k slots; one question for each rank that is asked."""
-        left = dict(zip(state.owners, state.ranks, strict=True))
-        ranks = {name: min(self._initial(name), left.get(name, self.slots.rank)) for name in sites}
-        asked = {}
-        for rank in set(ranks.values()):
-            on, fewer = self.held(rank), self.held(self.pruned(rank))
-            fits, least = partial(_among, (on, fewer)), partial(_entries, fewer)
-            asked[rank] = Assignment(
-                Request(kind, state.round, Patch.from_vector(state.weights, on), on),
-                UpdateSpec(accepts=fits, min_entries=least),
-            )
-        return {name: asked[rank] for name, rank in ranks.items()}
+    def _build_assignments(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+        """Return the truncated model for each site, one object for each rank."""
+        current = dict(zip(state.owners, state.ranks, strict=True))
+        ranks = {name: min(self._get_initial_rank(name), current.get(name, self.slots.rank)) for name in sites}
+        assignments = {rank: self._build_rank_assignment(kind, state, rank) for rank in set(ranks.values())}
+        return {name: assignments[rank] for name, rank in ranks.items()}
 
-    def _initial(self, site: str) -> int:
-        rank: int = self.config.rank_of(site)
-        return min(rank, self.slots.rank)
+    def _build_rank_assignment(self, kind: str, state: State, rank: int) -> Assignment:
+        """Return the first ``rank`` slots; a site returns all of them or those of the decayed rank."""
+        mask, smaller = self.select_first_ranks(rank), self.select_first_ranks(self.decay_rank(rank))
+        expected = UpdateSpec(
+            accepts=lambda _, returned: returned in (mask, smaller), min_entries=lambda _: smaller.count
+        )
+        return Assignment(Request(kind, state.round, Patch.from_vector(state.weights, mask), mask), expected)
 
-    def pruned(self, rank: int) -> int:
-        """The rank that is left when a site gives up its last ones."""
+    def _get_initial_rank(self, site: str) -> int:
+        return min(self.config.get_rank(site), self.slots.rank)
+
+    def decay_rank(self, rank: int) -> int:
+        """Return the rank that remains where a site gives up its last ones."""
         return max(int(self.config.decay * rank), 1)
 
     def answer(self, request: Request, site: Site) -> Update:
-        start, on = site.weights, self.check_affordable(request, site)
-        trained = site.train(start, on, self.config.training, request.round)
-        fewer = self.held(self.pruned(self._rank(on)))
-        tail = on - fewer
-        shrunk = self._size(trained, tail) < self._size(start, tail)
-        return Update(Patch.from_vector(trained, fewer if shrunk else on), "weights", site.num_examples)
+        start, mask = site.weights, self.check_affordable(request, site)
+        trained = site.train(start, mask, self.config.training, request.round)
+        smaller = self.select_first_ranks(self.decay_rank(self._count_ranks(mask)))
+        tail = mask - smaller
+        has_shrunk = self._compute_size(trained, tail) < self._compute_size(start, tail)
+        patch = Patch.from_vector(trained, smaller if has_shrunk else mask)
+        return Update(patch, self.update_content, site.num_examples)
 
-    def _rank(self, on: Mask) -> int:
-        """r_k of a truncated model: the slots that a module has of it."""
-        found = self.slots.find_slots(on & self.slots.factors["A"], "A")
-        return 0 if found is None else int(found.sum()) // self.slots.modules
+    def _count_ranks(self, mask: Mask) -> int:
+        """Return r_k of a truncated model: the number of slots of each module in its mask."""
+        slots = self.slots.find_slots(mask & self.slots.factors["A"], "A")
+        return 0 if slots is None else int(slots.sum()) // self.slots.num_modules
 
-    def _size(self, vector: Tensor, on: Mask) -> float:
-        """``||B|| * ||A||`` of some slots, over all modules."""
-        a, b = (on.bits & self.slots.factors["A"].bits, on.bits & self.slots.factors["B"].bits)
+    def _compute_size(self, vector: Tensor, mask: Mask) -> float:
+        """Return ``||B|| * ||A||`` of the slots in ``mask``, over all modules."""
+        a, b = (mask.bits & self.slots.factors["A"].bits, mask.bits & self.slots.factors["B"].bits)
         return float(torch.linalg.vector_norm(vector[a]) * torch.linalg.vector_norm(vector[b]))
 
-    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
-        weights = weighted_sum(updates, self._by_size if self.config.sparsity_weighted else weigh_by_examples)
+    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+        weights = weighted_sum(
+            contributions, self._weigh_by_size if self.config.sparsity_weighted else weigh_by_examples
+        )
         ranks = dict(zip(state.owners, state.ranks, strict=True))
-        ranks |= {update.site: self._rank(update.patch.mask) for update in updates}
+        ranks |= {contribution.site: self._count_ranks(contribution.patch.mask) for contribution in contributions}
         return State(state.round + 1, weights, tuple(sorted(ranks)), tuple(ranks[name] for name in sorted(ranks)))
 
-    def _by_size(self, updates: Sequence[Contribution]) -> list[float]:
-        """``||B_k A_k||_F`` over their sum; by examples while all are zero."""
-        sizes = [self._product_norm(update.patch.to_vector()) for update in updates]
-        return normalize_capped(sizes, updates[0].max_share) if sum(sizes) > 0 else weigh_by_examples(updates)
+    def _weigh_by_size(self, contributions: Sequence[Contribution]) -> list[float]:
+        """Return ``||B_k A_k||_F`` over their sum; the weights by examples while all products are zero."""
+        sizes = [self._compute_product_norm(contribution.patch.to_vector()) for contribution in contributions]
+        return (
+            normalize_capped(sizes, contributions[0].max_share) if sum(sizes) > 0 else weigh_by_examples(contributions)
+        )
 
-    def _product_norm(self, vector: Tensor) -> float:
-        """Frobenius norm over all modules; ``||B A||^2 = sum((B^T B) * (A A^T))``, so no product is formed."""
+    def _compute_product_norm(self, vector: Tensor) -> float:
+        """Return the Frobenius norm of ``B A`` over all modules.
+
+        ``||B A||^2 = sum((B^T B) * (A A^T))``, so no product is formed.
+        """
         total = 0.0
         for adapter in self.slots.adapters:
-            a, b = adapter.matrix(vector, "A").double(), adapter.matrix(vector, "B").double()
+            a, b = adapter.view_matrix(vector, "A").double(), adapter.view_matrix(vector, "B").double()
             total += float(((b.T @ b) * (a @ a.T)).sum())
         return math.sqrt(max(total, 0.0))
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)
-
-
-def _entries(fewer: Mask, _site: str) -> int:
-    return fewer.count
-
-
-def _among(allowed: Sequence[Mask], _site: str, on: Mask) -> bool:
-    return on in allowed

@@ -1,32 +1,29 @@
-"""Local-only training: what a site reaches alone, with the rounds, epochs and seeds of the federated methods."""
+"""Local-only training: the lower bound, in which every site trains alone.
+
+Rounds, epochs and random orders are those of the federated methods (docs/algorithms.md, section 7.3).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import final
 
 from torch import Tensor
 
 from ..exchange import Assignment, Contribution, Patch, Request, Update
 from ..training import Site
-from .method import Method, broadcast
+from .method import Method, MethodConfig, ModelState, broadcast
 
 
-@dataclass(frozen=True)
-class State:
-    weights: Tensor
-
-
-class LocalOnly(Method[State]):
-    """The lower bound: one question, ``rounds`` rounds of training at the site, metrics back, no weights."""
+@final
+class LocalOnly(Method[MethodConfig, ModelState]):
+    """One request: each site trains alone for all rounds and returns metrics; no weights travel to the server."""
 
     name = "local_only"
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(weights)
-
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
-        return None
+    def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
+        # No round is exchanged, so training is over for the server before the first request.
+        return ModelState(self.config.rounds + 1, weights)
 
     def answer(self, request: Request, site: Site) -> Update:
         weights = site.weights
@@ -34,12 +31,12 @@ class LocalOnly(Method[State]):
             weights = site.train(weights, request.trainable, self.config.training, t)
         return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, site.evaluate(weights))
 
-    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
+    def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
         return state
 
-    def model(self, state: State) -> Patch:
+    def model(self, state: ModelState) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
         model = self.model(state)
         return broadcast(sites, Assignment(Request("train_alone", self.config.rounds, model, model.mask)))

@@ -1,7 +1,8 @@
-"""LoRA-A2 (Koo et al. 2025), Algorithms 1 and 2: adapters whose factors train in turn, only the ranks that matter sent.
+"""LoRA-A2 (Koo et al. 2025), Algorithms 1 and 2: factors train in turn; only the ranks that matter are sent.
 
-"Towards Robust and Efficient Federated Low-Rank Adaptation with Heterogeneous Clients", ACL 2025, arXiv 2410.22815. A
-site trains and sends the ranks that its trial epoch moved most; the server learns which those are and how they changed.
+"Towards Robust and Efficient Federated Low-Rank Adaptation with Heterogeneous Clients", ACL 2025, arXiv 2410.22815;
+docs/algorithms.md, sections 4.1 to 4.7. A site trains and returns the ranks that its trial epoch moved most; the server
+sees which those are and their deltas.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, final
 
 import torch
 from pydantic import Field
@@ -18,26 +19,26 @@ from torch import Tensor
 from ..aggregation.weighted import weigh_by_examples, weighted_sum
 from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
-from ..scores.ranks import Factor, choose_slots, compute_contribution
+from ..scores.ranks import Factor, compute_slot_scores, select_slots
 from ..training import Site, TrainingConfig
-from .method import broadcast, sample_sites
+from .method import broadcast, train_locally
 from .support.lora import RankedConfig, RankedMethod
 
 
 class Config(RankedConfig):
     budget: Literal["slots", "scalars"] = Field(
         "slots",
-        description="what r_k buys: r_k * N slots over the whole model (the paper), or as many scalars as r_k ranks of "
+        description="unit of r_k: r_k * N slots over the whole model (the paper), or as many scalars as r_k ranks of "
         "every module have, chosen by score per scalar",
     )
     score: Literal["contribution", "magnitude", "sensitivity"] = Field(
         "contribution",
-        description="of a slot: ||dB_i A_i||; ||dB_i|| alone; or the sum of |weight * gradient| (Table 9)",
+        description="score of a slot: ||dB_i A_i||; ||dB_i|| alone; or the sum of |weight * gradient| (Table 9)",
     )
     trial: Literal["epochs", "gradient"] = Field(
-        "epochs", description="what the change is: that of trial_epochs, or one full-batch gradient"
+        "epochs", description="what the scores are computed from: the delta of trial_epochs, or a full-batch gradient"
     )
-    trial_epochs: int = Field(1, ge=1, description="epochs that only choose the ranks; they are taken back")
+    trial_epochs: int = Field(1, ge=1, description="epochs that only score the ranks; their result is discarded")
     b_lr_ratio: float = Field(5.0, gt=0, description="eta_B / eta_A; training.lr is eta_A")
     schedule: Literal["alternate", "b_only"] = Field(
         "alternate", description="B in odd rounds and A in even ones, or always B (FFA-LoRA)"
@@ -46,114 +47,127 @@ class Config(RankedConfig):
 
 @dataclass(frozen=True)
 class State:
-    """``changed``: the entries that the last commit may have moved; the sites hold all others."""
+    """The model and the entries of its last change.
+
+    Attributes:
+        round: the next round, 1-based.
+        weights: float32 ``(P,)``.
+        changed: the entries that the last round may have changed; sites that took part in it hold all others.
+    """
 
     round: int
     weights: Tensor
     changed: Mask
 
 
-class LoRAA2(RankedMethod[State]):
-    """Alternating freeze and adaptive rank selection; what is neither factor (a head that trains) travels dense."""
+@final
+class LoRAA2(RankedMethod[Config, State]):
+    """Sites train one factor in turn, in the slots with the highest scores; a trained head is sent in full."""
 
     name = "lora_a2"
     Config = Config
+    update_content = "delta"
 
-    def active(self, t: int) -> Factor:
-        """B first: while B is zero the gradient of A is (ALGORITHMS 3.4 #4)."""
+    def get_active_factor(self, t: int) -> Factor:
+        """Return the factor that trains in round ``t``.
+
+        B is first, since A has no gradient while B is zero (docs/algorithms.md, section 4.6, deviation 3).
+        """
         return "B" if t % 2 or self.config.schedule == "b_only" else "A"
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, self.full_mask)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
-        if state.round > self.config.rounds:
-            return None
-        asked = sample_sites(sites, self.config.participation, self.seed, state.round)
-        return broadcast(asked, self._request("train", state))
-
     def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
-        return broadcast(sites, self._request(EVALUATE, state))
+        return broadcast(sites, self.build_assignment(EVALUATE, state))
 
-    def _request(self, kind: str, state: State) -> Assignment:
-        """Down travels what the last round changed; a newcomer gets both factors."""
-        active = self.active(state.round)
-        changed = Patch.from_vector(state.weights, state.changed, over="previous" if state.round > 1 else "zeros")
-        return Assignment(
-            Request(kind, state.round, changed, self._travelling(active)),
-            UpdateSpec("delta", accepts=partial(self._allowed, active), min_entries=partial(self._fewest, active)),
-            full_model=self.model(state),
+    def build_assignment(self, kind: str, state: State) -> Assignment:
+        """Return an assignment of the last change; a site without the previous model receives both factors."""
+        active = self.get_active_factor(state.round)
+        changed = Patch.from_vector(state.weights, state.changed, "previous" if state.round > 1 else "zeros")
+        expected = UpdateSpec(
+            self.update_content,
+            accepts=partial(self._accepts, active),
+            min_entries=partial(self._count_min_entries, active),
         )
+        request = Request(kind, state.round, changed, self._select_exchanged(active))
+        return Assignment(request, expected, full_model=self.model(state))
 
-    def _travelling(self, active: Factor) -> Mask:
-        return self.slots.factors[active] | self.slots.rest
+    def _select_exchanged(self, active: Factor) -> Mask:
+        """Return the entries that a round may change."""
+        return self.slots.factors[active] | self.slots.other_entries
 
-    def _allowed(self, active: Factor, site: str, on: Mask) -> bool:
-        """An answer is made of whole slots of the active factor, within the site's budget, and all of the rest."""
-        chosen = self.slots.find_slots(on, active)
-        if chosen is None or not self.slots.rest <= on:
+    def _accepts(self, active: Factor, site: str, mask: Mask) -> bool:
+        """Return whether a mask has whole slots of the active factor, within the site's budget, and all of the rest."""
+        slots = self.slots.find_slots(mask, active)
+        if slots is None or not self.slots.other_entries <= mask:
             return False
-        rank: int = min(self.config.rank_of(site), self.slots.rank)
+        rank = min(self.config.get_rank(site), self.slots.rank)
         if self.config.budget == "slots":
-            return int(chosen.sum()) == rank * self.slots.modules
-        widths = self.slots.widths(active)
-        return int(widths[chosen].sum()) <= rank * int(widths.sum()) // self.slots.rank
+            return int(slots.sum()) == rank * self.slots.num_modules
+        widths = self.slots.get_slot_widths(active)
+        return int(widths[slots].sum()) <= rank * int(widths.sum()) // self.slots.rank
 
-    def _fewest(self, active: Factor, site: str) -> int:
-        """Entries of the narrowest slots that a budget of ranks may go to, and of the rest."""
-        slots, widths = self.slots, self.slots.widths(active)
+    def _count_min_entries(self, active: Factor, site: str) -> int:
+        """Return the number of entries of the narrowest slots that fill a site's budget, and of the rest."""
+        slots, widths = self.slots, self.slots.get_slot_widths(active)
         if self.config.budget == "scalars":
-            return slots.rest.count
-        narrowest = widths.sort().values[: min(self.config.rank_of(site), slots.rank) * slots.modules]
-        return int(narrowest.sum()) + slots.rest.count
+            return slots.other_entries.count
+        narrowest = widths.sort().values[: min(self.config.get_rank(site), slots.rank) * slots.num_modules]
+        return int(narrowest.sum()) + slots.other_entries.count
 
     def answer(self, request: Request, site: Site) -> Update:
-        active, start = self.active(request.round), site.weights
-        training = self._training(active)
-        chosen = self._chosen(active, training, request, site) | self.slots.rest
-        trained = site.train(start, chosen, training, request.round)
-        return Update(Patch.from_vector(trained - start, chosen), "delta", site.num_examples)
+        active = self.get_active_factor(request.round)
+        training = self._get_training(active)
+        selected = self._select_slots(active, training, request, site) | self.slots.other_entries
+        return train_locally(request, site, training, self.update_content, trainable=selected)
 
-    def _training(self, active: Factor) -> TrainingConfig:
-        """eta_A, or eta_B = ratio * eta_A (LoRA+)."""
-        training: TrainingConfig = self.config.training
+    def _get_training(self, active: Factor) -> TrainingConfig:
+        """Return the settings with eta_A, or with eta_B = ratio * eta_A (LoRA+)."""
+        training = self.config.training
         return training.model_copy(update={"lr": training.lr * self.config.b_lr_ratio}) if active == "B" else training
 
-    def _chosen(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Mask:
-        """R_k; a budget of all ranks needs no trial."""
+    def _select_slots(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Mask:
+        """Return R_k, the slots that the site trains; a budget of all ranks needs no trial."""
         rank = self.get_site_rank(site)
         if rank >= self.slots.rank:
             return self.slots.factors[active]
-        scores = self._scores(active, training, request, site)
-        return choose_slots(self.slots, scores, rank, active, per_scalar=self.config.budget == "scalars")
+        scores = self._score_slots(active, training, request, site)
+        return select_slots(self.slots, scores, rank, active, per_scalar=self.config.budget == "scalars")
 
-    def _scores(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Tensor:
-        """Of every slot ``(N * r,)``, from a trial whose result is thrown away."""
+    def _score_slots(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Tensor:
+        """Return a score for every slot ``(N * r,)``, from a trial whose result is discarded."""
         start, t = site.weights, request.round
         if self.config.trial == "gradient":
-            change = _gradient(site, start, training, t)
+            delta = _compute_mean_gradient(site, start, training, t)
         else:
-            epochs = training.model_copy(update={"epochs": self.config.trial_epochs})
-            change = site.train(start, request.trainable, epochs, t, stream="trial") - start
+            trial = training.model_copy(update={"epochs": self.config.trial_epochs})
+            delta = site.train(start, request.trainable, trial, t, stream="trial") - start
         if self.config.score == "contribution":
-            return compute_contribution(self.slots, change, start, active)
+            return compute_slot_scores(self.slots, delta, start, active)
         if self.config.score == "magnitude":
-            return self.slots.compute_norms(change, active)
-        weights = start + change if self.config.trial == "epochs" else start
-        return self.slots.compute_sums((weights * _gradient(site, weights, training, t)).abs(), active)
+            return self.slots.compute_norms(delta, active)
+        weights = start + delta if self.config.trial == "epochs" else start
+        sensitivity = (weights * _compute_mean_gradient(site, weights, training, t)).abs()
+        return self.slots.compute_sums(sensitivity, active)
 
-    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
-        """``B += sum_k w_k dB_k`` (Eq. 3); a slot that nobody chose keeps its bits, who did not choose one counts as 0."""
-        travelling = self._travelling(self.active(state.round))
-        weights = torch.where(travelling.bits, state.weights + weighted_sum(updates, weigh_by_examples), state.weights)
-        return State(state.round + 1, weights, travelling)
+    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+        """Return the state after ``B += sum_k w_k dB_k`` (Eq. 3).
+
+        A slot that no site selected keeps its bits; a site that did not select a slot counts with a delta of zero.
+        """
+        exchanged = self._select_exchanged(self.get_active_factor(state.round))
+        weights = torch.where(
+            exchanged.bits, state.weights + weighted_sum(contributions, weigh_by_examples), state.weights
+        )
+        return State(state.round + 1, weights, exchanged)
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)
 
 
-def _gradient(site: Site, weights: Tensor, training: TrainingConfig, t: int) -> Tensor:
-    """``(P,)``: mean gradient over one pass of the site's examples."""
+def _compute_mean_gradient(site: Site, weights: Tensor, training: TrainingConfig, t: int) -> Tensor:
+    """Return the mean gradient ``(P,)`` over one pass of the site's examples."""
     total, count = torch.zeros_like(weights), 0
     for gradient in site.compute_gradients(weights, training.batch_size, None, t):
         total += gradient

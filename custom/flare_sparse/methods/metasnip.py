@@ -1,109 +1,114 @@
-"""MetaSNIP (Lin et al. 2021, section 5.3): MetaGater's backbone without gates, pruned once by SNIP at each target."""
+"""MetaSNIP (Lin et al. 2021), section 5.3: MetaGater's backbone without gates, pruned once by SNIP at each target.
+
+A baseline of "MetaGater: Fast Learning of Conditional Channel Gated Networks via Federated Meta-Learning", arXiv
+2011.12511; docs/algorithms.md, section 6.10.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from ..errors import ConfigError, suggest
-from ..exchange import Assignment, Contribution, Patch, Request, Update
+from ..exchange import Contribution, Patch, Request, Update
 from ..mask import Mask, floor_fraction, top_k
-from ..params import Layout, TensorSpec
+from ..params import TensorSpec
 from ..scores.snip import compute_saliency
 from ..training import Site
-from .metagater import Config as MetaGaterConfig
 from .metagater import MetaGater, State
-from .method import Method
-from .support.adaptation import ask_to_adapt, report_adaptation, take_one_step
+from .support.adaptation import ADAPT, AdaptationMethod, take_one_step
+from .support.meta_learning import MetaLearningConfig
 
 
-class Config(MetaGaterConfig):
-    sparsity: float = Field(0.25, ge=0, lt=1, description="share of the pruned layers' channels or weights that goes")
+class Config(MetaLearningConfig):
+    sparsity: float = Field(0.25, ge=0, lt=1, description="share of the pruned layers' channels or weights")
     unit: Literal["channel", "weight"] = Field("channel", description="what SNIP scores and prunes")
     layers: tuple[str, ...] = Field((), description="convolutions to prune, such as '2.0.conv'; none given: all")
 
 
-class MetaSNIP(Method[State]):
+@final
+class MetaSNIP(AdaptationMethod[Config, State]):
     """Rounds as in MetaGater; a target scores its channels once, prunes the lowest and takes one masked step."""
 
     name = "metasnip"
     Config = Config
+    update_content = "delta"
 
-    def __init__(self, config: MetaGaterConfig, layout: Layout, seed: int = 0):
-        super().__init__(config, layout, seed)
-        self._metagater = MetaGater(config, layout, seed)
+    @cached_property
+    def _metagater(self) -> MetaGater:
+        return MetaGater(self.config, self.layout, self.seed)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return self._metagater.init(weights, sites)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
-        return self._metagater.ask(state, sites)
+    def train(self, request: Request, site: Site) -> Update:
+        return self._metagater.train(request, site)
 
     def answer(self, request: Request, site: Site) -> Update:
-        if request.kind != "adapt":
-            return self._metagater.answer(request, site)
-        update = report_adaptation(site, self.adapt(site, request.trainable))
-        return Update(update.patch, update.content, update.num_examples, {**update.metrics, "pruned": self._pruned})
+        update = super().answer(request, site)
+        if request.kind != ADAPT:
+            return update
+        metrics = {**update.metrics, "pruned": self._pruned_fraction}
+        return Update(update.patch, update.content, update.num_examples, metrics)
 
-    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
-        return self._metagater.learn(state, updates)
-
-    def adapt(self, site: Site, trainable: Mask) -> Tensor:
-        """One SNIP pass on the site's examples, then one step inside the mask."""
-        kept = trainable - self.pruned(site)
-        return take_one_step(site, site.weights * kept.bits, [kept], self.config)
-
-    def pruned(self, site: Site) -> Mask:
-        """The entries that go: in each layer the channels (filter and bias) or weights of the lowest ``|w * grad|``."""
-        batch = self.config.adapt_batch or max(site.num_examples, 1)
-        scores = compute_saliency(site, site.weights, batch_size=batch, batches=1, t=0)
-        gone = torch.zeros(self.layout.size, dtype=torch.bool)
-        for members in self._units:
-            lowest = top_k(-scores[members].sum(1), floor_fraction(self.config.sparsity, len(members)))
-            gone[members[lowest.bits]] = True
-        return Mask(gone)
-
-    @property
-    def _pruned(self) -> float:
-        """The share of units that goes, as it is possible in whole ones."""
-        units = [len(members) for members in self._units]
-        return sum(floor_fraction(self.config.sparsity, n) for n in units) / max(sum(units), 1)
-
-    @cached_property
-    def _units(self) -> list[Tensor]:
-        """Per pruned layer, indices ``(units, n)``."""
-        found = {e.name.removesuffix(".weight"): e for e in self.layout.tensors if _convolution(e)}
-        if unknown := [name for name in self.config.layers if name not in found]:
-            raise ConfigError(
-                f"method.layers: there is no convolution {unknown[0]!r}.{suggest(unknown[0], found)} There are: "
-                f"{', '.join(found) or 'none'}"
-            )
-        return [self._members(name, found[name]) for name in self.config.layers or found]
-
-    def _members(self, name: str, weight: TensorSpec) -> Tensor:
-        start = dict(zip((e.name for e in self.layout.tensors), self.layout.offsets, strict=False))
-        rows = torch.arange(start[weight.name], start[weight.name] + weight.size)
-        if self.config.unit == "weight":
-            return rows.reshape(-1, 1)
-        rows, bias = rows.reshape(weight.shape[0], -1), f"{name}.bias"
-        if bias not in start:
-            return rows
-        return torch.cat([rows, torch.arange(start[bias], start[bias] + weight.shape[0]).reshape(-1, 1)], dim=1)
+    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+        return self._metagater.learn(state, contributions)
 
     def model(self, state: State) -> Patch:
         return self._metagater.model(state)
 
-    def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
-        return ask_to_adapt(self.model(state), sites, self.config)
-
     def count_paper_scalars(self, sites: int) -> int | None:
         return self._metagater.count_paper_scalars(sites)
 
+    def adapt(self, site: Site, trainable: Mask) -> Tensor:
+        """Prune by one SNIP pass over the site's examples, then take one step inside the mask."""
+        live = trainable - self.select_pruned(site)
+        return take_one_step(site, site.weights * live.bits, [live], self.config)
 
-def _convolution(entry: TensorSpec) -> bool:
-    return entry.role == "weight" and len(entry.shape) > 2
+    def select_pruned(self, site: Site) -> Mask:
+        """Return the entries to prune: in each layer the units of the lowest summed ``|w * grad|``."""
+        batch_size = self.config.adapt_batch or max(site.num_examples, 1)
+        scores = compute_saliency(site, site.weights, batch_size=batch_size, batches=1, t=0)
+        bits = torch.zeros(self.layout.size, dtype=torch.bool)
+        for indices in self._units:
+            lowest = top_k(-scores[indices].sum(1), floor_fraction(self.config.sparsity, len(indices)))
+            bits[indices[lowest.bits]] = True
+        return Mask(bits)
+
+    @property
+    def _pruned_fraction(self) -> float:
+        """The share of units that is pruned, in whole units of each layer."""
+        units = [len(indices) for indices in self._units]
+        return sum(floor_fraction(self.config.sparsity, n) for n in units) / max(sum(units), 1)
+
+    @cached_property
+    def _units(self) -> list[Tensor]:
+        """Indices ``(units, n)`` of the units of each layer to prune."""
+        convolutions = {t.name.removesuffix(".weight"): t for t in self.layout.tensors if _is_convolution(t)}
+        if unknown := [name for name in self.config.layers if name not in convolutions]:
+            raise ConfigError(
+                f"method.layers: there is no convolution {unknown[0]!r}.{suggest(unknown[0], convolutions)} There are: "
+                f"{', '.join(convolutions) or 'none'}"
+            )
+        return [self._list_units(name, convolutions[name]) for name in self.config.layers or convolutions]
+
+    def _list_units(self, name: str, weight: TensorSpec) -> Tensor:
+        """Return indices ``(units, n)`` of the filters, each with its bias, or of the single weights."""
+        offsets = dict(zip((tensor.name for tensor in self.layout.tensors), self.layout.offsets, strict=False))
+        indices = torch.arange(offsets[weight.name], offsets[weight.name] + weight.size)
+        if self.config.unit == "weight":
+            return indices.reshape(-1, 1)
+        filters, bias = indices.reshape(weight.shape[0], -1), f"{name}.bias"
+        if bias not in offsets:
+            return filters
+        biases = torch.arange(offsets[bias], offsets[bias] + weight.shape[0]).reshape(-1, 1)
+        return torch.cat([filters, biases], dim=1)
+
+
+def _is_convolution(tensor: TensorSpec) -> bool:
+    return tensor.role == "weight" and len(tensor.shape) > 2

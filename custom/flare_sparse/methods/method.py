@@ -1,52 +1,52 @@
-"""What a method is: settings, a state that is a value, and four verbs.
+"""The interface of a method: its configuration, its state, and the functions of its two halves, server and site.
 
-A toy method, whole (the sites vote, the server counts):
+A complete toy method, in which every site votes for every entry and the server counts the votes:
 
     >>> from dataclasses import dataclass
     >>> import torch
-    >>> from flare_sparse.exchange import Patch, Request, Update
+    >>> from flare_sparse.exchange import Patch, Update
     >>> @dataclass(frozen=True)
     ... class Votes:
     ...     round: int
     ...     total: torch.Tensor
-    >>> class Ballot(Method[Votes]):
+    >>> class Ballot(Method[MethodConfig, Votes]):
     ...     name = "ballot"
+    ...     update_content = "delta"
     ...     def init(self, weights, sites):
     ...         return Votes(1, torch.zeros_like(weights))
-    ...     def ask(self, state, sites):
-    ...         if state.round > self.config.rounds:
-    ...             return None
-    ...         return broadcast(sites, Request("vote", state.round, self.model(state), self.full_mask, "delta"))
     ...     def answer(self, request, site):
-    ...         return Update(Patch.of(torch.ones(site.layout.size), request.trainable), "delta", site.examples)
+    ...         votes = Patch.from_vector(torch.ones(site.layout.size), request.trainable)
+    ...         return Update(votes, self.update_content, site.num_examples)
     ...     def learn(self, state, updates):
     ...         return Votes(state.round + 1, state.total + sum(u.patch.values for u in updates))
     ...     def model(self, state):
-    ...         return Patch.of(state.total, self.full_mask)
+    ...         return Patch.from_vector(state.total, self.full_mask)
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ..aggregation.robust import AggregationRule
 from ..capabilities import Capabilities, local_capabilities
 from ..errors import ConfigError
-from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
+from ..exchange import EVALUATE, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
 from ..params import Layout
 from ..seeds import make_generator
 from ..training import Site, TrainingConfig
 
 MaskPreset = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
-S = TypeVar("S")
+
+TRAIN = "train"
+"""The kind of the request of an ordinary round: train, and return what ``Method.update_content`` names."""
 
 
 class MethodConfig(BaseModel):
@@ -55,53 +55,72 @@ class MethodConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rounds: int = Field(10, ge=1, description="T: rounds of training")
-    participation: float = Field(1.0, gt=0, le=1, description="share of the sites that is asked in a round, at random")
+    participation: float = Field(1.0, gt=0, le=1, description="share of the sites sampled for each round")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how a site trains in a round")
 
     @property
     def min_sites_needed(self) -> int:
-        """Contributions without which a round makes no sense for the method as it is set."""
+        """Fewest contributions with which these settings define a round."""
         return 1
 
     @property
-    def encryption_blocker(self) -> str:
-        """Why the server half must read weights; empty where the next model is the mean by examples of the weights that
-        the sites answer with, all on the entries asked for, and nothing else is ever made of them.
+    def encryption_blocker(self) -> str | None:
+        """Why the server must read the values of updates; None where encryption is possible.
+
+        It is possible where the next model is the mean, weighted by examples, of the weights that the sites return, all
+        of them on the requested entries, and where the server computes nothing else from these weights.
         """
-        return "its server half reads what the sites send"
+        return "the server computes with the values of single updates"
 
 
-class AveragingConfig(MethodConfig):
-    """Settings of methods whose new model is an average of the sites'."""
-
-    aggregation: AggregationRule = Field(
-        default_factory=AggregationRule, description="how the sites' answers become one model"
-    )
+class HasRound(Protocol):
+    """A state that knows the next round."""
 
     @property
-    def min_sites_needed(self) -> int:
-        return self.aggregation.min_sites_needed
-
-    @property
-    def aggregation_blocker(self) -> str:
-        """What of ``aggregation`` needs single answers; empty when nothing does."""
-        rule = self.aggregation.rule
-        return f"aggregation.rule {rule} compares the sites' values" if self.aggregation.needs_single_updates else ""
+    def round(self) -> int:
+        """The next round, 1-based; 0 before training."""
 
 
-class Method(ABC, Generic[S]):
-    """Server half (``init``, ``ask``, ``learn``, ``model``) and site half (``answer``) of one method.
+ConfigT = TypeVar("ConfigT", bound=MethodConfig)
+StateT = TypeVar("StateT", bound=HasRound)
 
-    An instance holds settings only; what the server learns is in the state, a frozen dataclass of tensors, masks,
-    ints and names that is passed in and out. A method runs without FLARE (``rehearsal.py``).
+
+@dataclass(frozen=True)
+class ModelState:
+    """State of a method whose server holds one model.
+
+    Attributes:
+        round: the next round, 1-based.
+        weights: float32 ``(P,)``.
+    """
+
+    round: int
+    weights: Tensor
+
+
+class Method(ABC, Generic[ConfigT, StateT]):
+    """A method: server half (``init``, ``ask``, ``learn``, ``model``) and site half (``answer``).
+
+    An instance holds its settings only. All results of training are in the state, a frozen dataclass of tensors, masks,
+    numbers and names that is passed in and returned. A method runs without FLARE.
+
+    By default a round is one of FedAvg: the sampled sites receive the model, train the entries of its mask and return
+    them. A subclass overrides what its paper changes.
+
+    Attributes:
+        config: the method's settings.
+        layout: layout of the network.
+        seed: seed of the run.
     """
 
     name: ClassVar[str]
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     SiteConfig: ClassVar[type[BaseModel] | None] = None
-    """Settings that a site may set for itself (``site.site_settings``), in its site file under the method's name."""
+    """Settings that a site may choose in its own site file (``site.site_settings``), under the method's name."""
+    update_content: ClassVar[Content] = "weights"
+    """Content of an ordinary update."""
 
-    def __init__(self, config: Any, layout: Layout, seed: int = 0):
+    def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
 
     @cached_property
@@ -110,76 +129,135 @@ class Method(ABC, Generic[S]):
         return Mask.full(self.layout.size)
 
     @abstractmethod
-    def init(self, weights: Tensor, sites: Sequence[str]) -> S:
-        """The state before the first question; ``weights`` ``(P,)``, ``sites`` all that take part."""
+    def init(self, weights: Tensor, sites: Sequence[str]) -> StateT:
+        """Return the state before the first request.
 
-    @abstractmethod
-    def ask(self, state: S, sites: Sequence[str]) -> dict[str, Assignment] | None:
-        """The next question for each site asked, out of those present; None when training is over.
-
-        A broadcast is one Request object for all: it is encoded once. Kind and round name a question to sites that
-        keep something (``site.memory``): the same two again are a further attempt, and what they kept is as before it.
+        Args:
+            weights: initial weights ``(P,)``.
+            sites: all sites of the run.
         """
 
     @abstractmethod
+    def learn(self, state: StateT, contributions: Sequence[Contribution]) -> StateT:
+        """Return the state after a round; ``contributions`` are valid, at least one, in the order of site names."""
+
+    @abstractmethod
+    def model(self, state: StateT) -> Patch:
+        """Return the global model, which is saved and, unless ``ask_final`` is overridden, evaluated."""
+
+    def ask(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment] | None:
+        """Return the next assignment of each sampled site, by site name; None when training is over.
+
+        A broadcast is one object for all sites, so that its message is encoded once. Kind and round identify a request:
+        a site that keeps something between rounds (``site.memory``) takes the same two as a retry and starts from its
+        memory before the first attempt.
+
+        Args:
+            state: the current state.
+            sites: the sites that are connected.
+        """
+        # The only end-of-training guard; methods override ``ask_round``.
+        return None if state.round > self.config.rounds else self.ask_round(state, sites)
+
+    def ask_round(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
+        """Return the assignments of a round, by site name. By default the sampled sites receive the same one."""
+        sampled = self.select_sites(state, sites)
+        return broadcast(sampled, self.build_assignment(TRAIN, state))
+
+    def select_sites(self, state: StateT, sites: Sequence[str]) -> list[str]:
+        """Return the sites that take part in the round, a random sample of the connected ones."""
+        return sample_sites(sites, self.config.participation, self.seed, state.round)
+
+    def build_assignment(self, kind: str, state: StateT) -> Assignment:
+        """Return the assignment of a broadcast. By default all entries of the model are trained and returned."""
+        model = self.model(state)
+        expected = UpdateSpec(self.update_content, mask=model.mask)
+        return Assignment(Request(kind, state.round, model, model.mask), expected)
+
     def answer(self, request: Request, site: Site) -> Update:
-        """At a site: ``site.weights`` holds the vector that came with the request."""
+        """Return a site's update; ``site.weights`` ``(P,)`` is the model of the request.
 
-    @abstractmethod
-    def learn(self, state: S, updates: Sequence[Contribution]) -> S:
-        """The state after a round; ``updates`` are validated, at least one, in site-name order."""
+        By default the site trains the entries ``request.trainable`` and returns them.
+        """
+        return train_locally(request, site, self.config.training, self.update_content)
 
-    @abstractmethod
-    def model(self, state: S) -> Patch:
-        """The global model: what is saved, and judged unless ``judge`` says otherwise."""
-
-    def get_capabilities(self, site: Site) -> Capabilities:
-        """At a site, before it is first asked: what its own choices (``site.site_settings``) let it take part in."""
-        return local_capabilities()
-
-    def configured_for(self, able: Mapping[str, Capabilities]) -> Method[S]:
-        """At the server: this method, for sites that can what they said; the job's settings are not gone beyond."""
-        return self
-
-    def ask_final(self, state: S, sites: Sequence[str]) -> dict[str, Assignment]:
-        """The last question: how good is the result at each site?"""
+    def ask_final(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
+        """Return the last assignment of each site: evaluate the result."""
         model = self.model(state)
         return broadcast(sites, Assignment(Request(EVALUATE, self.config.rounds + 1, model, model.mask)))
 
+    def get_capabilities(self, site: Site) -> Capabilities:
+        """Return the capabilities of a site, given its own settings (``site.site_settings``)."""
+        return local_capabilities()
+
+    def configure_for(self, capabilities: Mapping[str, Capabilities]) -> Self:
+        """Return the method restricted to the sites' capabilities; it never exceeds the job's settings."""
+        return self
+
     @property
     def note(self) -> str:
-        """What people should know of this method on this network before a run; empty when there is nothing."""
+        """Advice for the user before a run with this method and network; may be empty."""
         return ""
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
-        """The model ``(P,)`` that a site, also a new one, makes for itself of the global one, ``site.weights``.
+        """Return the personal model ``(P,)`` that a site, which may be new, derives from the global ``site.weights``.
 
         Args:
             site: trains on its own examples.
             trainable: the live entries of the global model.
 
         Raises:
-            ConfigError: the method has no such step.
+            ConfigError: the method has no adaptation step.
         """
         raise ConfigError(
             f"method {self.name!r} does not adapt its model at a site; train with one that does, such as metagater"
         )
 
     def count_paper_scalars(self, sites: int) -> int | None:
-        """Scalars that travel in a whole run as the paper counts them; None when it gives no rule of its own."""
+        """Return the number of scalars that the paper would count for a whole run; None where it defines no count."""
         return None
 
 
+def train_locally(
+    request: Request,
+    site: Site,
+    training: TrainingConfig,
+    content: Content = "weights",
+    *,
+    trainable: Mask | None = None,
+    steps: int | None = None,
+    proximal_strength: float = 0.0,
+) -> Update:
+    """Train at a site from ``site.weights`` and return the update.
+
+    Args:
+        request: names the round and the entries that may change.
+        site: trains on its own examples.
+        training: optimiser, learning rate, epochs.
+        content: ``"weights"``, or ``"delta"``: trained minus received weights.
+        trainable: the entries to train and return; None: ``request.trainable``.
+        steps: number of minibatches; None: ``training.epochs`` passes.
+        proximal_strength: weight of the proximal term.
+    """
+    mask = request.trainable if trainable is None else trainable
+    trained = site.train(site.weights, mask, training, request.round, steps=steps, proximal_strength=proximal_strength)
+    values = trained - site.weights if content == "delta" else trained
+    return Update(Patch.from_vector(values, mask), content, site.num_examples)
+
+
 def broadcast(sites: Sequence[str], assignment: Assignment) -> dict[str, Assignment]:
-    """The same assignment for every site; one object, so that its message is encoded once."""
+    """Return the same assignment for every site; one object, so that its message is encoded once."""
     return dict.fromkeys(sites, assignment)
 
 
 def sample_sites(sites: Sequence[str], participation: float, seed: int, t: int) -> list[str]:
-    """``max(1, round(participation * n))`` of the sites, drawn by (seed, round) alone: every method asks the same."""
+    """Return ``max(1, round(participation * n))`` of ``n`` sites.
+
+    The sample depends on seed and round ``t`` alone, so every method samples the same sites.
+    """
     names = sorted(sites)
-    wanted = max(1, round(participation * len(names)))
-    if wanted >= len(names):
+    size = max(1, round(participation * len(names)))
+    if size >= len(names):
         return names
-    drawn = torch.randperm(len(names), generator=make_generator(seed, "sample", t))[:wanted]
-    return [names[i] for i in sorted(drawn.tolist())]
+    sample = torch.randperm(len(names), generator=make_generator(seed, "sample", t))[:size]
+    return [names[i] for i in sorted(sample.tolist())]

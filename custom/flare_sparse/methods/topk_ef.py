@@ -1,9 +1,13 @@
-"""Top-k with error feedback (Stich et al. 2018): each site uploads its largest changes and remembers the rest."""
+"""Top-k with error feedback (Stich et al. 2018), Algorithm 1 (Mem-SGD): large entries are sent, the rest is kept.
+
+"Sparsified SGD with Memory", arXiv 1809.07599; docs/algorithms.md, section 7.4.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import final
 
 from pydantic import Field
 from torch import Tensor
@@ -12,7 +16,8 @@ from ..aggregation.weighted import weigh_by_examples, weighted_sum
 from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction, top_k
 from ..training import Site
-from .method import Method, MethodConfig, broadcast, sample_sites
+from .method import Method, MethodConfig
+from .support.masks import unite_masks
 
 
 class Config(MethodConfig):
@@ -21,53 +26,56 @@ class Config(MethodConfig):
 
 @dataclass(frozen=True)
 class State:
-    """``changed``: the entries that the last commit moved; all others are as the sites hold them."""
+    """The model and the entries of its last change.
+
+    Attributes:
+        round: the next round, 1-based.
+        weights: float32 ``(P,)``.
+        changed: the entries that the last round changed; sites that took part in it hold all others.
+    """
 
     round: int
     weights: Tensor
     changed: Mask
 
 
-class TopKEF(Method[State]):
-    """Down travels only what changed; up travel the top ``fraction`` of change plus residual (Algorithm 1, Mem-SGD)."""
+@final
+class TopKEF(Method[Config, State]):
+    """Sites receive the changed entries and return the largest ``fraction`` of delta plus residual."""
 
     name = "topk_ef"
     Config = Config
+    update_content = "delta"
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, self.full_mask)
 
-    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment] | None:
-        if state.round > self.config.rounds:
-            return None
-        changed = Patch.from_vector(state.weights, state.changed, over="previous" if state.round > 1 else "zeros")
-        everything = self.model(state)
-        request = Assignment(
-            Request("train", state.round, changed, everything.mask),
-            UpdateSpec("delta", min_entries=lambda _: self._uploaded),
-            full_model=everything,
+    def build_assignment(self, kind: str, state: State) -> Assignment:
+        changed = Patch.from_vector(state.weights, state.changed, "previous" if state.round > 1 else "zeros")
+        model = self.model(state)
+        return Assignment(
+            Request(kind, state.round, changed, model.mask),
+            UpdateSpec(self.update_content, min_entries=lambda _: self._upload_size),
+            full_model=model,
         )
-        return broadcast(sample_sites(sites, self.config.participation, self.seed, state.round), request)
 
     @property
-    def _uploaded(self) -> int:
-        """Entries of an answer."""
+    def _upload_size(self) -> int:
+        """Number of entries of an update."""
         return floor_fraction(self.config.fraction, self.layout.size)
 
     def answer(self, request: Request, site: Site) -> Update:
         trained = site.train(site.weights, request.trainable, self.config.training, request.round)
-        change = trained - site.weights
+        delta = trained - site.weights
         if "residual" in site.memory:
-            change += site.memory["residual"]
-        chosen = top_k(change.abs(), self._uploaded)
-        site.memory["residual"] = change * ~chosen.bits
-        return Update(Patch.from_vector(change, chosen), "delta", site.num_examples)
+            delta += site.memory["residual"]
+        mask = top_k(delta.abs(), self._upload_size)
+        site.memory["residual"] = delta * ~mask.bits
+        return Update(Patch.from_vector(delta, mask), self.update_content, site.num_examples)
 
-    def learn(self, state: State, updates: Sequence[Contribution]) -> State:
-        changed = updates[0].patch.mask
-        for update in updates[1:]:
-            changed = changed | update.patch.mask
-        return State(state.round + 1, state.weights + weighted_sum(updates, weigh_by_examples), changed)
+    def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
+        weights = state.weights + weighted_sum(contributions, weigh_by_examples)
+        return State(state.round + 1, weights, unite_masks(contribution.patch.mask for contribution in contributions))
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

@@ -1,8 +1,8 @@
-"""Networks by name, built of MONAI and torch parts. A builder is a function of keyword settings."""
+"""Networks by name, built from MONAI and torch modules. A builder is a function of keyword settings."""
 
 from __future__ import annotations
 
 from .config import ModelConfig
-from .registry import MODELS, build
+from .registry import MODELS, build_model
 
-__all__ = ["MODELS", "ModelConfig", "build"]
+__all__ = ["MODELS", "ModelConfig", "build_model"]

@@ -1,4 +1,4 @@
-"""LoRA adapters on any frozen network, by peft: linear layers and 3D convolutions."""
+"""LoRA adapters of peft for linear layers and 3D convolutions of any frozen network."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ if TYPE_CHECKING:
 
 
 class AdapterConfig(BaseModel):
-    """Adapters ``(alpha / rank) * B A`` beside frozen weights; B starts at zero, so the start is the base itself."""
+    """Adapters ``(alpha / rank) * B A`` beside frozen weights; B starts at 0, so training starts at the base model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int = Field(16, ge=1, le=4096, description="r_G: rank of every adapter")
     alpha: float = Field(16.0, gt=0, description="the product is scaled by alpha / rank")
-    init: Literal["kaiming", "gaussian"] = Field("kaiming", description="how A is drawn: peft's default, or N(0, 1/r)")
+    init: Literal["kaiming", "gaussian"] = Field(
+        "kaiming", description="initialisation of A: peft's default, or N(0, 1/r)"
+    )
     targets: tuple[str, ...] = Field(
-        (), description="ends of the names of the modules to adapt, such as query; none: all that can be, but the head"
+        (), description="last parts of the names of the modules to adapt, such as query; none: all but the head"
     )
     head: Literal["frozen", "trained"] = Field(
-        "frozen", description="the last layer: as it is (FFA-LoRA, LoRA-A2), or trained and sent whole"
+        "frozen", description="the last layer: frozen (FFA-LoRA, LoRA-A2), or trained and sent in full"
     )
 
 
-def adaptable(network: nn.Module) -> list[str]:
-    """Names of the linear layers and ungrouped 3D convolutions, in the network's order."""
+def list_adaptable_modules(network: nn.Module) -> list[str]:
+    """Return the names of the linear layers and ungrouped 3D convolutions, in the network's order."""
     return [
         name
         for name, part in network.named_modules()
@@ -38,25 +40,28 @@ def adaptable(network: nn.Module) -> list[str]:
     ]
 
 
-def adapt(network: nn.Module, config: AdapterConfig) -> PeftModel:
-    """The network with adapters, as peft wraps it: everything else is frozen, the head by choice.
+def add_adapters(network: nn.Module, config: AdapterConfig) -> PeftModel:
+    """Add adapters to a network; everything else is frozen, except the head if ``config`` trains it.
 
     Args:
-        network: is changed. Its head is the last module that could be adapted.
-        config: which modules, which rank. A is drawn from torch's global generator.
+        network: the base model; it is modified. Its head is the last module that could have an adapter.
+        config: modules, rank and scale of the adapters. A is drawn from torch's global generator.
+
+    Returns:
+        The network as peft wraps it.
 
     Raises:
-        ConfigError: no module fits, or peft is not installed.
+        ConfigError: no module matches the targets, or peft is not installed.
     """
-    peft = _peft()
-    *body, head = adaptable(network) or [""]
-    chosen = _chosen(body, config.targets) if config.targets else body
-    if not chosen:
+    peft = _import_peft()
+    *body, head = list_adaptable_modules(network) or [""]
+    targets = _select_modules(body, config.targets) if config.targets else body
+    if not targets:
         raise ConfigError("task.adapter: the network has no linear layer or 3D convolution beside its head to adapt")
     settings: dict[str, Any] = {
         "r": config.rank,
         "lora_alpha": config.alpha,
-        "target_modules": chosen,
+        "target_modules": targets,
         "init_lora_weights": "gaussian" if config.init == "gaussian" else True,
         "modules_to_save": [head] if config.head == "trained" else None,
     }
@@ -64,17 +69,17 @@ def adapt(network: nn.Module, config: AdapterConfig) -> PeftModel:
     return adapted
 
 
-def _chosen(body: list[str], targets: tuple[str, ...]) -> list[str]:
-    """Modules that a target ends, as whole parts of their names."""
+def _select_modules(body: list[str], targets: tuple[str, ...]) -> list[str]:
+    """Return the modules whose names end with a target; the target matches whole parts between dots."""
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in body):
             ends = sorted({name.rpartition(".")[2] for name in body})
-            hint = suggest(target, ends) or f" There are, among others: {', '.join(ends[:8])}"
+            hint = suggest(target, ends) or f" Available are, among others: {', '.join(ends[:8])}"
             raise ConfigError(f"task.adapter.targets: no module to adapt ends with {target!r}.{hint}")
     return [name for name in body if any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
-def _peft() -> Any:
+def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:

@@ -6,32 +6,32 @@ from math import prod
 
 from torch import nn
 
-from .blocks import convolution
+from .blocks import build_convolution
 from .fields import Count, Share, Volume
-from .shapes import feature_map, windows
+from .shapes import compute_feature_map_shape, count_windows
 
 
 def alexnet3d(*, volume: Volume = (121, 145, 121), outputs: Count = 1, dropout: Share = 0.5) -> nn.Sequential:
-    """64C-128C-192C-192C-128C with batch normalisation, then 64 hidden units.
+    """Build 3D AlexNet: 64C-128C-192C-192C-128C with batch normalisation, then 64 hidden units.
 
-    For (121, 145, 121) it has 2,570,241 parameters, 2,568,064 of them convolution and linear weights, and the last
-    map is 1x2x1. A smaller or larger volume changes the first linear layer only.
+    For (121, 145, 121) it has 2,570,241 parameters, of which 2,568,064 are convolution and linear weights, and the
+    last feature map is 1x2x1. The volume affects the size of the first linear layer only.
 
     Args:
         volume: (depth, height, width) in voxels.
-        outputs: logits per volume.
-        dropout: before both linear layers.
+        outputs: number of logits per volume.
+        dropout: dropout rate before both linear layers.
 
     Raises:
         ConfigError: the volume is too small.
     """
-    last = feature_map("alexnet3d", volume, _last)
+    last = compute_feature_map_shape("alexnet3d", volume, _compute_last_size)
     return nn.Sequential(
-        nn.Sequential(_convolution(1, 64, kernel=5, stride=2, padding=0), nn.MaxPool3d(3)),
-        nn.Sequential(_convolution(64, 128, padding=0), nn.MaxPool3d(3)),
-        _convolution(128, 192),
-        _convolution(192, 192),
-        nn.Sequential(_convolution(192, 128), nn.MaxPool3d(3)),
+        nn.Sequential(_build_convolution_block(1, 64, kernel=5, stride=2, padding=0), nn.MaxPool3d(3)),
+        nn.Sequential(_build_convolution_block(64, 128, padding=0), nn.MaxPool3d(3)),
+        _build_convolution_block(128, 192),
+        _build_convolution_block(192, 192),
+        nn.Sequential(_build_convolution_block(192, 128), nn.MaxPool3d(3)),
         nn.Flatten(),
         nn.Dropout(dropout),
         nn.Linear(128 * prod(last), 64),
@@ -41,11 +41,13 @@ def alexnet3d(*, volume: Volume = (121, 145, 121), outputs: Count = 1, dropout: 
     )
 
 
-def _convolution(before: int, after: int, kernel: int = 3, stride: int = 1, padding: int = 1) -> nn.Sequential:
-    return convolution(
+def _build_convolution_block(
+    inputs: int, outputs: int, kernel: int = 3, stride: int = 1, padding: int = 1
+) -> nn.Sequential:
+    return build_convolution(
         3,
-        before,
-        after,
+        inputs,
+        outputs,
         strides=stride,
         kernel_size=kernel,
         padding=padding,
@@ -55,8 +57,8 @@ def _convolution(before: int, after: int, kernel: int = 3, stride: int = 1, padd
     )
 
 
-def _last(size: int) -> int:
-    """The size after the last pooling: 121 -> 59 -> 19 -> 17 -> 5 -> 1."""
-    pooled = windows(windows(size, kernel=5, stride=2), kernel=3, stride=3)
-    again = windows(windows(pooled, kernel=3), kernel=3, stride=3)
-    return windows(again, kernel=3, stride=3)
+def _compute_last_size(size: int) -> int:
+    """Return the size of an axis after the last pooling: 121 -> 59 -> 19 -> 17 -> 5 -> 1."""
+    first_pool = count_windows(count_windows(size, kernel=5, stride=2), kernel=3, stride=3)
+    second_pool = count_windows(count_windows(first_pool, kernel=3), kernel=3, stride=3)
+    return count_windows(second_pool, kernel=3, stride=3)

@@ -1,5 +1,6 @@
-"""MONAI's parts of networks, imported when a network is built: MONAI takes seconds and 300 MB, and a site's process that
-builds another network does without.
+"""MONAI modules, imported only when a network is built from them.
+
+Importing MONAI takes seconds and 300 MB, which a process that builds other networks does not need.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from typing import Any
 from torch import nn
 
 
-def convolution(*sizes: int, **settings: Any) -> nn.Sequential:
-    """``monai.networks.blocks.Convolution``: a convolution with normalisation, dropout and activation behind it."""
+def build_convolution(*sizes: int, **settings: Any) -> nn.Sequential:
+    """Build ``monai.networks.blocks.Convolution``: a convolution, then normalisation, dropout and activation."""
     from monai.networks.blocks import Convolution
 
     block: nn.Sequential = Convolution(*sizes, **settings)
     return block
 
 
-def fully_connected(*sizes: Any, **settings: Any) -> nn.Sequential:
-    """``monai.networks.nets.FullyConnectedNet``."""
+def build_fully_connected(*sizes: Any, **settings: Any) -> nn.Sequential:
+    """Build ``monai.networks.nets.FullyConnectedNet``."""
     from monai.networks.nets import FullyConnectedNet
 
     network: nn.Sequential = FullyConnectedNet(*sizes, **settings)

@@ -1,4 +1,4 @@
-"""The section ``model`` of a task: a network and its settings, such as ``{name: mlp, hidden: [64, 32]}``."""
+"""The ``model`` section of a task: a network and its settings, such as ``{name: mlp, hidden: [64, 32]}``."""
 
 from __future__ import annotations
 
@@ -16,66 +16,75 @@ from pydantic import (
 from torch import nn
 
 from ..errors import suggest
-from .gates import GateConfig, gated
-from .registry import MODELS, READS, build, checked, reads
+from .gates import GateConfig, add_gates
+from .registry import INPUT_KINDS, MODELS, build_model, get_input_kind, validate_settings
 
-FROM_TASK = (*READS, "outputs")
+FROM_TASK = (*INPUT_KINDS, "outputs")
 
 
 class ModelConfig(BaseModel):
-    """A network and its own settings. What it reads and its outputs are not among them: the task gives those."""
+    """A network and its settings, without the shape of its input and the number of outputs, which the task sets."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    name: str = Field(description="one of the ready networks")
+    name: str = Field(description="name of a ready-made network")
     gates: GateConfig | None = Field(None, description="channel gates around some layers (MetaGater); null: none")
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, value: Any) -> Any:
-        """Settings checked by the network's builder, defaults filled in, as plain JSON values."""
+    def _complete_settings(cls, value: Any) -> Any:
+        """Validate the settings against the network's builder, fill in defaults, and convert them to JSON values."""
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return value
-        name, own = value["name"], {key: given for key, given in value.items() if key not in ("name", "gates")}
-        if given := sorted(set(own) & set(FROM_TASK)):
-            raise ValueError(f"{given[0]!r} of a model is given by the task; leave it out")
-        placeholder = {"features": 1} if name in MODELS and reads(name) == "features" else {}
-        everything = checked(name, {**placeholder, **own})
-        settings = {key: _plain(v) for key, v in everything.items() if key not in FROM_TASK}
+        name, network_settings = (
+            value["name"],
+            {key: setting for key, setting in value.items() if key not in ("name", "gates")},
+        )
+        if reserved := sorted(set(network_settings) & set(FROM_TASK)):
+            raise ValueError(f"{reserved[0]!r} of a model is set by the task; remove it")
+        # The number of features has no default and comes with the data; any value passes the check of the others.
+        placeholder = {"features": 1} if name in MODELS and get_input_kind(name) == "features" else {}
+        complete = validate_settings(name, {**placeholder, **network_settings})
+        settings = {key: _to_json(v) for key, v in complete.items() if key not in FROM_TASK}
         return {"name": name, **settings, **({"gates": value["gates"]} if "gates" in value else {})}
 
     @model_serializer(mode="wrap")
-    def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A network without gates is written as it was before there were any."""
+    def _omit_empty_gates(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit ``gates`` for a network without gates, so that the field does not enter the run id of such jobs."""
         return {key: value for key, value in dump(self).items() if key != "gates" or value is not None}
 
-    def build(self, **given: Any) -> nn.Module:
-        """The network, freshly initialised.
+    def build(self, **task_settings: Any) -> nn.Module:
+        """Build the network, newly initialised.
 
         Args:
-            given: by the task, such as ``volume=(26, 32, 26), outputs=1``.
+            task_settings: input shape and outputs from the task, such as ``volume=(26, 32, 26), outputs=1``.
 
         Raises:
-            ConfigError: the network does not read what is given, it is too small, or it cannot be gated like this.
+            ConfigError: the network does not take this kind of input, the input is too small, or a layer cannot be
+                gated.
         """
-        network = build(self.name, **given, **(self.model_extra or {}))
-        return network if self.gates is None else gated(network, self.gates)
+        network = build_model(self.name, **task_settings, **(self.model_extra or {}))
+        return network if self.gates is None else add_gates(network, self.gates)
 
 
-def reading(kind: str) -> AfterValidator:
-    """Validator of a task's ``model``: only networks that read ``kind`` (``volume``, ``image`` or ``features``)."""
+def require_input(kind: str) -> AfterValidator:
+    """Return a validator of a task's ``model`` that accepts only networks with this kind of input.
 
-    def fits(model: ModelConfig) -> ModelConfig:
-        if reads(model.name) != kind:
-            fitting = [name for name in MODELS if reads(name) == kind]
+    Args:
+        kind: ``volume``, ``image`` or ``features``.
+    """
+
+    def validate_kind(model: ModelConfig) -> ModelConfig:
+        if get_input_kind(model.name) != kind:
+            suitable = [name for name in MODELS if get_input_kind(name) == kind]
             raise ValueError(
-                f"model {model.name!r} reads {reads(model.name)}, this task gives {kind}; choose one of: "
-                f"{', '.join(fitting)}.{suggest(model.name, fitting)}"
+                f"model {model.name!r} takes {get_input_kind(model.name)}, but this task provides {kind}; choose one "
+                f"of: {', '.join(suitable)}.{suggest(model.name, suitable)}"
             )
         return model
 
-    return AfterValidator(fits)
+    return AfterValidator(validate_kind)
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value

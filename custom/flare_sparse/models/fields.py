@@ -1,4 +1,4 @@
-"""Types and ranges of the networks' settings; a builder's annotations are what a configuration is checked by."""
+"""Types and ranges of the networks' settings; configurations are validated against a builder's annotations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Channel gates (MetaGater, Lin et al. 2021, section 3.1 and appendix F): per example, which channels of a layer live.
+"""Channel gates, which open or close the channels of a layer for each example.
 
-:func:`gated` wraps a convolution, or a block of one convolution with its normalisation, activation and pooling, into a
-:class:`Gated`: ``Q(x) (.) body(x)`` with ``Q(x)`` in {0, 1} per example and output channel. The gate comes after the
-normalisation, which would otherwise rescale the survivors and turn a closed channel into its bias.
+Source: MetaGater, Lin et al. 2021, section 3.1 and appendix F; docs/algorithms.md, section 6.2. :func:`add_gates`
+replaces a convolution, or a block of one convolution with its normalisation, activation and pooling, by a
+:class:`Gated`: ``Q(x) (.) body(x)`` with ``Q(x)`` in {0, 1} per example and output channel. The gate is applied after
+the normalisation, which would otherwise rescale the open channels and turn a closed channel into its bias.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, suggest
-from ..structure.channels import CHANNELWISE, CONVOLUTIONS, NORMS, leaves, run_channels
+from ..structure.channels import CHANNELWISE, CONVOLUTIONS, NORMS, iterate_leaf_modules, run_channels
 
 
 class GateConfig(BaseModel):
-    """Which layers of a network are gated, and how. Symbols as in the paper's appendix F."""
+    """Gated layers of a network and settings of their gates, with the symbols of the paper's appendix F."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -28,18 +29,18 @@ class GateConfig(BaseModel):
     )
     hidden: int = Field(16, ge=1, le=4096, description="units of a gate's hidden layer")
     open_bias: float = Field(
-        1.0, description="bias of the logits at the start; at 1 all channels are open and stay so long"
+        1.0, description="initial bias of the logits; at 1 all channels start open and close only slowly"
     )
-    temperature: float = Field(1.0, gt=0, description="tau of the backward sigmoid")
+    temperature: float = Field(1.0, gt=0, description="tau of the sigmoid of the backward pass")
     noise: bool = Field(False, description="logistic noise on the logits while training (Gumbel softmax)")
-    detach_input: bool = Field(False, description="no gradient from a gate into the layers before it")
+    detach_input: bool = Field(False, description="pass no gradient from a gate to the layers before it")
 
 
 class ChannelGate(nn.Module):
-    """Global average pooling, Linear to ``hidden``, ReLU, Linear to one logit z a channel; open where z > 0.
+    """A gate: global average pooling, linear layer, ReLU, linear layer to one logit z per channel; open where z > 0.
 
-    Backward, the derivative of ``sigmoid(z / temperature)`` (straight-through). The bias of the last layer
-    starts at ``open_bias``: well above 0, all channels are open.
+    The backward pass uses the derivative of ``sigmoid(z / temperature)`` (straight-through estimator). The bias of the
+    last layer starts at ``open_bias``; well above 0, all channels start open.
     """
 
     def __init__(self, inputs: int, outputs: int, config: GateConfig):
@@ -51,14 +52,14 @@ class ChannelGate(nn.Module):
         nn.init.constant_(self.open.bias, config.open_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gates ``(B, outputs)`` in {0, 1} of a feature map ``(B, inputs, ...)``."""
+        """Return the gates ``(B, outputs)`` in {0, 1} for a feature map ``(B, inputs, ...)``."""
         pooled = x.flatten(2).mean(2)
         z = self.open(functional.relu(self.hidden(pooled.detach() if self.detach_input else pooled)))
-        return straight_through(self.noise(z), self.temperature)
+        return binarize_straight_through(self.noise(z), self.temperature)
 
 
-def straight_through(z: Tensor, temperature: float = 1.0) -> Tensor:
-    """1 where ``z > 0``, else 0; the gradient is that of ``sigmoid(z / temperature)``."""
+def binarize_straight_through(z: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return 1 where ``z > 0`` and 0 elsewhere, with the gradient of ``sigmoid(z / temperature)``."""
     hard = (z > 0).to(z.dtype)
     if not (torch.is_grad_enabled() and z.requires_grad):
         return hard
@@ -67,21 +68,24 @@ def straight_through(z: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 class LogisticNoise(nn.modules.dropout._DropoutNd):
-    """Adds Logistic(0, 1) noise, the difference of two Gumbel variables; a kind of dropout: off wherever that is."""
+    """Adds Logistic(0, 1) noise, the difference of two Gumbel variables, in training mode.
+
+    A subclass of torch's dropout base class, so that code that disables dropout disables the noise too.
+    """
 
     def __init__(self) -> None:
         super().__init__(p=0.0)
 
     def forward(self, z: Tensor) -> Tensor:
-        """``z`` with noise while training, else ``z``."""
+        """Return ``z`` with noise in training mode, else ``z``."""
         return z + torch.logit(torch.rand_like(z), eps=1e-6) if self.training else z
 
 
 class Gated(nn.Module):
-    """A block whose output channels its gate opens and closes for each example.
+    """A block whose output channels are opened and closed by a gate for each example.
 
-    Without gradients, channels that are closed for a whole batch are not computed. While all are open the output is the block's, bit for
-    bit; else the smaller convolution may round differently.
+    Without gradients, channels that are closed for a whole batch are not computed. If all channels are open, the
+    output has the bits of the block's; otherwise the smaller convolution may round differently.
     """
 
     def __init__(self, body: nn.Module, gate: ChannelGate):
@@ -89,78 +93,84 @@ class Gated(nn.Module):
         self.body, self.gate = body, gate
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, channels, ...)``."""
-        if torch.is_grad_enabled() or _counts_examples(self.body):  # a closed gate, too, has a gradient
+        """Return the gated output ``(B, channels, ...)``."""
+        # With gradients every channel is computed: the straight-through gradient of a closed gate needs its output.
+        # The body runs before the gate, so that Tape can reuse it when only gates have changed.
+        if torch.is_grad_enabled() or _updates_running_statistics(self.body):
             out = self.body(x)
-            return _times(out, self.gate(x))
+            return _multiply_channels(out, self.gate(x))
         q = self.gate(x)
         live = q.any(0)
         if bool(live.all()):
-            return _times(self.body(x), q)
-        live[0] |= not bool(live.any())  # the map's size must come from some channel
-        return self._skipping(x, q, live.nonzero().squeeze(1))
+            return _multiply_channels(self.body(x), q)
+        # If no channel is open, one is computed anyway, because it determines the spatial size of the output.
+        live[0] |= not bool(live.any())
+        return self._run_live_channels(x, q, live.nonzero().squeeze(1))
 
-    def _skipping(self, x: Tensor, q: Tensor, live: Tensor) -> Tensor:
-        shared = q[:, live]
+    def _run_live_channels(self, x: Tensor, q: Tensor, live: Tensor) -> Tensor:
+        live_gates = q[:, live]
         small = run_channels(self.body, x, live)
-        small = small if bool(shared.all()) else _times(small, shared)
+        small = small if bool(live_gates.all()) else _multiply_channels(small, live_gates)
         full = small.new_zeros((small.shape[0], q.shape[1], *small.shape[2:]))
         return full.index_copy_(1, live, small)
 
 
-def _times(out: Tensor, q: Tensor) -> Tensor:
+def _multiply_channels(out: Tensor, q: Tensor) -> Tensor:
     return out * q.reshape(*q.shape, *[1] * (out.dim() - 2))
 
 
-def _counts_examples(body: nn.Module) -> bool:
-    """Whether the block keeps running statistics of what it sees, so that every channel must see it."""
-    return any(isinstance(part, NORMS) and part.training and part.track_running_stats for part in leaves(body))
+def _updates_running_statistics(body: nn.Module) -> bool:
+    """Return whether a forward pass updates running statistics of the block, which need every channel."""
+    return any(
+        isinstance(part, NORMS) and part.training and part.track_running_stats for part in iterate_leaf_modules(body)
+    )
 
 
-def gated(network: nn.Module, config: GateConfig) -> nn.Module:
-    """The network with its layers ``config.layers`` wrapped, in place; the weights of the backbone stay as they are.
+def add_gates(network: nn.Module, config: GateConfig) -> nn.Module:
+    """Add gates to the layers ``config.layers`` of a network, in place; the weights of the backbone do not change.
 
     Raises:
-        ConfigError: no such layer, not one convolution in it, a part that a gate cannot go around, or a norm behind it.
+        ConfigError: a layer does not exist, does not begin with its only convolution, contains a module that cannot be
+            gated, or is followed by a norm.
     """
-    if twice := [name for name in config.layers if config.layers.count(name) > 1]:
-        raise ConfigError(f"gates.layers: {twice[0]!r} is named twice; name a layer once")
+    if repeated := [name for name in config.layers if config.layers.count(name) > 1]:
+        raise ConfigError(f"gates.layers: {repeated[0]!r} is named twice; name a layer once")
     for name in config.layers:
-        known = dict(network.named_modules())
-        if name not in known or not name:
-            raise ConfigError(f"gates.layers: the network has no layer {name!r}.{suggest(name, known)}")
-        body = known[name]
-        convolution = _convolution(name, body)
+        modules = dict(network.named_modules())
+        if name not in modules or not name:
+            raise ConfigError(f"gates.layers: the network has no layer {name!r}.{suggest(name, modules)}")
+        body = modules[name]
+        convolution = _find_convolution(name, body)
         prefix, _, last = name.rpartition(".")
-        parent = known[prefix]
-        _no_norm_behind(name, parent, body)
+        parent = modules[prefix]
+        _require_no_norm_after(name, parent, body)
         setattr(parent, last, Gated(body, ChannelGate(convolution.in_channels, convolution.out_channels, config)))
     return network
 
 
-def _convolution(name: str, body: nn.Module) -> nn.Conv2d | nn.Conv3d:
-    parts = list(leaves(body))
-    found = [part for part in parts if isinstance(part, CONVOLUTIONS)]
-    if len(found) != 1 or parts[0] is not found[0]:
+def _find_convolution(name: str, body: nn.Module) -> nn.Conv2d | nn.Conv3d:
+    parts = list(iterate_leaf_modules(body))
+    convolutions = [part for part in parts if isinstance(part, CONVOLUTIONS)]
+    if len(convolutions) != 1 or parts[0] is not convolutions[0]:
         raise ConfigError(
-            f"gates.layers: {name!r} holds {len(found)} convolutions; name one, or a block that begins with it"
+            f"gates.layers: {name!r} holds {len(convolutions)} convolutions; name one, or a block that begins with it"
         )
     allowed = (*CONVOLUTIONS, *NORMS, *CHANNELWISE)
-    if odd := [type(part).__name__ for part in parts if not isinstance(part, allowed)]:
+    if forbidden := [type(part).__name__ for part in parts if not isinstance(part, allowed)]:
         raise ConfigError(
-            f"gates.layers: {name!r} holds {odd[0]}, which mixes channels or moves 0; gate a smaller block"
+            f"gates.layers: {name!r} holds {forbidden[0]}, which mixes channels or changes 0; gate a smaller block"
         )
-    if found[0].groups != 1:
+    if convolutions[0].groups != 1:
         raise ConfigError(f"gates.layers: {name!r} is a grouped convolution; gate one with groups=1")
-    return found[0]
+    return convolutions[0]
 
 
-def _no_norm_behind(name: str, parent: nn.Module, body: nn.Module) -> None:
+def _require_no_norm_after(name: str, parent: nn.Module, body: nn.Module) -> None:
     children = list(parent.children())
     following = children[children.index(body) + 1 :]
-    first = next((leaf for part in following for leaf in leaves(part)), None)
-    mixing = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
-    if isinstance(first, mixing):
+    first = next((leaf for part in following for leaf in iterate_leaf_modules(part)), None)
+    norms = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+    if isinstance(first, norms):
         raise ConfigError(
             f"gates.layers: {name!r} is followed by {type(first).__name__}, which would turn a closed channel into its "
             "bias; gate the block that holds both"

@@ -1,4 +1,4 @@
-"""The list of networks, and how settings for one are checked: by the annotations of its builder."""
+"""Registry of networks; a network's settings are validated against the annotations of its builder."""
 
 from __future__ import annotations
 
@@ -30,50 +30,51 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "image_mlp": image_mlp,
     "mlp": mlp,
 }
-"""A builder takes what the network reads (``volume``, ``image`` or ``features``), ``outputs``, and its own settings."""
+"""Builders by name; they take the input shape (``volume``, ``image`` or ``features``), ``outputs`` and settings."""
 
-READS = ("volume", "image", "features")
-
-
-def reads(name: str) -> str:
-    """What a network takes: ``volume``, ``image`` or ``features``."""
-    return next(key for key in READS if key in inspect.signature(MODELS[name]).parameters)
+INPUT_KINDS = ("volume", "image", "features")
 
 
-def build(name: str, **settings: Any) -> nn.Module:
-    """A network by name, freshly initialised.
+def get_input_kind(name: str) -> str:
+    """Return the kind of input that a network takes: ``volume``, ``image`` or ``features``."""
+    return next(kind for kind in INPUT_KINDS if kind in inspect.signature(MODELS[name]).parameters)
+
+
+def build_model(name: str, **settings: Any) -> nn.Module:
+    """Build a network by name, newly initialised.
 
     Args:
         name: key of ``MODELS``.
-        settings: keyword settings of its builder.
+        settings: keyword arguments of its builder.
 
     Raises:
-        ConfigError: no such network or setting, a value out of range, or an input that is too small for the network.
+        ConfigError: the network or a setting does not exist, a value is out of range, or the input is too small.
     """
     try:
-        return MODELS[name](**checked(name, settings)) if name in MODELS else _unknown(name)
+        complete = validate_settings(name, settings)
+        return MODELS[name](**complete)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def checked(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of a network, defaults filled in.
+def validate_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all settings of a network with defaults filled in.
 
     Raises:
-        ValueError: no such network or setting, or a value out of range.
+        ValueError: the network or a setting does not exist, or a value is out of range.
     """
     if name not in MODELS:
-        _unknown(name)
-    schema = _schema(name)
+        raise ValueError(f"no model {name!r}; choose one of: {', '.join(MODELS)}.{suggest(name, MODELS)}")
+    schema = _build_schema(name)
     try:
         return dict(schema.model_validate(dict(settings)))
     except ValidationError as error:
-        problems = [_problem(schema, part) for part in error.errors(include_url=False)]
+        problems = [_describe_problem(schema, part) for part in error.errors(include_url=False)]
         raise ValueError(f"model {name!r}: " + "; ".join(problems)) from error
 
 
 @cache
-def _schema(name: str) -> type[BaseModel]:
+def _build_schema(name: str) -> type[BaseModel]:
     parameters = inspect.signature(MODELS[name], eval_str=True).parameters.values()
     fields: dict[str, Any] = {
         p.name: (p.annotation, ... if p.default is inspect.Parameter.empty else p.default) for p in parameters
@@ -81,13 +82,9 @@ def _schema(name: str) -> type[BaseModel]:
     return create_model(name, __config__=ConfigDict(extra="forbid", frozen=True), **fields)
 
 
-def _problem(schema: type[BaseModel], error: ErrorDetails) -> str:
+def _describe_problem(schema: type[BaseModel], error: ErrorDetails) -> str:
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = list(schema.model_fields)
-        return f"no setting {field!r}.{suggest(field, known)} It has: {', '.join(known)}"
+        settings = list(schema.model_fields)
+        return f"no setting {field!r}.{suggest(field, settings)} It has: {', '.join(settings)}"
     return f"{field}: {error['msg']}, found {error['input']!r}"
-
-
-def _unknown(name: str) -> Any:
-    raise ValueError(f"no model {name!r}; choose one of: {', '.join(MODELS)}.{suggest(name, MODELS)}")

@@ -8,56 +8,60 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .blocks import convolution
+from .blocks import build_convolution
 from .fields import Count, Image
 
 
 class Shortcut(nn.Module):
-    """Option A of the paper: every second pixel, new channels zero; it has no parameters."""
+    """Shortcut of the paper's option A, without parameters: subsampled pixels, and zeros for additional channels."""
 
     def __init__(self, stride: int, new_channels: int):
         super().__init__()
         self.stride, self.new_channels = stride, new_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, C + new, H / stride, W / stride)."""
+        """Map (B, C, H, W) to (B, C + new_channels, H / stride, W / stride)."""
         return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions with batch normalisation beside a shortcut."""
+    """Residual block: two 3x3 convolutions with batch normalisation, added to a shortcut."""
 
-    def __init__(self, before: int, after: int, stride: int):
+    def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
-        self.first = _convolution(before, after, stride, "NA")
-        self.second = _convolution(after, after, 1, "N")
-        self.shortcut = Shortcut(stride, after - before)
+        self.first = _build_convolution_block(inputs, outputs, stride, "NA")
+        self.second = _build_convolution_block(outputs, outputs, 1, "N")
+        self.shortcut = Shortcut(stride, outputs - inputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, before, H, W) to (B, after, H / stride, W / stride)."""
+        """Map (B, inputs, H, W) to (B, outputs, H / stride, W / stride)."""
         return torch.relu(self.second(self.first(x)) + self.shortcut(x))
 
 
 def resnet(depth: int, *, image: Image = (3, 32, 32), outputs: Count = 10) -> nn.Sequential:
-    """Three stages of 16, 32 and 64 channels with (depth - 2) / 6 blocks each, a global mean and a linear layer.
+    """Build three stages of 16, 32 and 64 channels with (depth - 2) / 6 blocks each, a global mean and a linear layer.
 
     Args:
         depth: number of weighted layers, 6n + 2.
-        image: (channels, height, width); the network takes any height and width.
-        outputs: logits per image.
+        image: (channels, height, width); the network accepts any height and width.
+        outputs: number of logits per image.
     """
     stages: list[nn.Module] = []
-    for before, after in ((16, 16), (16, 32), (32, 64)):
-        stages.append(Block(before, after, stride=1 if before == after else 2))
-        stages.extend(Block(after, after, stride=1) for _ in range((depth - 2) // 6 - 1))
+    for inputs, channels in ((16, 16), (16, 32), (32, 64)):
+        stages.append(Block(inputs, channels, stride=1 if inputs == channels else 2))
+        stages.extend(Block(channels, channels, stride=1) for _ in range((depth - 2) // 6 - 1))
     return nn.Sequential(
-        _convolution(image[0], 16, 1, "NA"), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, outputs)
+        _build_convolution_block(image[0], 16, 1, "NA"),
+        *stages,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, outputs),
     )
 
 
-def _convolution(before: int, after: int, stride: int, order: str) -> nn.Sequential:
-    return convolution(
-        2, before, after, strides=stride, kernel_size=3, adn_ordering=order, norm="BATCH", act="RELU", bias=False
+def _build_convolution_block(inputs: int, outputs: int, stride: int, order: str) -> nn.Sequential:
+    return build_convolution(
+        2, inputs, outputs, strides=stride, kernel_size=3, adn_ordering=order, norm="BATCH", act="RELU", bias=False
     )
 
 

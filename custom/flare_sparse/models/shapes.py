@@ -1,4 +1,4 @@
-"""Sizes of feature maps along one axis, and what to say when nothing is left of them."""
+"""Sizes of feature maps, and the error for inputs that are too small."""
 
 from __future__ import annotations
 
@@ -7,53 +7,57 @@ from math import prod
 
 from ..errors import ConfigError
 
-Axis = Callable[[int], int]
-"""Length of the last feature map as a function of the length of the input, along one axis."""
+SizeFunction = Callable[[int], int]
+"""Size of the last feature map along one axis, as a function of the size of the input."""
 
 
-def windows(size: int, kernel: int, stride: int = 1) -> int:
-    """Positions of an unpadded window along an axis of ``size``; 0 when it does not fit.
+def count_windows(size: int, kernel: int, stride: int = 1) -> int:
+    """Return the number of positions of an unpadded window along an axis of ``size``; 0 if it does not fit.
 
-    >>> windows(121, kernel=5, stride=2), windows(2, kernel=3)
+    >>> count_windows(121, kernel=5, stride=2), count_windows(2, kernel=3)
     (59, 0)
     """
     return (size - kernel) // stride + 1 if size >= kernel else 0
 
 
-def feature_map(name: str, shape: Sequence[int], axis: Axis, *, at_least: int = 1) -> tuple[int, ...]:
-    """Shape of a network's last feature map.
+def compute_feature_map_shape(
+    name: str, shape: Sequence[int], compute_size: SizeFunction, *, at_least: int = 1
+) -> tuple[int, ...]:
+    """Return the shape of a network's last feature map.
 
     Args:
-        name: of the network, for the error.
-        shape: of the input, without channels.
-        axis: the network's arithmetic.
-        at_least: fewest elements that the map must have; 2 where an instance normalisation reads it.
+        name: name of the network, for the error.
+        shape: shape of the input, without channels.
+        compute_size: size of the map along one axis.
+        at_least: fewest elements that the map must have; 2 if an instance normalisation reads it.
 
     Raises:
-        ConfigError: nothing would be left; the message names the smallest input of this aspect that works.
+        ConfigError: the input is too small; the message names the smallest input of at least its size that works.
     """
-    last = tuple(axis(size) for size in shape)
+    last = tuple(compute_size(size) for size in shape)
     if min(last) >= 1 and prod(last) >= at_least:
         return last
+    smallest = _find_smallest_input(shape, compute_size, at_least)
     raise ConfigError(
-        f"model {name!r}: input {_text(shape)} is too small, its last feature map would be {_text(last)}; the smallest "
-        f"that works is {_text(_smallest(shape, axis, at_least))}. Give larger images, or choose a smaller model."
+        f"model {name!r}: input {_format_shape(shape)} is too small, its last feature map would be "
+        f"{_format_shape(last)}; the smallest that works is {_format_shape(smallest)}. "
+        "Use larger images, or choose a smaller model."
     )
 
 
-def _smallest(shape: Sequence[int], axis: Axis, at_least: int) -> tuple[int, ...]:
-    """The input grown axis by axis just until it works; an axis that is long enough is left as it is."""
-    grown = [_grow(size, axis, 1) for size in shape]
-    if prod(axis(size) for size in grown) < at_least:
-        grown[-1] = _grow(grown[-1], axis, at_least)
-    return tuple(grown)
+def _find_smallest_input(shape: Sequence[int], compute_size: SizeFunction, at_least: int) -> tuple[int, ...]:
+    """Enlarge an input, axis by axis, until it works; axes that are large enough keep their size."""
+    enlarged = [_enlarge(size, compute_size, 1) for size in shape]
+    if prod(compute_size(size) for size in enlarged) < at_least:
+        enlarged[-1] = _enlarge(enlarged[-1], compute_size, at_least)
+    return tuple(enlarged)
 
 
-def _grow(size: int, axis: Axis, wanted: int) -> int:
-    while axis(size) < wanted:
+def _enlarge(size: int, compute_size: SizeFunction, minimum: int) -> int:
+    while compute_size(size) < minimum:
         size += 1
     return size
 
 
-def _text(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return "x".join(str(size) for size in shape)

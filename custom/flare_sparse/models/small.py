@@ -7,48 +7,48 @@ from math import prod
 
 from torch import nn
 
-from .blocks import convolution, fully_connected
+from .blocks import build_convolution, build_fully_connected
 from .fields import Channels, Count, Features, Image, Share, Units
-from .shapes import feature_map
+from .shapes import compute_feature_map_shape
 
 
 def mlp(*, features: Features, outputs: Count = 1, hidden: Units = (64, 32), dropout: Share = 0.0) -> nn.Sequential:
-    """Fully connected layers with ReLU.
+    """Build fully connected layers with ReLU.
 
     Args:
-        features: numbers in a row.
-        outputs: numbers predicted per row.
-        hidden: units of each hidden layer; none at all makes it a linear model.
-        dropout: after each hidden layer.
+        features: numbers per example.
+        outputs: number of predictions per example.
+        hidden: units of each hidden layer; without hidden layers the network is a linear model.
+        dropout: dropout rate after each hidden layer.
     """
-    return fully_connected(features, outputs, list(hidden), dropout=dropout or None, act="RELU")
+    return build_fully_connected(features, outputs, list(hidden), dropout=dropout or None, act="RELU")
 
 
 def image_cnn(*, image: Image = (1, 28, 28), outputs: Count = 10, channels: Channels = (32, 64)) -> nn.Sequential:
-    """Blocks of 3x3 convolution, ReLU and max-pooling, then one linear layer.
+    """Build blocks of 3x3 convolution, ReLU and max-pooling, then one linear layer.
 
     Args:
         image: (channels, height, width).
-        outputs: logits per image.
-        channels: of the convolutions; each halves the image.
+        outputs: number of logits per image.
+        channels: output channels of the convolutions; each block halves the image.
 
     Raises:
         ConfigError: the image is too small.
     """
-    height, width = feature_map("image_cnn", image[1:], lambda size: size // 2 ** len(channels))
+    height, width = compute_feature_map_shape("image_cnn", image[1:], lambda size: size // 2 ** len(channels))
     blocks = [
-        nn.Sequential(_convolution(before, after), nn.MaxPool2d(2))
-        for before, after in zip((image[0], *channels), channels, strict=False)
+        nn.Sequential(_build_convolution_block(inputs, filters), nn.MaxPool2d(2))
+        for inputs, filters in zip((image[0], *channels), channels, strict=False)
     ]
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(channels[-1] * height * width, outputs))
 
 
 def image_mlp(*, image: Image = (1, 28, 28), outputs: Count = 10, hidden: Units = (100,)) -> nn.Sequential:
-    """Fully connected layers on the pixels; MetaGater's MNIST network is 784-100-10 (Lin et al. 2021, section 5.1).
+    """Build fully connected layers on the pixels, such as MetaGater's 784-100-10 (Lin et al. 2021, section 5.1).
 
     Args:
         image: (channels, height, width).
-        outputs: logits per image.
+        outputs: number of logits per image.
         hidden: units of each hidden layer.
     """
     return nn.Sequential(nn.Flatten(), mlp(features=prod(image), outputs=outputs, hidden=hidden))
@@ -57,29 +57,30 @@ def image_mlp(*, image: Image = (1, 28, 28), outputs: Count = 10, hidden: Units 
 def image_cnn6(
     *, image: Image = (3, 32, 32), outputs: Count = 10, channels: tuple[Count, Count, Count] = (32, 64, 128)
 ) -> nn.Sequential:
-    """MetaGater's six-convolution network (Lin et al. 2021, appendix E): pairs of 3x3 convolutions with ReLU, max-pooling
-    after the first two pairs, average-pooling after the third, one linear layer. The widths are ours: its figure is lost.
+    """Build MetaGater's six-convolution network (Lin et al. 2021, appendix E).
 
-    Layers "4" and "5" are the fifth and the sixth convolution, which the paper gates.
+    Three pairs of 3x3 convolutions with ReLU, max-pooling after the first two pairs, average-pooling after the third,
+    then one linear layer. Layers "4" and "5" are the fifth and the sixth convolution, which the paper gates. The
+    paper's figure does not show the widths; the defaults are this package's choice.
 
     Args:
         image: (channels, height, width).
-        outputs: logits per image.
-        channels: of each pair.
+        outputs: number of logits per image.
+        channels: output channels of each pair.
 
     Raises:
         ConfigError: the image is too small.
     """
-    height, width = feature_map("image_cnn6", image[1:], lambda size: size // 8)
+    height, width = compute_feature_map_shape("image_cnn6", image[1:], lambda size: size // 8)
     widths = (image[0], *(channel for channel in channels for _ in range(2)))
     pools = (nn.MaxPool2d(2), nn.MaxPool2d(2), nn.AvgPool2d(2))
     blocks = [
-        nn.Sequential(_convolution(before, after), *([pools[number // 2]] if number % 2 else []))
-        for number, (before, after) in enumerate(pairwise(widths))
+        nn.Sequential(_build_convolution_block(inputs, filters), *([pools[number // 2]] if number % 2 else []))
+        for number, (inputs, filters) in enumerate(pairwise(widths))
     ]
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(channels[-1] * height * width, outputs))
 
 
-def _convolution(before: int, after: int) -> nn.Sequential:
-    """A 3x3 convolution that keeps the size, and ReLU."""
-    return convolution(2, before, after, kernel_size=3, adn_ordering="A", norm=None, act="RELU")
+def _build_convolution_block(inputs: int, outputs: int) -> nn.Sequential:
+    """Build a 3x3 convolution that keeps the image's size, and ReLU."""
+    return build_convolution(2, inputs, outputs, kernel_size=3, adn_ordering="A", norm=None, act="RELU")

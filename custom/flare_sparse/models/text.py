@@ -1,4 +1,4 @@
-"""Text classifiers: an encoder of transformers, the mean over its tokens, one linear layer."""
+"""Text classifiers: a transformers encoder, the mean over its token states, one linear layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ assert set(_SHAPES) == set(get_args(Architecture))
 
 
 class TextClassifier(nn.Module):
-    """Tokens (B, L) to logits (B, classes)."""
+    """A classifier from tokens (B, L) to logits (B, classes)."""
 
     def __init__(self, encoder: nn.Module, hidden: int, classes: int):
         super().__init__()
@@ -41,7 +41,7 @@ class TextClassifier(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, tokens: Tensor, attended: Tensor) -> Tensor:
-        """Logits; ``attended`` (B, L) is 1 for tokens and 0 for padding."""
+        """Return the logits; the attention mask ``attended`` (B, L) is 1 for tokens and 0 for padding."""
         states = self.encoder(input_ids=tokens, attention_mask=attended).last_hidden_state
         weights = attended.unsqueeze(-1).to(states.dtype)
         mean: Tensor = (states * weights).sum(1) / weights.sum(1).clamp_min(1)
@@ -49,39 +49,47 @@ class TextClassifier(nn.Module):
         return logits
 
 
-def text_classifier(folder: Path | None, architecture: Architecture, classes: int) -> TextClassifier:
-    """A classifier whose encoder is read from a folder as transformers writes it, or drawn at random.
+def build_text_classifier(folder: Path | None, architecture: Architecture, classes: int) -> TextClassifier:
+    """Build a classifier with an encoder that is loaded from a folder, or drawn at random.
 
-    The encoder's pooler, which the mean replaces, is dropped.
+    The encoder's pooler is removed; the mean over token states replaces it.
+
+    Args:
+        folder: folder of the encoder in the format of transformers; None to draw the encoder at random.
+        architecture: architecture of a random encoder.
+        classes: number of classes.
 
     Raises:
-        ConfigError: the folder holds no such model, or transformers is not installed.
+        ConfigError: the folder holds no encoder, or transformers is not installed.
     """
-    transformers = _transformers()
+    transformers = _import_transformers()
     if folder is None:
         kind, sizes = _SHAPES[architecture]
         encoder = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **sizes))
     else:
-        encoder = _read(folder, transformers.AutoModel, use_safetensors=True, dtype=torch.float32)
+        encoder = _load_pretrained(folder, transformers.AutoModel, use_safetensors=True, dtype=torch.float32)
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None
     return TextClassifier(encoder, encoder.config.hidden_size, classes)
 
 
-def tokens(folder: Path, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
-    """Tokens and what is attended to, int64 ``(n, length)`` each, by the tokenizer in an encoder's folder.
+def tokenize(folder: Path, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
+    """Tokenize texts with the tokenizer in an encoder's folder.
+
+    Returns:
+        Tokens and attention mask, int64 ``(n, length)`` each.
 
     Raises:
         ConfigError: the folder holds no tokenizer, or transformers is not installed.
     """
-    tokenizer = _read(folder, _transformers().AutoTokenizer)
+    tokenizer = _load_pretrained(folder, _import_transformers().AutoTokenizer)
     if not texts:
         return torch.zeros(0, length, dtype=torch.int64), torch.zeros(0, length, dtype=torch.int64)
-    read = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-    return read["input_ids"], read["attention_mask"]
+    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    return encoded["input_ids"], encoded["attention_mask"]
 
 
-def _read(folder: Path, kind: Any, **settings: Any) -> Any:
+def _load_pretrained(folder: Path, kind: Any, **settings: Any) -> Any:
     try:
         return kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **settings)
     except (OSError, ValueError, KeyError) as error:
@@ -91,10 +99,10 @@ def _read(folder: Path, kind: Any, **settings: Any) -> Any:
         ) from error
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError("text needs transformers; pip install 'flare-sparse[lora]'") from error
+        raise ConfigError("text tasks need transformers; pip install 'flare-sparse[lora]'") from error
     transformers.utils.logging.disable_progress_bar()
     return transformers

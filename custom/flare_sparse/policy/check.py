@@ -1,4 +1,4 @@
-"""What a site's policy would refuse of a job, found out before the job comes: from the messages of a dry run."""
+"""Check a job against a site's policy before the job comes, on the messages of a dry run."""
 
 from __future__ import annotations
 
@@ -15,62 +15,66 @@ from .policy import Policy
 
 
 def find_policy_conflicts(policy: Policy, job: JobConfig, assembly: Assembly, examples: Mapping[str, int]) -> list[str]:
-    """Why a policy would not let a job's answers out; none where it would.
+    """Return the reasons why a policy would refuse the updates of a job; empty when it would accept them.
 
     Args:
-        policy: of a site.
-        job: its settings.
+        policy: policy of a site.
+        job: settings of the job.
         assembly: the parts of that job.
-        examples: training examples of the sites that are known; what hangs on them is not judged for a site that has
-            none, and would only judge models.
+        examples: number of training examples by site, as far as known. The minima of examples are not checked for
+            sites without training examples, which only evaluate models.
 
     Raises:
-        RoundFailed: the method cannot be carried out by so few sites.
+        RoundFailed: the method needs more sites than are given.
     """
     method, layout = assembly.method, assembly.layout
-    known = {name: DrySite(name, layout, examples=count) for name, count in examples.items() if count}
-    sites = known or {"site-1": DrySite("site-1", layout)}
+    dry_sites = {name: DrySite(name, layout, examples=count) for name, count in examples.items() if count}
+    sites = dry_sites or {"site-1": DrySite("site-1", layout)}
     _, ledger = dry_run(method, assembly.weights, sites, job.wire.values, encrypted=job.encrypted)
-    used = {name: site.answers for name, site in known.items()}
-    return list(iterate_conflicts(policy, method.name, ledger.lines, used, layout))
+    usages = {name: site.usages for name, site in dry_sites.items()}
+    return list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))
 
 
 def iterate_conflicts(
     policy: Policy,
     method: str,
-    uploads: Iterable[LedgerLine],
-    used: Mapping[str, Sequence[SampleUsage]],
+    messages: Iterable[LedgerLine],
+    usages: Mapping[str, Sequence[SampleUsage]],
     layout: Layout,
 ) -> Iterator[str]:
-    """What of a job a policy would refuse, as far as that can be known before it runs: not what hangs on the values that
-    come out (``max_norm``), nor which tensors an answer of a part of the model touches.
+    """Yield the conflicts between a policy and a job that can be found before the job runs.
+
+    Terms on the trained values (``max_norm``) and the tensors of a partial update are not known by then.
 
     Args:
-        policy: of a site.
-        method: of the job.
-        uploads: messages of a dry run.
-        used: what stood behind each answer, for the sites whose data is known.
-        layout: of the model.
+        policy: policy of a site.
+        method: name of the job's method.
+        messages: ledger of a dry run.
+        usages: by site, the examples and minibatches of each update; only of sites whose data is known.
+        layout: layout of the model.
     """
-    sent = [line for line in uploads if line.direction == "up"]
+    uploads = [line for line in messages if line.direction == "up"]
     if policy.methods is not None and method not in policy.methods:
-        yield f"methods: {method} may not run there; allowed: {', '.join(policy.methods)}"
-    for content in sorted({line.content for line in sent} - set(policy.contents)):
-        yield f"contents: the method sends {content}; choose one that does not, or settings without it"
-    values = [line for line in sent if line.content != "metrics"]
-    if policy.max_upload_bytes and (most := max((x.payload_bytes for x in sent), default=0)) > policy.max_upload_bytes:
-        yield f"max_upload_bytes: a message has {most}, allowed are {policy.max_upload_bytes}; raise the sparsity"
-    largest = max((line.scalars_sent / line.scalars_total for line in values), default=0.0)
-    if largest > policy.max_upload_share:
-        yield f"max_upload_share: a message has {largest:.1%} of the model, allowed are {policy.max_upload_share:.1%}"
-    trained = [line for line in values if line.content in ("weights", "delta")]
+        yield f"methods: {method} may not run at this site; allowed: {', '.join(policy.methods)}"
+    for content in sorted({line.content for line in uploads} - set(policy.contents)):
+        yield f"contents: {method} sends {content}, which may not leave; choose other settings or another method"
+    with_values = [line for line in uploads if line.content != "metrics"]
+    largest = max((line.payload_bytes for line in uploads), default=0)
+    if policy.max_upload_bytes and largest > policy.max_upload_bytes:
+        yield f"max_upload_bytes: a message has {largest} bytes, the limit is {policy.max_upload_bytes}; raise sparsity"
+    share = max((line.scalars_sent / line.scalars_total for line in with_values), default=0.0)
+    if share > policy.max_upload_share:
+        yield f"max_upload_share: {share:.1%} of the model's entries, the limit is {policy.max_upload_share:.1%}"
+    trained = [line for line in with_values if line.content in ("weights", "delta")]
     if policy.encrypted and any(line.values != "ckks" for line in trained):
-        yield "encrypted: weights leave encrypted only; set wire.encryption: ckks"
-    kept = [entry.name for entry in layout.tensors if not policy.may_leave(entry)]
-    if kept and any(line.scalars_sent == line.scalars_total for line in values):
-        yield f"tensors: {kept[0]} may not leave, and a message has the whole model"
-    for site, answers in sorted(used.items()):
-        contents = [line.content for line in sent if line.site == site]
-        few = (policy.too_few(content, behind) for content, behind in zip(contents, answers, strict=True))
-        for reason in dict.fromkeys(chain.from_iterable(few)):
-            yield f"{reason} ({site}); more data, or settings that read more of it (scores: saliency_batches)"
+        yield "encrypted: weights and deltas must be encrypted; set wire.encryption: ckks"
+    withheld = [spec.name for spec in layout.tensors if not policy.allows_tensor(spec)]
+    if withheld and any(line.scalars_sent == line.scalars_total for line in with_values):
+        yield f"tensors: {withheld[0]} may not leave, and a message has all tensors of the model"
+    for site, site_usages in sorted(usages.items()):
+        contents = [line.content for line in uploads if line.site == site]
+        shortfalls = (
+            policy.find_shortfalls(content, usage) for content, usage in zip(contents, site_usages, strict=True)
+        )
+        for reason in dict.fromkeys(chain.from_iterable(shortfalls)):
+            yield f"{reason} ({site}); add data, or let the method read more of it (scores: saliency_batches)"

@@ -1,4 +1,4 @@
-"""What a site lets out, as a value: read from the site's own file, checked on values, without a word of FLARE."""
+"""A site's policy: the terms under which values may leave the site, read from a file of the site's own."""
 
 from __future__ import annotations
 
@@ -19,159 +19,166 @@ from ..params import Layout, TensorSpec
 from ..training import SampleUsage
 
 POLICY_FILE = "flare_sparse_policy.yaml"
-"""In the ``local`` folder of the site's startup kit."""
+"""Name of the policy's file in the ``local`` folder of the site's startup kit."""
 PRESETS = {file.stem: file for file in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
-"""Policies that come with the package, by the name that stands for one: what most sites start from."""
+"""Policies that come with the package, by name: open, careful, strict."""
 
 
 class Policy(BaseModel):
-    """What may leave a site. Without a file everything that the package sends may."""
+    """What may leave a site. The default policy allows everything that the package sends."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    methods: tuple[str, ...] | None = Field(None, description="methods that may run here; none: all")
+    methods: tuple[str, ...] | None = Field(None, description="methods that may run here; default: all")
     contents: tuple[Content, ...] = Field(
         ("weights", "delta", "scores", "metrics"),
-        description="what answers may carry; without 'scores' no saliency leaves; 'nothing' is metrics only",
+        description="contents that an update may have; without 'scores' no saliency leaves; 'metrics': metrics alone",
     )
     min_examples: int = Field(
-        0, ge=0, description="fewest training examples, each counted once, that an answer with values was computed from"
+        0, ge=0, description="minimum number of distinct training examples from which an update was computed"
     )
-    min_score_examples: int = Field(0, ge=0, description="the same for scores, such as 64")
-    min_score_batches: int = Field(0, ge=0, description="fewest minibatches that scores are of, such as 4")
-    min_test_examples: int = Field(0, ge=0, description="fewest test examples that metrics are of; else none leave")
-    score_bits: int | None = Field(None, ge=1, le=8, description="coarse scores: so many bits, per tensor")
-    channel_scores: bool = Field(False, description="a score for each output channel instead of each weight")
-    max_upload_bytes: int | None = Field(None, ge=128, description="largest message")
+    min_score_examples: int = Field(0, ge=0, description="the same minimum for scores, such as 64")
+    min_score_batches: int = Field(0, ge=0, description="minimum number of minibatches for scores, such as 4")
+    min_test_examples: int = Field(0, ge=0, description="metrics of fewer test examples are left out of the update")
+    score_bits: int | None = Field(None, ge=1, le=8, description="quantize scores to this many bits, per tensor")
+    channel_scores: bool = Field(False, description="replace each score by the mean of its output channel")
+    max_upload_bytes: int | None = Field(None, ge=128, description="size limit of a message in bytes")
     max_upload_share: float = Field(1.0, gt=0, le=1, description="largest share of the model's entries in a message")
-    tensors: tuple[str, ...] = Field(("*",), description="names of tensors that may leave, with * and ?")
-    clip_norm: float | None = Field(
-        None, gt=0, description="a change longer than this (L2) is shortened to it before it leaves"
-    )
-    max_norm: float | None = Field(None, gt=0, description="a change longer than this (L2) does not leave at all")
+    tensors: tuple[str, ...] = Field(("*",), description="names of tensors that may leave; * and ? are wildcards")
+    clip_norm: float | None = Field(None, gt=0, description="clip longer deltas to this L2 norm before they leave")
+    max_norm: float | None = Field(None, gt=0, description="refuse deltas with a larger L2 norm")
     noise: float = Field(
-        0.0, ge=0, description="Gaussian noise on every value that leaves: its deviation as a share of clip_norm"
+        0.0, ge=0, description="standard deviation of Gaussian noise on weights and deltas, as a share of clip_norm"
     )
-    encrypted: bool = Field(False, description="weights and differences leave encrypted, or not at all")
-    foreign_jobs: bool = Field(False, description="let results of jobs that are not of this package pass unseen")
+    encrypted: bool = Field(False, description="refuse weights and deltas that are not encrypted")
+    foreign_jobs: bool = Field(False, description="let results of other packages' jobs leave without any check")
 
     @model_validator(mode="after")
-    def _noise_is_of_something(self) -> Policy:
+    def _require_clip_norm_for_noise(self) -> Policy:
         if self.noise and self.clip_norm is None:
-            raise ValueError("noise is a share of clip_norm; give clip_norm")
+            raise ValueError("noise is a share of clip_norm; give clip_norm, too")
         return self
 
-    def limits(self) -> dict[str, int | float]:
-        """What a site tells the server of its policy, so that nothing is asked of it that may not leave."""
+    @property
+    def upload_caps(self) -> dict[str, int | float]:
+        """Limits on uploads that the site tells the server, so that no update is requested that may not leave."""
         caps = {"max_upload_bytes": self.max_upload_bytes, "max_upload_share": self.max_upload_share}
         return {name: cap for name, cap in caps.items() if cap not in (None, 1.0)}
 
-    def refusals(
-        self, content: Content, used: SampleUsage, on: Mask, change: Tensor, layout: Layout, size: int | None = None
+    def find_refusals(
+        self, content: Content, usage: SampleUsage, mask: Mask, values: Tensor, layout: Layout, size: int | None = None
     ) -> Iterator[str]:
-        """Why an answer may not leave; nothing when it may.
+        """Yield the reasons why an update may not leave; none when it may.
 
         Args:
-            content: what it carries.
-            used: training examples and minibatches that it was computed from.
-            on: entries that travel.
-            change: ``(on.count,)`` what travels, for weights less what the site was sent.
-            layout: of the model.
-            size: bytes of the encoded message, where it is known.
+            content: content of the update.
+            usage: training examples and minibatches from which it was computed.
+            mask: entries that are sent.
+            values: ``(mask.count,)`` values of these entries; for weights, less the weights that the site received.
+            layout: layout of the model.
+            size: bytes of the encoded message, if known.
         """
         if content not in self.contents:
-            yield f"contents: {content} may not leave"
+            yield f"contents: {content} may not leave this site"
         if size is not None and self.max_upload_bytes is not None and size > self.max_upload_bytes:
-            yield f"max_upload_bytes: {size}, allowed are {self.max_upload_bytes}"
+            yield f"max_upload_bytes: the message has {size} bytes, the limit is {self.max_upload_bytes}"
         if content == "metrics":
             return
-        yield from self.too_few(content, used)
-        if on.count > self.max_upload_share * layout.size:
-            yield f"max_upload_share: {on.count / layout.size:.1%} of the model, allowed are {self.max_upload_share:.1%}"
-        if not on <= Mask.from_tensors(layout, self.may_leave):
-            yield f"tensors: one that does not match {', '.join(self.tensors)}"
-        if not bool(torch.isfinite(change).all()):
+        yield from self.find_shortfalls(content, usage)
+        if mask.count > self.max_upload_share * layout.size:
+            share = mask.count / layout.size
+            yield f"max_upload_share: {share:.1%} of the model's entries, the limit is {self.max_upload_share:.1%}"
+        if not mask <= Mask.from_tensors(layout, self.allows_tensor):
+            yield f"tensors: the update has entries of a tensor that does not match {', '.join(self.tensors)}"
+        if not bool(torch.isfinite(values).all()):
             yield "finite: a value is NaN or infinite"
-        elif self.max_norm is not None and content != "scores" and norm(change) > self.max_norm:
-            yield f"max_norm: a change of {norm(change):.3g}, allowed is {self.max_norm}"
+        elif self.max_norm is not None and content != "scores" and compute_norm(values) > self.max_norm:
+            yield f"max_norm: the delta has an L2 norm of {compute_norm(values):.3g}, the limit is {self.max_norm}"
 
-    def too_few(self, content: str, used: SampleUsage) -> Iterator[str]:
-        """Why an answer stands on too little; nothing when it does not, or carries no values."""
+    def find_shortfalls(self, content: str, usage: SampleUsage) -> Iterator[str]:
+        """Yield each minimum of examples or minibatches that an update falls short of; none for metrics."""
         if content == "metrics":
             return
-        wanted = [("min_examples", used.examples, self.min_examples)]
+        minima = [("min_examples", "examples", usage.examples, self.min_examples)]
         if content == "scores":
-            wanted.append(("min_score_examples", used.examples, self.min_score_examples))
-            wanted.append(("min_score_batches", used.batches, self.min_score_batches))
-        for name, found, least in wanted:
-            if found < least:
-                yield f"{name}: {content} of {found}, wanted are {least}"
+            minima.append(("min_score_examples", "examples", usage.examples, self.min_score_examples))
+            minima.append(("min_score_batches", "minibatches", usage.batches, self.min_score_batches))
+        for term, unit, count, minimum in minima:
+            if count < minimum:
+                yield f"{term}: {content} were computed from {count} {unit}, the minimum is {minimum}"
 
-    def may_leave(self, entry: TensorSpec) -> bool:
-        """Whether a tensor's name matches."""
-        return any(fnmatchcase(entry.name, pattern) for pattern in self.tensors)
+    def allows_tensor(self, spec: TensorSpec) -> bool:
+        """Whether the tensor's name matches one of ``tensors``."""
+        return any(fnmatchcase(spec.name, pattern) for pattern in self.tensors)
 
-    def softened(self, content: Content, patch: Patch, layout: Layout, draw: torch.Generator | None = None) -> Tensor:
-        """The values ``(count,)`` that may leave instead of a patch's: scores made coarse, a change clipped and noised.
-        The patch's own, the same object, where nothing is to be softened.
+    def sanitize_values(
+        self, content: Content, patch: Patch, layout: Layout, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Return the values ``(count,)`` that may leave in place of a patch's: coarse scores, clipped and noisy deltas.
+
+        Where no term applies, the very object ``patch.values`` is returned.
 
         Args:
-            content: what they are.
-            patch: for weights, less what the site was sent.
-            layout: of the model.
-            draw: of the noise; None: the operating system's.
+            content: content of the update.
+            patch: its values; for weights, less the weights that the site received.
+            layout: layout of the model.
+            generator: source of the noise; None: one seeded by the operating system.
         """
         values = patch.values
         if content == "scores":
             coarse = self.channel_scores or self.score_bits is not None
-            return patch.mask.take(self._coarse(patch.to_vector(), patch.mask, layout)) if coarse else values
-        if self.clip_norm is not None and (length := norm(values)) > self.clip_norm:
-            values = values * (self.clip_norm / length)
+            return patch.mask.take(self._coarsen_scores(patch.to_vector(), patch.mask, layout)) if coarse else values
+        if self.clip_norm is not None and (norm := compute_norm(values)) > self.clip_norm:
+            values = values * (self.clip_norm / norm)
         if self.noise and self.clip_norm is not None:
-            noise = torch.randn(values.shape, generator=draw or _unforeseeable())
+            noise = torch.randn(values.shape, generator=generator or _build_secret_generator())
             values = values + self.noise * self.clip_norm * noise
         return values
 
-    def _coarse(self, scores: Tensor, on: Mask, layout: Layout) -> Tensor:
-        for name, part in layout.unflatten(scores).items():
-            here = layout.unflatten(on.bits)[name]
-            if self.channel_scores and part.dim() > 1:
-                rows, counts = (part * here).flatten(1).sum(1), here.flatten(1).sum(1).clamp_min(1)
-                part.copy_((rows / counts).view(-1, *[1] * (part.dim() - 1)).expand_as(part))
-            if self.score_bits is not None and float(top := part.abs().max()) > 0:
-                part.copy_((part / top * (2**self.score_bits - 1)).round() / (2**self.score_bits - 1) * top)
+    def _coarsen_scores(self, scores: Tensor, mask: Mask, layout: Layout) -> Tensor:
+        """Average scores over output channels and quantize them per tensor, in place."""
+        for name, tensor in layout.unflatten(scores).items():
+            sent = layout.unflatten(mask.bits)[name]
+            if self.channel_scores and tensor.dim() > 1:
+                # Mean over the entries that are sent only: the others are zero in the vector.
+                sums, counts = (tensor * sent).flatten(1).sum(1), sent.flatten(1).sum(1).clamp_min(1)
+                tensor.copy_((sums / counts).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor))
+            if self.score_bits is not None and float(largest := tensor.abs().max()) > 0:
+                levels = 2**self.score_bits - 1
+                tensor.copy_((tensor / largest * levels).round() / levels * largest)
         return scores
 
 
-def norm(values: Tensor) -> float:
-    """L2, in double precision."""
+def compute_norm(values: Tensor) -> float:
+    """Return the L2 norm, summed in double precision."""
     return float(values.double().square().sum().sqrt())
 
 
-def _unforeseeable() -> torch.Generator:
-    draw = torch.Generator()
-    draw.seed()
-    return draw
+def _build_secret_generator() -> torch.Generator:
+    # The run's seed is known to the server, which could subtract noise derived from it.
+    generator = torch.Generator()
+    generator.seed()
+    return generator
 
 
-def policy_file(said: Path) -> Path:
-    """The file that a user means: a policy of their own, or a ready one by its name, such as ``careful``.
+def find_policy_file(name_or_file: Path) -> Path:
+    """Return the file of a policy: the user's own file, or a preset by its name, such as ``careful``.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: there is neither such a file nor such a preset.
     """
-    if said.is_file():
-        return said
-    if file := PRESETS.get(str(said)):
+    if name_or_file.is_file():
+        return name_or_file
+    if file := PRESETS.get(str(name_or_file)):
         return file
-    raise ConfigError(f"{said}: no such file, and no ready policy; ready ones, without an ending: {', '.join(PRESETS)}")
+    raise ConfigError(f"{name_or_file}: there is no such file and no such preset; the presets are {', '.join(PRESETS)}")
 
 
 def read_policy(file: Path) -> Policy:
-    """The policy in a file; all is allowed where there is none.
+    """Read a policy; without a file, return the default policy, which allows everything.
 
     Raises:
-        ConfigError: the file cannot be read, or a field is unknown or out of range.
+        ConfigError: the file cannot be read, or a term is unknown or out of range.
     """
     if not file.is_file():
         return Policy()
@@ -180,22 +187,23 @@ def read_policy(file: Path) -> Policy:
         return Policy.model_validate(content)
     except ValidationError as error:
         raise ConfigError(
-            f"{file}: " + "; ".join(_problem(part["loc"], part["msg"]) for part in error.errors())
+            f"{file}: " + "; ".join(_describe_problem(part["loc"], part["msg"]) for part in error.errors())
         ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read as a policy: {error}") from error
 
 
-def _problem(location: tuple[int | str, ...], message: str) -> str:
+def _describe_problem(location: tuple[int | str, ...], message: str) -> str:
     name = ".".join(str(part) for part in location)
-    known = Policy.model_fields
-    hint = "" if not name or name.split(".")[0] in known else suggest(name, known) + f" It may have: {', '.join(known)}"
-    return f"{name or 'content'}: {message}.{hint}"
+    terms = Policy.model_fields
+    if not name or name.split(".")[0] in terms:
+        return f"{name or 'content'}: {message}."
+    return f"{name}: {message}.{suggest(name, terms)} The terms of a policy are {', '.join(terms)}"
 
 
-def refuse(reasons: Iterable[str]) -> None:
+def raise_refusals(refusals: Iterable[str]) -> None:
     """Raises:
-    PolicyRefusal: there are reasons.
+    PolicyRefusal: there is at least one reason.
     """
-    if listed := "; ".join(reasons):
+    if listed := "; ".join(refusals):
         raise PolicyRefusal(f"this site's policy: {listed}")

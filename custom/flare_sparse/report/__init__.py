@@ -1,1 +1,1 @@
-"""What a person looks at after a run: figures, one page that opens offline, a model card."""
+"""Reports on finished runs: figures, an HTML page that works offline, and a model card."""

@@ -1,66 +1,69 @@
-"""What the figures of some runs say, in sentences: computed, with the unit, and no larger than the evidence."""
+"""Findings of a comparison in sentences: computed from the runs, with units, and no stronger than the evidence."""
 
 from __future__ import annotations
 
 from statistics import median
 
-from ..runs.progress import human_bytes
-from ..runs.results import Run, dense_beside, gains_over_alone
+from ..runs.progress import format_bytes
+from ..runs.results import RunResult, compute_site_gains, find_dense_run
 
 
-def findings(runs: list[Run]) -> list[str]:
-    """One sentence a finding."""
-    said = [_sent(run) for run in runs if run.total("dense_bytes") and abs(run.less - 1) > 0.05]
-    said += [_against(run, dense) for run in runs if (dense := dense_beside(run, runs))]
-    said += [_worst(run) for run in runs if run.worst and len(run.by_site) > 1][:1]
+def describe_findings(runs: list[RunResult]) -> list[str]:
+    """Return the findings, one sentence each: traffic, comparison with dense FedAvg, worst site, gains."""
+    sentences = [_describe_traffic(r) for r in runs if r.sum_directions("dense_bytes") and abs(r.reduction - 1) > 0.05]
+    sentences += [_compare_with_dense(run, dense) for run in runs if (dense := find_dense_run(run, runs))]
+    sentences += [_describe_worst_site(run) for run in runs if run.worst_site and len(run.site_metrics) > 1][:1]
     unit = f" {runs[0].summary['metric']['unit']}".rstrip()
-    said += [_gain(label, gains, unit) for label, gains in gains_over_alone(runs).items()]
-    return [sentence for sentence in said if sentence]
+    sentences += [_describe_gains(label, gains, unit) for label, gains in compute_site_gains(runs).items()]
+    return [sentence for sentence in sentences if sentence]
 
 
-def caveat(runs: list[Run]) -> str:
-    """What the reader must not conclude."""
-    tests = runs[0].summary["final"]["metrics"].get("test_examples")
-    of = f" on {tests:.0f} test examples" if tests else ""
+def describe_caveat(runs: list[RunResult]) -> str:
+    """Return a sentence on the statistical weight of the findings."""
+    num_tests = runs[0].summary["final"]["metrics"].get("test_examples")
+    evidence = f" on {num_tests:.0f} test examples" if num_tests else ""
     if len(runs) == 1:
-        return f"A figure of one run{of}."
+        return f"This is the result of one run{evidence}."
     seeds = {run.summary["seed"] for run in runs}
     if len(seeds) == 1:
-        return f"One seed each{of}: differences between runs may be chance. Repeat with other seeds before you choose."
+        return f"One seed per run{evidence}: differences may be due to chance. Repeat with other seeds before choosing."
     return (
-        f"{len(seeds)} seeds{of}: each run is held against those of its own seed. Two methods that are equals differ one way "
-        f"in all of {len(seeds)} seeds once in {2 ** (len(seeds) - 1)} times."
+        f"{len(seeds)} seeds{evidence}: each run is compared with the runs of its own seed. Two equally good methods "
+        f"differ in the same direction in all {len(seeds)} seeds with probability 1/{2 ** (len(seeds) - 1)}."
     )
 
 
-def _sent(run: Run) -> str:
-    sent, dense = (human_bytes(run.total(what)) for what in ("payload_bytes", "dense_bytes"))
-    if run.less < 1:
-        return f"{run.label} sent {sent}, more than the {dense} of dense FedAvg in its place."
-    return f"{run.label} sent {sent}, {run.less:.1f} times less than the {dense} of dense FedAvg in its place."
+def _describe_traffic(run: RunResult) -> str:
+    sent, dense = (format_bytes(run.sum_directions(key)) for key in ("payload_bytes", "dense_bytes"))
+    if run.reduction < 1:
+        return f"{run.label} sent {sent}, more than the {dense} of dense FedAvg."
+    return f"{run.label} sent {sent}, {run.reduction:.1f} times less than the {dense} of dense FedAvg."
 
 
-def _against(run: Run, dense: Run) -> str:
-    if dense.final is None or run.final is None:
+def _compare_with_dense(run: RunResult, dense: RunResult) -> str:
+    if dense.final_metric is None or run.final_metric is None:
         return ""
-    better = (run.final < dense.final) == run.lower_is_better
+    if run.final_metric == dense.final_metric:
+        return f"{run.label} ended with the same {run.metric} as dense FedAvg."
+    comparison = "better" if (run.final_metric < dense.final_metric) == run.lower_is_better else "worse"
     unit = f" {run.summary['metric']['unit']}".rstrip()
-    gap = f"{abs(run.final - dense.final):.3g}{unit}"
-    if run.final == dense.final:
-        return f"{run.label} ended with the {run.metric} of dense FedAvg."
-    return f"{run.label} ended {gap} {'better' if better else 'worse'} than dense FedAvg ({run.final:.3g} and {dense.final:.3g})."
-
-
-def _worst(run: Run) -> str:
-    assert run.worst is not None
-    site, figure = run.worst
-    unit = run.summary["metric"]["unit"]
-    return f"The site that {run.label} serves worst is {site}: {run.metric} {figure:.3g} {unit}".rstrip() + "."
-
-
-def _gain(label: str, gains: dict[str, float], unit: str) -> str:
-    won, least = sum(gain > 0 for gain in gains.values()), min(gains, key=lambda site: gains[site])
+    difference = f"{abs(run.final_metric - dense.final_metric):.3g}{unit}"
     return (
-        f"{label} is better than training alone at {won} of {len(gains)} sites: median gain "
-        f"{median(gains.values()):+.3g}{unit}, least {gains[least]:+.3g} at {least}."
+        f"{run.label} ended {difference} {comparison} than dense FedAvg "
+        f"({run.final_metric:.3g} and {dense.final_metric:.3g})."
+    )
+
+
+def _describe_worst_site(run: RunResult) -> str:
+    assert run.worst_site is not None
+    site, value = run.worst_site
+    unit = run.summary["metric"]["unit"]
+    return f"The worst site of {run.label} is {site}: {run.metric} {value:.3g} {unit}".rstrip() + "."
+
+
+def _describe_gains(label: str, gains: dict[str, float], unit: str) -> str:
+    num_better, worst = sum(gain > 0 for gain in gains.values()), min(gains, key=lambda site: gains[site])
+    return (
+        f"{label} is better than training alone at {num_better} of {len(gains)} sites: median gain "
+        f"{median(gains.values()):+.3g}{unit}, smallest gain {gains[worst]:+.3g} at {worst}."
     )

@@ -1,4 +1,4 @@
-"""One HTML page that holds everything: it opens offline, prints, and reads on a phone."""
+"""Self-contained HTML report: works offline, in print and on a phone."""
 
 from __future__ import annotations
 
@@ -14,77 +14,94 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from ..runs.progress import human_bytes
-from ..runs.results import Run, gains_over_alone
+from ..runs.progress import format_bytes
+from ..runs.results import RunResult, compute_site_gains
 from . import figures
-from .findings import caveat, findings
+from .findings import describe_caveat, describe_findings
 
-FLOOR = (
-    "Dense FedAvg: what it would have sent in each message's place. Floor: the values at their number format, and the "
-    "entropy of which entries they are, given what the receiver held; no encoding of the same answers can be shorter. "
-    "The rest is headers, padding and the encoding of the selection."
+TRAFFIC_CAPTION = (
+    "Dense FedAvg: the bytes that it would have sent instead of each message. Floor: the values in their number format "
+    "plus the entropy of the selection of entries, given what the receiver holds; no encoding of the same updates can "
+    "be shorter. The difference between sent and floor is headers, padding and the encoding of the selection."
 )
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A figure of the page."""
+class ReportFigure:
+    """A figure of the report.
+
+    Attributes:
+        name: name of the PNG file without its suffix.
+        title: heading above the figure.
+        caption: text below the figure.
+        draw: draws the figure of some runs.
+        applies: whether the runs have the data that the figure shows.
+    """
 
     name: str
     title: str
     caption: str
-    draw: Callable[[list[Run]], Figure]
-    wanted: Callable[[list[Run]], bool] = lambda runs: True
+    draw: Callable[[list[RunResult]], Figure]
+    applies: Callable[[list[RunResult]], bool] = lambda runs: True
 
 
-DRAWINGS = (
-    Drawing(
+FIGURES = (
+    ReportFigure(
         "learning",
         "Quality",
-        "Left: by round. Right: by bytes; further left is cheaper. A round is judged on the model that it starts from.",
-        figures.learning,
-        lambda runs: any(run.curve for run in runs),
+        "Left: by round. Right: by bytes sent; further left is cheaper. A round evaluates the model it starts from.",
+        figures.draw_learning_curves,
+        lambda runs: any(run.learning_curve for run in runs),
     ),
-    Drawing("traffic", "Bytes", FLOOR, figures.traffic),
-    Drawing(
+    ReportFigure("traffic", "Bytes", TRAFFIC_CAPTION, figures.draw_traffic),
+    ReportFigure(
         "sites",
         "Sites",
-        "A dot is a site's own test examples.",
-        figures.sites,
-        lambda runs: any(r.by_site for r in runs),
+        "Each dot is the metric on one site's own test examples.",
+        figures.draw_site_metrics,
+        lambda runs: any(run.site_metrics for run in runs),
     ),
-    Drawing(
+    ReportFigure(
         "gains",
         "Gain over training alone",
-        "Each site's last figure against what it reached alone with the same seed, on the same test examples.",
-        figures.gains,
-        lambda runs: bool(gains_over_alone(runs)),
+        "Each site's final metric compared with training alone, with the same seed and the same test examples.",
+        figures.draw_gains,
+        lambda runs: bool(compute_site_gains(runs)),
     ),
-    Drawing(
+    ReportFigure(
         "layers",
         "Sparsity",
-        "Share of each weight tensor that is on in the last model.",
-        figures.layers,
-        lambda runs: any(run.layers and min(run.layers.values()) < 1 for run in runs),
+        "Share of live entries of each weight tensor in the final model.",
+        figures.draw_layer_densities,
+        lambda runs: any(run.layer_densities and min(run.layer_densities.values()) < 1 for run in runs),
     ),
 )
 
 
-def write_report(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``report.html`` and its figures as PNG files; returns what was written."""
+def write_report(runs: list[RunResult], out: Path) -> list[Path]:
+    """Write ``report.html`` and its figures as PNG files.
+
+    Args:
+        runs: runs to compare; they share one metric.
+        out: folder to write to; created if missing.
+
+    Returns:
+        The files written, the page first.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    written, shown = [], []
-    for drawing in DRAWINGS:
-        if not drawing.wanted(runs):
+    files, images = [], []
+    for figure in FIGURES:
+        if not figure.applies(runs):
             continue
-        data = figures.png(drawing.draw, runs)
-        written.append(out / f"{drawing.name}.png")
-        written[-1].write_bytes(data)
-        width, height = struct.unpack(">II", data[16:24])  # of the PNG's first chunk
-        alt = f"{drawing.title} of {', '.join(run.label for run in runs)}: the figures are in the tables of this page"
-        shown.append(
+        data = figures.render_png(figure.draw, runs)
+        files.append(out / f"{figure.name}.png")
+        files[-1].write_bytes(data)
+        # The first chunk of a PNG file holds its width and height.
+        width, height = struct.unpack(">II", data[16:24])
+        alt = f"{figure.title} of {', '.join(run.label for run in runs)}: the tables of this page list the values"
+        images.append(
             SimpleNamespace(
-                title=drawing.title, caption=drawing.caption, alt=alt, width=width, height=height,
+                title=figure.title, caption=figure.caption, alt=alt, width=width, height=height,
                 data=base64.b64encode(data).decode(),
             )
         )  # fmt: skip
@@ -92,52 +109,52 @@ def write_report(runs: list[Run], out: Path) -> list[Path]:
         loader=PackageLoader("flare_sparse.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     page = out / "report.html"
-    page.write_text(
-        environment.get_template("page.html.jinja").render(**_content(runs), figures=shown), encoding="utf-8"
-    )
-    return [page, *written]
+    template = environment.get_template("page.html.jinja")
+    page.write_text(template.render(**_build_content(runs), figures=images), encoding="utf-8")
+    return [page, *files]
 
 
-def _content(runs: list[Run]) -> dict[str, Any]:
-    title = runs[0].summary["name"] if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.label for run in runs)}"
+def _build_content(runs: list[RunResult]) -> dict[str, Any]:
+    """Return the variables of the template."""
+    first, labels = runs[0], ", ".join(run.label for run in runs)
     names = sorted({site for run in runs for site in run.summary["sites"]})
     return {
-        "title": title,
-        "subtitle": f"{runs[0].summary['method']}, {len(names)} sites, {runs[0].summary['rounds']} rounds"
+        "title": first.summary["name"] if len(runs) == 1 else f"{len(runs)} runs: {labels}",
+        "subtitle": f"{first.summary['method']}, {len(names)} sites, {first.summary['rounds']} rounds"
         if len(runs) == 1
-        else f"{len(names)} sites; judged by {runs[0].metric_label}",
-        "findings": findings(runs),
-        "caveat": caveat(runs),
-        "metric": runs[0].metric_label,
-        "cards": _cards(runs[0]),
-        "runs": [SimpleNamespace(label=r.label, summary=r.summary, config=_config(r)) for r in runs],
-        "rows": [_row(run) for run in runs],
-        "sites": [_site(site, runs) for site in names],
-        "excluded": [entry for run in runs for entry in _list_excluded(run)],
+        else f"{len(names)} sites; metric: {first.metric_label}",
+        "findings": describe_findings(runs),
+        "caveat": describe_caveat(runs),
+        "metric": first.metric_label,
+        "cards": _build_cards(first),
+        "runs": [SimpleNamespace(label=r.label, summary=r.summary, config=_read_config(r)) for r in runs],
+        "rows": [_build_run_row(run) for run in runs],
+        "sites": [_build_site_row(site, runs) for site in names],
+        "without_contribution": [entry for run in runs for entry in _list_without_contribution(run)],
         "version": version("flare-sparse"),
     }
 
 
-def _cards(run: Run) -> list[tuple[str, str]]:
+def _build_cards(run: RunResult) -> list[tuple[str, str]]:
     return [
-        (figure(run.final), f"{run.metric_label}, all sites"),
-        (human_bytes(run.total("payload_bytes")), "sent"),
-        (f"{run.less:.1f}x" if run.total("dense_bytes") else "-", "less than dense FedAvg"),
+        (format_metric(run.final_metric), f"{run.metric_label}, all sites"),
+        (format_bytes(run.sum_directions("payload_bytes")), "sent"),
+        (_format_reduction(run), "less than dense FedAvg"),
         (f"{100 * run.summary['sparsity']:.1f} %", "of the entries off"),
     ]
 
 
-def _row(run: Run) -> SimpleNamespace:
-    best, worst = run.summary["best"], run.worst
+def _build_run_row(run: RunResult) -> SimpleNamespace:
+    best, worst, dense_bytes = run.summary["best"], run.worst_site, run.sum_directions("dense_bytes")
     return SimpleNamespace(
         label=run.label,
-        final=figure(run.final),
-        worst=f"{figure(worst[1])} ({worst[0]})" if worst else "-",
-        best=f"{figure(best['metrics'].get(run.metric))} ({best['round']})" if best["round"] >= 0 else "-",
-        sent=human_bytes(run.total("payload_bytes")),
-        dense=human_bytes(run.total("dense_bytes")) if run.total("dense_bytes") else "-",
-        less=f"{run.less:.1f}x" if run.total("dense_bytes") else "-",
-        floor=human_bytes(run.total("floor_bytes")),
+        final=format_metric(run.final_metric),
+        worst=f"{format_metric(worst[1])} ({worst[0]})" if worst else "-",
+        best=f"{format_metric(best['metrics'].get(run.metric))} ({best['round']})" if best["round"] >= 0 else "-",
+        sent=format_bytes(run.sum_directions("payload_bytes")),
+        dense=format_bytes(dense_bytes) if dense_bytes else "-",
+        reduction=_format_reduction(run),
+        floor=format_bytes(run.sum_directions("floor_bytes")),
         sparsity=f"{100 * run.summary['sparsity']:.1f} %",
         rounds=run.summary["rounds"],
         seed=run.summary["seed"],
@@ -145,33 +162,41 @@ def _row(run: Run) -> SimpleNamespace:
     )
 
 
-def _site(site: str, runs: list[Run]) -> SimpleNamespace:
-    tests = next(
-        (r.summary["final"]["sites"][site].get("test_examples") for r in runs if site in r.summary["final"]["sites"]),
-        None,
-    )
+def _build_site_row(site: str, runs: list[RunResult]) -> SimpleNamespace:
+    evaluations = [run.summary["final"]["sites"] for run in runs]
+    num_tests = next((sites[site].get("test_examples") for sites in evaluations if site in sites), None)
     cells = [
-        SimpleNamespace(text=figure(run.by_site.get(site)), worst=bool(run.worst and run.worst[0] == site))
+        SimpleNamespace(
+            text=format_metric(run.site_metrics.get(site)), worst=bool(run.worst_site and run.worst_site[0] == site)
+        )
         for run in runs
     ]
-    return SimpleNamespace(name=site, tests="-" if tests is None else f"{tests:.0f}", cells=cells)
+    return SimpleNamespace(name=site, tests="-" if num_tests is None else f"{num_tests:.0f}", cells=cells)
 
 
-def _list_excluded(run: Run) -> list[SimpleNamespace]:
-    found = []
+def _list_without_contribution(run: RunResult) -> list[SimpleNamespace]:
+    """Return the sites that did not contribute to a round, with the reason."""
+    entries = []
     for line in run.rounds:
-        why = {**line["rejected"], **dict.fromkeys(line["timed_out"], "no answer in time")}
-        why |= dict.fromkeys(line.get("quarantined", []), "resting after several misses")
-        why |= line.get("excluded", {})
-        found += [SimpleNamespace(run=run.label, round=line["round"], site=s, why=w) for s, w in sorted(why.items())]
-    return found
+        reasons = {**line["rejected"], **dict.fromkeys(line["timed_out"], "did not reply in time")}
+        reasons |= dict.fromkeys(line.get("quarantined", []), "quarantined after repeated misses")
+        reasons |= line.get("excluded", {})
+        entries += [
+            SimpleNamespace(run=run.label, round=line["round"], site=site, reason=reason)
+            for site, reason in sorted(reasons.items())
+        ]
+    return entries
 
 
-def _config(run: Run) -> str:
+def _read_config(run: RunResult) -> str:
     file = run.path / "config.yaml"
     return file.read_text(encoding="utf-8") if file.is_file() else "config.yaml is missing"
 
 
-def figure(value: float | None) -> str:
-    """Three decimals, or a dash."""
+def _format_reduction(run: RunResult) -> str:
+    return f"{run.reduction:.1f}x" if run.sum_directions("dense_bytes") else "-"
+
+
+def format_metric(value: float | None) -> str:
+    """Format a metric with three decimals; None becomes a dash."""
     return "-" if value is None else f"{value:.3f}"

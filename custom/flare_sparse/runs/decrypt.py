@@ -1,4 +1,4 @@
-"""The model of an encrypted run, made readable by who holds the sites' key."""
+"""Decryption of the model of an encrypted run, at a site with the secret key."""
 
 from __future__ import annotations
 
@@ -7,41 +7,45 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..assemble import Assembly
+from ..checkpoint.writing import write_json
 from ..encryption import SiteCipher
 from ..errors import RejectedMessage
 from ..exchange import Patch
-from .model_files import ENCRYPTED, load_mask, load_encrypted, save_model
-from ..checkpoint.writing import write_json
 from ..params import compute_digest
 from ..wire.ciphertexts import measure_ciphertexts
+from .model_files import ENCRYPTED, read_encrypted, read_mask, save_model
 
 
 def decrypt_run(run: Path, assembly: Assembly, context: bytes) -> list[Path]:
-    """Decrypt what a run left encrypted; the models are written beside, and the summary gets the last one's digest.
+    """Decrypt the encrypted models of a run and write them beside the encrypted files.
+
+    The summary receives the digest of the final model.
 
     Args:
         run: result folder.
-        assembly: of its configuration.
-        context: of a site, with the secret key.
+        assembly: assembly of the run's configuration.
+        context: serialized TenSEAL context of a site, with the secret key.
 
     Returns:
-        The files written; none when the run left nothing encrypted.
+        The files written; empty if the run has no encrypted models.
 
     Raises:
-        ConfigError: the context is unusable, or a file is not of this run's network.
-        RejectedMessage: the run was encrypted with another key, or its file is damaged.
+        ConfigError: the context is unusable, or a file belongs to another network.
+        RejectedMessage: the run was encrypted with another key, or a file is damaged.
     """
-    return list(_unsealed(run, assembly, SiteCipher(context)))
+    return list(_decrypt_models(run, assembly, SiteCipher(context)))
 
 
-def _unsealed(run: Path, assembly: Assembly, cipher: SiteCipher) -> Iterator[Path]:
+def _decrypt_models(run: Path, assembly: Assembly, cipher: SiteCipher) -> Iterator[Path]:
+    """Decrypt one model after the other; yield the files written."""
     layout = assembly.layout
     for file in sorted(run.glob(f"{ENCRYPTED}*model.safetensors")):
         name = file.name.removeprefix(ENCRYPTED)
-        mask, sealed = load_mask(run / name.replace("model", "mask"), layout), load_encrypted(file, layout)
-        if (wanted := measure_ciphertexts(sealed.data.numpy(), mask.count, cipher.ciphertext_format)) != sealed.data.numel():
-            raise RejectedMessage("E_LEN", file.name, f"{wanted} bytes", sealed.data.numel())
-        weights = Patch(cipher.decrypt(sealed, mask.count), mask).to_vector()
+        mask, values = read_mask(run / name.replace("model", "mask"), layout), read_encrypted(file, layout)
+        expected = measure_ciphertexts(values.data.numpy(), mask.count, cipher.ciphertext_format)
+        if expected != values.data.numel():
+            raise RejectedMessage("E_LEN", file.name, f"{expected} bytes", values.data.numel())
+        weights = Patch(cipher.decrypt(values, mask.count), mask).to_vector()
         save_model(run / name, layout, weights)
         if name == "model.safetensors":
             summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))

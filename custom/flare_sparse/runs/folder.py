@@ -1,44 +1,45 @@
-"""What a run leaves behind: rounds, ledger, summary, models. Written as it happens, in formats that others read."""
+"""Writer of a run's record: rounds, ledger, summary and models, in standard formats and while the run proceeds."""
 
 from __future__ import annotations
 
-from ..assemble import Assembly
-from ..config import JobConfig, dump_config
-
-from ..checkpoint.writing import write_json
-from .model_files import ENCRYPTED, delete_models, save_mask, save_model, save_encrypted
-
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..checkpoint.writing import replace_atomically, sync_to_disk
-from ..errors import ConfigError
+from ..assemble import Assembly
+from ..checkpoint.writing import sync_to_disk, write_json
+from ..config import JobConfig, dump_config
 from ..exchange import EncryptedValues
 from ..federation import Evaluation, Outcome, RoundRecord
 from ..mask import Mask
-from ..params import Layout
-from ..params import compute_digest
+from ..params import Layout, compute_digest
 from ..task import Metric
 from ..wire.ledger import Ledger
+from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, save_model
 
-
-
-GROWING = ("rounds.jsonl", "ledger.jsonl")
-"""Files that grow with every commit."""
+APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
+"""Files that every commit appends to."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run before it starts."""
+    """Facts of a run that are known before it starts.
+
+    Attributes:
+        run: run id.
+        name: name of the job.
+        method: name of the method.
+        seed: seed of the run.
+        rounds: number of rounds.
+        metric: the task's metric.
+        config: resolved configuration as YAML.
+        note: the method's note on the network, such as how many entries are maskable.
+    """
 
     run: str
     name: str
@@ -46,12 +47,12 @@ class RunFacts:
     seed: int
     rounds: int
     metric: Metric
-    config: str  # resolved, YAML
-    note: str = ""  # what the method found of the network
+    config: str
+    note: str = ""
 
 
 def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
-    """What the record of a run begins with."""
+    """Return the facts of a run before it starts."""
     method = assembly.method
     return RunFacts(
         run=assembly.run_id,
@@ -68,63 +69,68 @@ def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
 class RunFolder:
     """Writes the record of one run into a folder.
 
-    Files: ``rounds.jsonl`` and ``ledger.jsonl`` (grow with every commit), ``summary.json``, ``model.safetensors``,
-    ``mask.safetensors``, ``best_model.safetensors``, ``best_mask.safetensors``, ``config.yaml``. A model that the server
-    cannot read is in ``encrypted_model.safetensors`` (and ``encrypted_best_model.safetensors``) instead.
+    Files: ``config.yaml``, ``rounds.jsonl`` and ``ledger.jsonl`` (extended by every commit), ``summary.json``,
+    ``model.safetensors``, ``mask.safetensors``, ``best_model.safetensors``, ``best_mask.safetensors``. Encrypted models
+    are in ``encrypted_model.safetensors`` and ``encrypted_best_model.safetensors`` instead.
     """
 
     def __init__(self, path: Path, facts: RunFacts, layout: Layout, ledger: Ledger):
         self.path, self.facts, self.layout, self.ledger = path, facts, layout, ledger
-        self._began = time.monotonic()
-        self._written = 0
+        self._start_time = time.monotonic()
+        self._lines_written = 0
         path.mkdir(parents=True, exist_ok=True)
-        for name in GROWING:
+        for name in APPENDED_FILES:
             (path / name).write_text("")
         (path / "config.yaml").write_text(facts.config)
 
     def commit(self, record: RoundRecord) -> dict[str, Any]:
-        """Append a committed round and its messages; returns the line of ``rounds.jsonl``."""
+        """Append a committed round and its messages; return the line of ``rounds.jsonl``."""
         with (self.path / "ledger.jsonl").open("a") as file:
-            for line in self.ledger.lines[self._written :]:
+            for line in self.ledger.lines[self._lines_written :]:
                 file.write(json.dumps(asdict(line)) + "\n")
-        self._written = len(self.ledger.lines)
-        entry = self._line(record)
+        self._lines_written = len(self.ledger.lines)
+        entry = self._build_line(record)
         with (self.path / "rounds.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
         return entry
 
-    def _line(self, record: RoundRecord) -> dict[str, Any]:
+    def _build_line(self, record: RoundRecord) -> dict[str, Any]:
         line = asdict(record)
         evaluation = line.pop("evaluation")
-        named = {"metric": self.facts.metric.name, "unit": self.facts.metric.unit, "rounds": self.facts.rounds}
+        labels = {"metric": self.facts.metric.name, "unit": self.facts.metric.unit, "rounds": self.facts.rounds}
         figures = {"metrics": evaluation["overall"], "site_metrics": evaluation["sites"]}
-        return {"run": self.facts.run, **line, **named, **figures}
+        return {"run": self.facts.run, **line, **labels, **figures}
 
     def finish(self, outcome: Outcome) -> dict[str, Any]:
-        """Write models and summary, the summary last; returns it when all is on the disk.
+        """Write the models and then the summary.
+
+        Returns:
+            The summary, once every file is on disk.
 
         Raises:
             OSError: the disk is full or broken.
         """
+        # A finished run is recognized by its summary, so the summary is written last: a crash before that leaves a
+        # folder that counts as unfinished.
         delete_models(self.path)
         self._save("", outcome.weights, outcome.mask, outcome.encrypted)
         best = outcome.best
         if best.weights is not None and best.mask is not None:
             self._save("best_", best.weights, best.mask, best.encrypted)
-        summary = self._summary(outcome)
-        for name in GROWING:
+        summary = self._build_summary(outcome)
+        for name in APPENDED_FILES:
             sync_to_disk(self.path / name)
         write_json(self.path / "summary.json", summary)
         return summary
 
-    def _save(self, which: str, weights: Tensor, mask: Mask, sealed: EncryptedValues | None) -> None:
-        save_mask(self.path / f"{which}mask.safetensors", self.layout, mask)
-        if sealed is None:
-            save_model(self.path / f"{which}model.safetensors", self.layout, weights)
+    def _save(self, prefix: str, weights: Tensor, mask: Mask, encrypted: EncryptedValues | None) -> None:
+        save_mask(self.path / f"{prefix}mask.safetensors", self.layout, mask)
+        if encrypted is None:
+            save_model(self.path / f"{prefix}model.safetensors", self.layout, weights)
         else:
-            save_encrypted(self.path / f"{ENCRYPTED}{which}model.safetensors", self.layout, sealed)
+            save_encrypted(self.path / f"{ENCRYPTED}{prefix}model.safetensors", self.layout, encrypted)
 
-    def _summary(self, outcome: Outcome) -> dict[str, Any]:
+    def _build_summary(self, outcome: Outcome) -> dict[str, Any]:
         facts, metric = self.facts, self.facts.metric
         return {
             "run": facts.run,
@@ -135,22 +141,22 @@ class RunFolder:
             "rounds": facts.rounds,
             "sites": sorted({site for record in outcome.rounds for site in record.sites_asked}),
             "metric": asdict(metric),
-            "final": _judged(outcome.evaluation),
+            "final": _to_dict(outcome.evaluation),
             "best": {"round": outcome.best.round, "metrics": outcome.best.metrics},
             "sparsity": outcome.rounds[-1].sparsity,
             "traffic": sum_traffic(self.ledger),
-            "seconds": time.monotonic() - self._began,
+            "seconds": time.monotonic() - self._start_time,
             "threads": torch.get_num_threads(),
             "model_sha256": None if outcome.encrypted else compute_digest(outcome.weights),
         }
 
 
-def _judged(evaluation: Evaluation) -> dict[str, Any]:
+def _to_dict(evaluation: Evaluation) -> dict[str, Any]:
     return {"metrics": evaluation.overall, "sites": evaluation.sites}
 
 
 def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
-    """Sums of the ledger by direction: messages, scalars, bytes paid, dense bytes and the floor."""
+    """Return the ledger's sums by direction (``down``, ``up``): messages, scalars, payload, dense and floor bytes."""
     sums: dict[str, dict[str, float]] = {}
     for direction in ("down", "up"):
         lines = [line for line in ledger.lines if line.direction == direction]
@@ -162,23 +168,3 @@ def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
             "floor_bytes": sum(line.floor_bytes for line in lines),
         }
     return sums
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

@@ -17,87 +17,92 @@ from ..mask import Mask
 from ..params import Layout, compute_digest
 
 ENCRYPTED = "encrypted_"
-"""What the name of a model's file begins with when nobody without the key can read it."""
+"""Prefix of the file name of an encrypted model."""
 
 
 def save_model(path: Path, layout: Layout, weights: Tensor) -> None:
-    """Named float32 tensors; ``load_model`` and ``safetensors`` read them back."""
+    """Write the vector ``weights`` ``(P,)`` as named float32 tensors; :func:`read_model` reads it back."""
     _write(path, layout.unflatten(weights), {"layout": layout.fingerprint, "sha256": compute_digest(weights)})
 
 
 def save_mask(path: Path, layout: Layout, mask: Mask) -> None:
-    """Named bool tensors: what lives."""
+    """Write a mask as named bool tensors, True for live entries; :func:`read_mask` reads it back."""
     _write(path, layout.unflatten(mask.bits), {"layout": layout.fingerprint, "fingerprint": mask.fingerprint})
 
 
 def read_model(path: Path, layout: Layout) -> Tensor:
-    """The vector ``(P,)`` in a file of :func:`save_model`.
+    """Read the vector ``(P,)`` from a file of :func:`save_model`.
 
     Raises:
-        ConfigError: there is no such file, it is none of ours, or it is of another network.
+        ConfigError: the file is missing, was not written by :func:`save_model`, or belongs to another network.
     """
-    return layout.flatten(_load(path, layout, torch.float32))
+    return layout.flatten(_read(path, layout, torch.float32))
 
 
-def load_mask(path: Path, layout: Layout) -> Mask:
-    """The mask in a file of :func:`save_mask`.
+def read_mask(path: Path, layout: Layout) -> Mask:
+    """Read the mask from a file of :func:`save_mask`.
 
     Raises:
-        ConfigError: as :func:`load_model`.
+        ConfigError: as :func:`read_model`.
     """
-    return Mask(layout.flatten(_load(path, layout, torch.bool)))
+    return Mask(layout.flatten(_read(path, layout, torch.bool)))
 
 
-def save_encrypted(path: Path, layout: Layout, sealed: EncryptedValues) -> None:
-    """The encrypted values of a model; :func:`load_encrypted` reads them back."""
-    _write(path, {"values": sealed.data}, {"layout": layout.fingerprint})
+def save_encrypted(path: Path, layout: Layout, values: EncryptedValues) -> None:
+    """Write the encrypted values of a model; :func:`read_encrypted` reads them back."""
+    _write(path, {"values": values.data}, {"layout": layout.fingerprint})
 
 
-def load_encrypted(path: Path, layout: Layout) -> EncryptedValues:
-    """The encrypted values in a file of :func:`save_encrypted`.
+def read_encrypted(path: Path, layout: Layout) -> EncryptedValues:
+    """Read the encrypted values from a file of :func:`save_encrypted`.
 
     Raises:
-        ConfigError: there is no such file, it is none of ours, or it is of another network.
+        ConfigError: the file is missing, was not written by :func:`save_encrypted`, or belongs to another network.
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            of, data = (file.metadata() or {}).get("layout"), file.get_tensor("values")
+            fingerprint, data = (file.metadata() or {}).get("layout"), file.get_tensor("values")
     except (OSError, safetensors.SafetensorError) as error:
         raise ConfigError(f"{path}: cannot be read as an encrypted model of a run: {error}") from error
-    if of != layout.fingerprint or data.dtype != torch.uint8 or data.dim() != 1:
-        raise ConfigError(f"{path}: holds another network: its layout is {of}, expected {layout.fingerprint}")
+    if fingerprint != layout.fingerprint or data.dtype != torch.uint8 or data.dim() != 1:
+        raise ConfigError(
+            f"{path}: belongs to another network: its layout is {fingerprint}, expected {layout.fingerprint}"
+        )
     return EncryptedValues(data)
 
 
 def delete_models(folder: Path) -> None:
-    """Forget an earlier run's models, readable or not, before those of a new one come: the two must not be mixed up."""
+    """Delete the models of an earlier run, encrypted or not, so that they are not mixed with those of the next run."""
     for name in ("model.safetensors", "best_model.safetensors"):
         (folder / name).unlink(missing_ok=True)
         (folder / f"{ENCRYPTED}{name}").unlink(missing_ok=True)
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], said: dict[str, str]) -> None:
-    """Whole and on the disk, or not at all."""
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file atomically: the complete file reaches the disk, or none."""
     with replace_atomically(path) as part:
-        safetensors.torch.save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, part, metadata=said)
+        safetensors.torch.save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, part, metadata=metadata)
 
 
-def _load(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+def _read(path: Path, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read the named tensors of a file and check them against the layout."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            of = (file.metadata() or {}).get("layout")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+            fingerprint = (file.metadata() or {}).get("layout")
+            # safe_open returns no mapping: its names must be listed with keys().
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError) as error:
         if (path.parent / f"{ENCRYPTED}{path.name}").is_file():
             raise ConfigError(
-                f"{path}: the run's model is encrypted; at a site: flare-sparse decrypt {path.parent} --context FILE"
+                f"{path}: the run's model is encrypted; decrypt it at a site: flare-sparse decrypt {path.parent} "
+                "--context FILE"
             ) from error
         raise ConfigError(f"{path}: cannot be read as a model or mask of a run: {error}") from error
-    shapes = {entry.name: entry.shape for entry in layout.tensors}
-    if of != layout.fingerprint or {n: tuple(t.shape) for n, t in tensors.items()} != shapes:
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+    if fingerprint != layout.fingerprint or {n: tuple(t.shape) for n, t in tensors.items()} != shapes:
         raise ConfigError(
-            f"{path}: holds another network: its layout is {of}, expected {layout.fingerprint}. The configuration, the "
-            "package's version or the base under the adapters is not that of the run"
+            f"{path}: belongs to another network: its layout is {fingerprint}, expected {layout.fingerprint}. The "
+            "configuration, the package's version or the base model under the adapters differs from that of the run"
         )
     if any(tensor.dtype != dtype for tensor in tensors.values()):
         raise ConfigError(f"{path}: expected tensors of {dtype}")

@@ -1,4 +1,4 @@
-"""A network as ONNX, checked against itself."""
+"""Export of a network to ONNX, with a check of the exported file against the network."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 
 TOLERANCE = 1e-4
-"""Largest difference, relative to the largest output."""
+"""Largest accepted difference, relative to the largest output (or to 1, if that is larger)."""
 
 
 def export_onnx(model: nn.Module, inputs: Tensor, path: Path) -> float:
-    """Write ``path`` and compare it with the network on these inputs and on noise of the same shape.
+    """Export a network and compare the file with it, on ``inputs`` and on noise of the same shape.
 
     Args:
-        model: in evaluation mode; takes one tensor.
-        inputs: ``(B, ...)`` as the network sees them; the file takes any ``B``.
-        path: of the ONNX file.
+        model: network in evaluation mode that takes one tensor.
+        inputs: the network's inputs ``(B, ...)``; the exported file takes any ``B``.
+        path: ONNX file to write.
 
     Returns:
-        The largest absolute difference.
+        The largest difference of the outputs, relative as in ``TOLERANCE``.
 
     Raises:
-        ConfigError: the network cannot be exported, or what was written computes something else; no file is left then.
+        ConfigError: the network cannot be exported, or the exported file computes other outputs; no file is written.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -40,19 +40,19 @@ def export_onnx(model: nn.Module, inputs: Tensor, path: Path) -> float:
             )  # fmt: skip
         onnx.checker.check_model(str(part))
         session = onnxruntime.InferenceSession(str(part), providers=["CPUExecutionProvider"])
-        furthest = max(_difference(model, session, x) for x in (inputs, torch.randn_like(inputs), inputs[:1]))
+        difference = max(_measure_difference(model, session, x) for x in (inputs, torch.randn_like(inputs), inputs[:1]))
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         part.unlink(missing_ok=True)
         raise ConfigError(f"--onnx: this network cannot be exported: {str(error)[:300]}") from error
-    if furthest > TOLERANCE:
+    if difference > TOLERANCE:
         part.unlink()
-        raise ConfigError(f"--onnx: the exported network differs by {furthest:.2g}; nothing was written")
+        raise ConfigError(f"--onnx: the exported network differs by {difference:.2g}; nothing was written")
     part.replace(path)
-    return furthest
+    return difference
 
 
-def _difference(model: nn.Module, session: onnxruntime.InferenceSession, x: Tensor) -> float:
+def _measure_difference(model: nn.Module, session: onnxruntime.InferenceSession, x: Tensor) -> float:
     with torch.no_grad():
-        mine = model(x)
-    theirs = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
-    return float((mine - theirs).abs().max() / mine.abs().max().clamp_min(1.0))
+        expected = model(x)
+    exported = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+    return float((expected - exported).abs().max() / expected.abs().max().clamp_min(1.0))

@@ -1,9 +1,9 @@
-"""The record of a run, read back from its folder."""
+"""Reader of a run's record, and comparisons between runs."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Run:
-    """A finished run.
+class RunResult:
+    """Record of a finished run.
 
     Attributes:
-        label: what it is called beside others.
-        path: its folder.
-        summary: of ``summary.json``.
+        label: name of the run in tables and figures.
+        path: result folder.
+        summary: content of ``summary.json``.
         rounds: lines of ``rounds.jsonl``.
         messages: lines of ``ledger.jsonl``.
     """
@@ -32,11 +32,11 @@ class Run:
     messages: list[dict[str, Any]]
 
     @classmethod
-    def read(cls, path: Path) -> Run:
-        """The record in a result folder.
+    def read(cls, path: Path) -> RunResult:
+        """Read the record in a result folder.
 
         Raises:
-            ConfigError: it is none, or the run has not ended.
+            ConfigError: the folder holds no record, or the run has not finished.
         """
         try:
             summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
@@ -44,62 +44,64 @@ class Run:
                 [json.loads(line) for line in (path / name).read_text(encoding="utf-8").splitlines()]
                 for name in ("rounds.jsonl", "ledger.jsonl")
             )
+            # Fail here, with a clear message, if a key that the properties below read is missing.
             summary["metric"]["name"], summary["traffic"]["down"], summary["final"]["sites"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}: no record of a finished run ({type(error).__name__}: {error}); expected the result folder of "
-                "flare-sparse run or rehearse, with summary.json, rounds.jsonl and ledger.jsonl"
+                "flare-sparse run, with summary.json, rounds.jsonl and ledger.jsonl"
             ) from error
         return cls(summary["name"], path, summary, rounds, messages)
 
     @property
     def metric(self) -> str:
-        """Name of the figure that the task is judged by."""
+        """Name of the task's metric."""
         return str(self.summary["metric"]["name"])
 
     @property
     def metric_label(self) -> str:
-        """``mae (years)``."""
+        """Metric with its unit, such as ``mae (years)``."""
         unit = self.summary["metric"]["unit"]
         return f"{self.metric} ({unit})" if unit else self.metric
 
     @property
     def lower_is_better(self) -> bool:
+        """Whether a lower value of the metric is better."""
         return bool(self.summary["metric"]["mode"] == "min")
 
     @property
-    def final(self) -> float | None:
-        """The metric over all sites' test examples at the end."""
-        figure = self.summary["final"]["metrics"].get(self.metric)
-        return None if figure is None else float(figure)
+    def final_metric(self) -> float | None:
+        """Metric of the final model over all sites' test examples; None if there was no overall evaluation."""
+        value = self.summary["final"]["metrics"].get(self.metric)
+        return None if value is None else float(value)
 
     @cached_property
-    def by_site(self) -> dict[str, float]:
-        """The metric at the end by site."""
+    def site_metrics(self) -> dict[str, float]:
+        """Metric of the final model by site, in name order."""
         sites = self.summary["final"]["sites"]
-        return {site: float(found[self.metric]) for site, found in sorted(sites.items()) if self.metric in found}
+        return {site: float(metrics[self.metric]) for site, metrics in sorted(sites.items()) if self.metric in metrics}
 
     @property
-    def worst(self) -> tuple[str, float] | None:
-        """The site with the worst figure."""
-        if not self.by_site:
+    def worst_site(self) -> tuple[str, float] | None:
+        """The site with the worst metric, and that metric; None if no site was evaluated."""
+        if not self.site_metrics:
             return None
-        pick = max if self.lower_is_better else min
-        return pick(self.by_site.items(), key=lambda item: item[1])
+        select_worst = max if self.lower_is_better else min
+        return select_worst(self.site_metrics.items(), key=lambda item: item[1])
 
-    def gains(self, alone: Run) -> dict[str, float]:
-        """By how much each site is better off than with what it reaches alone; below 0: worse off.
+    def compute_gains(self, local_only: RunResult) -> dict[str, float]:
+        """Return each site's gain over training alone; negative: the site is worse off in the federation.
 
         Args:
-            alone: a run of ``local_only`` on the same metric; sites that only one of the two judged are left out.
+            local_only: a run of ``local_only`` with the same metric. Sites evaluated in only one run are omitted.
         """
-        towards = -1 if self.lower_is_better else 1
-        both = [site for site in self.by_site if site in alone.by_site]
-        return {site: towards * (self.by_site[site] - alone.by_site[site]) for site in both}
+        sign = -1 if self.lower_is_better else 1
+        sites = [site for site in self.site_metrics if site in local_only.site_metrics]
+        return {site: sign * (self.site_metrics[site] - local_only.site_metrics[site]) for site in sites}
 
     @cached_property
-    def curve(self) -> list[tuple[int, float, float]]:
-        """Round that was judged, metric, MB sent before that."""
+    def learning_curve(self) -> list[tuple[int, float, float]]:
+        """Per evaluation: the evaluated round, its metric, and the MB sent before the evaluation."""
         points, sent = [], 0.0
         for line in self.rounds:
             if self.metric in line["metrics"]:
@@ -107,56 +109,67 @@ class Run:
             sent += line["bytes_down"] + line["bytes_up"]
         return points
 
-    def total(self, what: str) -> int:
-        """Sum over both directions: ``payload_bytes``, ``dense_bytes``, ``floor_bytes``, ``messages``."""
-        return sum(int(self.summary["traffic"][way][what]) for way in ("down", "up"))
+    def sum_directions(self, key: str) -> int:
+        """Return a count summed over both directions.
+
+        Args:
+            key: ``messages``, ``payload_bytes``, ``dense_bytes`` or ``floor_bytes``.
+        """
+        return sum(int(self.summary["traffic"][direction][key]) for direction in ("down", "up"))
 
     @property
-    def less(self) -> float:
-        """How many times less was sent than dense FedAvg would have."""
-        return self.total("dense_bytes") / max(self.total("payload_bytes"), 1)
+    def reduction(self) -> float:
+        """Bytes that dense FedAvg would have sent divided by the bytes sent."""
+        return self.sum_directions("dense_bytes") / max(self.sum_directions("payload_bytes"), 1)
 
     @cached_property
-    def layers(self) -> dict[str, float]:
-        """Share of live entries of every tensor of two or more dimensions; empty without a mask."""
+    def layer_densities(self) -> dict[str, float]:
+        """Share of live entries of every tensor with two or more dimensions; empty without a mask."""
         file = self.path / "mask.safetensors"
         if not file.is_file():
             return {}
         with safetensors.safe_open(file, framework="pt") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dictionary)
-        return {name: float(part.float().mean()) for name, part in tensors.items() if part.dim() > 1}
+            # safe_open returns no mapping: its names must be listed with keys().
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        return {name: float(bits.float().mean()) for name, bits in tensors.items() if bits.dim() > 1}
 
 
-def dense_beside(run: Run, runs: list[Run]) -> Run | None:
-    """The run of dense FedAvg with this one's seed: of one task, they have the same start and the same split."""
-    dense = [other for other in runs if other.summary["method"] == "fedavg" and abs(other.less - 1) < 0.05]
-    return None if run in dense else _of_its_seed(run, dense)
+def find_dense_run(run: RunResult, runs: list[RunResult]) -> RunResult | None:
+    """Return the run of dense FedAvg with the seed of ``run``, which has the same initial weights and split.
+
+    None if there is no such run, or if ``run`` is dense FedAvg itself.
+    """
+    dense = [other for other in runs if other.summary["method"] == "fedavg" and abs(other.reduction - 1) < 0.05]
+    return None if run in dense else _find_same_seed(run, dense)
 
 
-def gains_over_alone(runs: list[Run]) -> dict[str, dict[str, float]]:
-    """By label, the gains of each run over the one of ``local_only`` with its seed; empty where nothing can be compared."""
-    alone = [run for run in runs if run.summary["method"] == "local_only"]
-    pairs = [(run, _of_its_seed(run, alone)) for run in runs if run not in alone]
-    found = {run.label: run.gains(other) for run, other in pairs if other}
-    return {label: gains for label, gains in found.items() if gains}
+def compute_site_gains(runs: list[RunResult]) -> dict[str, dict[str, float]]:
+    """Return the gains of each run's sites over the ``local_only`` run with the same seed, by label and site.
+
+    Runs without such a ``local_only`` run, or without common sites, are omitted.
+    """
+    local_only = [run for run in runs if run.summary["method"] == "local_only"]
+    pairs = [(run, _find_same_seed(run, local_only)) for run in runs if run not in local_only]
+    gains_by_label = {run.label: run.compute_gains(other) for run, other in pairs if other}
+    return {label: gains for label, gains in gains_by_label.items() if gains}
 
 
-def _of_its_seed(run: Run, others: list[Run]) -> Run | None:
+def _find_same_seed(run: RunResult, others: list[RunResult]) -> RunResult | None:
     return next((other for other in others if other.summary["seed"] == run.summary["seed"]), None)
 
 
-def read_runs(paths: list[Path]) -> list[Run]:
-    """Runs with labels that differ: the method where it tells them apart, else the folder.
+def read_runs(paths: list[Path]) -> list[RunResult]:
+    """Read runs and label them: by method if that is unique, else by folder name, else by path.
 
     Raises:
-        ConfigError: one is no record, or they are judged by different metrics.
+        ConfigError: a folder holds no record, or the runs have different metrics.
     """
-    runs = [Run.read(path) for path in paths]
+    runs = [RunResult.read(path) for path in paths]
     if len({run.metric for run in runs}) > 1:
-        listed = ", ".join(f"{run.path.name}: {run.metric}" for run in runs)
-        raise ConfigError(f"these runs are judged by different metrics ({listed}); report them apart")
+        metrics = ", ".join(f"{run.path.name}: {run.metric}" for run in runs)
+        raise ConfigError(f"these runs have different metrics ({metrics}); report them separately")
     methods = [str(run.summary["method"]) for run in runs]
-    names = methods if len(set(methods)) == len(methods) else [run.path.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [str(run.path) for run in runs]
-    return [Run(name, r.path, r.summary, r.rounds, r.messages) for name, r in zip(names, runs, strict=True)]
+    labels = methods if len(set(methods)) == len(methods) else [run.path.name for run in runs]
+    if len(set(labels)) < len(labels):
+        labels = [str(run.path) for run in runs]
+    return [replace(run, label=label) for label, run in zip(labels, runs, strict=True)]

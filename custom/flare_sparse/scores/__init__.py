@@ -1,1 +1,1 @@
-"""What is worth keeping: one paper's score a file."""
+"""Scores that methods select entries by: one module for each paper."""

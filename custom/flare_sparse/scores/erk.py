@@ -1,4 +1,4 @@
-"""Erdos-Renyi-Kernel densities per tensor (Evci et al. 2020; DisPFL's initial masks)."""
+"""Erdos-Renyi-Kernel densities per tensor (RigL, Evci et al. 2020; DisPFL's initial masks)."""
 
 from __future__ import annotations
 
@@ -10,30 +10,37 @@ from ..params import Layout
 
 
 def compute_erk_densities(layout: Layout, pool: Mask, density: float) -> dict[str, float]:
-    """Density per tensor name so that the whole pool has ``density``: proportional to ``sum(shape) / prod(shape)``.
+    """Return the density of each tensor, by name, such that the pool as a whole has ``density``.
 
-    Tensors that would exceed 1 become dense and the rest is solved again.
+    Densities are proportional to ``sum(shape) / prod(shape)``.
+
+    Args:
+        layout: layout of the model.
+        pool: entries to distribute over; tensors without an entry in it are not listed.
+        density: share of live entries of the pool, 0 to 1.
     """
-    named = layout.unflatten(pool.bits)
-    sizes = {entry.name: entry.size for entry in layout.tensors if entry.size and bool(named[entry.name].any())}
-    raw = {e.name: (sum(e.shape) / e.size if e.shape else 1.0) for e in layout.tensors if e.name in sizes}
+    bits_by_tensor = layout.unflatten(pool.bits)
+    sizes = {spec.name: spec.size for spec in layout.tensors if spec.size and bool(bits_by_tensor[spec.name].any())}
+    raw = {s.name: (sum(s.shape) / s.size if s.shape else 1.0) for s in layout.tensors if s.name in sizes}
     dense: set[str] = set()
+    # A density cannot exceed 1: such tensors become dense, and the scale of the others is solved again for the rest of
+    # the budget. At least one tensor becomes dense in each pass, so the loop ends.
     while True:
         free = [name for name in sizes if name not in dense]
         budget = density * sum(sizes.values()) - sum(sizes[name] for name in dense)
         scale = budget / sum(raw[name] * sizes[name] for name in free) if free else 0.0
-        over = {name for name in free if scale * raw[name] > 1}
-        if not over:
+        saturated = {name for name in free if scale * raw[name] > 1}
+        if not saturated:
             return {name: 1.0 if name in dense else max(scale * raw[name], 0.0) for name in sizes}
-        dense |= over
+        dense |= saturated
 
 
-def draw_random_mask(layout: Layout, pool: Mask, densities: dict[str, float], make_generator: torch.Generator) -> Mask:
-    """A random mask within ``pool`` with ``floor(density * size)`` live entries in each tensor."""
-    noise: Tensor = torch.rand(layout.size, generator=make_generator)
+def draw_random_mask(layout: Layout, pool: Mask, densities: dict[str, float], generator: torch.Generator) -> Mask:
+    """Draw a random mask nested in ``pool`` with ``floor(density * size)`` live entries of each tensor."""
+    noise: Tensor = torch.rand(layout.size, generator=generator)
     mask = Mask.empty(layout.size)
-    for entry in layout.tensors:
-        if entry.name in densities:
-            candidates = Mask.from_tensors(layout, lambda e, wanted=entry: e is wanted) & pool  # type: ignore[misc]
-            mask = mask | top_k(noise, floor_fraction(densities[entry.name], candidates.count), candidates)
+    for spec in layout.tensors:
+        if spec.name in densities:
+            candidates = Mask.from_tensors(layout, lambda s, spec=spec: s is spec) & pool  # type: ignore[misc]
+            mask = mask | top_k(noise, floor_fraction(densities[spec.name], candidates.count), candidates)
     return mask

@@ -11,17 +11,18 @@ from ..training.site import Site
 def compute_saliency(
     site: Site, weights: Tensor, *, batch_size: int, batches: int | None, t: int, signed: bool = False
 ) -> Tensor:
-    """Mean over minibatches of ``|w * g|`` ``(P,)``, which equals ``|dL/dc|`` at ``c = 1`` for ``L(w (.) c)``.
+    """Compute the mean of ``|w * g|`` over minibatches, ``(P,)``.
 
-    Averaging over several minibatches is one of the two readings of IterSNIP (ALGORITHMS 4.4 #11).
+    It equals ``|dL/dc|`` at ``c = 1`` of the loss ``L(w (.) c)``. The mean over several minibatches is one of two
+    readings of IterSNIP (docs/algorithms.md, section 5.4).
 
     Args:
-        site: computes the gradients g on its own examples.
-        weights: ``(P,)`` theta.
+        site: computes the gradients ``g`` on its own training examples.
+        weights: ``(P,)`` weights ``w``.
         batch_size: examples per minibatch.
-        batches: how many minibatches; None: all training examples once.
-        t: names the random minibatches.
-        signed: keep the sign, ``w * mean(g)``: summed over sites this is SNIP of the pooled loss.
+        batches: number of minibatches; None for one pass over the training examples.
+        t: label of the stream of random minibatches.
+        signed: keep the sign, ``w * mean(g)``; summed over sites this is SNIP of the pooled loss.
     """
     total, count = torch.zeros_like(weights), 0
     for gradient in site.compute_gradients(weights, batch_size, batches, t):
@@ -32,13 +33,21 @@ def compute_saliency(
 
 
 def compute_keep_counts(total: int, keep: int, steps: int, *, exponential: bool = True) -> list[int]:
-    """Live counts ``k_1 > ... > k_T' = keep`` of progressive IterSNIP (NeuroSFL 3.1.2; De Jorge et al. 2021).
+    """Return the live counts ``k_1 > ... > k_T' = keep`` of progressive IterSNIP (NeuroSFL, section 3.1.2).
 
-    Exponential: ``k_j = round(total^(1 - j/T') * keep^(j/T'))``; linear: ``round(total - (total - keep) * j / T')``.
+    Exponential (De Jorge et al. 2021): ``k_j = round(total^(1 - j/T') * keep^(j/T'))``; linear:
+    ``k_j = round(total - (total - keep) * j / T')``.
+
+    Args:
+        total: number of entries before pruning.
+        keep: number of live entries after the last step.
+        steps: number of steps ``T'``.
+        exponential: whether the schedule is exponential or linear.
     """
     shares = [j / steps for j in range(1, steps + 1)]
     if exponential and keep > 0:
         counts = [round(total ** (1 - x) * keep**x) for x in shares]
     else:
         counts = [round(total - (total - keep) * x) for x in shares]
+    # The last power may be off by rounding; the final count must be exact.
     return [*counts[:-1], keep]

@@ -1,4 +1,4 @@
-"""How a network's channels connect, and the smaller network that is left when some of them are removed."""
+"""Channel graphs of networks, and the smaller networks that remain when units or channels are removed."""
 
 from __future__ import annotations
 

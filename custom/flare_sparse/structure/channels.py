@@ -1,4 +1,4 @@
-"""Some output channels of a block of one convolution: computed alone, or cut out of it for good."""
+"""Compute only some output channels of a block with one convolution, or cut the others out of it."""
 
 from __future__ import annotations
 
@@ -24,41 +24,43 @@ CHANNELWISE = (
     nn.AvgPool3d,
     nn.modules.dropout._DropoutNd,
 )
-"""What may stand in a gated block beside convolution and norm: works on each channel alone and keeps 0 at 0."""
+"""Modules allowed in a gated block beside convolution and norm: they act on each channel alone and map 0 to 0."""
 
 
-def leaves(body: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a block in the order in which they run."""
+def iterate_leaf_modules(body: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of nested ``nn.Sequential`` blocks in the order in which they run."""
     if isinstance(body, nn.Sequential):
         for part in body:
-            yield from leaves(part)
+            yield from iterate_leaf_modules(part)
     else:
         yield body
 
 
 def run_channels(body: nn.Module, x: Tensor, live: Tensor) -> Tensor:
-    """The output channels ``live`` (indices) of a block, ``(B, len(live), ...)``; the others are not computed."""
-    for part in leaves(body):
+    """Compute only the output channels ``live`` (indices) of a block, ``(B, len(live), ...)``."""
+    for part in iterate_leaf_modules(body):
         if isinstance(part, CONVOLUTIONS):
             x = part._conv_forward(x, part.weight[live], None if part.bias is None else part.bias[live])
         elif isinstance(part, NORMS):
-            x = _normalised(part, x, live)
+            x = _normalize_channels(part, x, live)
         else:
             x = part(x)
     return x
 
 
-def _normalised(part: Any, x: Tensor, live: Tensor) -> Tensor:
-    """A norm of :data:`NORMS` on some of its channels; with running statistics only when it does not update them."""
-    chosen = (part.running_mean, part.running_var, part.weight, part.bias)
-    mean, var, weight, bias = (None if p is None else p[live] for p in chosen)
+def _normalize_channels(part: Any, x: Tensor, live: Tensor) -> Tensor:
+    """Apply a norm of :data:`NORMS` to some of its channels."""
+    # Indexing copies the running statistics, so updates to them would be lost: callers use this only in eval mode or
+    # without running statistics (see Gated.forward).
+    tensors = (part.running_mean, part.running_var, part.weight, part.bias)
+    mean, var, weight, bias = (None if p is None else p[live] for p in tensors)
     if isinstance(part, INSTANCE_NORMS):
         return functional.instance_norm(x, mean, var, weight, bias, use_input_stats=mean is None, eps=part.eps)
     return functional.batch_norm(x, mean, var, weight, bias, training=mean is None, eps=part.eps)
 
 
-def keep(part: nn.Module, live: Tensor, *names: str) -> None:
-    """Leave only the entries ``live`` along the first axis of these parameters and buffers."""
+def keep_entries(part: nn.Module, live: Tensor, *names: str) -> None:
+    """Keep only the indices ``live`` along the first axis of the named parameters and buffers, in place."""
     for name in names:
         tensor = getattr(part, name, None)
         if isinstance(tensor, nn.Parameter):
@@ -68,13 +70,13 @@ def keep(part: nn.Module, live: Tensor, *names: str) -> None:
 
 
 def cut_channels(body: nn.Module, live: Tensor) -> nn.Module:
-    """A copy of a block with the output channels ``live`` (indices) only."""
+    """Return a copy of a block with only the output channels ``live`` (indices)."""
     small = copy.deepcopy(body)
-    for part in leaves(small):
+    for part in iterate_leaf_modules(small):
         if isinstance(part, CONVOLUTIONS):
-            keep(part, live, "weight", "bias")
+            keep_entries(part, live, "weight", "bias")
             part.out_channels = len(live)
         elif isinstance(part, NORMS):
-            keep(part, live, "weight", "bias", "running_mean", "running_var")
+            keep_entries(part, live, "weight", "bias", "running_mean", "running_var")
             part.num_features = len(live)
     return small

@@ -1,4 +1,4 @@
-"""A gated network made physically smaller, for a site that never opens some channels: no gate is asked about them."""
+"""Smaller copies of gated networks, without the channels that a site's gates never open."""
 
 from __future__ import annotations
 
@@ -12,78 +12,82 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..mask import Mask
 from ..params import Layout
-from .channels import CHANNELWISE, CONVOLUTIONS, cut_channels, keep, leaves
+from .channels import CHANNELWISE, CONVOLUTIONS, cut_channels, iterate_leaf_modules, keep_entries
 
 
-def compact_network(network: nn.Sequential, seen: Mapping[str, Tensor]) -> nn.Sequential:
-    """A copy without the channels that were closed throughout.
+def compact_network(network: nn.Sequential, observed: Mapping[str, Tensor]) -> nn.Sequential:
+    """Return a copy of a gated network without the channels that were closed for all observed examples.
 
-    The result is the network's function, up to rounding, on inputs that open none of the removed channels and close
-    none of a layer whose gate goes. A channel whose gate group is zero is closed for every input; one that was closed
-    on the examples seen may open on others.
+    A layer whose remaining channels were open for all examples loses its gate. Up to rounding, the copy computes the
+    same function on every input that opens none of the removed channels and closes none of a layer without a gate. A
+    channel whose gate group is zero is closed for every input; one that was closed on the observed examples may open
+    on others.
 
     Args:
-        network: sequential, with gated layers, modules of a ``body`` and a ``gate``.
-        seen: gates ``(n, channels)`` in {0, 1} by name of the gated layer, such as from ``observe_gates``.
+        network: sequential network with gated layers, which are modules with a ``body`` and a ``gate``.
+        observed: gates ``(n, channels)`` in {0, 1} by name of the gated layer, such as from ``observe_gates``.
 
     Raises:
-        ConfigError: what reads a gated layer's channels cannot be found.
+        ConfigError: the layer that reads a gated layer's channels is not supported.
     """
     small = copy.deepcopy(network)
-    for name, q in seen.items():
-        _cut(small, name, (q != 0).any(0))
+    for name, q in observed.items():
+        _cut_gated_layer(small, name, (q != 0).any(0))
         if bool(((q != 0).any(0) == (q != 0).all(0)).all()):
-            _open(small, name)
+            _remove_gate(small, name)
     return small
 
 
 def remove_channels(network: nn.Sequential, closed: Mapping[str, Tensor]) -> tuple[nn.Sequential, Mask]:
-    """A copy without channels that are closed for every input, and which entries of the network's vector it has.
+    """Return a copy of a gated network without closed channels, and the entries of the network's vector that it keeps.
 
-    All gates stay and decide about the channels that are left. A vector of the smaller network is ``mask.take(vector)``
-    of the whole one's.
+    All gates stay, for the remaining channels. If ``vector`` belongs to the network, ``mask.take(vector)`` belongs to
+    the copy.
 
     Args:
-        network: sequential, with gated layers, modules of a ``body`` and a ``gate``.
-        closed: bool ``(channels,)`` by name of the gated layer.
+        network: sequential network with gated layers, which are modules with a ``body`` and a ``gate``.
+        closed: bool ``(channels,)`` by name of the gated layer: channels that are closed for every input.
 
     Raises:
-        ConfigError: no channel is left of a layer, or what reads its channels cannot be found.
+        ConfigError: all channels of a layer are closed, or the layer that reads its channels is not supported.
     """
+    # The mask comes from cutting a second copy whose weights are their own positions in the vector. Those need
+    # float64: float32 holds integers exactly only up to 2**24.
     layout, numbered = Layout.from_module(network), copy.deepcopy(network).double()
-    positions = layout.unflatten(torch.arange(layout.size, dtype=torch.float64))  # exact, unlike float32
+    positions = layout.unflatten(torch.arange(layout.size, dtype=torch.float64))
     numbered.load_state_dict({**numbered.state_dict(), **positions})
     small = copy.deepcopy(network)
     for name, channels in closed.items():
         if bool(channels.any()):
-            _cut(numbered, name, ~channels)
-            _cut(small, name, ~channels)
-    left = Layout.from_module(small).flatten({**dict(numbered.named_parameters()), **dict(numbered.named_buffers())})
-    on = torch.zeros(layout.size, dtype=torch.bool)
-    on[left.long()] = True
-    return small, Mask(on)
+            _cut_gated_layer(numbered, name, ~channels)
+            _cut_gated_layer(small, name, ~channels)
+    tensors = {**dict(numbered.named_parameters()), **dict(numbered.named_buffers())}
+    remaining = Layout.from_module(small).flatten(tensors)
+    bits = torch.zeros(layout.size, dtype=torch.bool)
+    bits[remaining.long()] = True
+    return small, Mask(bits)
 
 
 def is_gated(part: Any) -> bool:
-    """Whether this is a block whose output channels a gate opens and closes, as ``models/gates.py`` makes them."""
+    """Return whether a module is a block with a channel gate, as ``models/gates.py`` builds them."""
     return isinstance(part, nn.Module) and {"body", "gate"} <= {name for name, _ in part.named_children()}
 
 
-def _cut(network: nn.Sequential, name: str, channels: Tensor) -> None:
-    """Leave only these ``channels`` (bool) of a gated layer, in place."""
+def _cut_gated_layer(network: nn.Sequential, name: str, channels: Tensor) -> None:
+    """Keep only ``channels`` (bool) of a gated layer and of the layer that reads it, in place."""
     layer: Any = dict(network.named_modules()).get(name)
     if not is_gated(layer):
-        raise ConfigError(f"{name!r} is not a gated layer; gated are: {_gated(network)}")
+        raise ConfigError(f"{name!r} is not a gated layer; gated layers: {_list_gated_layers(network)}")
     live = channels.nonzero().squeeze(1)
     if not len(live):
-        raise ConfigError(f"{name!r}: every channel is closed, nothing would be left of the layer")
+        raise ConfigError(f"{name!r}: every channel is closed, so no channel of the layer would remain")
     layer.body = cut_channels(layer.body, live)
     _cut_reader(network, layer, live, len(channels))
-    layer.gate.open = _rows(layer.gate.open, live)
+    layer.gate.open = _keep_output_rows(layer.gate.open, live)
 
 
-def _open(network: nn.Sequential, name: str) -> None:
-    """Take the gate away from a layer."""
+def _remove_gate(network: nn.Sequential, name: str) -> None:
+    """Replace a gated layer by its body, in place."""
     parts = dict(network.named_modules())
     prefix, _, last = name.rpartition(".")
     layer = parts[name]
@@ -91,47 +95,48 @@ def _open(network: nn.Sequential, name: str) -> None:
     setattr(parts[prefix], last, layer.body)
 
 
-def _gated(network: nn.Module) -> str:
+def _list_gated_layers(network: nn.Module) -> str:
     return ", ".join(name for name, part in network.named_modules() if is_gated(part)) or "none"
 
 
 def _cut_reader(network: nn.Sequential, layer: nn.Module, live: Tensor, channels: int) -> None:
-    """The next convolution or linear layer, and the gate beside it, lose the inputs that are never there."""
-    order: list[Any] = _flat(network)
+    """Remove the cut channels from the inputs of the next convolution or linear layer, and of its gate."""
+    order: list[Any] = _list_parts(network)
     for part in order[order.index(layer) + 1 :]:
-        inner = next(leaves(part.body)) if is_gated(part) else part
+        inner = next(iterate_leaf_modules(part.body)) if is_gated(part) else part
         if isinstance(inner, CONVOLUTIONS) and inner.in_channels == channels and inner.groups == 1:
             inner.weight = nn.Parameter(inner.weight.detach()[:, live])
             inner.in_channels = len(live)
             if is_gated(part):
-                part.gate.hidden = _columns(part.gate.hidden, live, channels)
+                part.gate.hidden = _cut_input_columns(part.gate.hidden, live, channels)
             return
         if isinstance(inner, nn.Linear) and inner.in_features % channels == 0:
-            _keep_columns(inner, live, channels)
+            _keep_input_columns(inner, live, channels)
             return
         if not isinstance(inner, (*CHANNELWISE, nn.Flatten)):
             break
-    raise ConfigError("what reads the channels of a gated layer must be the next convolution or linear layer")
+    raise ConfigError("the channels of a gated layer must be read by the next convolution (groups=1) or linear layer")
 
 
-def _flat(network: nn.Module) -> list[nn.Module]:
-    return [leaf for part in network.children() for leaf in leaves(part)]
+def _list_parts(network: nn.Module) -> list[nn.Module]:
+    return [leaf for part in network.children() for leaf in iterate_leaf_modules(part)]
 
 
-def _keep_columns(linear: nn.Linear, live: Tensor, channels: int) -> None:
-    """A flattened feature map: each channel is a run of ``in_features / channels`` columns."""
+def _keep_input_columns(linear: nn.Linear, live: Tensor, channels: int) -> None:
+    """Keep only the input columns of the channels ``live``, in place."""
+    # In a flattened feature map each channel is a run of in_features / channels columns.
     weight = linear.weight.detach().unflatten(1, (channels, -1))[:, live].flatten(1)
     linear.weight, linear.in_features = nn.Parameter(weight.contiguous()), weight.shape[1]
 
 
-def _columns(linear: nn.Linear, live: Tensor, channels: int) -> nn.Linear:
+def _cut_input_columns(linear: nn.Linear, live: Tensor, channels: int) -> nn.Linear:
     cut = copy.deepcopy(linear)
-    _keep_columns(cut, live, channels)
+    _keep_input_columns(cut, live, channels)
     return cut
 
 
-def _rows(linear: nn.Linear, live: Tensor) -> nn.Linear:
+def _keep_output_rows(linear: nn.Linear, live: Tensor) -> nn.Linear:
     cut = copy.deepcopy(linear)
-    keep(cut, live, "weight", "bias")
+    keep_entries(cut, live, "weight", "bias")
     cut.out_features = len(live)
     return cut

@@ -1,7 +1,8 @@
-"""The channel graph of a network, read from its code by ``torch.fx`` without running it.
+"""Channel graph of a network, traced from its code by ``torch.fx`` without running it.
 
-SCBF speaks of a stack of dense layers. Here the layers are a directed acyclic graph (convolutions, pooling, residual
-sums, concatenations), so a *channel* is any path from the input to the output (ALGORITHMS 2.7).
+SCBF is defined for a stack of dense layers. Here the layers form a directed acyclic graph (convolutions, pooling,
+residual sums, concatenations), and a *channel path* is any path from the input to the output (docs/algorithms.md,
+section 3.4).
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from torch import fx, nn
 
 from ..params import Layout
 from .nodes import Value, Weighted
-from .tracing import Reader, Untraceable
+from .tracing import GraphBuilder, Untraceable
 
 
 @dataclass(frozen=True)
 class ChannelGraph:
-    """Values in the order in which a forward pass makes them.
+    """The values of a forward pass and how they are computed from each other.
 
     Attributes:
-        values: each names the earlier ones that it is made of.
-        output: position of the network's result.
+        values: the values, in the order in which a forward pass computes them.
+        output: index of the network's output.
     """
 
     values: tuple[Value, ...]
@@ -30,56 +31,57 @@ class ChannelGraph:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Positions of the weighted layers."""
-        return tuple(at for at, value in enumerate(self.values) if isinstance(value, Weighted))
+        """Indices of the weighted layers."""
+        return tuple(index for index, value in enumerate(self.values) if isinstance(value, Weighted))
 
-    def reads_input(self, at: int) -> bool:
-        """Whether layer ``at`` reads the network's input, whose channels are not told apart."""
-        return self.values[self.values[at].inputs[0]].channels == 0
+    def is_input_layer(self, index: int) -> bool:
+        """Return whether a layer reads the network's input, whose channels are not distinguished."""
+        return self.values[self.values[index].inputs[0]].channels == 0
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value the positions of those that are made of it."""
-        made_of_it: list[list[int]] = [[] for _ in self.values]
-        for later, value in enumerate(self.values):
-            for at in dict.fromkeys(value.inputs):
-                made_of_it[at].append(later)
-        return tuple(map(tuple, made_of_it))
+        """For each value the indices of the values computed from it."""
+        consumers: list[list[int]] = [[] for _ in self.values]
+        for index, value in enumerate(self.values):
+            for source in dict.fromkeys(value.inputs):
+                consumers[source].append(index)
+        return tuple(map(tuple, consumers))
 
 
 def build_channel_graph(layout: Layout) -> ChannelGraph:
-    """The channel graph of the network that a layout was made of.
+    """Build the channel graph of the network that a layout describes.
 
     Raises:
-        Untraceable: the layout has no network, or its code does something that the graph has no word for; the message
-            names the place.
+        Untraceable: the layout has no network, or the network uses an operation that the graph does not support; the
+            message names it.
     """
     if layout.skeleton is None:
-        raise Untraceable("the layout was not made of a network, so nothing is known of its connections")
+        raise Untraceable("the layout was not built from a network, so its connections are unknown")
     return trace_network(layout.skeleton)
 
 
 def trace_network(module: nn.Module) -> ChannelGraph:
-    """The channel graph of a module (its weights are not looked at).
+    """Build the channel graph of a module; its weights are not read.
 
     Raises:
         Untraceable: as :func:`build_channel_graph`.
     """
-    reader = Reader(module)
+    builder = GraphBuilder(module)
     for node in trace(module).nodes:
         if node.op == "output":
-            return ChannelGraph(tuple(reader.values), reader.position(node.args[0]))
-        reader.read(node)
+            return ChannelGraph(tuple(builder.values), builder.find_index(node.args[0]))
+        builder.add_node(node)
     raise Untraceable(f"{type(module).__name__} has no output")
 
 
 def trace(module: nn.Module) -> fx.Graph:
-    """The operations of a forward pass; the names of its nodes depend on the code alone.
+    """Trace the operations of a forward pass; node names depend on the network's code alone.
 
     Raises:
-        Untraceable: its code depends on the data it is given.
+        Untraceable: the control flow of the network's code depends on its data.
     """
     try:
         return fx.Tracer().trace(module)
-    except Exception as error:  # a network's own code may fail in any way on the tracer's stand-ins
+    # A network's own code may raise any exception when it receives the tracer's proxies.
+    except Exception as error:
         raise Untraceable(f"{type(module).__name__} cannot be traced: {error}") from error

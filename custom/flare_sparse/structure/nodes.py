@@ -1,4 +1,4 @@
-"""What a channel graph is made of: values, each with its channels, and what made them."""
+"""Nodes of a channel graph: the values of a forward pass, by the operation that computes them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ class Value:
     """One feature map or vector of hidden units in a forward pass.
 
     Attributes:
-        node: its name in the traced graph.
-        inputs: positions in the graph of the values that it is made of.
-        channels: how many; of the network's input 0, its channels are not told apart (ALGORITHMS 2.4 #1).
+        node: name in the traced graph.
+        inputs: indices of the values that it is computed from.
+        channels: number of channels; 0 for the network's input, whose channels are not distinguished
+            (docs/algorithms.md, section 3.4).
     """
 
     node: str
@@ -21,28 +22,30 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Source(Value):
+class InputNode(Value):
     """The network's input."""
 
 
 @dataclass(frozen=True)
-class Same(Value):
-    """Channel ``i`` is made of channel ``i`` alone: pooling, activation, dropout, flattening.
+class Passthrough(Value):
+    """A value whose channel ``i`` depends on its input's channel ``i`` alone: pooling, activation, dropout, flattening.
 
     Attributes:
-        rectified: it is the output of a ReLU.
+        rectified: whether it is the output of a ReLU.
     """
 
     rectified: bool = False
 
 
 @dataclass(frozen=True)
-class Norm(Same):
+class Norm(Passthrough):
     """A normalisation.
 
     Attributes:
-        module: its path; it may have a weight, a bias and running statistics, one number a channel each.
-        by_channel: it treats every channel by itself (batch and instance normalisation, not group or layer).
+        module: path of the module; it may have a weight, a bias and running statistics, each with one number per
+            channel.
+        by_channel: whether it normalises every channel by itself (batch and instance normalisation do, group and
+            layer normalisation do not).
     """
 
     module: str = ""
@@ -51,11 +54,11 @@ class Norm(Same):
 
 @dataclass(frozen=True)
 class Weighted(Value):
-    """A linear layer or convolution: output channel ``j`` is made of the input channels of its group.
+    """A linear layer or convolution: output channel ``j`` depends on the input channels of its group.
 
     Attributes:
-        module: its path; the weight has shape ``(channels, ...)``.
-        groups: of a convolution.
+        module: path of the module; its weight has shape ``(channels, ...)``.
+        groups: number of groups of a convolution.
     """
 
     module: str = ""
@@ -64,20 +67,20 @@ class Weighted(Value):
 
 @dataclass(frozen=True)
 class Sum(Value):
-    """Equal channels of several values added up: a residual connection."""
+    """Channel-wise sum of several values: a residual connection."""
 
 
 @dataclass(frozen=True)
 class Concat(Value):
-    """The channels of several values one after another."""
+    """Concatenation of several values along the channels."""
 
 
 @dataclass(frozen=True)
 class Pad(Value):
-    """The channels of a value with new, empty ones around them.
+    """A value padded with zero channels.
 
     Attributes:
-        before: number of empty channels that come first.
+        before: number of zero channels before the value's own.
     """
 
     before: int = 0

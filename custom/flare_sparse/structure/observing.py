@@ -1,4 +1,4 @@
-"""Looking at hidden units while a network runs."""
+"""Observation of hidden units while a network runs."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from .graph import trace
 
 
 class ObservedNetwork(nn.Module):
-    """Runs a network operation by operation and shows what some of them give.
+    """A network that passes the results of some of its operations to a callback.
 
     Args:
-        network: is run as it is, on its own weights.
+        network: the network to run, with its own weights.
         nodes: names in its traced graph, such as :attr:`RemovableLayer.rectified`.
-        see: called with the name and the result of each, in the order of the forward pass.
+        callback: called with the name and the result of each of these nodes, in the order of the forward pass.
 
     Raises:
-        Untraceable: the network's code depends on its data.
+        Untraceable: the control flow of the network's code depends on its data.
     """
 
-    def __init__(self, network: nn.Module, nodes: Collection[str], see: Callable[[str, Tensor], None]):
+    def __init__(self, network: nn.Module, nodes: Collection[str], callback: Callable[[str, Tensor], None]):
         super().__init__()
-        self._runner = _Runner(fx.GraphModule(network, trace(network)), nodes, see)
+        self._interpreter = _ObservingInterpreter(fx.GraphModule(network, trace(network)), nodes, callback)
 
     def forward(self, *inputs: Any) -> Any:
-        """As the network's own."""
-        return self._runner.run(*inputs)
+        """Return the network's output."""
+        return self._interpreter.run(*inputs)
 
 
-class _Runner(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, nodes: Collection[str], see: Callable[[str, Tensor], None]):
+class _ObservingInterpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, nodes: Collection[str], callback: Callable[[str, Tensor], None]):
         super().__init__(module)
-        self._nodes, self._see = frozenset(nodes), see
+        self._nodes, self._callback = frozenset(nodes), callback
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if n.name in self._nodes:
-            self._see(n.name, result)
+            self._callback(n.name, result)
         return result

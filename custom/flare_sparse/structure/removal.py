@@ -1,4 +1,7 @@
-"""Units (neurons, convolution channels) that can be removed, the mask that is left, and the smaller network."""
+"""Removal of units (neurons, convolution channels): removable layers, the live mask, and the smaller network.
+
+See docs/algorithms.md, section 3.8.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ..errors import SelectionError
 from ..mask import Mask
 from ..params import Layout
 from .graph import ChannelGraph, trace_network
-from .nodes import Norm, Same, Weighted
+from .nodes import Norm, Passthrough, Weighted
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,11 @@ class RemovableLayer:
     """A hidden layer whose units can be removed one by one.
 
     Attributes:
-        module: path of the layer that makes them.
-        units: how many.
-        norms: paths of the normalisations that scale them.
-        readers: paths of the layers that read them.
-        rectified: nodes of the traced graph that are the units after their ReLU.
+        module: path of the layer.
+        units: number of units.
+        norms: paths of the normalisations applied to the units.
+        readers: paths of the layers that read the units.
+        rectified: nodes of the traced graph that hold the units after their ReLU.
     """
 
     module: str
@@ -36,101 +39,103 @@ class RemovableLayer:
 
 
 def find_removable_layers(graph: ChannelGraph) -> tuple[RemovableLayer, ...]:
-    """The hidden layers that units can be removed from, in the order of the forward pass.
+    """Return the hidden layers whose units can be removed, in the order of the forward pass.
 
-    Not among them: the output layer; layers without a ReLU (APoZ counts its zeros); channels that meet others in a
-    residual sum, a concatenation or a grouped convolution (they could only go together); group and layer norms, whose
-    statistics mix channels.
+    These layers are excluded: the output layer; layers without a ReLU, because APoZ counts the zeros after it; layers
+    with channels that enter a residual sum, a concatenation or a grouped convolution, because such channels can only be
+    removed together with others; and layers followed by a group or layer norm, because its statistics mix channels.
     """
-    found = (_removable(graph, at) for at in graph.layers)
-    return tuple(part for part in found if part is not None)
+    layers = (_build_removable_layer(graph, index) for index in graph.layers)
+    return tuple(layer for layer in layers if layer is not None)
 
 
-def _removable(graph: ChannelGraph, at: int) -> RemovableLayer | None:
-    layer = graph.values[at]
+def _build_removable_layer(graph: ChannelGraph, index: int) -> RemovableLayer | None:
+    layer = graph.values[index]
     assert isinstance(layer, Weighted)
-    space, readers = _space(graph, at)
-    made = [graph.values[i] for i in space]
-    norms = [value for value in made if isinstance(value, Norm)]
-    rectified = [value.node for value in made if isinstance(value, Same) and value.rectified]
-    reading = [value for value in (graph.values[i] for i in readers) if isinstance(value, Weighted)]
-    alone = len(reading) == len(readers) and all(value.groups == 1 for value in [layer, *reading])
-    if graph.output in space or not rectified or not alone or not all(norm.by_channel for norm in norms):
+    same_channels, consumers = _follow_channels(graph, index)
+    values = [graph.values[i] for i in same_channels]
+    norms = [value for value in values if isinstance(value, Norm)]
+    rectified = [value.node for value in values if isinstance(value, Passthrough) and value.rectified]
+    readers = [value for value in (graph.values[i] for i in consumers) if isinstance(value, Weighted)]
+    is_separable = len(readers) == len(consumers) and all(value.groups == 1 for value in [layer, *readers])
+    is_output = graph.output in same_channels
+    if is_output or not rectified or not is_separable or not all(norm.by_channel for norm in norms):
         return None
     return RemovableLayer(
         layer.module,
         layer.channels,
         tuple(norm.module for norm in norms),
-        tuple(value.module for value in reading),
+        tuple(value.module for value in readers),
         tuple(rectified),
     )
 
 
-def _space(graph: ChannelGraph, at: int) -> tuple[list[int], list[int]]:
-    """Values whose channels are those of value ``at``, and the values that mix them."""
-    space: list[int] = [at]
-    readers: list[int] = []
-    for i in space:
-        for later in graph.consumers[i]:
-            (space if isinstance(graph.values[later], Same) else readers).append(later)
-    return space, readers
+def _follow_channels(graph: ChannelGraph, index: int) -> tuple[list[int], list[int]]:
+    """Return the values whose channels are those of a value, and the values that mix them."""
+    same_channels: list[int] = [index]
+    consumers: list[int] = []
+    # The list grows while it is iterated over, which makes this a breadth-first walk.
+    for i in same_channels:
+        for consumer in graph.consumers[i]:
+            (same_channels if isinstance(graph.values[consumer], Passthrough) else consumers).append(consumer)
+    return same_channels, consumers
 
 
 def build_live_mask(layout: Layout, layers: Sequence[RemovableLayer], kept: Sequence[Tensor]) -> Mask:
-    """The entries that are left when only the ``kept`` units are.
+    """Return the entries that remain when only the ``kept`` units do.
 
     Args:
-        layout: of the network.
+        layout: layout of the network.
         layers: its removable layers.
-        kept: bool ``(units,)`` for each of them.
+        kept: bool ``(units,)`` for each of these layers.
     """
-    on = torch.ones(layout.size, dtype=torch.bool)
-    tensors = layout.unflatten(on)
+    bits = torch.ones(layout.size, dtype=torch.bool)
+    tensors = layout.unflatten(bits)
     for layer, units in zip(layers, kept, strict=True):
         for name in (layer.module, *layer.norms):
-            for entry in _own(layout, name):
-                tensors[entry][~units] = False
+            for tensor in _list_unit_tensors(layout, name):
+                tensors[tensor][~units] = False
         for name in layer.readers:
-            _columns(tensors[f"{name}.weight"], layer.units)[:, ~units] = False
-    return Mask(on)
+            _view_by_unit(tensors[f"{name}.weight"], layer.units)[:, ~units] = False
+    return Mask(bits)
 
 
 def get_kept_units(layout: Layout, layers: Sequence[RemovableLayer], live: Mask) -> list[Tensor]:
-    """The units that a mask leaves, bool ``(units,)`` for each layer; the inverse of :func:`build_live_mask`.
+    """Return the units that a mask keeps, bool ``(units,)`` for each layer; the inverse of :func:`build_live_mask`.
 
     Raises:
-        SelectionError: the mask removes something else than whole units.
+        SelectionError: the mask removes entries other than those of complete units.
     """
     tensors = layout.unflatten(live.bits)
     kept = [tensors[f"{layer.module}.weight"].flatten(1).any(1) for layer in layers]
     if build_live_mask(layout, layers, kept) != live:
-        raise SelectionError(f"{live} removes more than whole units, so no smaller network has its entries")
+        raise SelectionError(f"{live} does not consist of complete units, so no smaller network has its entries")
     return kept
 
 
 def narrow_network(network: nn.Module, live: Mask) -> nn.Module:
-    """A copy of a network that has just the ``live`` entries; its weights are to be set.
+    """Return a copy of a network that has only the ``live`` entries; its weights are uninitialised.
 
-    A vector of its layout is ``live.take(vector)`` of the whole network's: removing units keeps the order of what is
-    left.
+    Removing units keeps the order of the remaining entries, so if ``vector`` belongs to the network,
+    ``live.take(vector)`` belongs to the copy.
 
     Raises:
-        Untraceable: the network's connections cannot be followed.
-        SelectionError: the mask removes something else than whole units.
+        Untraceable: the network's channels cannot be traced.
+        SelectionError: the mask removes entries other than those of complete units.
     """
     layout, layers = Layout.from_module(network), find_removable_layers(trace_network(network))
     smaller = copy.deepcopy(network)
     for layer, units in zip(layers, get_kept_units(layout, layers, live), strict=True):
         if not bool(units.all()):
-            _narrow(smaller, layer, int(units.sum()))
+            _shrink_layer(smaller, layer, int(units.sum()))
     return smaller
 
 
 def extract_network(network: nn.Module, live: Mask) -> nn.Module:
-    """The smaller network with the weights that a network has now; on inputs it gives what the masked network gives.
+    """Return the smaller network with the network's weights; it computes the same function as the masked network.
 
     Raises:
-        Untraceable, SelectionError: as :func:`narrowed`.
+        Untraceable, SelectionError: as :func:`narrow_network`.
     """
     layout, smaller = Layout.from_module(network), narrow_network(network, live)
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
@@ -139,45 +144,47 @@ def extract_network(network: nn.Module, live: Mask) -> nn.Module:
     return smaller
 
 
-def _narrow(network: nn.Module, layer: RemovableLayer, left: int) -> None:
-    for name in (layer.module, *layer.norms):
-        part = network.get_submodule(name)
-        for own, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+def _shrink_layer(network: nn.Module, layer: RemovableLayer, units: int) -> None:
+    """Resize a layer, its norms and its readers to a smaller number of units, in place."""
+    for path in (layer.module, *layer.norms):
+        part = network.get_submodule(path)
+        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            # A scalar, such as num_batches_tracked, belongs to no unit.
             if tensor.dim():
-                _replace(part, own, tensor.new_empty(left, *tensor.shape[1:]))
-        _resize(part, ("out_features", "out_channels", "num_features"), left)
-    for name in layer.readers:
-        part = network.get_submodule(name)
+                _replace_tensor(part, name, tensor.new_empty(units, *tensor.shape[1:]))
+        _set_sizes(part, ("out_features", "out_channels", "num_features"), units)
+    for path in layer.readers:
+        part = network.get_submodule(path)
         weight = part.get_parameter("weight")
-        columns = weight.shape[1] // layer.units * left
-        _replace(part, "weight", weight.new_empty(weight.shape[0], columns, *weight.shape[2:]))
-        _resize(part, ("in_features", "in_channels"), columns)
+        columns = weight.shape[1] // layer.units * units
+        _replace_tensor(part, "weight", weight.new_empty(weight.shape[0], columns, *weight.shape[2:]))
+        _set_sizes(part, ("in_features", "in_channels"), columns)
 
 
-def _replace(part: nn.Module, name: str, tensor: Tensor) -> None:
+def _replace_tensor(part: nn.Module, name: str, tensor: Tensor) -> None:
     if name in part._parameters:
         tensor = nn.Parameter(tensor)
     setattr(part, name, tensor)
 
 
-def _resize(part: nn.Module, names: Sequence[str], size: int) -> None:
+def _set_sizes(part: nn.Module, names: Sequence[str], size: int) -> None:
     for name in names:
         if hasattr(part, name):
             setattr(part, name, size)
 
 
 def locate_unit_entries(layout: Layout, layer: RemovableLayer) -> Tensor:
-    """Positions in a vector of the entries that belong to each unit alone, ``(units, n)``: its weights, its bias."""
+    """Return the positions of the entries that belong to one unit alone (weights, bias, norm), ``(units, n)``."""
     positions = layout.unflatten(torch.arange(layout.size))
-    names = [entry for name in (layer.module, *layer.norms) for entry in _own(layout, name)]
+    names = [tensor for path in (layer.module, *layer.norms) for tensor in _list_unit_tensors(layout, path)]
     return torch.cat([positions[name].reshape(layer.units, -1) for name in names], dim=1)
 
 
-def _own(layout: Layout, module: str) -> list[str]:
-    """Entries of a module, parameters and buffers; the first axis of each is the unit."""
-    return [entry.name for entry in layout.tensors if entry.name.rpartition(".")[0] == module and entry.shape]
+def _list_unit_tensors(layout: Layout, module: str) -> list[str]:
+    """Return the names of a module's tensors whose first axis is the unit: parameters and buffers."""
+    return [spec.name for spec in layout.tensors if spec.name.rpartition(".")[0] == module and spec.shape]
 
 
-def _columns(weight: Tensor, units: int) -> Tensor:
-    """A weight as ``(out, units, rest)``; ``rest`` holds kernel positions, or the voxels of a flattened channel."""
+def _view_by_unit(weight: Tensor, units: int) -> Tensor:
+    """View a weight as ``(out, units, rest)``; ``rest`` are kernel positions or voxels of a flattened channel."""
     return weight.view(weight.shape[0], units, -1)

@@ -1,4 +1,4 @@
-"""Ready tasks by name. A user's own is a class in a module of theirs (docs/own-task.md)."""
+"""Built-in tasks by name. A user task is a class in the user's own module (docs/own-task.md)."""
 
 from __future__ import annotations
 

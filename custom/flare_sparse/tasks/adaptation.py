@@ -1,4 +1,4 @@
-"""Tasks that start from a pre-trained network, with adapters beside its frozen weights or as a whole."""
+"""Tasks that can start from a pre-trained network, and train either LoRA adapters or the whole network."""
 
 from __future__ import annotations
 
@@ -9,55 +9,60 @@ from typing import Any
 from pydantic import Field
 from torch import nn
 
-from ..models.adapters import AdapterConfig, adapt
-from ..models.base import BaseName, base_folder, drawn, load_base
+from ..models.adapters import AdapterConfig, add_adapters
+from ..models.base import BaseName, find_base_folder, load_base, seed_initialization
 from ..task import Task, TaskConfig
 
 
-class AdaptationConfig(TaskConfig):
-    """What the network starts from, and what of it is exchanged."""
+class AdaptedTaskConfig(TaskConfig):
+    """Base model and adapters of a task."""
 
     base: BaseName | None = Field(
-        None, description="folder of pre-trained weights in $FLARE_SPARSE_MODELS; none: drawn at random"
+        None, description="folder of the base model in $FLARE_SPARSE_MODELS; null: randomly initialised"
     )
     base_seed: int = Field(
-        0, ge=0, description="of what is drawn and frozen; equal at every end, whatever the run's seed"
+        0,
+        ge=0,
+        description="seed of the randomly initialised frozen weights; independent of the run's seed, because server "
+        "and sites must hold the same base model",
     )
-    adapter: AdapterConfig | None = Field(None, description="LoRA adapters; none: the whole network trains and travels")
+    adapter: AdapterConfig | None = Field(
+        None, description="LoRA adapters, which alone are trained and exchanged; null: the whole network"
+    )
 
 
 class AdaptableTask(Task, ABC):
-    """The network of a task as configured: fresh, pre-trained, or adapted."""
+    """A task whose network is randomly initialised, pre-trained, or a base model with adapters."""
 
-    config: AdaptationConfig
+    config: AdaptedTaskConfig
 
     @abstractmethod
-    def network(self) -> nn.Module:
-        """The architecture, freshly initialised."""
+    def build_network(self) -> nn.Module:
+        """Return the architecture, randomly initialised."""
 
-    def base(self) -> nn.Module:
-        """The network that adapters are put on: pre-trained, or drawn from ``base_seed``.
+    def build_base(self) -> nn.Module:
+        """Return the base model: pre-trained, or initialised from ``base_seed``.
 
-        ``peft.PeftModel.from_pretrained(task.base(), folder)`` opens what :meth:`save` wrote.
+        ``peft.PeftModel.from_pretrained(task.build_base(), folder)`` reads the adapters that :meth:`save` wrote.
 
         Raises:
-            ConfigError: the base is not there or is of another network.
+            ConfigError: the base model is missing or belongs to another network.
         """
-        with drawn(self.config.base_seed):
-            network = self.network()
+        with seed_initialization(self.config.base_seed):
+            network = self.build_network()
         if self.config.base is not None:
-            load_base(network, base_folder(self.config.base))
+            load_base(network, find_base_folder(self.config.base))
         return network
 
     def model(self) -> nn.Module:
-        """The network to train; without base and adapter, drawn from torch's global generator."""
+        """Return the network to train; without base and adapter, torch's global generator initialises it."""
         if self.config.adapter is not None:
-            adapted: nn.Module = adapt(self.base(), self.config.adapter)
+            adapted: nn.Module = add_adapters(self.build_base(), self.config.adapter)
             return adapted
-        return self.network() if self.config.base is None else self.base()
+        return self.build_network() if self.config.base is None else self.build_base()
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Adapters in peft's own format; a whole network as any other task saves it."""
+        """Write adapters in peft's format; without adapters, write the whole network like any other task."""
         if self.config.adapter is None:
             super().save(model, folder)
         else:

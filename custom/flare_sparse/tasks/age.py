@@ -1,4 +1,4 @@
-"""Age as a target: a regression in years, standardised by constants that the job sets."""
+"""Age as a target: regression in years, standardised by constants that the job sets."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from ..task import Metric, Task, TaskConfig
 
 
 class AgeConfig(TaskConfig):
-    """Constants instead of statistics: no site has to tell its own."""
+    """Standardisation of the age by constants, so that no site has to reveal its own statistics."""
 
-    age_mean: float = Field(45.0, ge=0, le=120, description="years that an output of 0 stands for")
-    age_scale: float = Field(15.0, gt=0, le=120, description="years that a step of 1 in the output stands for")
-    loss: Literal["smooth_l1", "mse"] = Field("smooth_l1", description="of the standardised age; FedSparsify: mse")
+    age_mean: float = Field(45.0, ge=0, le=120, description="age in years that the output 0 stands for")
+    age_scale: float = Field(15.0, gt=0, le=120, description="years per unit of the network's output")
+    loss: Literal["smooth_l1", "mse"] = Field(
+        "smooth_l1", description="loss of the standardised age; FedSparsify uses mse"
+    )
 
 
 class AgeTask(Task, ABC):
-    """A network with one output, the standardised age; batches are (inputs, age in years (B, 1))."""
+    """A network with one output, the standardised age; batches are ``(inputs, age in years (B, 1))``."""
 
     config: AgeConfig
     metric = Metric("mae", "years", "min")
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Smooth L1 or squared error of the standardised age."""
+        """Return the smooth L1 or the squared error of the standardised age, a scalar."""
         inputs, years = batch
-        wanted = (years - self.config.age_mean) / self.config.age_scale
-        error = functional.smooth_l1_loss if self.config.loss == "smooth_l1" else functional.mse_loss
-        return error(model(inputs), wanted)
+        targets = (years - self.config.age_mean) / self.config.age_scale
+        compute_error = functional.smooth_l1_loss if self.config.loss == "smooth_l1" else functional.mse_loss
+        return compute_error(model(inputs), targets)
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Predicted and true age in years, both (B, 1)."""
+        """Return predicted and true age in years, both ``(B, 1)``."""
         inputs, years = batch
         return model(inputs) * self.config.age_scale + self.config.age_mean, years
 
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        """Mean absolute, root mean squared and mean signed error (``bias``: predicted minus true), in years."""
+        """Return mean absolute, root mean squared and mean signed error (``bias``: predicted minus true), in years."""
         error = (predictions - targets).double()
         return {
             "mae": error.abs().mean().item(),

@@ -1,4 +1,4 @@
-"""Brain age and sex from T1-weighted volumes in BIDS."""
+"""Brain age and sex from T1-weighted volumes in BIDS data sets."""
 
 from __future__ import annotations
 
@@ -10,82 +10,84 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from ..data import bids
-from ..data.screening import screen
-from ..data.split import train_test
-from ..data.volumes import Item, Volumes, preparation, read_voxels
+from ..data.screening import screen_subjects
+from ..data.split import split_train_test
+from ..data.volumes import VolumeDataset, VolumeExample, build_preprocessing, read_voxels
 from ..models import ModelConfig
-from ..models.config import reading
+from ..models.config import require_input
 from ..models.fields import Volume
 from ..task import Cohort, Examples, SiteData
-from .adaptation import AdaptableTask, AdaptationConfig
+from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .age import AgeConfig, AgeTask
 from .classes import BinaryTask
 
 
-class BrainConfig(AdaptationConfig):
-    """How volumes become inputs, and the network that reads them."""
+class BrainConfig(AdaptedTaskConfig):
+    """Preprocessing of the volumes, and the network."""
 
-    model: Annotated[ModelConfig, reading("volume")] = Field(
-        ModelConfig(name="brain_age_cnn_3mm"), description="network, with its settings"
+    model: Annotated[ModelConfig, require_input("volume")] = Field(
+        ModelConfig(name="brain_age_cnn_3mm"), description="network and its settings"
     )
-    shape: Volume = Field((52, 64, 52), description="voxels of every volume on disk, in RAS orientation")
+    shape: Volume = Field((52, 64, 52), description="voxels per axis of every volume on disk, in RAS orientation")
     spacing: tuple[float, float, float] | None = Field(
-        None, description="mm a voxel side of every volume on disk, within 2 %; none: any"
+        None, description="size of a voxel on disk in mm per axis, within 2 %; null: not checked"
     )
-    downsample: int = Field(2, ge=1, le=16, description="voxels a side of the cubes whose mean is an input voxel")
-    cache: bool = Field(True, description="keep all inputs in memory; otherwise a volume is read for every use")
+    downsample: int = Field(
+        2, ge=1, le=16, description="an input voxel is the mean of a cube of this many voxels per side"
+    )
+    cache: bool = Field(True, description="keep all inputs in memory; false: read the file at each access")
     skip_bad_subjects: bool = Field(
-        False, description="leave unusable subjects out and count them; else refuse to work"
+        False, description="skip and count unusable subjects; false: refuse to train if there are any"
     )
 
     @model_validator(mode="after")
-    def _something_left(self) -> BrainConfig:
+    def _check_downsample(self) -> BrainConfig:
         if min(self.shape) < self.downsample:
-            raise ValueError(f"downsample {self.downsample} leaves nothing of shape {list(self.shape)}")
+            raise ValueError(f"downsample {self.downsample} is larger than a side of shape {list(self.shape)}")
         return self
 
     @property
     def volume(self) -> tuple[int, ...]:
-        """Voxels of an input, (depth, height, width)."""
+        """Voxels of an input: (depth, height, width)."""
         return tuple(side // self.downsample for side in self.shape)
 
 
 class BrainTask(AdaptableTask, ABC):
-    """Volumes (B, 1, depth, height, width) to one number; what it is, a subclass says."""
+    """Prediction of one number, the target, from volumes ``(B, 1, depth, height, width)``."""
 
     config: BrainConfig
 
     @staticmethod
     @abstractmethod
-    def target(subject: bids.Subject) -> float:
-        """What is to be learned of a subject."""
+    def get_target(subject: bids.Subject) -> float:
+        """Return the value to predict for a subject."""
 
-    def network(self) -> nn.Module:
-        """The configured network with one output."""
+    def build_network(self) -> nn.Module:
+        """Return the configured network with one output."""
         return self.config.model.build(volume=self.config.volume, outputs=1)
 
     def cohort(self, path: Path) -> Cohort:
-        """The participants with all their columns, ``site`` among them where the data names sites."""
-        return bids.cohort(path)
+        """Return the participants with all their columns, including ``site`` if the data names sites."""
+        return bids.read_cohort(path)
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        """Every subject is read and checked once; 20 % are for testing."""
+        """Read and check every subject once; 20 % are for testing."""
         subjects, shape, spacing = bids.read_subjects(data.path), self.config.shape, self.config.spacing
-        prepare = preparation(self.config.downsample)
+        preprocess = build_preprocessing(self.config.downsample)
 
-        def read(name: str) -> Item:
+        def read_example(name: str) -> VolumeExample:
             subject = subjects.get(name, bids.Subject())
-            target, file = self.target(subject), subject.file()
+            target, file = self.get_target(subject), subject.get_image()
             voxels = read_voxels(file, shape, spacing)
-            return Item(file, target, prepare(voxels) if self.config.cache else None)
+            return VolumeExample(file, target, preprocess(voxels) if self.config.cache else None)
 
-        wanted = subjects if data.subset is None else data.subset
+        ids = subjects if data.subset is None else data.subset
         skip = self.config.skip_bad_subjects
-        found, skipped = screen(wanted, read, skip_bad_subjects=skip, source=data.path)
+        examples, skipped = screen_subjects(ids, read_example, skip_bad_subjects=skip, source=data.path)
 
         train, test = (
-            Volumes([found[name] for name in names], shape, self.config.downsample, spacing)
-            for names in train_test(found, seed)
+            VolumeDataset([examples[name] for name in names], shape, self.config.downsample, spacing)
+            for names in split_train_test(examples, seed)
         )
         return Examples(train, test, skipped)
 
@@ -101,9 +103,9 @@ class BrainAge(AgeTask, BrainTask):
     config: BrainAgeConfig
 
     @staticmethod
-    def target(subject: bids.Subject) -> float:
-        """Age in years."""
-        return subject.age()
+    def get_target(subject: bids.Subject) -> float:
+        """Return the age in years."""
+        return subject.parse_age()
 
 
 class SexClassification(BinaryTask, BrainTask):
@@ -112,6 +114,6 @@ class SexClassification(BinaryTask, BrainTask):
     Config = BrainConfig
 
     @staticmethod
-    def target(subject: bids.Subject) -> float:
-        """1 for male, 0 for female."""
-        return subject.sex()
+    def get_target(subject: bids.Subject) -> float:
+        """Return 1 for male, 0 for female."""
+        return subject.parse_sex()

@@ -1,11 +1,11 @@
-"""Age and sex from FreeSurfer tables: regional cortical thickness and volumes, one row a subject.
+"""Age and sex from FreeSurfer tables: regional cortical thickness and volumes, one row per subject.
 
-Features are scaled by constants of anatomy, so no site has to tell a statistic of its own:
+Features are scaled by anatomical constants, so that no site has to reveal its own statistics:
 
-* thickness in mm, columns that end with ``_thickness``: ``(t - 2.5) / 0.5`` (the human cortex is 1 to 4.5 mm thick,
-  2.5 mm on average: Fischl and Dale 2000, PNAS 97:11050);
-* intracranial volume, column ``ICV``: ``(litres - 1.5) / 0.2``;
-* every other column, a volume in mm3: ``(ln(per mille of ICV) - 1) / 2``.
+* thickness in mm (columns ending in ``_thickness``): ``(t - 2.5) / 0.5``; the human cortex is 1 to 4.5 mm thick, 2.5 mm
+  on average (Fischl and Dale 2000, PNAS 97:11050);
+* intracranial volume (column ``ICV``): ``(litres - 1.5) / 0.2``;
+* volume in mm3 (every other column): ``(ln(per mille of ICV) - 1) / 2``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pydantic import Field
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ..data.screening import screen
-from ..data.split import train_test
+from ..data.screening import screen_subjects
+from ..data.split import split_train_test
 from ..data.tables import Table, read_table
 from ..errors import DataError
 from ..models import ModelConfig
-from ..models.config import reading
+from ..models.config import require_input
 from ..task import Cohort, Examples, SiteData, Task, TaskConfig
 from .age import AgeConfig, AgeTask
 from .classes import BinaryTask
@@ -42,8 +42,8 @@ class Atlas:
     """A known set of columns.
 
     Attributes:
-        features: how many there are.
-        fingerprint: first 16 hex digits of the SHA-256 of their sorted names, joined by line feeds.
+        features: number of columns.
+        fingerprint: first 16 hex digits of the SHA-256 of the sorted column names, joined by line feeds.
     """
 
     features: int
@@ -57,68 +57,70 @@ ATLASES = {
 
 
 class MorphometryConfig(TaskConfig):
-    """Which columns become inputs."""
+    """Selection of the input columns, and the network."""
 
-    model: Annotated[ModelConfig, reading("features")] = Field(
-        ModelConfig(name="mlp"), description="network, with its settings"
+    model: Annotated[ModelConfig, require_input("features")] = Field(
+        ModelConfig(name="mlp"), description="network and its settings"
     )
     features: Literal["destrieux", "desikan"] | tuple[str, ...] = Field(
-        "destrieux", description="a known atlas, every numeric column in name order; or the names of the columns"
+        "destrieux", description="a known atlas (all numeric columns, in name order), or a list of column names"
     )
     skip_bad_subjects: bool = Field(
-        False, description="leave unusable subjects out and count them; else refuse to work"
+        False, description="skip and count unusable subjects; false: refuse to train if there are any"
     )
 
     @property
-    def inputs(self) -> int:
-        """Numbers in a row."""
+    def num_features(self) -> int:
+        """Number of the network's inputs."""
         return ATLASES[self.features].features if isinstance(self.features, str) else len(self.features)
 
 
 class MorphometryTask(Task, ABC):
-    """Rows (B, features) to one number; what it is, a subclass says."""
+    """Prediction of one number, the target, from rows ``(B, features)``."""
 
     config: MorphometryConfig
 
     @staticmethod
     @abstractmethod
-    def targets(table: Table) -> np.ndarray:
-        """What is to be learned of every subject, NaN where it is not known, ``(n,)``."""
+    def get_targets(table: Table) -> np.ndarray:
+        """Return the value to predict for every subject, ``(n,)``; NaN where it is unknown."""
 
     def model(self) -> nn.Module:
-        """The configured network with one output."""
-        return self.config.model.build(features=self.config.inputs, outputs=1)
+        """Return the configured network with one output."""
+        return self.config.model.build(features=self.config.num_features, outputs=1)
 
     def cohort(self, path: Path) -> Cohort:
-        """The subjects with all columns of the table."""
-        return read_table(path).cohort(ID)
+        """Return the subjects with all columns of the table."""
+        return read_table(path).to_cohort(ID)
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        """The rows of a site; 20 % are for testing."""
+        """Read the rows of a site; 20 % are for testing."""
         table = read_table(data.path)
-        features, targets = scaled(table, columns(table, self.config.features)), self.targets(table)
-        place = {name: number for number, name in enumerate(table.ids(ID))}
+        features = scale_features(table, select_feature_columns(table, self.config.features))
+        targets = self.get_targets(table)
+        row_of = {name: number for number, name in enumerate(table.get_ids(ID))}
 
-        def read(name: str) -> int:
-            if name not in place:
+        def find_row(name: str) -> int:
+            if name not in row_of:
                 raise DataError(f"unknown participant: it has no row in {data.path.name}")
-            if not np.isfinite(targets[place[name]]):
+            row = row_of[name]
+            if not np.isfinite(targets[row]):
                 raise DataError("its age or sex is missing or out of range")
-            if missing := int(np.count_nonzero(~np.isfinite(features[place[name]]))):
+            if missing := int(np.count_nonzero(~np.isfinite(features[row]))):
                 raise DataError(f"{missing} of {features.shape[1]} features are missing or not finite")
-            return place[name]
+            return row
 
-        wanted = place if data.subset is None else data.subset
+        ids = row_of if data.subset is None else data.subset
         skip = self.config.skip_bad_subjects
-        found, skipped = screen(wanted, read, skip_bad_subjects=skip, source=data.path)
+        rows, skipped = screen_subjects(ids, find_row, skip_bad_subjects=skip, source=data.path)
 
-        def rows(names: Sequence[str]) -> TensorDataset:
-            chosen = [found[name] for name in names]
-            x, y = features[chosen].astype(np.float32), targets[chosen, None].astype(np.float32)
+        def build_dataset(names: Sequence[str]) -> TensorDataset:
+            selected = [rows[name] for name in names]
+            x, y = features[selected].astype(np.float32), targets[selected, None].astype(np.float32)
             return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
-        train, test = train_test(found, seed)
-        return Examples(rows(train), rows(test), skipped)
+        train, test = split_train_test(rows, seed)
+        return Examples(build_dataset(train), build_dataset(test), skipped)
 
 
 class MorphometryAgeConfig(MorphometryConfig, AgeConfig):
@@ -132,9 +134,9 @@ class MorphometryAge(AgeTask, MorphometryTask):
     config: MorphometryAgeConfig
 
     @staticmethod
-    def targets(table: Table) -> np.ndarray:
-        """Age in years."""
-        age = table.numbers("age")
+    def get_targets(table: Table) -> np.ndarray:
+        """Return the age in years."""
+        age = table.get_numbers("age")
         return np.where((age >= 0) & (age <= 120), age, np.nan)
 
 
@@ -144,41 +146,41 @@ class MorphometrySex(BinaryTask, MorphometryTask):
     Config = MorphometryConfig
 
     @staticmethod
-    def targets(table: Table) -> np.ndarray:
-        """The column ``sex``: 1 for male, 0 for female."""
-        sex = table.numbers("sex")
+    def get_targets(table: Table) -> np.ndarray:
+        """Return the column ``sex``: 1 for male, 0 for female."""
+        sex = table.get_numbers("sex")
         return np.where(np.isin(sex, (0, 1)), sex, np.nan)
 
 
-def columns(table: Table, features: str | Sequence[str]) -> list[str]:
-    """Names of the feature columns, in the order in which every site gives them to the network.
+def select_feature_columns(table: Table, features: str | Sequence[str]) -> list[str]:
+    """Return the names of the feature columns, in the same order at every site.
 
     Raises:
         DataError: the table's numeric columns are not those of the atlas.
     """
     if not isinstance(features, str):
         return list(features)
-    found = sorted(name for name, c in table.columns.items() if name not in NOT_FEATURES and c.dtype.kind == "f")
+    names = sorted(name for name, c in table.columns.items() if name not in NOT_FEATURES and c.dtype.kind == "f")
     atlas = ATLASES[features]
-    if sha256("\n".join(found).encode()).hexdigest()[:16] != atlas.fingerprint:
+    if sha256("\n".join(names).encode()).hexdigest()[:16] != atlas.fingerprint:
         raise DataError(
-            f"{table.source}: its {len(found)} numeric columns are not the {atlas.features} of atlas {features!r}. Give "
-            "task.features the atlas of this table, or the names of the columns that all sites have"
+            f"{table.source}: its {len(names)} numeric columns are not the {atlas.features} of atlas {features!r}. Set "
+            "task.features to the atlas of this table, or to the names of the columns that all sites have"
         )
-    return found
+    return names
 
 
-def scaled(table: Table, names: Sequence[str]) -> np.ndarray:
-    """Features ``(n, len(names))``, float64, scaled by the constants at the top of this module.
+def scale_features(table: Table, names: Sequence[str]) -> np.ndarray:
+    """Return features ``(n, len(names))``, float64, scaled by the constants in the module's docstring.
 
     Raises:
-        DataError: a column is not there or holds text.
+        DataError: a column is missing or contains text.
     """
     litre = 1e6
-    icv = table.numbers("ICV") if any(not name.endswith("_thickness") for name in names) else np.array(np.nan)
+    icv = table.get_numbers("ICV") if any(not name.endswith("_thickness") for name in names) else np.array(np.nan)
 
     def scale(name: str) -> np.ndarray:
-        values = table.numbers(name)
+        values = table.get_numbers(name)
         if name.endswith("_thickness"):
             return (values - 2.5) / 0.5
         if name == "ICV":

@@ -1,4 +1,4 @@
-"""Death in hospital from the medications of a stay (SCBF, section 4.1): multi-hot codes, one logit."""
+"""Prediction of death in hospital from the medications of a stay (SCBF, section 4.1): multi-hot codes, one logit."""
 
 from __future__ import annotations
 
@@ -13,80 +13,90 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from ..data.admissions import Admissions, Wanted, read_admissions
-from ..data.split import train_test
+from ..data.admissions import AdmissionColumns, Admissions, read_admissions
+from ..data.split import split_train_test
 from ..errors import DataError
 from ..models import ModelConfig
-from ..models.config import reading
+from ..models.config import require_input
 from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig
 
 BINS = 10
 
 
 class MortalityConfig(TaskConfig):
-    """What a stay looks like; every site must have the same medications in the same order."""
+    """Columns of a stay, and the network; every site must have the same medications in the same order."""
 
-    model: Annotated[ModelConfig, reading("features")] = Field(
-        ModelConfig(name="mlp", hidden=(64, 32)), description="network, with its settings"
+    model: Annotated[ModelConfig, require_input("features")] = Field(
+        ModelConfig(name="mlp", hidden=(64, 32)), description="network and its settings"
     )
     medications: int = Field(2917, ge=1, le=1_000_000, description="number of medication codes")
-    levels: int = Field(1, ge=1, le=255, description="a code's values; more than 1: one input for each, such as doses")
-    codes: str = Field("med", description="array of the codes in an .npz file; of a table, the prefix of their columns")
-    outcome: str = Field("died", description="1 died, 0 survived; stays with anything else are left out")
-    stay: str | None = Field("stay", description="column of identifiers; null: the number of the row")
-    patient: str | None = Field(None, description="column; all stays of a patient are for training, or all for testing")
-    only: str | None = Field(None, description="column; only rows where it is 1 are used")
+    levels: int = Field(
+        1, ge=1, le=255, description="number of non-zero values of a code, such as doses; each becomes its own input"
+    )
+    codes: str = Field(
+        "med", description="array of the codes in an .npz file, or prefix of the code columns in a table"
+    )
+    outcome: str = Field("died", description="column: 1 died, 0 survived; stays with any other value are dropped")
+    stay: str | None = Field("stay", description="column of the stays' identifiers; null: row numbers")
+    patient: str | None = Field(
+        None, description="column of the patients; a patient's stays are all for training or all for testing"
+    )
+    include: str | None = Field(None, description="column of 0 and 1; only stays with 1 are used; null: all")
     positive_weight: Literal["none", "balanced"] | float = Field(
         "none",
-        description="weight of a death in the loss; balanced: survivors over deaths of the site's own training stays. "
-        "It changes what a probability means: see calibration_error",
+        description="weight of a death in the loss; balanced: survivors divided by deaths among the site's own "
+        "training stays. Any weight but 1 shifts the predicted risks: see calibration_error",
     )
-    test_share: float = Field(0.2, gt=0, lt=1, description="share of the patients that is for testing")
+    test_share: float = Field(0.2, gt=0, lt=1, description="share of the patients for testing")
 
     @property
-    def wanted(self) -> Wanted:
-        """What to read of a file."""
-        return Wanted(self.outcome, self.codes, self.stay, self.patient, self.only)
+    def columns(self) -> AdmissionColumns:
+        """Names of the columns to read from a file."""
+        return AdmissionColumns(self.outcome, self.codes, self.stay, self.patient, self.include)
 
 
 class Mortality(Task):
-    """Batches are (codes (B, inputs) uint8, died (B, 1), weight (B, 1))."""
+    """Prediction of death; batches are ``(codes (B, inputs) uint8, died (B, 1), weight (B, 1))``."""
 
     Config = MortalityConfig
     config: MortalityConfig
     metric = Metric("auc_roc", "", "max")
 
     def model(self) -> nn.Module:
-        """The configured network with one output, the logit of dying."""
+        """Return the configured network with one output, the logit of death."""
         return self.config.model.build(features=self.config.medications * self.config.levels, outputs=1)
 
     def cohort(self, path: Path) -> Cohort:
-        """The usable stays with everything that the file has one value a stay of."""
-        return _read(path, self.config.wanted).cohort
+        """Return the usable stays with every column that has one value per stay."""
+        return _read_cached(path, self.config.columns).cohort
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        """The stays of a site."""
-        stays = _read(data.path, self.config.wanted)
+        """Read the stays of a site; ``test_share`` of its patients are for testing."""
+        stays = _read_cached(data.path, self.config.columns)
         if stays.codes.shape[1] != self.config.medications:
             raise DataError(
-                f"{data.path}: {stays.codes.shape[1]} medications; task.medications says {self.config.medications}. All "
-                "sites must use one vocabulary"
+                f"{data.path}: {stays.codes.shape[1]} medications, but task.medications is {self.config.medications}. "
+                "All sites must use the same vocabulary"
             )
-        place = {name: row for row, name in enumerate(stays.ids)}
-        rows = np.array([place[n] for n in data.subset if n in place] if data.subset is not None else [*place.values()])
-        if data.subset is not None and len(rows) < len(data.subset):
-            raise DataError(f"{data.path}: {len(data.subset) - len(rows)} of {len(data.subset)} stays are not in it")
-        train, test = train_test({stays.patients[row] for row in rows}, seed, self.config.test_share)
-        return Examples(self._part(stays, rows, frozenset(train)), self._part(stays, rows, frozenset(test)))
-
-    def _part(self, stays: Admissions, rows: np.ndarray, patients: frozenset[str]) -> TensorDataset:
-        chosen = np.array([row for row in rows if stays.patients[row] in patients], dtype=np.int64)
-        died = torch.from_numpy(stays.died[chosen]).float()[:, None]
-        return TensorDataset(
-            torch.from_numpy(one_hot(stays.codes[chosen], self.config.levels)), died, self._weights(died)
+        row_of = {name: row for row, name in enumerate(stays.ids)}
+        subset = data.subset
+        rows = np.array([row_of[n] for n in subset if n in row_of] if subset is not None else [*row_of.values()])
+        if subset is not None and len(rows) < len(subset):
+            raise DataError(f"{data.path}: {len(subset) - len(rows)} of {len(subset)} stays are not in the file")
+        train, test = split_train_test({stays.patients[row] for row in rows}, seed, self.config.test_share)
+        return Examples(
+            self._build_dataset(stays, rows, frozenset(train)), self._build_dataset(stays, rows, frozenset(test))
         )
 
-    def _weights(self, died: Tensor) -> Tensor:
+    def _build_dataset(self, stays: Admissions, rows: np.ndarray, patients: frozenset[str]) -> TensorDataset:
+        """Return the examples of those ``rows`` that belong to ``patients``."""
+        selected = np.array([row for row in rows if stays.patients[row] in patients], dtype=np.int64)
+        died = torch.from_numpy(stays.died[selected]).float()[:, None]
+        codes = encode_one_hot(stays.codes[selected], self.config.levels)
+        return TensorDataset(torch.from_numpy(codes), died, self._compute_weights(died))
+
+    def _compute_weights(self, died: Tensor) -> Tensor:
+        """Return the weight of each example in the loss, shaped like ``died``."""
         weight = self.config.positive_weight
         if weight == "balanced":
             deaths = int(died.sum())
@@ -94,58 +104,63 @@ class Mortality(Task):
         return torch.ones_like(died) if weight == "none" else torch.where(died > 0, float(weight), 1.0)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Binary cross-entropy, each stay with its weight."""
+        """Return the weighted binary cross-entropy, a scalar."""
         codes, died, weight = batch
         return functional.binary_cross_entropy_with_logits(model(codes.float()), died, weight=weight)
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Probability of dying and whether the patient died, both (B, 1)."""
+        """Return the risk of death and whether the patient died, both ``(B, 1)``."""
         codes, died, _ = batch
         return torch.sigmoid(model(codes.float())), died
 
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        """As :func:`risk_figures`."""
-        return risk_figures(predictions.flatten(), targets.flatten())
+        """Return the metrics of :func:`compute_risk_metrics`."""
+        return compute_risk_metrics(predictions.flatten(), targets.flatten())
 
 
-def risk_figures(risk: Tensor, died: Tensor) -> dict[str, float]:
-    """How well a risk ranks and how far it can be taken at its word.
+def compute_risk_metrics(risk: Tensor, died: Tensor) -> dict[str, float]:
+    """Return the discrimination and the calibration of predicted risks.
 
-    ``auc_roc`` and ``auc_pr`` (average precision) are left out where all or none died. ``brier`` is the mean squared
-    error of the risk; ``calibration_error`` the mean distance between risk and deaths over ten bins of equal width,
-    weighted by their stays; ``prevalence`` the share that died: an average precision is to be read against it.
+    * ``auc_roc``, ``auc_pr`` (average precision): omitted if all or none died;
+    * ``brier``: mean squared error of the risk;
+    * ``calibration_error``: mean distance between risk and share of deaths over ten bins of equal width, weighted by
+      the number of stays;
+    * ``prevalence``: share that died, the average precision of a random ranking.
 
     Args:
-        risk: probability of dying ``(n,)``.
+        risk: predicted probability of death, ``(n,)``.
         died: 0 or 1, ``(n,)``.
     """
     risk, died = risk.double(), died.double()
-    figures = {
+    metrics = {
         "brier": (risk - died).square().mean().item(),
-        "calibration_error": _calibration_error(risk, died),
+        "calibration_error": _compute_calibration_error(risk, died),
         "prevalence": died.mean().item(),
     }
     if 0 < int(died.sum()) < len(died):
         from monai.metrics import compute_average_precision, compute_roc_auc
 
-        figures["auc_roc"] = float(compute_roc_auc(risk, died))
-        figures["auc_pr"] = float(compute_average_precision(risk, died))
-    return figures
+        metrics["auc_roc"] = float(compute_roc_auc(risk, died))
+        metrics["auc_pr"] = float(compute_average_precision(risk, died))
+    return metrics
 
 
-def _calibration_error(risk: Tensor, died: Tensor) -> float:
-    place = (risk * BINS).long().clamp(0, BINS - 1)
-    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, risk - died)
+def _compute_calibration_error(risk: Tensor, died: Tensor) -> float:
+    bin_of = (risk * BINS).long().clamp(0, BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bin_of, risk - died)
     return float(gaps.abs().sum() / len(risk))
 
 
-def one_hot(codes: np.ndarray, levels: int) -> np.ndarray:
-    """Codes 0 to ``levels`` as ``levels`` inputs of 0 or 1 each, ``(n, medications * levels)``.
+def encode_one_hot(codes: np.ndarray, levels: int) -> np.ndarray:
+    """Encode each code 0 to ``levels`` as ``levels`` inputs of 0 or 1; all are 0 for code 0.
 
-    >>> one_hot(np.array([[0, 2]], dtype=np.uint8), 2).tolist()
+    >>> encode_one_hot(np.array([[0, 2]], dtype=np.uint8), 2).tolist()
     [[0, 0, 0, 1]]
-    >>> one_hot(np.array([[0, 2]], dtype=np.uint8), 1).tolist()
+    >>> encode_one_hot(np.array([[0, 2]], dtype=np.uint8), 1).tolist()
     [[0, 1]]
+
+    Returns:
+        uint8 ``(n, medications * levels)``.
     """
     if levels == 1:
         return (codes > 0).astype(np.uint8)
@@ -154,6 +169,6 @@ def one_hot(codes: np.ndarray, levels: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def _read(path: Path, wanted: Wanted) -> Admissions:
-    """The sites of a simulated federation share a file: it is read once."""
-    return read_admissions(path, wanted)
+def _read_cached(path: Path, columns: AdmissionColumns) -> Admissions:
+    """Read the stays of a file, and keep them: the sites of a simulated federation share one file."""
+    return read_admissions(path, columns)

@@ -1,4 +1,4 @@
-"""How a site trains: one loop, settings declared once, seeds that depend on run, site and round only."""
+"""Local training at a site: one loop for all methods, seeded by run, site and round only."""
 
 from .config import TrainingConfig
 from .sample_usage import SampleUsage

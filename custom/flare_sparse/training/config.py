@@ -9,7 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class TrainingConfig(BaseModel):
-    """How a site trains in one round. The optimiser is new in every round (C7)."""
+    """Settings of local training in one round.
+
+    The optimiser is new in every round, so no optimiser state has to survive at a site (docs/algorithms.md, section
+    1.8).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -26,11 +30,11 @@ class TrainingConfig(BaseModel):
     )
 
     def compute_learning_rate(self, t: int) -> float:
-        """Learning rate of round ``t`` (1-based)."""
+        """Return the learning rate of round ``t`` (1-based)."""
         return self.lr * self.lr_decay ** max(t - 1, 0)
 
     def build_optimizer(self, parameter: torch.nn.Parameter, t: int) -> torch.optim.Optimizer:
-        """A new optimiser for round ``t``."""
+        """Build a new optimiser for round ``t``."""
         lr = self.compute_learning_rate(t)
         if self.optimizer == "sgd":
             return torch.optim.SGD([parameter], lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
@@ -39,6 +43,7 @@ class TrainingConfig(BaseModel):
 
     @property
     def torch_device(self) -> torch.device:
+        """The device that a site computes on."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)

@@ -1,4 +1,7 @@
-"""A network whose parameters and gradients are views of one vector each: masks and optimisers see a single tensor."""
+"""A network whose parameters and gradients are views of one vector each.
+
+Masks, clipping and optimisers operate on a single tensor.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,18 @@ from ..params import Layout, get_frozen_tensors
 
 
 class FlatModel:
-    """Binds a module to vectors of a layout.
+    """A module bound to vectors of a layout.
+
+    Parameters and buffers outside the layout, those of a frozen base model, keep their values.
+
+    Args:
+        module: the network; it is modified and moved to ``device``.
+        layout: its layout.
+        device: where to compute.
 
     Attributes:
         module: the network; its parameters are views of ``flat``.
         flat: parameter ``(layout.trainable_size,)`` that an optimiser steps.
-
-    Parameters and buffers that are not of the layout, a frozen base, stay as they are.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device | str = "cpu"):
@@ -25,68 +33,73 @@ class FlatModel:
         self.module = module.to(self.device)
         self.flat = nn.Parameter(torch.zeros(layout.trainable_size, device=self.device))
         self.flat.grad = torch.zeros_like(self.flat)
-        named = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters())
         self._parameters: list[tuple[nn.Parameter, slice]] = []
         self._buffers = dict(self.module.named_buffers())
-        self._counts = {n: b.clone() for n, b in self._buffers.items() if b is not None and not b.is_floating_point()}
-        base = get_frozen_tensors(self.module)
-        self._still = [
+        self._initial_integer_buffers = {
+            name: b.clone() for name, b in self._buffers.items() if b is not None and not b.is_floating_point()
+        }
+        frozen = get_frozen_tensors(self.module)
+        self._modules_with_frozen_buffers = [
             part
             for prefix, part in self.module.named_modules()
-            if any(name in base for name, _ in part.named_buffers(prefix, recurse=False))
+            if any(name in frozen for name, _ in part.named_buffers(prefix, recurse=False))
         ]
-        for entry, start in zip(layout.tensors, layout.offsets, strict=False):
-            if entry.role == "buffer":
+        for spec, start in zip(layout.tensors, layout.offsets, strict=False):
+            if spec.role == "buffer":
                 continue
-            parameter, place = named[entry.name], slice(start, start + entry.size)
-            parameter.data = self.flat.data[place].view(entry.shape)
-            parameter.grad = self.flat.grad[place].view(entry.shape)
-            self._parameters.append((parameter, place))
+            parameter, positions = parameters[spec.name], slice(start, start + spec.size)
+            parameter.data = self.flat.data[positions].view(spec.shape)
+            parameter.grad = self.flat.grad[positions].view(spec.shape)
+            self._parameters.append((parameter, positions))
 
     @property
     def gradient(self) -> Tensor:
-        """``(trainable_size,)``; ``backward`` adds to it."""
+        """The gradient ``(trainable_size,)``; the parameters' own gradients are views of it."""
         assert self.flat.grad is not None
         return self.flat.grad
 
     @torch.no_grad()
     def load(self, vector: Tensor) -> None:
-        """Set parameters and float buffers from a vector ``(P,)``; integer buffers restart as they were made."""
+        """Set parameters and float buffers from a vector ``(P,)``; reset integer buffers to their initial values."""
         self.flat.copy_(vector[: self.layout.trainable_size])
-        for entry, start in zip(self.layout.tensors, self.layout.offsets, strict=False):
-            if entry.role == "buffer":
-                self._buffers[entry.name].copy_(vector[start : start + entry.size].view(entry.shape))
-        for name, initial in self._counts.items():
+        for spec, start in zip(self.layout.tensors, self.layout.offsets, strict=False):
+            if spec.role == "buffer":
+                self._buffers[spec.name].copy_(vector[start : start + spec.size].view(spec.shape))
+        # Integer buffers (num_batches_tracked) are not part of a vector. A counter left from an earlier round would
+        # make the result depend on what this process has trained before, and a resumed run differ from the original.
+        for name, initial in self._initial_integer_buffers.items():
             self._buffers[name].copy_(initial)
 
-    def set_training_mode(self, free: Tensor | None = None) -> None:
-        """The module in training mode; what holds frozen statistics stays in evaluation mode, so they do not drift.
+    def set_training_mode(self, trainable: Tensor | None = None) -> None:
+        """Put the module in training mode; modules with frozen buffers stay in eval mode, so that these do not drift.
 
         Args:
-            free: bool ``(trainable_size,)``: no gradient is computed for a tensor without an entry in it, which saves
-                its share of the work; None, or no entry at all: all gradients are.
+            trainable: bool ``(trainable_size,)``: a tensor without a trainable entry gets no gradient, which saves its
+                backward pass. None, or no trainable entry at all, computes all gradients.
         """
-        every = free is None or not bool(free.any())
-        for parameter, place in self._parameters:
-            parameter.requires_grad_(every or bool(free[place].any()))  # type: ignore[index]
+        # A loss that depends on no parameter requiring a gradient cannot be differentiated.
+        all_gradients = trainable is None or not bool(trainable.any())
+        for parameter, positions in self._parameters:
+            parameter.requires_grad_(all_gradients or bool(trainable[positions].any()))  # type: ignore[index]
         self.module.train()
-        for part in self._still:
+        for part in self._modules_with_frozen_buffers:
             part.eval()
 
     @torch.no_grad()
     def to_vector(self) -> Tensor:
-        """A copy ``(P,)`` on the CPU of parameters and float buffers."""
+        """Copy parameters and float buffers into a vector ``(P,)`` on the CPU."""
         parts = [self.flat.detach().cpu()]
-        parts += [self._buffers[e.name].cpu().reshape(-1) for e in self.layout.tensors if e.role == "buffer"]
+        parts += [self._buffers[s.name].cpu().reshape(-1) for s in self.layout.tensors if s.role == "buffer"]
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
     def backward(self, loss: Tensor) -> None:
-        """Set ``gradient`` to that of ``loss``."""
+        """Set ``gradient`` to the gradient of ``loss``."""
         self.gradient.zero_()
         loss.backward()
 
     def to_device(self, batch: Any) -> Any:
-        """The batch with its tensors where the model is."""
+        """Return the batch with its tensors on the model's device."""
         if isinstance(batch, Tensor):
             return batch.to(self.device)
         if isinstance(batch, dict):

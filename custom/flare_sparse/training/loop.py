@@ -1,4 +1,4 @@
-"""The only training loop: entries outside ``trainable`` keep their value bit for bit, whatever the optimiser does."""
+"""The training loop of all methods. Entries outside ``trainable`` keep their bits with every optimiser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .flat import FlatModel
 
 
 class TrainingDiverged(FlareSparseError):
-    """The loss is no longer a number; nothing is sent."""
+    """The loss is NaN or infinite; the site sends nothing."""
 
     code = "E_DIVERGED"
 
@@ -28,22 +28,19 @@ def train(
     trainable: Mask,
     optimizer: torch.optim.Optimizer,
     *,
-    pull: float = 0.0,
+    proximal_strength: float = 0.0,
     clip_norm: float | None = None,
 ) -> Tensor:
-    """Train from ``start`` on ``batches``.
-
-    The gradient is masked before the step and the frozen entries are restored after it (C5): momentum and weight
-    decay move an entry whose gradient is zero.
+    """Train from ``start`` on ``batches`` (docs/algorithms.md, section 1.8).
 
     Args:
-        model: the site's network; ``optimizer`` steps its ``flat``.
-        task: gives the loss.
+        model: the site's network.
+        task: computes the loss.
         batches: minibatches in order.
-        start: ``(P,)`` weights to begin with; left as they are.
-        trainable: which entries may change, buffers included.
-        optimizer: new, made for ``model.flat``.
-        pull: strength of a proximal term ``pull / 2 * ||w - start||^2``.
+        start: ``(P,)`` initial weights; not modified.
+        trainable: entries that may change, buffers included.
+        optimizer: a new optimiser of ``model.flat``.
+        proximal_strength: factor ``mu`` of a proximal term ``mu / 2 * ||w - start||^2``.
         clip_norm: largest L2 norm of the masked gradient.
 
     Returns:
@@ -56,23 +53,27 @@ def train(
     size = model.layout.trainable_size
     model.set_training_mode(trainable.bits[:size])
     origin = start[:size].to(model.device)
-    free = trainable.bits[:size].to(model.device)
-    frozen = None if bool(free.all()) else ~free
+    unfrozen = trainable.bits[:size].to(model.device)
+    frozen = None if bool(unfrozen.all()) else ~unfrozen
     for step, batch in enumerate(batches, start=1):
         loss = task.loss(model.module, model.to_device(batch))
         if not torch.isfinite(loss):
             raise TrainingDiverged(f"the loss is {loss.item()} in step {step}; lower training.lr or set clip_norm")
         model.backward(loss)
         with torch.no_grad():
-            if pull:
-                model.gradient.add_(model.flat - origin, alpha=pull)
+            if proximal_strength:
+                model.gradient.add_(model.flat - origin, alpha=proximal_strength)
+            # Masked before clipping, so that the norm is that of the entries that train.
             if frozen is not None:
                 model.gradient.masked_fill_(frozen, 0)
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([model.flat], clip_norm)
         optimizer.step()
+        # Momentum and weight decay move entries whose gradient is zero, so masking the gradient is not enough: frozen
+        # entries are restored after every step. They keep their bits, and a patch over them stays exact.
         if frozen is not None:
-            torch.where(free, model.flat.data, origin, out=model.flat.data)
+            torch.where(unfrozen, model.flat.data, origin, out=model.flat.data)
+    # Forward passes update the running statistics; those that are not trainable are reset once, at the end.
     trained = model.to_vector()
     buffers = trainable.bits[size:]
     trained[size:] = torch.where(buffers, trained[size:], start[size:])
@@ -80,7 +81,7 @@ def train(
 
 
 def disable_dropout(module: nn.Module) -> None:
-    """Dropout of any kind stands still; everything else goes on training."""
+    """Put dropout layers in eval mode; leave every other module in training mode."""
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.eval()

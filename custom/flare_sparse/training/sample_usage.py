@@ -1,4 +1,4 @@
-"""How many of a site's examples stand behind an answer: counted where they are read."""
+"""Count of the training examples that an update was computed from, taken where the examples are read."""
 
 from __future__ import annotations
 
@@ -10,27 +10,32 @@ from torch.utils.data import Dataset
 
 @dataclass(frozen=True)
 class SampleUsage:
-    """What an answer was computed with: distinct training examples, and minibatches."""
+    """Training data that an update was computed from.
+
+    Attributes:
+        examples: number of distinct training examples.
+        batches: number of minibatches.
+    """
 
     examples: int = 0
     batches: int = 0
 
 
 class CountingDataset(Dataset[Any]):
-    """A site's training examples, as they are, with a note of which a loader read."""
+    """A dataset that counts which of its examples and how many minibatches a loader has read."""
 
     def __init__(self, examples: Any):
         self._examples = examples
         self.reset()
 
     def reset(self) -> None:
-        """Nothing was read."""
+        """Forget what has been read."""
         self._indices: set[int] = set()
         self._batches = 0
 
     @property
     def usage(self) -> SampleUsage:
-        """Since the last reset."""
+        """Usage since the last reset."""
         return SampleUsage(len(self._indices), self._batches)
 
     def __len__(self) -> int:
@@ -41,8 +46,8 @@ class CountingDataset(Dataset[Any]):
         return self._examples[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """A loader reads a minibatch at once, and the examples may have a way to do so."""
+        """Return a minibatch; loaders call this method instead of reading the examples one by one."""
         self._indices.update(indices)
         self._batches += 1
-        at_once = getattr(self._examples, "__getitems__", None)
-        return at_once(indices) if at_once else [self._examples[index] for index in indices]
+        get_batch = getattr(self._examples, "__getitems__", None)
+        return get_batch(indices) if get_batch else [self._examples[index] for index in indices]

@@ -1,4 +1,4 @@
-"""What the site half of a method works with: one site's model, examples and memory."""
+"""A site as the site part of a method uses it: the model, the examples and the memory of one site."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from .sample_usage import CountingDataset, SampleUsage
 from .stages import step_in_stages
 
 OBSERVED_BATCH = 16
-"""Examples at a time where units are looked at."""
+"""Batch size of passes that observe units."""
 
 
 class Site:
-    """One site: trains, measures gradients and judges models on its own examples.
+    """One site: trains models, computes gradients and evaluates models on its own examples.
 
     Attributes:
-        name: as the framework knows it.
-        layout: of the model.
-        weights: ``(P,)`` the vector that the server last sent, complete.
-        memory: what a method keeps at the site between rounds; lost when the site restarts.
-        site_settings: what the site's own site file sets of the method's settings; None: the job's settings hold.
+        name: name of the site in FLARE.
+        layout: layout of the model.
+        weights: ``(P,)`` the vector of the server's last request, with the entries outside its patch filled in.
+        memory: tensors that a method keeps at the site between rounds; saved in the site's checkpoints.
+        site_settings: the method's settings from the site file; None if the job's settings apply.
     """
 
     site_settings: Any = None
@@ -55,9 +55,12 @@ class Site:
         self.name, self.task, self.layout, self.seed = name, task, layout, seed
         self.weights = torch.zeros(layout.size)
         self.memory: dict[str, Tensor] = {}
-        self._examples, self._drawn = examples, CountingDataset(examples.train)
-        self._smaller: tuple[Mask, Site] | None = None
-        self._unclosed: tuple[Any, Site, Mask] | None = None
+        self._examples, self._train_examples = examples, CountingDataset(examples.train)
+        # Building a smaller network takes longer than a small round, and its structure rarely changes: the latest one
+        # is cached with its key, the live mask or the closed channels.
+        self._narrow_site: tuple[Mask, Site] | None = None
+        self._site_without_closed: tuple[Any, Site, Mask] | None = None
+        # The weights drawn here are overwritten before use; seeding within a context leaves the global generator alone.
         with seed_torch(0):
             self._model = FlatModel(network or task.model(), layout, device)
 
@@ -68,17 +71,17 @@ class Site:
 
     @property
     def num_test_examples(self) -> int:
-        """Number of examples that models are judged on."""
+        """Number of test examples."""
         return self._examples.n_test
 
     @property
     def usage(self) -> SampleUsage:
-        """What of the training examples was read since the last :meth:`reset_usage`."""
-        return self._drawn.usage
+        """Training data read since the last :meth:`reset_usage`."""
+        return self._train_examples.usage
 
     def reset_usage(self) -> None:
-        """A new answer begins: nothing stands behind it yet."""
-        self._drawn.reset()
+        """Start counting the training data of a new update."""
+        self._train_examples.reset()
 
     def train(
         self,
@@ -88,19 +91,19 @@ class Site:
         t: int,
         *,
         steps: int | None = None,
-        pull: float = 0.0,
+        proximal_strength: float = 0.0,
         stream: str = "",
     ) -> Tensor:
         """Train from ``start`` ``(P,)`` in round ``t``; see :func:`flare_sparse.training.loop.train`.
 
         Args:
-            start: weights to begin with.
+            start: initial weights.
             trainable: entries that may change.
             config: epochs, optimiser, learning rate.
-            t: round, 1-based; with the run's seed and the site's name it decides order and dropout.
-            steps: number of minibatches; None: ``config.epochs`` passes.
-            pull: proximal strength.
-            stream: names another order and dropout in the same round, for training that is only a trial.
+            t: round, 1-based; with the run's seed and the site's name it seeds the order of examples and dropout.
+            steps: number of minibatches; None for ``config.epochs`` passes.
+            proximal_strength: factor of the proximal term.
+            stream: label of a second training in the same round, such as a trial, with its own order and dropout.
         """
         labels = (self.name, t, stream) if stream else (self.name, t)
         order = make_generator(self.seed, "order", *labels)
@@ -108,43 +111,46 @@ class Site:
             return train(
                 self._model,
                 self.task,
-                self._batches(config, order, steps),
+                self._iterate_batches(config, order, steps),
                 start,
                 trainable,
                 config.build_optimizer(self._model.flat, t),
-                pull=pull,
+                proximal_strength=proximal_strength,
                 clip_norm=config.clip_norm,
             )
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
-        """One plain gradient step a stage, ``(P,)``, all on one random batch; see :mod:`flare_sparse.training.stages`.
+        """Take one plain gradient step per stage, all on one random batch; return the weights ``(P,)``.
+
+        See :func:`flare_sparse.training.stages.step_in_stages`.
 
         Args:
-            start: weights to begin with.
-            stages: entries of each step.
-            config: ``lr``, ``batch_size`` and ``clip_norm`` are used.
+            start: initial weights.
+            stages: entries that each step changes.
+            config: its ``lr``, ``batch_size`` and ``clip_norm`` are used.
         """
         order = make_generator(self.seed, "stages", self.name)
-        batch = next(iter(self._batches(config, order, 1)))
+        batch = next(iter(self._iterate_batches(config, order, 1)))
         with seed_torch(derive_seed(self.seed, "stages", self.name)):
             return step_in_stages(self._model, self.task, batch, start, stages, config.lr, config.clip_norm)
 
     def compute_gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
-        """Gradients ``(P,)`` of the loss at ``weights`` on random minibatches, zero for buffers.
+        """Yield gradients ``(P,)`` of the loss at ``weights`` on random minibatches; they are zero for buffers.
 
-        Dropout is off; batch normalisation uses batch statistics and leaves its running statistics alone
-        (ALGORITHMS 4.4 #6: at the start they are meaningless).
+        Dropout is off. Batch normalisation uses batch statistics, because running statistics mean nothing before
+        training (docs/algorithms.md, section 1.9).
 
         Args:
             weights: ``(P,)``.
             batch_size: examples per minibatch.
-            batches: how many; None: one pass over all training examples.
-            t: names the stream of random minibatches.
+            batches: number of minibatches; None for one pass over the training examples.
+            t: label of the stream of random minibatches.
         """
         order = make_generator(self.seed, "gradients", self.name, t)
         config = TrainingConfig(batch_size=batch_size)
         with seed_torch(derive_seed(self.seed, "gradients", self.name, t)):
-            for batch in self._batches(config, order, batches):
+            for batch in self._iterate_batches(config, order, batches):
+                # Loaded for every minibatch: the forward pass before has updated the running statistics.
                 self._model.load(weights)
                 self._model.set_training_mode()
                 disable_dropout(self._model.module)
@@ -154,87 +160,93 @@ class Site:
                 yield gradient
 
     def narrow(self, live: Mask) -> Site:
-        """This site with the smaller network that has just the ``live`` entries; itself when these are all.
+        """Return this site with the smaller network of the ``live`` entries; the site itself if all entries are live.
 
-        Its ``weights`` are those of the live entries now. The network is made once for each structure.
+        The smaller site's ``weights`` are the live entries of this site's. The network is cached by ``live``.
 
         Raises:
-            Untraceable: the network's connections cannot be followed.
-            SelectionError: ``live`` removes something else than whole units.
+            Untraceable: the network's channels cannot be traced.
+            SelectionError: ``live`` removes entries other than those of complete units.
         """
         if live.is_full:
             return self
-        if self._smaller is None or self._smaller[0] != live:
-            self._smaller = live, self._with(narrow_network(self._model.module, live))
-        self._smaller[1].weights = live.take(self.weights)
-        return self._smaller[1]
+        if self._narrow_site is None or self._narrow_site[0] != live:
+            self._narrow_site = live, self._replace_network(narrow_network(self._model.module, live))
+        _, site = self._narrow_site
+        site.weights = live.take(self.weights)
+        return site
 
     def remove_channels(self, closed: Mapping[str, Tensor]) -> tuple[Site, Mask]:
-        """This site with a network without channels that no input opens, and the entries which that network has.
+        """Return this site with a network without closed channels, and the entries which that network has.
 
-        The smaller site's ``weights`` are those of these entries. The site itself, and all entries, where nothing is
-        closed or the network cannot be cut. The network is made once for each set of closed channels.
+        The smaller site's ``weights`` are these entries of this site's. If no channel is closed or the network cannot
+        be cut, returns the site itself and the full mask. The network is cached by the closed channels.
 
         Args:
-            closed: bool ``(channels,)`` by name of the gated layer.
+            closed: bool ``(channels,)`` by name of the gated layer: channels that no input opens.
         """
-        network, everything = self._model.module, Mask.full(self.layout.size)
+        network, full_mask = self._model.module, Mask.full(self.layout.size)
         if not isinstance(network, nn.Sequential) or not any(bool(channels.any()) for channels in closed.values()):
-            return self, everything
+            return self, full_mask
         key = tuple((layer, *channels.tolist()) for layer, channels in sorted(closed.items()))
-        if self._unclosed is None or self._unclosed[0] != key:
+        if self._site_without_closed is None or self._site_without_closed[0] != key:
             try:
                 smaller, live = remove_channels(network, closed)
-            except ConfigError:  # a whole layer is closed, or its reader is unknown: slower, and the same
-                return self, everything
-            self._unclosed = key, self._with(smaller), live
-        _, site, live = self._unclosed
+            # All channels of a layer are closed, or its reader is not supported. The full network computes the same
+            # function, only more slowly.
+            except ConfigError:
+                return self, full_mask
+            self._site_without_closed = key, self._replace_network(smaller), live
+        _, site, live = self._site_without_closed
         site.weights = live.take(self.weights)
         return site, live
 
-    def _with(self, network: nn.Module) -> Site:
-        """This site with another network."""
+    def _replace_network(self, network: nn.Module) -> Site:
+        """Return a site with another network that shares this site's examples, settings and usage count."""
         device = str(self._model.device)
         site = Site(self.name, self.task, self._examples, Layout.from_module(network), self.seed, device, network)
-        site.site_settings, site._drawn = self.site_settings, self._drawn
+        site.site_settings, site._train_examples = self.site_settings, self._train_examples
         return site
 
-    def observe_units(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
-        """Run all training examples through the network in evaluation mode and look at some of its units.
+    def observe_units(self, weights: Tensor, nodes: Collection[str], callback: Callable[[str, Tensor], None]) -> None:
+        """Run all training examples through the network in eval mode and pass the results of some nodes to a callback.
 
         Args:
             weights: ``(P,)``.
             nodes: names in the network's traced graph.
-            see: called with the name and the result of each, batch by batch.
+            callback: called with the name and the result of each node, batch by batch.
 
         Raises:
-            Untraceable: the network's code depends on its data.
+            Untraceable: the control flow of the network's code depends on its data.
         """
         self._model.load(weights)
         self._model.module.eval()
-        watched = ObservedNetwork(self._model.module, nodes, see)
+        observed = ObservedNetwork(self._model.module, nodes, callback)
         with torch.no_grad():
-            for batch in DataLoader(self._drawn, batch_size=OBSERVED_BATCH):
-                self.task.predict(watched, self._model.to_device(batch))
+            for batch in DataLoader(self._train_examples, batch_size=OBSERVED_BATCH):
+                self.task.predict(observed, self._model.to_device(batch))
 
     def evaluate(self, weights: Tensor) -> dict[str, float]:
-        """The task's metrics of ``weights`` on the site's test examples, with ``test_examples``; empty without any.
+        """Return the task's metrics of ``weights`` on the site's test examples; empty without test examples.
 
-        Of a network with channel gates also ``compute_channel_sparsity``, the share of gates that are closed.
+        Adds ``test_examples``, their number, and for a network with channel gates ``channel_sparsity``, the share of
+        closed gates.
         """
         if not self._examples.n_test:
             return {}
         self._model.load(weights)
-        with observe_gates(self._model.module) as seen:
-            figures = self.task.evaluate(self._model.module, self._examples.test)
-        closed = compute_channel_sparsity(seen)
-        gates = {} if closed is None else {"channel_sparsity": closed}
-        return {**figures, **gates, "test_examples": float(self._examples.n_test)}
+        with observe_gates(self._model.module) as observed:
+            metrics = self.task.evaluate(self._model.module, self._examples.test)
+        sparsity = compute_channel_sparsity(observed)
+        gate_metrics = {} if sparsity is None else {"channel_sparsity": sparsity}
+        return {**metrics, **gate_metrics, "test_examples": float(self._examples.n_test)}
 
-    def _batches(self, config: TrainingConfig, order: torch.Generator, steps: int | None) -> Iterator[Any]:
-        """So many minibatches, or the passes of ``config``; none is read that is not wanted."""
+    def _iterate_batches(self, config: TrainingConfig, order: torch.Generator, steps: int | None) -> Iterator[Any]:
+        """Yield ``steps`` minibatches, or ``config.epochs`` passes; lazily, so that unused examples do not count."""
         if not self.num_examples:
             return iter(())
         passes = repeat(None) if steps is not None else repeat(None, config.epochs)
-        batches = chain.from_iterable(iterate_minibatches(self._drawn, config.batch_size, order) for _ in passes)
+        batches = chain.from_iterable(
+            iterate_minibatches(self._train_examples, config.batch_size, order) for _ in passes
+        )
         return islice(batches, steps)

@@ -1,1 +1,1 @@
-"""Messages: the cheapest way to say a selection, values in one flat buffer, and a receiver that trusts nothing."""
+"""Messages: encode a patch in the fewest bytes, decode messages from untrusted senders (docs/wire-format.md)."""

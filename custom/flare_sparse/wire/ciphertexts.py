@@ -1,6 +1,6 @@
-"""Encrypted values on the wire: how a message holds ciphertexts, measured before one is parsed.
+"""Encrypted values on the wire. Lengths are checked before any ciphertext is parsed.
 
-parameters (8 bytes) | key (16 bytes) | length of each ciphertext (uint32) | ciphertexts
+A section holds: parameters (8 bytes) | key id (16 bytes) | length of each ciphertext (uint32) | ciphertexts.
 """
 
 from __future__ import annotations
@@ -15,56 +15,67 @@ from ..errors import RejectedMessage
 from ..exchange import EncryptedValues
 from .plan import CiphertextFormat
 
-CODE = 4
-"""Of the number format, beside those of ``values.CODES``."""
+FORMAT_CODE = 4
+"""Value format "ckks" in the header, next to ``values.FORMAT_CODES``."""
 
-_PARAMETERS, _KEY = slice(0, 8), slice(8, 24)
-_LENGTHS = 24
-_WIDTH = 4
-
-
-def join_ciphertexts(parameters: bytes, key: bytes, ciphertexts: Sequence[bytes]) -> EncryptedValues:
-    """Ciphertexts as they travel; ``parameters`` 8 bytes, ``key`` 16."""
-    lengths = np.array([len(one) for one in ciphertexts], "<u4").tobytes()
-    return EncryptedValues(
-        torch.frombuffer(bytearray(b"".join([parameters, key, lengths, *ciphertexts])), dtype=torch.uint8)
-    )
+_PARAMETERS, _KEY_ID = slice(0, 8), slice(8, 24)
+_LENGTHS_START = 24
+_LENGTH_BYTES = 4
 
 
-def split_ciphertexts(sealed: EncryptedValues, ciphertext_format: CiphertextFormat, scalars: int) -> list[bytes]:
-    """The ciphertexts of something that :func:`measure_ciphertexts` has passed."""
-    raw, many = sealed.data.numpy(), ciphertext_format.ciphertexts(scalars)
-    ends = np.cumsum([_LENGTHS + _WIDTH * many, *_lengths(raw, many).tolist()])
-    return [raw[start:end].tobytes() for start, end in pairwise(ends)]
+def join_ciphertexts(parameters: bytes, key_id: bytes, ciphertexts: Sequence[bytes]) -> EncryptedValues:
+    """Return the values section of a message with encrypted values.
+
+    Args:
+        parameters: 8 bytes that identify the encryption parameters.
+        key_id: 16 bytes that identify the key.
+        ciphertexts: the ciphertexts, in the order of the values.
+    """
+    lengths = np.array([len(ciphertext) for ciphertext in ciphertexts], "<u4").tobytes()
+    section = bytearray(b"".join([parameters, key_id, lengths, *ciphertexts]))
+    return EncryptedValues(torch.frombuffer(section, dtype=torch.uint8))
 
 
-def get_key_id(sealed: EncryptedValues) -> bytes:
-    """16 bytes that name the key."""
-    return sealed.data.numpy()[_KEY].tobytes()
+def split_ciphertexts(encrypted: EncryptedValues, ciphertext_format: CiphertextFormat, scalars: int) -> list[bytes]:
+    """Return the ciphertexts of a section that :func:`measure_ciphertexts` accepts."""
+    section, count = encrypted.data.numpy(), ciphertext_format.count_ciphertexts(scalars)
+    bounds = np.cumsum([_LENGTHS_START + _LENGTH_BYTES * count, *_read_lengths(section, count).tolist()])
+    return [section[start:end].tobytes() for start, end in pairwise(bounds)]
 
 
-def measure_ciphertexts(raw: np.ndarray, scalars: int, ciphertext_format: CiphertextFormat) -> int:
-    """Bytes of the section at the start of ``raw`` (uint8) that carries ``scalars`` values, each length held against
-    what a ciphertext can have.
+def get_key_id(encrypted: EncryptedValues) -> bytes:
+    """Return the 16 bytes that identify the key."""
+    return encrypted.data.numpy()[_KEY_ID].tobytes()
+
+
+def measure_ciphertexts(buffer: np.ndarray, scalars: int, ciphertext_format: CiphertextFormat) -> int:
+    """Return the length in bytes of the section that carries ``scalars`` values.
+
+    Args:
+        buffer: uint8, starts with the section; may be longer.
+        scalars: number of values.
+        ciphertext_format: the receiver's own parameters and limits.
 
     Raises:
-        RejectedMessage: too short, too long, or of other parameters.
+        RejectedMessage: the buffer is too short, the parameters differ, or a ciphertext is longer than possible.
     """
-    many = ciphertext_format.ciphertexts(scalars)
-    head = _LENGTHS + _WIDTH * many
-    if raw.size < head:
-        raise RejectedMessage("E_LEN", "ciphertexts", f"at least {head} bytes", raw.size)
-    found = raw[_PARAMETERS].tobytes()
-    if found != ciphertext_format.parameters:
-        raise RejectedMessage("E_CONTEXT", "parameters", ciphertext_format.parameters.hex(), found.hex())
-    lengths = _lengths(raw, many)
-    if many and int(lengths.max()) > ciphertext_format.most_bytes:
-        raise RejectedMessage(
-            "E_SIZE", "ciphertext", f"at most {ciphertext_format.most_bytes} bytes", int(lengths.max())
-        )
-    return head + int(lengths.sum(dtype=np.int64))
+    # The number of ciphertexts follows from the receiver's slots per ciphertext, never from the message.
+    count = ciphertext_format.count_ciphertexts(scalars)
+    head_bytes = _LENGTHS_START + _LENGTH_BYTES * count
+    if buffer.size < head_bytes:
+        raise RejectedMessage("E_LEN", "ciphertexts", f"at least {head_bytes} bytes", buffer.size)
+    parameters = buffer[_PARAMETERS].tobytes()
+    if parameters != ciphertext_format.parameters:
+        raise RejectedMessage("E_CONTEXT", "parameters", ciphertext_format.parameters.hex(), parameters.hex())
+    lengths = _read_lengths(buffer, count)
+    longest = int(lengths.max()) if count else 0
+    if longest > ciphertext_format.max_bytes:
+        raise RejectedMessage("E_SIZE", "ciphertext", f"at most {ciphertext_format.max_bytes} bytes", longest)
+    # int64: a sum of uint32 lengths could wrap around to a small number.
+    return head_bytes + int(lengths.sum(dtype=np.int64))
 
 
-def _lengths(raw: np.ndarray, many: int) -> np.ndarray:
-    """uint32 ``(many,)``; the bytes need not be aligned."""
-    return np.frombuffer(raw[_LENGTHS : _LENGTHS + _WIDTH * many].tobytes(), "<u4")
+def _read_lengths(section: np.ndarray, count: int) -> np.ndarray:
+    """Return the ciphertexts' lengths, uint32 ``(count,)``."""
+    # Copied, because the section need not start at a multiple of 4.
+    return np.frombuffer(section[_LENGTHS_START : _LENGTHS_START + _LENGTH_BYTES * count].tobytes(), "<u4")

@@ -1,43 +1,47 @@
-"""A patch to one buffer and back: the cheapest encoding wins, the receiver checks before it allocates."""
+"""Encode a patch as one message and decode it again (docs/wire-format.md).
+
+The encoder takes the encoding that needs the fewest bytes. The decoder checks every field against the receiver's own
+plan before it allocates anything.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import MissingBase, RejectedMessage, WireError
+from ..errors import RejectedMessage, WireError
 from ..exchange import Base, Content, EncryptedValues, Patch
 from ..mask import Mask
-from ..params import Layout
 from . import ciphertexts
-from . import values as numbers
+from .checks import NO_MASK, check_base, check_identity, check_patch, check_sender_plan, find_by_code, find_value_format
 from .encoding_choice import choose_encoding, compute_selection_entropy
-from .encodings import CODES, Encoding
-from .envelope import HEADER_BYTES, Header, is_kind, read_header, write_header
+from .encodings import Encoding
+from .envelope import Header, round_up_to_words
 from .plan import Plan, ValueFormat, ValueType
+from .values import BYTES_PER_VALUE, FORMAT_CODES, read_values, write_values
+from .versions import WireVersion, find_version, get_current_version
 
-CONTENTS: tuple[Content, ...] = get_args(Content)
-OVERS: tuple[Base, ...] = get_args(Base)
-_NO_MASK = bytes(16)
+# The position is the code in the header. Spelled out, because the order of the Literal types means nothing elsewhere.
+_CONTENTS_BY_CODE: tuple[Content, ...] = ("weights", "delta", "scores", "metrics")
+_BASES_BY_CODE: tuple[Base, ...] = ("zeros", "previous")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A message and what it cost.
+    """A message and its cost in bytes.
 
     Attributes:
         data: uint8 ``(n,)``, the whole message.
-        encoding: of the selection.
-        values: number format; ``ckks``: encrypted.
-        scalars: values that travel.
-        selection_bytes: spent on saying which.
-        values_bytes: spent on the values.
-        floor_bytes: the values' bytes plus the entropy of the selection given what the receiver knows.
-        residual: ``(P,)`` what the format rounded off; None for float32 without an earlier one.
+        encoding: name of the selection's encoding.
+        values: format of the values.
+        scalars: number of values.
+        selection_bytes: length of the selection and trainable sections.
+        values_bytes: length of the values section.
+        floor_bytes: least number of bytes: the values, and the entropy of the selection given the receiver's base.
+        residual: ``(P,)`` rounding error of the number format; None for float32 without an earlier residual.
     """
 
     data: np.ndarray
@@ -51,12 +55,13 @@ class Encoded:
 
     @property
     def payload_bytes(self) -> int:
+        """Length of the whole message."""
         return int(self.data.size)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a message said, checked. ``trainable`` is None in an answer."""
+    """The content of a message that passed every check. ``trainable`` is None in an update."""
 
     patch: Patch
     content: Content
@@ -70,6 +75,20 @@ class Decoded:
     values_bytes: int
 
 
+@dataclass(frozen=True)
+class _Sections:
+    """The encoded selections of a message; ``trainable_code`` is 0 if it has no trainable section."""
+
+    encoding: Encoding
+    selection: bytes
+    trainable_code: int
+    trainable: bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.selection) + len(self.trainable)
+
+
 def encode(
     patch: Patch,
     plan: Plan,
@@ -79,128 +98,159 @@ def encode(
     values: ValueType = "float32",
     residual: Tensor | None = None,
 ) -> Encoded:
-    """The message that carries a patch.
+    """Return the message that carries a patch, in the current version of the format.
 
     Args:
-        patch: values and where they go.
-        plan: what the receiver holds; ``sequence``, ``round`` and ``kind`` must be given.
-        content: what the values are.
-        trainable: a question's second selection, said relative to ``patch.on``.
-        values: number format; what it rounds off is in ``Encoded.residual``. A sealed patch has its own.
-        residual: of the message before.
+        patch: values and the entries that they belong to.
+        plan: the receiver's plan; ``sequence``, ``round`` and ``kind`` must be given.
+        content: kind of the values.
+        trainable: second selection of a request, encoded relative to ``patch.mask``.
+        values: number format; ignored for an encrypted patch. ``Encoded.residual`` is its rounding error.
+        residual: residual of the previous message.
 
     Raises:
         RejectedMessage: a value is not finite in this format.
-        ValueError: the plan is incomplete, or the patch is not one of its layout.
+        ValueError: the plan is incomplete, or the patch does not fit its layout.
     """
-    sequence, round_, kind = _question(plan)
-    _fits(patch, plan)
-    encoding, selection = choose_encoding(patch.mask, plan.base_mask, plan.layout)
-    written: ValueFormat = values if patch.encrypted is None else "ckks"
-    second, trained = (None, b"") if trainable is None else choose_encoding(trainable, patch.mask, plan.layout)
-    header = Header(
-        encoding=encoding.code,
-        trainable=second.code if second else 0,
-        values=ciphertexts.CODE if patch.encrypted else numbers.CODES[values],
-        content=CONTENTS.index(content),
-        base=OVERS.index(patch.base),
-        round=round_,
-        sequence=sequence,
+    check_sender_plan(plan)
+    check_patch(patch, plan)
+    version = get_current_version()
+    sections = _encode_selections(patch, trainable, plan, version)
+    header = _build_header(patch, plan, version, sections, content, values)
+    values_bytes = _count_value_bytes(patch, values)
+    start, end = header.values_start, header.values_start + values_bytes
+    buffer = np.empty(round_up_to_words(end), np.uint8)
+    _write_selections(sections, header, buffer)
+    # np.empty returns old memory: the padding is zeroed, so that equal content has equal bytes and no memory leaks out.
+    buffer[end:] = 0
+    new_residual = residual
+    if patch.encrypted is None:
+        new_residual = write_values(patch, values, residual, buffer[start:end])
+    else:
+        buffer[start:end] = patch.encrypted.data.numpy()
+    # Last: the checksums in the header cover everything else.
+    version.write_header(header, buffer)
+    return Encoded(
+        data=buffer,
+        encoding=sections.encoding.name,
+        values=values if patch.encrypted is None else "ckks",
+        scalars=patch.mask.count,
+        selection_bytes=sections.total_bytes,
+        values_bytes=values_bytes,
+        floor_bytes=values_bytes + _compute_selection_floor(patch, trainable, plan, sections),
+        residual=new_residual,
+    )
+
+
+def compute_min_message_bytes(scalars: int, values: ValueType) -> int:
+    """Return the length of a message with so many values whose selection needs no bytes."""
+    return get_current_version().header_bytes + round_up_to_words(BYTES_PER_VALUE[values] * scalars)
+
+
+def _encode_selections(patch: Patch, trainable: Mask | None, plan: Plan, version: WireVersion) -> _Sections:
+    encoding, selection = choose_encoding(patch.mask, plan.base_mask, plan.layout, version.encodings)
+    if trainable is None:
+        return _Sections(encoding, selection, 0, b"")
+    # Relative to the first selection, which the receiver has just read: in most requests both are equal, and the
+    # trainable section needs 0 bytes.
+    second, section = choose_encoding(trainable, patch.mask, plan.layout, version.encodings)
+    return _Sections(encoding, selection, second.code, section)
+
+
+def _count_value_bytes(patch: Patch, values: ValueType) -> int:
+    """Return the length of the values section."""
+    return BYTES_PER_VALUE[values] * patch.mask.count if patch.encrypted is None else patch.encrypted.data.numel()
+
+
+def _write_selections(sections: _Sections, header: Header, buffer: np.ndarray) -> None:
+    """Write both selections and the padding after them."""
+    selections = np.frombuffer(sections.selection + sections.trainable, np.uint8)
+    end = header.header_bytes + selections.size
+    buffer[header.header_bytes : end] = selections
+    # The buffer comes uninitialized, since values fill most of it: padding must be written, or old memory would leak.
+    buffer[end : header.values_start] = 0
+
+
+def _build_header(
+    patch: Patch, plan: Plan, version: WireVersion, sections: _Sections, content: Content, values: ValueType
+) -> Header:
+    assert plan.sequence is not None
+    assert plan.round is not None
+    assert plan.kind is not None
+    base_mask = plan.base_mask if sections.encoding.requires_base else None
+    return Header(
+        version=version.number,
+        encoding=sections.encoding.code,
+        trainable=sections.trainable_code,
+        values=ciphertexts.FORMAT_CODE if patch.encrypted is not None else FORMAT_CODES[values],
+        content=_CONTENTS_BY_CODE.index(content),
+        base=_BASES_BY_CODE.index(patch.base),
+        round=plan.round,
+        sequence=plan.sequence,
         base_sequence=(plan.base_sequence or 0) if patch.base == "previous" else 0,
-        kind=kind,
+        kind=plan.kind,
         run=bytes.fromhex(plan.run),
         layout=bytes.fromhex(plan.layout.fingerprint),
-        base_mask=bytes.fromhex(plan.base_mask.fingerprint) if encoding.requires_base and plan.base_mask else _NO_MASK,
+        base_mask=bytes.fromhex(base_mask.fingerprint) if base_mask is not None else NO_MASK,
         scalars=patch.mask.count,
-        selection_bytes=len(selection),
-        trainable_bytes=len(trained),
+        selection_bytes=len(sections.selection),
+        trainable_bytes=len(sections.trainable),
+        header_bytes=version.header_bytes,
     )
-    start = header.values_start
-    spent = numbers.WIDTH[values] * patch.mask.count if patch.encrypted is None else patch.encrypted.data.numel()
-    end = start + spent
-    data = np.empty(-(-end // 8) * 8, np.uint8)
-    sections = HEADER_BYTES + len(selection)
-    data[HEADER_BYTES:sections] = np.frombuffer(selection, np.uint8)
-    data[sections : sections + len(trained)] = np.frombuffer(trained, np.uint8)
-    data[sections + len(trained) : start] = 0
-    data[end:] = 0
-    left = residual
-    if patch.encrypted is None:
-        left = numbers.write(patch, values, residual, data[start:end])
-    else:
-        data[start:end] = patch.encrypted.data.numpy()
-    write_header(header, data)
-    floor = spent + min(len(selection), compute_selection_entropy(patch.mask, plan.base_mask))
+
+
+def _compute_selection_floor(patch: Patch, trainable: Mask | None, plan: Plan, sections: _Sections) -> int:
+    """Return the least number of bytes for the selections of a message."""
+    # An encoding may beat the entropy bound, which assumes that all selections of k entries are equally likely.
+    floor = min(len(sections.selection), compute_selection_entropy(patch.mask, plan.base_mask))
     if trainable is not None:
-        floor += min(len(trained), compute_selection_entropy(trainable, patch.mask))
-    return Encoded(data, encoding.name, written, patch.mask.count, len(selection) + len(trained), spent, floor, left)
-
-
-def min_message_bytes(scalars: int, values: ValueType) -> int:
-    """Bytes of a message that carries so many values and need not say where they belong."""
-    return HEADER_BYTES + -(-numbers.WIDTH[values] * scalars // 8) * 8
-
-
-def _question(plan: Plan) -> tuple[int, int, str]:
-    """Sequence, round and kind of a sender's plan."""
-    if plan.sequence is None or plan.round is None or plan.kind is None or not is_kind(plan.kind):
-        raise ValueError(f"a sender's plan needs sequence, round and a kind of 1 to 16 printable ASCII, found {plan}")
-    return plan.sequence, plan.round, plan.kind
-
-
-def _fits(patch: Patch, plan: Plan) -> None:
-    """A gather from a source of another size would send other entries than meant."""
-    total, shape = plan.layout.size, tuple(patch.source.shape)
-    if patch.mask.size != total:
-        raise ValueError(f"patch.mask: expected a mask of the layout's {total} entries, found {patch.mask}")
-    if shape not in ((patch.mask.count,), (total,)):
-        raise ValueError(f"patch.source: expected shape ({patch.mask.count},) or ({total},), found {shape}")
-    if patch.base == "previous" and plan.base_sequence is None:
-        raise ValueError(
-            "plan.base_sequence: a patch over what is held needs the number of the message that the receiver has"
-        )
+        floor += min(len(sections.trainable), compute_selection_entropy(trainable, patch.mask))
+    return floor
 
 
 def decode(data: bytes | bytearray | memoryview | np.ndarray, plan: Plan, site: str = "?") -> Decoded:
-    """What a message says, after everything in it has been held against the receiver's own plan.
+    """Return the content of a message after checking every part of it against the receiver's plan.
 
-    Nothing is allocated from a number in the message before that number has been checked.
+    No number in the message determines an allocation before it has been checked.
 
     Args:
-        data: the whole message.
-        plan: the receiver's.
-        site: the sender, as the framework knows it; only for the error.
+        data: the whole message, of any version in ``versions.VERSIONS``.
+        plan: the receiver's plan.
+        site: the sender's name as FLARE authenticated it; used in errors only.
 
     Raises:
-        RejectedMessage: malformed, damaged, or of another run, model, round or question; the code says which.
-        NotHeld: it leans on a mask or a vector that this receiver does not hold.
+        RejectedMessage: the message is malformed or damaged, or belongs to another run, model, round or request; the
+            code distinguishes these cases.
+        MissingBase: the message refers to a mask or a vector that this receiver does not hold.
     """
     try:
-        return _decode(_buffer(data, site), plan)
+        return _decode(_view_buffer(data, site), plan)
     except WireError as error:
-        raise error.with_site(site) from error
+        raise error.attach_site(site) from error
 
 
 def read_sequence(data: bytes | bytearray | memoryview | np.ndarray, site: str = "?") -> int:
-    """The number of the question that a message belongs to, before the receiver knows what it holds.
+    """Return the sequence number of a message, which a receiver needs to build its plan.
 
     Raises:
-        RejectedMessage: malformed or damaged.
+        RejectedMessage: the message is malformed or damaged.
     """
     try:
-        return read_header(_buffer(data, site)).sequence
+        buffer = _view_buffer(data, site)
+        return find_version(buffer).read_header(buffer).sequence
     except WireError as error:
-        raise error.with_site(site) from error
+        raise error.attach_site(site) from error
 
 
-def _buffer(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> np.ndarray:
-    buffer = data if isinstance(data, np.ndarray) else _bytes(data, site)
+def _view_buffer(data: bytes | bytearray | memoryview | np.ndarray, site: str) -> np.ndarray:
+    """Return the message as contiguous uint8 ``(n,)``, without a copy where possible."""
+    buffer = data if isinstance(data, np.ndarray) else _view_bytes(data, site)
     if buffer.dtype != np.uint8 or buffer.ndim != 1:
         raise RejectedMessage("E_DTYPE", "message", "uint8 (n,)", f"{buffer.dtype} {buffer.shape}", site)
     return np.ascontiguousarray(buffer)
 
 
-def _bytes(data: bytes | bytearray | memoryview, site: str) -> np.ndarray:
+def _view_bytes(data: bytes | bytearray | memoryview, site: str) -> np.ndarray:
     try:
         return np.frombuffer(data, np.uint8)
     except (BufferError, TypeError) as error:
@@ -208,100 +258,62 @@ def _bytes(data: bytes | bytearray | memoryview, site: str) -> np.ndarray:
 
 
 def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
-    header = read_header(buffer)
-    _belongs(header, plan)
-    encoding, kind = _named(header.encoding, CODES, "encoding"), _value_format(header.values, plan)
-    content = CONTENTS[_below(header.content, len(CONTENTS), "content")]
-    over = OVERS[_below(header.base, len(OVERS), "over")]
-    _holds(header, over, encoding, plan)
+    version = find_version(buffer)
+    header = version.read_header(buffer)
+    check_identity(header, plan)
+    encoding = version.find_encoding(header.encoding, "encoding")
+    value_format = find_value_format(header.values, plan)
+    content = find_by_code(_CONTENTS_BY_CODE, header.content, "content")
+    base = find_by_code(_BASES_BY_CODE, header.base, "base")
+    check_base(header, base, encoding, plan)
+    # Every size is known to be right before a section is decoded: first the number of values, then the exact length.
     if header.scalars > plan.layout.size:
         raise RejectedMessage("E_SIZE", "scalars", f"at most {plan.layout.size}", header.scalars)
-    end = header.values_start + _values_bytes(buffer, header, kind, plan)
-    if buffer.size != -(-end // 8) * 8:
-        raise RejectedMessage("E_LEN", "message", -(-end // 8) * 8, buffer.size)
-    cut = HEADER_BYTES + header.selection_bytes
-    stop = cut + header.trainable_bytes
-    if buffer[stop : header.values_start].any() or buffer[end:].any():
-        raise RejectedMessage("E_CANON", "padding", "zero bytes", "others")
-    on = encoding.decode(buffer[HEADER_BYTES:cut], plan.base_mask, plan.layout)
-    if on.count != header.scalars:
-        raise RejectedMessage("E_NNZ", "scalars", f"{on.count} selected entries", header.scalars)
-    trainable = _trainable(header, buffer[cut:stop], on, plan.layout)
-    raw = buffer[header.values_start : end]
-    if kind == "ckks":
-        patch = Patch.from_encrypted(EncryptedValues(torch.from_numpy(raw.copy())), on, over)
+    start = header.values_start
+    end = start + _measure_values(buffer, header, value_format, plan)
+    if buffer.size != round_up_to_words(end):
+        raise RejectedMessage("E_LEN", "message", round_up_to_words(end), buffer.size)
+    selection_end = header.header_bytes + header.selection_bytes
+    trainable_end = selection_end + header.trainable_bytes
+    # Canonical form: one message has one sequence of bytes. Free bits would let two ends disagree on their bases
+    # and would carry data past every other check.
+    if buffer[trainable_end:start].any() or buffer[end:].any():
+        raise RejectedMessage("E_CANON", "padding", "zero bytes", "other bytes")
+    mask = encoding.decode(buffer[header.header_bytes : selection_end], plan.base_mask, plan.layout)
+    if mask.count != header.scalars:
+        raise RejectedMessage("E_NNZ", "scalars", f"{mask.count} selected entries", header.scalars)
+    trainable = _decode_trainable(header, buffer[selection_end:trainable_end], mask, plan, version)
+    values = buffer[start:end]
+    if value_format == "ckks":
+        # Copied, because the transport delivers read-only bytes and torch cannot share their memory.
+        patch = Patch.from_encrypted(EncryptedValues(torch.from_numpy(values.copy())), mask, base)
     else:
-        patch = Patch(numbers.read(raw, kind), on, over)
-    said = header.selection_bytes + header.trainable_bytes
+        patch = Patch(read_values(values, value_format), mask, base)
     return Decoded(
-        patch, content, trainable, header.kind, header.round, header.sequence, encoding.name, kind, said, raw.size
+        patch=patch,
+        content=content,
+        trainable=trainable,
+        kind=header.kind,
+        round=header.round,
+        sequence=header.sequence,
+        encoding=encoding.name,
+        values=value_format,
+        selection_bytes=header.selection_bytes + header.trainable_bytes,
+        values_bytes=values.size,
     )
 
 
-def _values_bytes(buffer: np.ndarray, header: Header, kind: ValueFormat, plan: Plan) -> int:
-    """Bytes of the values section, from the receiver's own knowledge and lengths that it has checked."""
-    if kind != "ckks":
-        return numbers.WIDTH[kind] * header.scalars
-    assert plan.ciphertext_format is not None
+def _measure_values(buffer: np.ndarray, header: Header, value_format: ValueFormat, plan: Plan) -> int:
+    """Return the length of the values section, from the receiver's own plan and lengths that have been checked."""
+    if value_format != "ckks":
+        return BYTES_PER_VALUE[value_format] * header.scalars
+    assert plan.ciphertext_format is not None, "find_value_format has checked it"
     return ciphertexts.measure_ciphertexts(buffer[header.values_start :], header.scalars, plan.ciphertext_format)
 
 
-def _belongs(header: Header, plan: Plan) -> None:
-    """The message is of this run, model and question."""
-    for code, field, expected, found in (
-        ("E_LAYOUT", "layout", bytes.fromhex(plan.layout.fingerprint), header.layout),  # a run's name depends on it
-        ("E_RUN", "run", bytes.fromhex(plan.run), header.run),
-        ("E_KIND", "kind", plan.kind, header.kind),
-        ("E_ROUND", "round", plan.round, header.round),
-        ("E_REPLAY", "sequence", plan.sequence, header.sequence),
-    ):
-        if expected is not None and found != expected:
-            raise RejectedMessage(code, field, _shown(expected), _shown(found))
-
-
-def _holds(header: Header, over: Base, encoding: Encoding, plan: Plan) -> None:
-    """This receiver holds what the message leans on, and the message names nothing that it does not need."""
-    if encoding.requires_base:
-        mine = bytes.fromhex(plan.base_mask.fingerprint) if plan.base_mask else None
-        if header.base_mask != mine:
-            raise MissingBase("E_NOT_HELD", "mask", _shown(mine), _shown(header.base_mask))
-    elif header.base_mask != _NO_MASK:
-        raise RejectedMessage("E_CANON", "mask fingerprint", "zeros", _shown(header.base_mask))
-    if over == "previous":
-        if plan.base_sequence is None or header.base_sequence != plan.base_sequence:
-            raise MissingBase("E_NOT_HELD", "base", plan.base_sequence, header.base_sequence)
-    elif header.base_sequence:
-        raise RejectedMessage("E_CANON", "base", 0, header.base_sequence)
-
-
-def _trainable(header: Header, raw: np.ndarray, on: Mask, layout: Layout) -> Mask | None:
+def _decode_trainable(header: Header, section: np.ndarray, mask: Mask, plan: Plan, version: WireVersion) -> Mask | None:
     if header.trainable == 0:
-        if raw.size:
-            raise RejectedMessage("E_LEN", "trainable", "0 bytes", raw.size)
+        if section.size:
+            raise RejectedMessage("E_LEN", "trainable", "0 bytes", section.size)
         return None
-    return _named(header.trainable, CODES, "trainable encoding").decode(raw, on, layout)
-
-
-def _named(code: int, registry: dict[int, Encoding], field: str) -> Encoding:
-    if code not in registry:
-        raise RejectedMessage("E_VERSION", field, sorted(registry), code)
-    return registry[code]
-
-
-def _value_format(code: int, plan: Plan) -> ValueFormat:
-    if code == ciphertexts.CODE and plan.ciphertext_format is not None:
-        return "ckks"
-    for name, number in numbers.CODES.items():
-        if number == code:
-            return name
-    raise RejectedMessage("E_DTYPE", "values", dict(numbers.CODES), code)
-
-
-def _below(code: int, limit: int, field: str) -> int:
-    if code >= limit:
-        raise RejectedMessage("E_VERSION", field, f"0..{limit - 1}", code)
-    return code
-
-
-def _shown(value: Any) -> Any:
-    return value.hex() if isinstance(value, bytes) else value
+    return version.find_encoding(header.trainable, "trainable encoding").decode(section, mask, plan.layout)

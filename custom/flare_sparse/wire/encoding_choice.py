@@ -1,35 +1,56 @@
-"""Which encoding says a selection in the fewest bytes, and how few it could be."""
+"""Choose the encoding that needs the fewest bytes for a selection, and compute the fewest possible."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from ..mask import Mask
 from ..params import Layout
-from .encodings import ENCODINGS, Encoding
+from .encodings import Encoding
 
 
-def choose_encoding(on: Mask, known: Mask | None, layout: Layout) -> tuple[Encoding, bytes]:
-    """The encoding that says ``on`` in the fewest bytes, and these bytes."""
-    for free in (ENCODINGS["dense"], ENCODINGS["shared"]):
-        if free.min_bytes(on, known, layout) == 0:
-            return free, b""
-    bounds = [(e.min_bytes(on, known, layout), e) for e in ENCODINGS.values()]
+def choose_encoding(
+    mask: Mask, base_mask: Mask | None, layout: Layout, encodings: Iterable[Encoding]
+) -> tuple[Encoding, bytes]:
+    """Return the encoding that writes ``mask`` in the fewest bytes, and these bytes.
+
+    Args:
+        mask: the selection.
+        base_mask: the mask that the receiver holds; None: it holds none.
+        layout: layout of the model.
+        encodings: the candidates, in order of preference.
+    """
+    bounds: list[tuple[int, Encoding]] = []
+    for encoding in encodings:
+        bound = encoding.compute_min_bytes(mask, base_mask, layout)
+        if bound == 0:
+            return encoding, b""
+        if bound is not None:
+            bounds.append((bound, encoding))
     best: tuple[Encoding, bytes] | None = None
-    for least, encoding in sorted(((b, e) for b, e in bounds if b is not None), key=lambda pair: pair[0]):
-        if best is not None and least >= len(best[1]):
+    # Encoding a selection takes far longer than bounding its length. In ascending order of the bounds, the search can
+    # stop at the first bound that the best length so far has reached.
+    for bound, encoding in sorted(bounds, key=lambda pair: pair[0]):
+        if best is not None and bound >= len(best[1]):
             break
-        written = encoding.encode(on, known, layout)
-        if written is not None and (best is None or len(written) < len(best[1])):
-            best = encoding, written
-    assert best is not None, "a bitmap says any selection"
+        section = encoding.encode(mask, base_mask, layout)
+        # Strict comparison, stable sort: ties go to the same encoding on every host, so retries are bit-identical.
+        if section is not None and (best is None or len(section) < len(best[1])):
+            best = encoding, section
+    assert best is not None, "a bitmap can encode any selection"
     return best
 
 
-def compute_selection_entropy(on: Mask, known: Mask | None) -> int:
-    """Bytes of ``log2 C(n, k)``: k selected of the n that the receiver knows to choose from."""
-    if known is not None and on == known:
+def compute_selection_entropy(mask: Mask, base_mask: Mask | None) -> int:
+    """Return ``log2 C(n, k)`` in bytes, rounded up, for k selected entries out of n candidates.
+
+    The candidates are the entries of ``base_mask`` if ``mask`` is nested in it, and all P entries otherwise. A mask
+    equal to ``base_mask`` needs 0 bytes.
+    """
+    if base_mask is not None and mask == base_mask:
         return 0
-    within = known.count if known is not None and on <= known else on.size
-    nats = math.lgamma(within + 1) - math.lgamma(on.count + 1) - math.lgamma(within - on.count + 1)
+    candidates = base_mask.count if base_mask is not None and mask <= base_mask else mask.size
+    nats = math.lgamma(candidates + 1) - math.lgamma(mask.count + 1) - math.lgamma(candidates - mask.count + 1)
+    # lgamma can end up a few ulps below 0 or above a whole number of bytes; neither may change the result.
     return math.ceil(max(nats, 0.0) / math.log(2) / 8 - 1e-9)

@@ -1,4 +1,8 @@
-"""The 128-byte header of a message and its checks (docs/wire-format.md, version 1)."""
+"""The message header and its checksums (docs/wire-format.md, section "Header").
+
+Every version of the format starts with the same six bytes, magic and version number; :mod:`.versions` selects the
+header layout by them. The layout below is that of version 1.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,47 @@ import numpy as np
 
 from ..errors import RejectedMessage
 
-MAGIC, VERSION = b"FSPM", 1
+MAGIC = b"FSPM"
 HEADER_BYTES = 128
+"""Length of the version 1 header, and the shortest header that any version may have."""
+
 _KIND_BYTES = 16
-_FORMAT = struct.Struct("<4sH6BIQQ16s8s16s16sQQQ")  # 112 bytes, followed by two checksums
-_CHECKS = struct.Struct("<IIQ")
-_LANES = 509  # a prime: blocks of a power-of-two size that changed places change the lanes
-assert _FORMAT.size + _CHECKS.size == HEADER_BYTES
+_PREFIX = struct.Struct("<4sH")
+# "<" fixes little-endian order without alignment padding: the bytes do not depend on the host.
+_FIELDS = struct.Struct("<4sH6BIQQ16s8s16s16sQQQ")
+_CHECKSUMS = struct.Struct("<IIQ")
+# A prime: blocks of a power-of-two size that trade places move their words to other lanes.
+_LANES = 509
+assert _FIELDS.size + _CHECKSUMS.size == HEADER_BYTES
 
 
 @dataclass(frozen=True)
 class Header:
-    """Fields of a message's header; numbers as they stand in it, not yet believed."""
+    """Fields of a message header. Numbers are as received; the decoder checks them against its plan.
 
+    Attributes:
+        version: number of the wire format's version.
+        encoding: code of the selection's encoding.
+        trainable: code of the trainable section's encoding; 0: the message has no such section.
+        values: code of the value format.
+        content: code of the content.
+        base: code of the base.
+        round: round of the request.
+        sequence: sequence number of the request.
+        base_sequence: sequence number of the message that carried the base; 0 for base "zeros".
+        kind: kind of the request.
+        run: 8 bytes that identify the run.
+        layout: 16 bytes, fingerprint of the layout.
+        base_mask: 16 bytes, fingerprint of the mask that the encoding refers to; zeros if it refers to none.
+        scalars: number of values.
+        selection_bytes: length of the selection section.
+        trainable_bytes: length of the trainable section.
+        header_bytes: length of the header itself.
+    """
+
+    version: int
     encoding: int
-    trainable: int  # encoding of the trainable section; 0: there is none
+    trainable: int
     values: int
     content: int
     base: int
@@ -38,23 +68,41 @@ class Header:
     scalars: int
     selection_bytes: int
     trainable_bytes: int
+    header_bytes: int = HEADER_BYTES
 
     @property
     def values_start(self) -> int:
-        """Offset of the values: after both sections, at a multiple of 8."""
-        return -(-(HEADER_BYTES + self.selection_bytes + self.trainable_bytes) // 8) * 8
+        """Offset of the values: the first multiple of 8 after both sections."""
+        return round_up_to_words(self.header_bytes + self.selection_bytes + self.trainable_bytes)
+
+
+def round_up_to_words(size: int) -> int:
+    """Return the smallest multiple of 8 that is at least ``size``."""
+    return -(-size // 8) * 8
 
 
 def is_kind(name: str) -> bool:
-    """1 to 16 printable ASCII characters: safe in a log whoever wrote them."""
+    """Whether ``name`` has 1 to 16 printable ASCII characters, which are safe to write to a log."""
     return 1 <= len(name) <= _KIND_BYTES and name.isascii() and name.isprintable()
 
 
+def read_prefix(buffer: np.ndarray) -> tuple[bytes, int]:
+    """Return magic and version number, which have the same place in every version.
+
+    Raises:
+        RejectedMessage: the buffer is shorter than any header.
+    """
+    if buffer.size < HEADER_BYTES:
+        raise RejectedMessage("E_LEN", "message", f"at least {HEADER_BYTES} bytes", buffer.size)
+    magic, version = _PREFIX.unpack(buffer[: _PREFIX.size].tobytes())
+    return magic, version
+
+
 def write_header(header: Header, buffer: np.ndarray) -> None:
-    """Write header and checksums into a message whose sections are in place."""
-    packed = _FORMAT.pack(
+    """Write header and checksums into a message whose sections and values are already in place."""
+    fields = _FIELDS.pack(
         MAGIC,
-        VERSION,
+        header.version,
         header.encoding,
         header.trainable,
         header.values,
@@ -72,55 +120,62 @@ def write_header(header: Header, buffer: np.ndarray) -> None:
         header.selection_bytes,
         header.trainable_bytes,
     )
-    buffer[: _FORMAT.size] = np.frombuffer(packed, np.uint8)
-    checks = _CHECKS.pack(*_checksums(buffer, header.values_start))
-    buffer[_FORMAT.size : HEADER_BYTES] = np.frombuffer(checks, np.uint8)
+    buffer[: _FIELDS.size] = np.frombuffer(fields, np.uint8)
+    write_checksums(buffer, header.values_start)
+
+
+def write_checksums(buffer: np.ndarray, values_start: int) -> None:
+    """Write the checksums of a message that is otherwise complete."""
+    packed = _CHECKSUMS.pack(*_compute_checksums(buffer, values_start))
+    buffer[_FIELDS.size : HEADER_BYTES] = np.frombuffer(packed, np.uint8)
 
 
 def read_header(buffer: np.ndarray) -> Header:
-    """The header of a message whose checksums hold.
+    """Return the header of a message of at least ``HEADER_BYTES`` bytes whose lengths and checksums are right.
 
     Raises:
-        RejectedMessage: too short, not ours, of another version, or damaged.
+        RejectedMessage: a reserved field, a length, the kind or a checksum is wrong.
     """
-    if buffer.size < HEADER_BYTES:
-        raise RejectedMessage("E_LEN", "message", f"at least {HEADER_BYTES} bytes", buffer.size)
-    magic, version, *fields = _FORMAT.unpack(buffer[: _FORMAT.size].tobytes())
-    if magic != MAGIC or version != VERSION:
-        raise RejectedMessage("E_VERSION", "magic, version", (MAGIC, VERSION), (magic, version))
-    encoding, trainable, values, content, over, reserved, *rest = fields
-    round_, sequence, base, kind, run, layout, known, scalars, selection_bytes, trainable_bytes = rest
-    checks = _CHECKS.unpack(buffer[_FORMAT.size : HEADER_BYTES].tobytes())
+    _, version, encoding, trainable, values, content, base, reserved, *rest = _FIELDS.unpack(
+        buffer[: _FIELDS.size].tobytes()
+    )
+    round_, sequence, base_sequence, kind, run, layout, base_mask, scalars, selection_bytes, trainable_bytes = rest
+    checksums = _CHECKSUMS.unpack(buffer[_FIELDS.size : HEADER_BYTES].tobytes())
+    # Refused rather than ignored, so that a later version can give the byte a meaning.
     if reserved:
         raise RejectedMessage("E_CANON", "reserved", 0, reserved)
+    # Before the sum of the two lengths is used: each is a uint64 that the sender chose freely.
     if max(selection_bytes, trainable_bytes) > buffer.size:
-        raise RejectedMessage("E_LEN", "sections", f"within {buffer.size} bytes", (selection_bytes, trainable_bytes))
+        lengths = (selection_bytes, trainable_bytes)
+        raise RejectedMessage("E_LEN", "sections", f"at most {buffer.size} bytes each", lengths)
     name = kind.rstrip(b"\0")
     if not is_kind(name.decode("latin-1")):
         raise RejectedMessage("E_KIND", "kind", "printable ASCII, zero-padded", kind)
     header = Header(
-        encoding, trainable, values, content, over, round_, sequence, base, name.decode("ascii"), run, layout, known,
-        scalars, selection_bytes, trainable_bytes,
+        version, encoding, trainable, values, content, base, round_, sequence, base_sequence, name.decode("ascii"),
+        run, layout, base_mask, scalars, selection_bytes, trainable_bytes,
     )  # fmt: skip
     if header.values_start > buffer.size:
         raise RejectedMessage("E_LEN", "message", f"at least {header.values_start} bytes", buffer.size)
+    # The checksums read the values as 64-bit words; a partial word could not be summed.
     if (buffer.size - header.values_start) % 8:
         raise RejectedMessage("E_LEN", "message", "a multiple of 8 bytes", buffer.size)
-    if _checksums(buffer, header.values_start) != checks:
-        raise RejectedMessage("E_CRC", "checksum", "that of the content", "another: the message is damaged")
+    if _compute_checksums(buffer, header.values_start) != checksums:
+        raise RejectedMessage("E_CRC", "checksum", "the checksum of the content", "another one: damaged message")
     return header
 
 
-def _checksums(buffer: np.ndarray, values_start: int) -> tuple[int, int, int]:
-    """CRC-32 of header and sections; CRC-32 of the values' lane sums; the sum of their 64-bit words.
+def _compute_checksums(buffer: np.ndarray, values_start: int) -> tuple[int, int, int]:
+    """Return the CRC-32 of header and sections, the CRC-32 of the lane sums, and the sum of the values' 64-bit words.
 
-    Lane ``i`` adds up the words ``i``, ``i + 509``, ... modulo 2^64. The sum finds any single flipped bit, the lanes
-    find blocks that changed places, and both cost a fraction of a copy. None of them guards against a forger: that is
-    the transport's business.
+    Lane ``i`` is the sum of the words ``i``, ``i + 509``, ... modulo 2^64. The checksums detect accidents, not forgery:
+    the transport authenticates the sender.
     """
-    sections = zlib.crc32(buffer[HEADER_BYTES:values_start].data, zlib.crc32(buffer[: _FORMAT.size].data))
+    sections = zlib.crc32(buffer[HEADER_BYTES:values_start].data, zlib.crc32(buffer[: _FIELDS.size].data))
     words = buffer[values_start:].view("<u8")
-    whole = words.size - words.size % _LANES
-    lanes = np.add.reduce(words[:whole].reshape(-1, _LANES), axis=0, dtype=np.uint64)
-    lanes[: words.size - whole] += words[whole:]
+    # A CRC over the values would take longer than writing them. The word sum detects every single flipped bit, the
+    # lane sums detect blocks in the wrong order, and both cost a fraction of a copy.
+    in_full_rows = words.size - words.size % _LANES
+    lanes = np.add.reduce(words[:in_full_rows].reshape(-1, _LANES), axis=0, dtype=np.uint64)
+    lanes[: words.size - in_full_rows] += words[in_full_rows:]
     return sections, zlib.crc32(lanes.astype("<u8", copy=False).data), int(np.add.reduce(lanes))

@@ -1,4 +1,4 @@
-"""The ledger: one line per message, what was paid beside the dense cost and the floor (C9)."""
+"""The ledger: one line per message with the bytes sent, next to the dense cost and the floor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,22 @@ from .plan import Plan
 class LedgerLine:
     """One message.
 
-    ``content`` is what it carries, of a question what it asks for.
-    ``dense_bytes`` is what dense FedAvg would have sent in its place: the model as plain float32, or nothing for what
-    FedAvg does not say (scores and what asks for them, answers without values). ``floor_bytes`` is what theory asks
-    for: the values at their format (encrypted ones: their ciphertexts), and the entropy of the selection given what the
-    receiver knows.
+    Attributes:
+        run: 16 hex digits that identify the run.
+        round, sequence, kind: of the request that the message is or answers.
+        site: the site's name as FLARE authenticated it.
+        direction: "down" from the server to the site, "up" from the site to the server.
+        content: content of the update, or the content that the request asks for.
+        encoding: name of the selection's encoding.
+        values: format of the values.
+        scalars_total: number of entries of the model, P.
+        scalars_sent: number of values in the message.
+        payload_bytes: length of the whole message.
+        selection_bytes: length of the selection and trainable sections.
+        dense_bytes: bytes of the message that dense FedAvg would send instead, the model as plain float32; 0 for
+            messages that FedAvg does not have (scores, requests for scores, updates without values).
+        floor_bytes: least number of bytes: the values in their format (encrypted: their ciphertexts), and the entropy
+            of the selection given the receiver's base.
     """
 
     run: str
@@ -45,14 +56,14 @@ class Ledger:
 
     lines: list[LedgerLine] = field(default_factory=list)
 
-    def record_sent(self, message: Encoded, plan: Plan, site: str, asked: Content) -> None:
-        """A question that goes to a site and asks for ``asked``."""
+    def record_sent(self, message: Encoded, plan: Plan, site: str, expected_content: Content) -> None:
+        """Record a request to ``site`` that asks for an update with ``expected_content``."""
         self.lines.append(
-            _line(
+            _build_line(
                 plan,
                 site,
                 "down",
-                asked,
+                expected_content,
                 encoding=message.encoding,
                 values=message.values,
                 scalars_sent=message.scalars,
@@ -63,27 +74,27 @@ class Ledger:
         )
 
     def record_received(self, message: Decoded, plan: Plan, site: str, payload_bytes: int) -> None:
-        """An answer that passed every check."""
-        on = message.patch.mask
-        floor = message.values_bytes + min(message.selection_bytes, compute_selection_entropy(on, plan.base_mask))
+        """Record an update that passed every check."""
+        # Counted on the decoded message and not reported by the sender, which could understate its traffic.
+        mask = message.patch.mask
+        entropy = compute_selection_entropy(mask, plan.base_mask)
         self.lines.append(
-            _line(
+            _build_line(
                 plan,
                 site,
                 "up",
                 message.content,
                 encoding=message.encoding,
                 values=message.values,
-                scalars_sent=on.count,
+                scalars_sent=mask.count,
                 payload_bytes=payload_bytes,
                 selection_bytes=message.selection_bytes,
-                floor_bytes=floor,
+                floor_bytes=message.values_bytes + min(message.selection_bytes, entropy),
             )
         )
 
 
-def _line(plan: Plan, site: str, direction: Literal["down", "up"], content: Content, **paid: Any) -> LedgerLine:
-    """A message of a plan; FedAvg has none that ask for scores, bring scores or bring nothing."""
+def _build_line(plan: Plan, site: str, direction: Literal["down", "up"], content: Content, **cost: Any) -> LedgerLine:
     total = plan.layout.size
     return LedgerLine(
         run=plan.run,
@@ -94,6 +105,7 @@ def _line(plan: Plan, site: str, direction: Literal["down", "up"], content: Cont
         kind=plan.kind or "",
         content=content,
         scalars_total=total,
+        # FedAvg has no messages with scores and none without values.
         dense_bytes=0 if content in ("scores", "metrics") else 4 * total,
-        **paid,
+        **cost,
     )

@@ -1,4 +1,4 @@
-"""What both ends agree on before a message travels; the receiver checks the message against its own copy."""
+"""What both ends agree on before a message is sent; the receiver checks the message against its own copy."""
 
 from __future__ import annotations
 
@@ -10,41 +10,43 @@ from ..mask import Mask
 from ..params import Layout
 
 ValueType = Literal["float32", "float16", "bfloat16"]
+"""Number formats of values in the clear."""
+
 ValueFormat = ValueType | Literal["ckks"]
-"""How values stand in a message: as numbers, or encrypted."""
+"""Formats of the values section: a number format, or encrypted."""
 
 
 @dataclass(frozen=True)
 class CiphertextFormat:
-    """What an end knows of ciphertexts before it looks into one.
+    """What an end knows of ciphertexts before it reads one.
 
     Attributes:
-        parameters: 8 bytes that name the parameters of the scheme.
-        slots: values that one ciphertext holds.
-        most_bytes: that one ciphertext can have.
+        parameters: 8 bytes that identify the encryption parameters.
+        slots: number of values in one ciphertext.
+        max_bytes: largest possible length of one ciphertext.
     """
 
     parameters: bytes
     slots: int
-    most_bytes: int
+    max_bytes: int
 
-    def ciphertexts(self, scalars: int) -> int:
-        """How many carry so many values."""
+    def count_ciphertexts(self, scalars: int) -> int:
+        """Return the number of ciphertexts that carry ``scalars`` values."""
         return -(-scalars // self.slots)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One end's knowledge of a message.
+    """What one end knows about a message before it arrives.
 
     Attributes:
-        layout: of the model; both ends build it themselves.
-        run: 16 hex digits that name the run.
-        known: a selection that the receiver holds; None: it holds nothing.
-        base: sequence number of the message that gave the receiver the vector it holds.
-        sequence, round, kind: of the question. A sender gives all three; a site that is being asked does not know
-            them yet and leaves them None: they are not checked then.
-        ciphertext_format: of encrypted values; None: this end takes none.
+        layout: layout of the model; each end builds its own.
+        run: 16 hex digits that identify the run.
+        base_mask: mask that the receiver holds; None: it holds none.
+        base_sequence: sequence number of the message that carried the vector of the receiver; None: it has none.
+        sequence, round, kind: of the request that the message is or answers. A sender gives all three. A site that
+            receives a request does not know them yet and leaves them None; they are then not checked.
+        ciphertext_format: format of encrypted values; None: this end accepts no encrypted values.
 
     Raises:
         ValueError: ``run`` is not 16 hex digits.

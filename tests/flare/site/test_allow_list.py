@@ -1,4 +1,4 @@
-"""The allow-list of a site: ours is added, nothing is lost."""
+"""The package's classes are added to a site's allow-list, and no other entry is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nvflare.private.fed_json_config import FedJsonConfigurator
 
 import flare_sparse
 from flare_sparse.errors import ConfigError
-from flare_sparse.flare.site.allow_list import CLASSES, allow, allowed, read_resources
+from flare_sparse.flare.site.allow_list import CLASSES, allow_classes, get_allow_list, read_resources
 
 
 def kit(folder: Path, **files: Any) -> Path:
@@ -29,49 +29,49 @@ def kit(folder: Path, **files: Any) -> Path:
     return folder
 
 
-def test_the_default_list_stays_and_the_default_file_is_not_touched(tmp_path: Path) -> None:
+def test_default_entries_stay_and_the_default_file_is_not_changed(tmp_path: Path) -> None:
     shipped = {"format_version": 2, "class_allow_list": ["a.B", "c."], "components": [{"id": "x"}], "own": 1}
     site = kit(tmp_path / "kit", resources_default=shipped)
-    assert allow(site) == ([*CLASSES], [])
+    assert allow_classes(site) == ([*CLASSES], [])
     assert json.loads((site / "local" / "resources.json.default").read_text()) == shipped
     written = json.loads((site / "local" / "resources.json").read_text())
     listed = ["a.B", "c.", *CLASSES]
     assert written == {**shipped, "class_list_enforcement_mode": "enforce", "class_allow_list": listed}
 
 
-def test_what_the_site_wrote_wins_over_the_default_file(tmp_path: Path) -> None:
+def test_file_of_the_site_overrides_the_default_file(tmp_path: Path) -> None:
     site = kit(
         tmp_path / "kit", resources_default={"class_allow_list": []}, resources_json={"class_allow_list": ["ours."]}
     )
-    assert allow(site / "local", ["more."]) == ([*CLASSES, "more."], [])
-    assert allowed(read_resources(site / "local")) == ["ours.", *CLASSES, "more."]
+    assert allow_classes(site / "local", ["more."]) == ([*CLASSES, "more."], [])
+    assert get_allow_list(read_resources(site / "local")) == ["ours.", *CLASSES, "more."]
 
 
-def test_twice_changes_nothing(tmp_path: Path) -> None:
+def test_second_allow_list_call_writes_nothing(tmp_path: Path) -> None:
     site = kit(tmp_path / "kit", resources_json={"class_allow_list": []})
-    allow(site)
+    allow_classes(site)
     before = (site / "local" / "resources.json").read_bytes()
-    assert allow(site) == ([], [])
+    assert allow_classes(site) == ([], [])
     assert (site / "local" / "resources.json").read_bytes() == before
 
 
-def test_without_a_list_flares_own_default_is_in_force_and_stays(tmp_path: Path) -> None:
+def test_without_a_list_the_classes_are_added_to_flares_default(tmp_path: Path) -> None:
     site = kit(tmp_path / "kit")
-    allow(site)
-    assert allowed(read_resources(site / "local")) == [*DEFAULT_CLASS_ALLOW_LIST, *CLASSES]
+    allow_classes(site)
+    assert get_allow_list(read_resources(site / "local")) == [*DEFAULT_CLASS_ALLOW_LIST, *CLASSES]
 
 
-def test_the_wide_entries_of_earlier_versions_go(tmp_path: Path) -> None:
+def test_broad_entries_of_this_package_are_removed(tmp_path: Path) -> None:
     listed = ["ours.", "flare_sparse.flare.", "flare_sparse.flare.site", CLASSES[0]]
     site = kit(tmp_path / "kit", resources_json={"class_allow_list": listed})
-    assert allow(site) == ([*CLASSES[1:]], ["flare_sparse.flare.", "flare_sparse.flare.site"])
-    assert allowed(read_resources(site / "local")) == ["ours.", *CLASSES]
+    assert allow_classes(site) == ([*CLASSES[1:]], ["flare_sparse.flare.", "flare_sparse.flare.site"])
+    assert get_allow_list(read_resources(site / "local")) == ["ours.", *CLASSES]
     with pytest.raises(ConfigError, match=r"--also flare_sparse\.tasks"):
-        allow(site, ["flare_sparse.tasks."])
+        allow_classes(site, ["flare_sparse.tasks."])
 
 
-def refused(site: Path, path: str) -> bool:
-    """What FLARE itself says of a class path, with the list that was written."""
+def is_refused(site: Path, path: str) -> bool:
+    """Whether FLARE refuses a class path at a site."""
     workspace = SimpleNamespace(get_resources_file_path=lambda: str(site / "local" / "resources.json"))
     try:
         FLARE.authorize_component_config({"path": path}, workspace=workspace)
@@ -83,44 +83,52 @@ def refused(site: Path, path: str) -> bool:
 FLARE = ComponentPathAuthorizer()
 
 
-def test_of_all_that_can_be_called_in_the_shell_a_job_may_name_the_classes_only(tmp_path: Path) -> None:
+def test_of_all_callables_of_the_flare_modules_a_job_may_name_the_classes_only(tmp_path: Path) -> None:
     site = kit(tmp_path / "kit")
-    allow(site)
+    allow_classes(site)
     modules = [module.name for module in pkgutil.walk_packages(flare_sparse.__path__, "flare_sparse.")]
-    shell = [importlib.import_module(name) for name in modules if name.startswith("flare_sparse.flare")]
-    found = [f"{module.__name__}.{name}" for module in shell for name, thing in vars(module).items() if callable(thing)]
-    assert len(found) > 300  # functions and imported names, too: FLARE calls them all
-    assert {path for path in found if not refused(site, path)} == {*CLASSES}
+    flare_modules = [importlib.import_module(name) for name in modules if name.startswith("flare_sparse.flare")]
+    callables = [
+        f"{module.__name__}.{name}"
+        for module in flare_modules
+        for name, thing in vars(module).items()
+        if callable(thing)
+    ]
+    assert len(callables) > 300  # FLARE would call functions and imported names, too
+    assert {path for path in callables if not is_refused(site, path)} == {*CLASSES}
     for path in ("flare_sparse.cli.run.run", "os.system", "flare_sparse.flare.executor.SparseExecutorX"):
-        assert refused(site, path)
+        assert is_refused(site, path)
 
 
-def test_a_users_own_class_that_the_site_listed_may_be_named(tmp_path: Path) -> None:
+def test_user_task_that_the_site_listed_may_be_named(tmp_path: Path) -> None:
     site = kit(tmp_path / "kit")
-    allow(site, ["our_hospital.tasks.Dose"])
-    assert not refused(site, "our_hospital.tasks.Dose")
-    assert refused(site, "our_hospital.tasks.TensorDataset")
+    allow_classes(site, ["our_hospital.tasks.Dose"])
+    assert not is_refused(site, "our_hospital.tasks.Dose")
+    assert is_refused(site, "our_hospital.tasks.TensorDataset")
 
 
-def test_a_job_of_settings_alone_cannot_write_the_list_that_it_is_held_against(tmp_path: Path) -> None:
-    """FLARE builds an argument before it calls what it is for, so functions of ours could be strung together."""
+def test_job_cannot_change_the_allow_list_through_nested_components(tmp_path: Path) -> None:
+    """FLARE builds arguments before the component, so that functions of the package could be chained."""
     site = kit(tmp_path / "kit")
-    allow(site)
+    allow_classes(site)
     (site / "startup").mkdir()
     workspace = {
         "path": "flare_sparse.flare.checkpoints.Workspace",
         "args": {"root_dir": str(site), "site_name": "kit"},
     }
-    root = {"path": "flare_sparse.flare.checkpoints.checkpoint_folder", "args": {"end": "x", "workspace": workspace}}
+    root = {
+        "path": "flare_sparse.flare.checkpoints.find_checkpoint_folder",
+        "args": {"participant": "x", "workspace": workspace},
+    }
     root["args"]["environment"] = {"FLARE_SPARSE_CHECKPOINTS": str(site)}
-    hostile = {"path": "flare_sparse.flare.site.allow_list.allow", "args": {"kit": root, "also": ["*"]}}
+    hostile = {"path": "flare_sparse.flare.site.allow_list.allow_classes", "args": {"kit": root, "also": ["*"]}}
     before = (site / "local" / "resources.json").read_bytes()
     file = tmp_path / "config_fed_client.json"
     file.write_text(json.dumps({"format_version": 2, "executors": [], "components": [{"id": "x", **hostile}]}))
     builder = FedJsonConfigurator(str(file), ["nvflare"], ["apis"], is_server=False)
 
     def authorized(config: Any, context: Any, node: Any) -> str:
-        return "not in the list" if refused(site, config["path"]) else ""
+        return "not in the list" if is_refused(site, config["path"]) else ""
 
     builder.set_component_build_authorizer(authorized)
     with pytest.raises(ComponentNotAuthorized):
@@ -136,13 +144,13 @@ def test_a_job_of_settings_alone_cannot_write_the_list_that_it_is_held_against(t
         ('{"class_allow_list": 3}', "expected a list"),
     ],
 )
-def test_resources_that_are_malformed_are_left_alone(content: str, message: str, tmp_path: Path) -> None:
+def test_malformed_resources_are_refused_and_kept(content: str, message: str, tmp_path: Path) -> None:
     site = kit(tmp_path / "kit", resources_json=content)
     with pytest.raises(ConfigError, match=message):
-        allow(site)
+        allow_classes(site)
     assert (site / "local" / "resources.json").read_text() == content
 
 
-def test_a_folder_that_is_no_kit(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no startup kit"):
-        allow(tmp_path)
+def test_folder_that_is_no_startup_kit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="this is no startup kit"):
+        allow_classes(tmp_path)

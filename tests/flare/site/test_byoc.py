@@ -1,4 +1,4 @@
-"""Who may send code to a site, as FLARE itself reads the file."""
+"""The right to send code to a site, as FLARE's own policy engine evaluates it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def kit(tmp_path: Path) -> Path:
     return local.parent
 
 
-def may(authorization: dict[str, Any], role: str, right: str) -> bool:
-    """What FLARE answers to that role, of another organisation than the site."""
+def has_right(authorization: dict[str, Any], role: str, right: str) -> bool:
+    """Whether FLARE grants a right to that role, of another organisation than the site."""
     policy, error = parse_policy_config(authorization, {})
     assert isinstance(policy, Policy), error
     user = Person("someone", "elsewhere", role)
     return bool(policy.evaluate("here", AuthzContext(right, user, user))[0])
 
 
-def test_by_flares_default_leads_and_admins_may_send_code_and_then_nobody(kit: Path) -> None:
+def test_revoking_takes_the_right_from_leads_and_admins_who_have_it_by_default(kit: Path) -> None:
     before = read_permissions(kit / "local")
-    assert [role for role in before["permissions"] if may(before, role, "byoc")] == ["project_admin", "lead"]
+    assert [role for role in before["permissions"] if has_right(before, role, "byoc")] == ["project_admin", "lead"]
     assert revoke_code_right(kit) == ["project_admin", "lead"]
     after = json.loads((kit / "local" / "authorization.json").read_text())
-    assert not [role for role in after["permissions"] if may(after, role, "byoc")]
+    assert not [role for role in after["permissions"] if has_right(after, role, "byoc")]
 
 
-def test_every_other_right_stays(kit: Path) -> None:
+def test_revoking_keeps_all_other_rights(kit: Path) -> None:
     before = read_permissions(kit / "local")
     revoke_code_right(kit)
     after = read_permissions(kit / "local")
@@ -49,10 +49,10 @@ def test_every_other_right_stays(kit: Path) -> None:
     assert len(rights - {"byoc"}) == 8
     for role in before["permissions"]:
         for right in rights - {"byoc"}:
-            assert may(before, role, right) == may(after, role, right), (role, right)
+            assert has_right(before, role, right) == has_right(after, role, right), (role, right)
 
 
-def test_a_second_time_nothing_is_written(kit: Path) -> None:
+def test_second_revocation_writes_nothing(kit: Path) -> None:
     revoke_code_right(kit)
     file = kit / "local" / "authorization.json"
     written = file.stat().st_mtime_ns
@@ -61,7 +61,7 @@ def test_a_second_time_nothing_is_written(kit: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rights", "code"),
+    ("rights", "may_send_code"),
     [
         ("any", True),
         ("none", False),
@@ -71,12 +71,12 @@ def test_a_second_time_nothing_is_written(kit: Path) -> None:
         ({}, False),
     ],
 )
-def test_a_role_may_send_code_unless_it_says_none(rights: Any, code: bool) -> None:
-    assert list_code_senders({"permissions": {"lead": rights}}) == (["lead"] if code else [])
+def test_any_rule_but_none_lets_a_role_send_code(rights: Any, may_send_code: bool) -> None:
+    assert list_code_senders({"permissions": {"lead": rights}}) == (["lead"] if may_send_code else [])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"permissions": 3}', "\xff"])
-def test_a_malformed_file_is_named(kit: Path, text: str) -> None:
+def test_malformed_authorization_is_refused_and_kept(kit: Path, text: str) -> None:
     (kit / "local" / "authorization.json").write_text(text)
     with pytest.raises(ConfigError, match=r"authorization\.json"):
         revoke_code_right(kit)

@@ -1,4 +1,4 @@
-"""What a site is told before a job comes: each verdict with its remedy."""
+"""Preflight reports each problem of a site with its remedy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from flare_sparse.config import load_config
-from flare_sparse.flare.site.allow_list import CLASSES, allow
+from flare_sparse.flare.site.allow_list import CLASSES, allow_classes
 from flare_sparse.flare.site.install import install_guards
-from flare_sparse.flare.site.preflight import Finding, preflight
+from flare_sparse.flare.site.preflight import Finding, check_site
 
 
 @pytest.fixture
 def kit(tmp_path: Path) -> Path:
-    """A startup kit of a site, without certificates, whose server is nobody."""
+    """A startup kit of a site, without certificates and without a server."""
     site = tmp_path / "hospital"
     (site / "startup").mkdir(parents=True)
     (site / "local").mkdir()
@@ -28,14 +28,14 @@ def kit(tmp_path: Path) -> Path:
     return site
 
 
-def look(kit: Path, job: Path | None = None) -> dict[str, Finding]:
+def check(kit: Path, job: Path | None = None) -> dict[str, Finding]:
     config = load_config(job) if job else None
-    return {finding.what: finding for finding in preflight(kit, config, environment={})}
+    return {finding.subject: finding for finding in check_site(kit, config, environment={})}
 
 
-def test_an_unprepared_site_is_told_what_to_do(kit: Path) -> None:
-    found = look(kit)
-    assert {what: finding.verdict for what, finding in found.items()} == {
+def test_preflight_of_an_unprepared_site_names_each_remedy(kit: Path) -> None:
+    findings = check(kit)
+    assert {what: finding.verdict for what, finding in findings.items()} == {
         "startup kit": "FAIL",
         "nvflare": "PASS",
         "flare-sparse": "PASS",
@@ -47,67 +47,67 @@ def test_an_unprepared_site_is_told_what_to_do(kit: Path) -> None:
         "disk": "PASS",
         "server": "FAIL",
     }
-    assert "client.crt, client.key, rootCA.pem missing" in found["startup kit"].detail
-    assert f"Run: flare-sparse site allow {kit}" in found["allow-list"].detail
-    assert str(kit / "local" / "flare_sparse.yaml") in found["data"].detail
+    assert "client.crt, client.key, rootCA.pem missing" in findings["startup kit"].detail
+    assert f"Run: flare-sparse site allow {kit}" in findings["allow-list"].detail
+    assert str(kit / "local" / "flare_sparse.yaml") in findings["data"].detail
 
 
-def test_the_data_is_read_as_the_job_would(kit: Path, tmp_path: Path) -> None:
+def test_data_is_read_as_the_job_would_read_it(kit: Path, tmp_path: Path) -> None:
     rows = "".join(f"{i},{i % 2},{i % 3 % 2},1\n" for i in range(20))
     (tmp_path / "stays.csv").write_text(f"stay,died,med_a,med_b\n{rows}")
     (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path / 'stays.csv'}\n")
-    allow(kit)
-    assert look(kit)["data"].verdict == "WARN"
+    allow_classes(kit)
+    assert check(kit)["data"].verdict == "WARN"
     job = tmp_path / "job.yaml"
     job.write_text("name: job\nmethod: {name: fedavg}\ntask: {name: mortality, medications: 2}\n")
-    found = look(kit, job)
-    assert found["allow-list"].verdict == "PASS"
-    assert found["data"].verdict == "PASS"
-    assert "16 training examples, as mortality reads them" in found["data"].detail
+    findings = check(kit, job)
+    assert findings["allow-list"].verdict == "PASS"
+    assert findings["data"].verdict == "PASS"
+    assert "16 training examples, as read by task mortality" in findings["data"].detail
     job.write_text("name: job\nmethod: {name: fedavg}\ntask: {name: mortality, medications: 5}\n")
-    assert look(kit, job)["data"].verdict == "FAIL"
-    assert "task.medications says 5" in look(kit, job)["data"].detail
+    assert check(kit, job)["data"].verdict == "FAIL"
+    assert "task.medications is 5" in check(kit, job)["data"].detail
 
 
 @pytest.mark.parametrize(
-    ("listed", "mode", "verdict", "said"),
+    ("listed", "mode", "verdict", "detail"),
     [
         ([*CLASSES], "enforce", "PASS", "the 9 classes"),
-        ([*CLASSES[1:]], "enforce", "FAIL", f"{CLASSES[0]} not in class_allow_list: jobs are refused"),
+        ([*CLASSES[1:]], "enforce", "FAIL", f"{CLASSES[0]} not in class_allow_list: the site refuses jobs"),
         ([*CLASSES, "flare_sparse.flare."], "enforce", "FAIL", "flare_sparse.flare. in class_allow_list"),
-        (["flare_sparse.flare."], "warn", "FAIL", "a job may call every function there"),
-        ([*CLASSES, "*"], "enforce", "WARN", "Take it out"),
-        ([*CLASSES], "warn", "WARN", "Make it 'enforce'"),
+        (["flare_sparse.flare."], "warn", "FAIL", "jobs can call every function below it"),
+        ([*CLASSES, "*"], "enforce", "WARN", "Remove it"),
+        ([*CLASSES], "warn", "WARN", "Set it to 'enforce'"),
     ],
 )
-def test_a_list_that_is_too_short_or_too_wide_is_said(
-    listed: list[str], mode: str, verdict: str, said: str, kit: Path
+def test_allow_list_that_is_too_short_or_too_broad_is_reported(
+    listed: list[str], mode: str, verdict: str, detail: str, kit: Path
 ) -> None:
     resources = {"class_allow_list": listed, "class_list_enforcement_mode": mode}
     (kit / "local" / "resources.json").write_text(json.dumps(resources))
-    found = look(kit)["allow-list"]
-    assert found.verdict == verdict
-    assert said in found.detail
+    finding = check(kit)["allow-list"]
+    assert finding.verdict == verdict
+    assert detail in finding.detail
 
 
-def test_a_folder_that_is_no_kit_is_said_and_the_rest_is_looked_at(tmp_path: Path) -> None:
-    found = look(tmp_path)
-    assert found["startup kit"].verdict == "FAIL"
-    assert "no startup kit" in found["startup kit"].detail
-    assert len(found) == 10
+def test_folder_that_is_no_kit_fails_and_the_other_checks_still_run(tmp_path: Path) -> None:
+    findings = check(tmp_path)
+    assert findings["startup kit"].verdict == "FAIL"
+    assert "this is no startup kit" in findings["startup kit"].detail
+    assert len(findings) == 10
 
 
-def test_the_policy_in_force_is_said(kit: Path, tmp_path: Path) -> None:
+def test_policy_in_force_is_shown(kit: Path, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text("min_examples: 20\n")
-    assert "nothing here checks what leaves" in look(kit)["policy"].detail
+    assert "this site does not check what leaves it" in check(kit)["policy"].detail
     install_guards(kit, tmp_path / "policy.yaml")
-    assert look(kit)["policy"] == Finding("PASS", "policy", "min_examples: 20")
+    assert check(kit)["policy"] == Finding("PASS", "policy", "min_examples: 20")
     resources = kit / "local" / "resources.json"
     resources.write_text(resources.read_text().replace('"allow_log_streaming": false', '"allow_log_streaming": true'))
-    assert "this site's logs go to the server" in look(kit)["policy"].detail
+    assert "this site's logs are sent to the server" in check(kit)["policy"].detail
 
 
-def test_a_job_is_held_against_the_policy_here_and_the_data_that_was_read(kit: Path, tmp_path: Path) -> None:
+def test_job_is_checked_against_the_policy_and_the_data_of_the_site(kit: Path, tmp_path: Path) -> None:
     rows = "".join(f"{i},{i % 2},{i % 3 % 2},1\n" for i in range(20))
     (tmp_path / "stays.csv").write_text(f"stay,died,med_a,med_b\n{rows}")
     (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path / 'stays.csv'}\n")
@@ -115,15 +115,19 @@ def test_a_job_is_held_against_the_policy_here_and_the_data_that_was_read(kit: P
     job.write_text(
         "name: study\nmethod: {name: neurosfl, saliency_batches: null}\ntask: {name: mortality, medications: 2}\n"
     )
-    assert "job" not in look(kit)
-    for terms, verdict, said in (
-        ("min_score_examples: 16", "PASS", "the policy here lets study through"),
-        ("min_score_examples: 17", "FAIL", "min_score_examples: scores of 16, wanted are 17 (hospital)"),
-        ("methods: [fedavg]", "FAIL", "methods: neurosfl may not run there; allowed: fedavg"),
+    assert "job" not in check(kit)
+    for terms, verdict, detail in (
+        ("min_score_examples: 16", "PASS", "this site's policy allows study"),
+        (
+            "min_score_examples: 17",
+            "FAIL",
+            "min_score_examples: scores were computed from 16 examples, the minimum is 17 (hospital)",
+        ),
+        ("methods: [fedavg]", "FAIL", "methods: neurosfl may not run at this site; allowed: fedavg"),
     ):
         policy.write_text(terms + "\n")
         install_guards(kit, policy)
-        found = look(kit, job)["job"]
-        assert (found.verdict, said in found.detail) == (verdict, True), found
+        finding = check(kit, job)["job"]
+        assert (finding.verdict, detail in finding.detail) == (verdict, True), finding
     (tmp_path / "stays.csv").unlink()
-    assert "job" not in look(kit, job)  # what could not be read is said once
+    assert "job" not in check(kit, job)  # the finding about the data reports it already

@@ -1,4 +1,4 @@
-"""Preflight against a real TLS server that asks for certificates, with kits of its own project and of another."""
+"""Preflight against a real TLS server that requires certificates, with kits of its project and of another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from flare_sparse.flare.site.preflight import Finding, preflight
+from flare_sparse.flare.site.preflight import Finding, check_site
 
 BEGIN, END = dt.datetime(2020, 1, 1), dt.datetime(2100, 1, 1)
 
@@ -28,21 +28,21 @@ class Project:
     def __init__(self, folder: Path):
         self.folder, self.key = folder, ec.generate_private_key(ec.SECP256R1())
         folder.mkdir()
-        self.root = self.signed("root", self.key, authority=True)
+        self.root = self.sign("root", self.key, authority=True)
         (folder / "root.pem").write_bytes(self.root.public_bytes(serialization.Encoding.PEM))
 
-    def signed(self, name: str, key: ec.EllipticCurvePrivateKey, *, authority: bool = False) -> x509.Certificate:
+    def sign(self, name: str, key: ec.EllipticCurvePrivateKey, *, authority: bool = False) -> x509.Certificate:
         subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, "root"))
         builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
         builder = builder.serial_number(x509.random_serial_number()).not_valid_before(BEGIN).not_valid_after(END)
         builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         return builder.sign(self.key, hashes.SHA256())
 
-    def participant(self, name: str) -> tuple[Path, Path]:
-        """Files of a certificate and its key."""
+    def create_participant(self, name: str) -> tuple[Path, Path]:
+        """Write a certificate and its key; return both files."""
         key = ec.generate_private_key(ec.SECP256R1())
         certificate, secret = self.folder / f"{name}.crt", self.folder / f"{name}.key"
-        certificate.write_bytes(self.signed(name, key).public_bytes(serialization.Encoding.PEM))
+        certificate.write_bytes(self.sign(name, key).public_bytes(serialization.Encoding.PEM))
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         secret.write_bytes(key.private_bytes(*form))
         return certificate, secret
@@ -58,17 +58,17 @@ def theirs(tmp_path: Path) -> Project:
     return Project(tmp_path / "theirs")
 
 
-@pytest.fixture(params=["waits", "hangs up"])
-def then(request: pytest.FixtureRequest) -> str:
-    """What a server does that took the certificate: FLARE's waits to be spoken to."""
+@pytest.fixture(params=["waits", "closes"])
+def reaction(request: pytest.FixtureRequest) -> str:
+    """What the server does after the handshake: FLARE's server waits for a request."""
     return str(request.param)
 
 
 @pytest.fixture
-def port(ours: Project, then: str) -> Iterator[int]:
-    """A server of our project that takes only certificates of it."""
+def port(ours: Project, reaction: str) -> Iterator[int]:
+    """The port of a server of the project that accepts only certificates of the project."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*map(str, ours.participant("server")))
+    context.load_cert_chain(*map(str, ours.create_participant("server")))
     context.load_verify_locations(str(ours.folder / "root.pem"))
     context.verify_mode = ssl.CERT_REQUIRED
     done = threading.Event()
@@ -78,7 +78,7 @@ def port(ours: Project, then: str) -> Iterator[int]:
             with suppress(OSError):
                 plain, _ = listener.accept()
                 with plain, context.wrap_socket(plain, server_side=True) as secure:
-                    if then == "waits":
+                    if reaction == "waits":
                         secure.recv(1)
 
     with socket.create_server(("localhost", 0)) as listener:
@@ -90,33 +90,35 @@ def port(ours: Project, then: str) -> Iterator[int]:
         thread.join()
 
 
-def look(folder: Path, port: int, root: Project, own: Project) -> Finding:
-    """What preflight says of the server to a site with that root certificate and a certificate of that project."""
+def check_server(folder: Path, port: int, root: Project, own: Project) -> Finding:
+    """Return the finding about the server for a site with these certificates."""
     startup = folder / "site" / "startup"
     startup.mkdir(parents=True)
     service = {"servers": [{"service": {"target": f"localhost:{port}"}}], "client": {"fqsn": "site"}}
     (startup / "fed_client.json").write_text(json.dumps(service))
     (startup / "rootCA.pem").write_bytes((root.folder / "root.pem").read_bytes())
-    for name, file in zip(("client.crt", "client.key"), own.participant("site"), strict=True):
+    for name, file in zip(("client.crt", "client.key"), own.create_participant("site"), strict=True):
         (startup / name).write_bytes(file.read_bytes())
-    return next(finding for finding in preflight(startup.parent, environment={}) if finding.what == "server")
+    return next(finding for finding in check_site(startup.parent, environment={}) if finding.subject == "server")
 
 
-def test_both_certificates_of_the_project_are_good(tmp_path: Path, port: int, then: str, ours: Project) -> None:
-    found = look(tmp_path, port, ours, ours)
-    assert found.verdict == ("PASS" if then == "waits" else "FAIL")
-    assert ("TLSv1.3" if then == "waits" else "hangs up after the handshake") in found.detail
+def test_certificate_of_the_project_passes_unless_the_server_closes_the_connection(
+    tmp_path: Path, port: int, reaction: str, ours: Project
+) -> None:
+    finding = check_server(tmp_path, port, ours, ours)
+    assert finding.verdict == ("PASS" if reaction == "waits" else "FAIL")
+    assert ("TLSv1.3" if reaction == "waits" else "refuses this certificate after the handshake") in finding.detail
 
 
-def test_a_server_of_another_project_is_not_trusted(tmp_path: Path, port: int, theirs: Project) -> None:
-    found = look(tmp_path, port, theirs, theirs)
-    assert found.verdict == "FAIL"
-    assert "refuses the handshake" in found.detail
+def test_server_of_another_project_is_not_trusted(tmp_path: Path, port: int, theirs: Project) -> None:
+    finding = check_server(tmp_path, port, theirs, theirs)
+    assert finding.verdict == "FAIL"
+    assert "refuses the TLS handshake" in finding.detail
 
 
-def test_a_certificate_that_the_server_does_not_take_is_found(
+def test_certificate_that_the_server_refuses_is_reported(
     tmp_path: Path, port: int, ours: Project, theirs: Project
 ) -> None:
-    found = look(tmp_path, port, ours, theirs)
-    assert found.verdict == "FAIL"
-    assert "Is this the kit of this project?" in found.detail
+    finding = check_server(tmp_path, port, ours, theirs)
+    assert finding.verdict == "FAIL"
+    assert "Is this the kit of this project?" in finding.detail

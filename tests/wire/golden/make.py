@@ -1,10 +1,10 @@
-"""Writes the golden messages of the present version, once, when a version of the wire format is new.
+"""Write the golden messages of the current version, once, when a version of the wire format is new.
 
     PYTHONPATH=custom python tests/wire/golden/make.py
 
-A message that was written once is read for ever: never write over the folder of a version that was released. Each
-``.bin`` is a message; ``expected.json`` says what both ends knew and what the message means, with selections as packed
-bits and values as little-endian float32, both in hex.
+A released version must stay readable: never overwrite its folder. Each ``.bin`` is a message; ``expected.json`` holds
+the plan of both ends and the meaning of each message, with selections as packed bits and values as little-endian
+float32, both in hex.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from flare_sparse.mask import Mask
 from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.wire.codec import Decoded, decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
-from flare_sparse.wire.envelope import HEADER_BYTES, VERSION, read_header, write_header
 from flare_sparse.wire.plan import Plan, ValueType
+from flare_sparse.wire.versions import CURRENT_VERSION, get_current_version
 
-FOLDER = Path(__file__).parent / f"v{VERSION}"
+FOLDER = Path(__file__).parent / f"v{CURRENT_VERSION}"
 LAYOUT = Layout(
     (
         TensorSpec("conv.weight", (8, 4, 3, 3), "weight"),
@@ -36,10 +36,10 @@ LAYOUT = Layout(
         TensorSpec("scale", (), "other"),
     )
 )
-DRAW = torch.Generator().manual_seed(1)
-VECTOR = torch.randn(LAYOUT.size, generator=DRAW)
-KNOWN = Mask(torch.rand(LAYOUT.size, generator=DRAW) < 0.5)
-NESTED = KNOWN & Mask(torch.rand(LAYOUT.size, generator=DRAW) < 0.5)
+GENERATOR = torch.Generator().manual_seed(1)
+VECTOR = torch.randn(LAYOUT.size, generator=GENERATOR)
+BASE_MASK = Mask(torch.rand(LAYOUT.size, generator=GENERATOR) < 0.5)
+NESTED = BASE_MASK & Mask(torch.rand(LAYOUT.size, generator=GENERATOR) < 0.5)
 FEW = Mask(torch.arange(LAYOUT.size) % 97 == 5)
 CHANNELS = Mask(
     LAYOUT.flatten(
@@ -55,46 +55,48 @@ CHANNELS = Mask(
 )
 SELECTIONS = {
     "dense": Mask.full(LAYOUT.size),
-    "shared": KNOWN,
+    "shared": BASE_MASK,
     "shrink": NESTED,
     "bitmap": ~NESTED,
     "csr": FEW,
     "slices": CHANNELS,
 }
-PLAN = Plan(LAYOUT, "00112233aabbccdd", base_mask=KNOWN, base_sequence=41, sequence=42, round=7, kind="train")
+PLAN = Plan(LAYOUT, "00112233aabbccdd", base_mask=BASE_MASK, base_sequence=41, sequence=42, round=7, kind="train")
 
 
-def said_by(name: str, values: ValueType) -> np.ndarray:
-    """A message whose selection is said by the named encoding, whether or not it is the cheapest."""
-    on, encoding = SELECTIONS[name], ENCODINGS[name]
-    dense = encode(Patch.from_vector(VECTOR, on), PLAN, values=values).data
-    picked = read_header(dense)
-    raw = encoding.encode(on, KNOWN, LAYOUT)
-    assert raw is not None
-    known = bytes.fromhex(KNOWN.fingerprint) if encoding.requires_base else bytes(16)
-    header = replace(picked, encoding=encoding.code, base_mask=known, selection_bytes=len(raw))
-    message = np.zeros(header.values_start + dense.size - picked.values_start, np.uint8)
-    message[HEADER_BYTES : HEADER_BYTES + len(raw)] = np.frombuffer(raw, np.uint8)
-    message[header.values_start :] = dense[picked.values_start :]
-    write_header(header, message)
+def force_encoding(name: str, values: ValueType) -> np.ndarray:
+    """Return a message whose selection is written by the named encoding, whether or not it is the shortest."""
+    version, mask, encoding = get_current_version(), SELECTIONS[name], ENCODINGS[name]
+    shortest = encode(Patch.from_vector(VECTOR, mask), PLAN, values=values).data
+    header = version.read_header(shortest)
+    value_words = shortest[header.values_start :]
+    section = encoding.encode(mask, BASE_MASK, LAYOUT)
+    assert section is not None
+    fingerprint = bytes.fromhex(BASE_MASK.fingerprint) if encoding.requires_base else bytes(16)
+    header = replace(header, encoding=encoding.code, base_mask=fingerprint, selection_bytes=len(section))
+    message = np.zeros(header.values_start + value_words.size, np.uint8)
+    message[version.header_bytes : version.header_bytes + len(section)] = np.frombuffer(section, np.uint8)
+    message[header.values_start :] = value_words
+    version.write_header(header, message)
     return message
 
 
-def messages() -> dict[str, np.ndarray]:
-    forced = {f"{name}_{values}": said_by(name, values) for name in ENCODINGS for values in get_args(ValueType)}
+def build_messages() -> dict[str, np.ndarray]:
+    names = [encoding.name for encoding in get_current_version().encodings]
+    forced = {f"{name}_{values}": force_encoding(name, values) for name in names for values in get_args(ValueType)}
     sparse = Patch.from_vector(VECTOR, FEW, "previous")
     return forced | {
-        "question": encode(Patch.from_vector(VECTOR, KNOWN, "previous"), PLAN, trainable=NESTED).data,
+        "question": encode(Patch.from_vector(VECTOR, BASE_MASK, "previous"), PLAN, trainable=NESTED).data,
         "question_all_trainable": encode(sparse, PLAN, trainable=Mask.full(LAYOUT.size)).data,
         "bitmap_zstd": encode(Patch.from_vector(VECTOR, Mask(FEW.bits | (torch.arange(LAYOUT.size) < 200))), PLAN).data,
         "difference": encode(Patch.from_vector(VECTOR, NESTED), PLAN, content="delta", values="bfloat16").data,
-        "scores": encode(Patch.from_vector(VECTOR.abs(), KNOWN), PLAN, content="scores").data,
+        "scores": encode(Patch.from_vector(VECTOR.abs(), BASE_MASK), PLAN, content="scores").data,
         "nothing": encode(Patch.empty(LAYOUT.size), PLAN, content="metrics").data,
     }
 
 
-def meaning(decoded: Decoded) -> dict[str, Any]:
-    """What a message says, as plain JSON."""
+def describe(decoded: Decoded) -> dict[str, Any]:
+    """Return the meaning of a message as plain JSON."""
     return {
         "encoding": decoded.encoding,
         "values": decoded.values,
@@ -114,13 +116,13 @@ def main() -> None:
     expected = {
         "layout": [[entry.name, entry.shape, entry.role] for entry in LAYOUT.tensors],
         "run": PLAN.run,
-        "base_mask": KNOWN.packed.hex(),
+        "base_mask": BASE_MASK.packed.hex(),
         "base_sequence": PLAN.base_sequence,
         "messages": {},
     }
-    for name, data in messages().items():
+    for name, data in build_messages().items():
         (FOLDER / f"{name}.bin").write_bytes(data.tobytes())
-        expected["messages"][name] = meaning(decode(data, PLAN))
+        expected["messages"][name] = describe(decode(data, PLAN))
     (FOLDER / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 

@@ -1,1 +1,1 @@
-"""Starting a job: in the simulator, in POC mode, or at a running federation."""
+"""Start a job: in the simulator, in POC mode, or in a running federation."""

@@ -1,4 +1,4 @@
-"""Run a job in FLARE's simulator: one process per site, the sites' data described at the sites, quiet on the screen."""
+"""Run a job in FLARE's simulator: one process per site, FLARE's output in a log file, the record in a result folder."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
 from ..he_keys import KEYS_VARIABLE
 from ..recipe import SparseRecipe
-from ..site.allow_list import allow
+from ..site.allow_list import allow_classes
 
 
 class JobFailed(FlareSparseError):
-    """The job ended without a result; the logs say why."""
+    """The job ended without a result; the text holds the first errors of the logs."""
 
     code = "E_JOB"
 
@@ -36,7 +36,7 @@ def simulate(
     site_files: str,
     out: Path,
     *,
-    allowed: Sequence[str] = (),
+    allowed_classes: Sequence[str] = (),
     checkpoints: Path | None = None,
     processes: int | None = None,
     keys: Path | None = None,
@@ -47,46 +47,51 @@ def simulate(
     Args:
         recipe: the job.
         sites: names of the sites.
-        site_files: where each site's site file lies, with ``{site}`` in it.
+        site_files: path of the sites' site files, with ``{site}`` in place of the name.
         out: result folder; FLARE's workspace and log are kept in it.
-        allowed: class paths beside ours that the simulated sites allow (the user's own task).
-        checkpoints: where server and sites keep them, and find those of a run that was cut short; None: nowhere.
-        processes: how many sites run at a time; the others wait their turn, and a site that comes back to a process has
-            lost what it held and is sent everything. None: a process for each site.
-        keys: folder with the keys of an encrypted run.
+        allowed_classes: further class paths that the simulated sites allow, such as that of a user task.
+        checkpoints: folder of the checkpoints of server and sites; None: the run cannot be resumed.
+        processes: number of sites that run at a time. The others wait for a free process; a site that starts again in a
+            new process has lost the base and receives the full model. None: one process for each site.
+        keys: folder with the key contexts of an encrypted run.
         on_round: called with each line of ``rounds.jsonl`` as it is written.
 
     Returns:
-        The summary.
+        The summary of the run.
 
     Raises:
-        ConfigError: the folder cannot be used (the simulator breaks on a path with a space).
-        JobFailed: there is no result.
+        ConfigError: the path contains a space, which FLARE's simulator cannot handle.
+        JobFailed: the job ended without a result.
     """
     out = out.resolve()
     if any(character.isspace() for character in str(out)):
-        raise ConfigError(f"--out {str(out)!r} contains a space, which FLARE's simulator cannot handle; choose another")
+        raise ConfigError(
+            f"--out {str(out)!r} contains a space, which FLARE's simulator cannot handle; choose another folder"
+        )
     workspace = out / "workspace" / recipe.name
     shutil.rmtree(workspace, ignore_errors=True)
     (workspace / "local").mkdir(parents=True)
-    allow(workspace, allowed)
+    allow_classes(workspace, allowed_classes)
     record = workspace / "server" / "simulate_job" / "app_server" / RESULTS
     log = out / "flare.log"
+    # Each site runs in its own process, which inherits only the environment.
     variables = {
         SITE_FILE_VARIABLE: site_files,
         CHECKPOINTS_VARIABLE: str(checkpoints or OFF),
         KEYS_VARIABLE: str(keys or ""),
     }
-    with _environment(variables), _following(record / "rounds.jsonl", on_round):
-        with _output_to(log):
+    with _set_environment(variables), _follow_lines(record / "rounds.jsonl", on_round):
+        with redirect_output(log):
             try:
                 recipe.execute(
                     SimEnv(clients=list(sites), num_threads=processes, workspace_root=str(out / "workspace"))
                 )
             except RuntimeError as error:
-                raise JobFailed(_why(log, workspace)) from error
+                raise JobFailed(_describe_failure(log, workspace)) from error
+    # The simulator's exit code does not tell whether the job ended well: only the summary proves a result.
     if not (record / "summary.json").is_file():
-        raise JobFailed(_why(log, workspace))
+        raise JobFailed(_describe_failure(log, workspace))
+    # Otherwise a best model of an earlier run in this folder could stay beside the new record.
     delete_models(out)
     for file in sorted(record.iterdir()):
         shutil.copy2(file, out / file.name)
@@ -98,66 +103,69 @@ def simulate(
     return summary
 
 
-def _why(log: Path, workspace: Path) -> str:
-    """What the server and the sites said first, and where to read on."""
+def _describe_failure(log: Path, workspace: Path) -> str:
+    """Return the first error of the server and the error reports of the sites, with the path of the log."""
     reports = [f"{p.parts[-3]}: {p.read_text().strip()}" for p in sorted(workspace.glob("*/*/site_error.txt"))]
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     server = [line for line in lines if "FATAL_SYSTEM_ERROR" in line] or [line for line in lines if "ERROR" in line]
-    said = [*server[:1], *reports] or ["no error was logged"]
-    return "the job ended without a result.\n  " + "\n  ".join(said) + f"\nFLARE's log: {log}"
+    errors = [*server[:1], *reports] or ["no error was logged"]
+    return "the job ended without a result.\n  " + "\n  ".join(errors) + f"\nFLARE's log: {log}"
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 @contextmanager
-def _output_to(path: Path) -> Iterator[None]:
-    """Standard output and error of this process and of those it starts go to a file."""
+def redirect_output(path: Path) -> Iterator[None]:
+    """Send standard output and error of this process, and of those that it starts, to a file."""
+    # File descriptors and not sys.stdout: FLARE's processes inherit the descriptors.
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
+    saved = [os.dup(1), os.dup(2)]
     with path.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
         yield
     finally:
-        for descriptor, saved in zip((1, 2), kept, strict=True):
-            os.dup2(saved, descriptor)
-            os.close(saved)
+        for descriptor, original in zip((1, 2), saved, strict=True):
+            os.dup2(original, descriptor)
+            os.close(original)
 
 
 @contextmanager
-def _following(path: Path, on_line: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+def _follow_lines(path: Path, on_line: Callable[[dict[str, Any]], None]) -> Iterator[None]:
     """Call ``on_line`` with each JSON line that is appended to a file while the block runs."""
-    done = threading.Event()
+    has_ended = threading.Event()
 
     def follow() -> None:
         position = 0
         while True:
-            last = done.is_set()
+            # Read before the file, so that one more pass follows the end of the block and no line is lost.
+            is_last = has_ended.is_set()
             if path.is_file():
                 with path.open() as file:
                     file.seek(position)
+                    # A line without its end is still being written: it is read again in the next pass.
                     while (line := file.readline()).endswith("\n"):
                         position = file.tell()
                         on_line(json.loads(line))
-            if last:
+            if is_last:
                 return
-            done.wait(0.2)
+            has_ended.wait(0.2)
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
     try:
         yield
     finally:
-        done.set()
+        has_ended.set()
         follower.join()

@@ -1,1 +1,1 @@
-"""What a hospital's IT does with a site's startup kit: let this package in, and look whether the site is ready."""
+"""Tools for a site's startup kit: allow the package's classes, install guards, refuse code, check readiness."""

@@ -1,10 +1,10 @@
-"""A site's guards: they stand in the site's own configuration, so that no job can leave them out or undo them.
+"""A site's guards: components of the site's own configuration that enforce its policy and that no job can remove.
 
-``SiteResultPolicy`` is a filter of the site: it sees an answer as ordinary named arrays, makes it fit the policy or
-refuses it, and remembers what it approved. FLARE runs a job's filters after a site's, so ``SiteLastGate`` looks at the
-message that is about to leave, decodes it by itself and lets out nothing but what was approved.
-``SitePlanAuthorizer`` refuses jobs that bring filters or executors of their own or name more of this package than a
-job's classes, and a site without the other two.
+``SiteResultPolicy`` is a filter of the site. It sees an update as ordinary named arrays, makes it comply with the
+policy or refuses it, and remembers the approved update. FLARE runs a job's filters after a site's, so a filter of the
+job could still change the update. ``SiteLastGate`` therefore decodes the message after all filters and lets only the
+approved update leave. ``SitePlanAuthorizer`` refuses jobs that carry their own filters or executors or that name
+other parts of this package than a job's classes, and refuses every job while one of the other guards is missing.
 """
 
 from __future__ import annotations
@@ -30,61 +30,69 @@ from ...encryption import PRECISION
 from ...endpoints.site import SiteEndpoint
 from ...errors import FlareSparseError, PolicyRefusal
 from ...exchange import Patch, Request, Update
-from ...policy.policy import POLICY_FILE, read_policy, refuse
+from ...policy.policy import POLICY_FILE, raise_refusals, read_policy
 from ...wire.codec import Decoded, decode
 from ...wire.plan import Plan, ValueFormat
 from ..payload import (
     CODE_HEADER,
-    NOT_HELD_HEADER,
+    MISSING_BASE_HEADER,
     UPDATE,
-    answer_to_shareable,
+    build_refusal,
     dxo_to_update,
     extract_code,
     extract_hello,
     hello_to_shareable,
-    make_refusal,
     shareable_to_message,
     update_to_dxo,
+    update_to_shareable,
 )
 from ..session import get_site_session, read_site_policy, write_site_error
 from .allow_list import CLASSES, PACKAGE
 
 APPROVED = "flare_sparse.approved"
+"""Key of the approved update in FLARE's context; the property is private, so it does not leave the site."""
 GUARDS = "flare_sparse.flare.site.guards."
 GATE, RESULT_POLICY = f"{GUARDS}SiteLastGate", f"{GUARDS}SiteResultPolicy"
-_GUARDED = ("executors", "task_result_filters", "task_data_filters")
+_RESTRICTED_SECTIONS = ("executors", "task_result_filters", "task_data_filters")
+"""Sections of a job's configuration that see values and may hold only classes of this package."""
 _ROUNDING = 2.0**-6
+"""Tolerance for values that were rounded to float16 or bfloat16, relative to each value and to the largest one."""
 
 
 class SiteResultPolicy(Filter):
-    """Makes an answer fit the site's policy, or refuses it; stands in every privacy scope."""
+    """Makes an update comply with the site's policy or refuses it; a filter in every privacy scope."""
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Never raises: a refusal is a reply with the code ``E_POLICY``; its text stays at the site."""
+        """Return the approved update, or a refusal with the error code only; its text stays at the site."""
+        # Reset first: the gate must never accept an update that was approved for an earlier task.
         fl_ctx.set_prop(APPROVED, None, private=True, sticky=False)
         if shareable.get_return_code() != ReturnCode.OK or UPDATE not in shareable:
             return shareable
         try:
-            return self._fitted(shareable, fl_ctx)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong here, nothing leaves
-            write_site_error(error, _code_of(error), fl_ctx)
-            return make_refusal(_code_of(error), ReturnCode.TASK_RESULT_FILTER_ERROR)
+            return self._apply_policy(shareable, fl_ctx)
+        # Fail closed: whatever goes wrong, nothing leaves.
+        except Exception as error:  # noqa: BLE001
+            write_site_error(error, _get_code(error), fl_ctx)
+            return build_refusal(_get_code(error), ReturnCode.TASK_RESULT_FILTER_ERROR)
 
-    def _fitted(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+    def _apply_policy(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         session = get_site_session(fl_ctx)
-        endpoint, policy = session.endpoint(fl_ctx), read_site_policy(fl_ctx)
+        endpoint, policy = session.get_endpoint(fl_ctx), read_site_policy(fl_ctx)
         if policy.methods is not None and endpoint.method.name not in policy.methods:
-            raise PolicyRefusal(f"this site's policy: methods: {endpoint.method.name} may not run here")
+            raise PolicyRefusal(f"this site's policy: methods: {endpoint.method.name} may not run at this site")
         request, update, vector = shareable[UPDATE]
         layout = endpoint.site.layout
         update = dxo_to_update(from_shareable(shareable), update, vector, layout)
         if endpoint.site.num_test_examples < policy.min_test_examples:
             update = replace(update, metrics={})
-        start = _start(update, endpoint)
-        change = Patch(update.patch.values.clone() - start, update.patch.mask)
-        soft = policy.softened(update.content, change, layout)
-        update = _with(update, update.patch.values.clone() if soft is change.values else soft + start)
-        refuse(policy.refusals(update.content, endpoint.site.usage, update.patch.mask, soft, layout))
+        reference = _get_reference(update, endpoint)
+        # Clones, because the patch's values may share memory with the DXO's arrays, which update_to_dxo overwrites.
+        delta = Patch(update.patch.values.clone() - reference, update.patch.mask)
+        sanitized = policy.sanitize_values(update.content, delta, layout)
+        # Unchanged values are not recomputed as delta + reference: that would round and change the model's bits.
+        values = update.patch.values.clone() if sanitized is delta.values else sanitized + reference
+        update = replace(update, patch=Patch(values, update.patch.mask))
+        raise_refusals(policy.find_refusals(update.content, endpoint.site.usage, update.patch.mask, sanitized, layout))
         fl_ctx.set_prop(APPROVED, update, private=True, sticky=False)
         reply = update_to_dxo(update, layout, vector).to_shareable()
         reply[UPDATE] = (request, update, vector)
@@ -92,109 +100,127 @@ class SiteResultPolicy(Filter):
 
 
 class SiteLastGate(FLComponent):
-    """Looks at what is about to leave, after every filter; blanks it unless it is what the site approved."""
+    """Checks a result after all filters have run; strips it to error codes unless the site approved it."""
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         if event_type == EventType.AFTER_TASK_RESULT_FILTER:
             result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
             if isinstance(result, Shareable):
-                self._look(result, fl_ctx)
+                self._check_result(result, fl_ctx)
 
-    def _look(self, result: Shareable, fl_ctx: FLContext) -> None:
-        """FLARE swallows what an event handler raises, so a result is blanked in place."""
+    def _check_result(self, result: Shareable, fl_ctx: FLContext) -> None:
+        """Replace the result in place by the approved update or by error codes.
+
+        FLARE sends the result even if an event handler raises, so an exception would not stop it.
+        """
         try:
             if result.get_return_code() != ReturnCode.OK:
-                _blank(result, extract_code(result) or "E_SITE", not_held=result.get_header(NOT_HELD_HEADER) is True)
+                missing_base = result.get_header(MISSING_BASE_HEADER) is True
+                _strip_to_codes(result, extract_code(result) or "E_SITE", missing_base=missing_base)
             elif extract_hello(result) is not None:
-                result.clear()  # whatever a filter of the job made of it
-                result.update(hello_to_shareable(get_site_session(fl_ctx).hello(fl_ctx)))
-            elif not read_site_policy(fl_ctx).foreign_jobs or _is_ours(result):
-                approved = self._approved(result, fl_ctx)
-                result.clear()  # keys and headers that a filter of the job put beside the answer
+                # The site builds its hello again, because a filter of the job may have changed it.
+                result.clear()
+                result.update(hello_to_shareable(get_site_session(fl_ctx).build_hello(fl_ctx)))
+            elif not read_site_policy(fl_ctx).foreign_jobs or _is_package_message(result):
+                approved = self._rebuild_approved(result, fl_ctx)
+                # clear() removes keys and headers that a filter of the job added to the message.
+                result.clear()
                 result.update(approved)
-        except Exception as error:  # noqa: BLE001 - what it does not understand does not leave
-            _blank(result, _code_of(error))  # first: what comes after may fail, too
-            write_site_error(error, _code_of(error), fl_ctx)
-            self.log_error(
-                fl_ctx, f"{_code_of(error)}: an answer was held back; see site_error.txt in the job's folder"
-            )
+        # Fail closed: a result that the gate cannot read does not leave the site.
+        except Exception as error:  # noqa: BLE001
+            # The result is stripped first, because writing and logging may fail, too.
+            _strip_to_codes(result, _get_code(error))
+            write_site_error(error, _get_code(error), fl_ctx)
+            self.log_error(fl_ctx, f"{_get_code(error)}: a result was withheld; see site_error.txt in the job's folder")
 
-    def _approved(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
-        """The message, made anew with what the site approved beside it; FLARE adds its own headers afterwards.
+    def _rebuild_approved(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Return the message and the approved numbers in a new shareable; FLARE adds its headers afterwards.
 
         Raises:
-            FlareSparseError: it is not what the site approved.
+            FlareSparseError: the message does not contain the approved update.
         """
-        endpoint, policy = get_site_session(fl_ctx).endpoint(fl_ctx), read_site_policy(fl_ctx)
+        endpoint, policy = get_site_session(fl_ctx).get_endpoint(fl_ctx), read_site_policy(fl_ctx)
         approved = fl_ctx.get_prop(APPROVED)
-        if not isinstance(approved, Update) or endpoint.asked is None:
+        if not isinstance(approved, Update) or endpoint.request is None:
             raise PolicyRefusal(
-                "this site's policy: an answer that SiteResultPolicy has not seen (is it in this scope?)"
+                "this site's policy: SiteResultPolicy did not approve this result; is it in the job's privacy scope? "
+                "Run: flare-sparse site policy KIT"
             )
         message, meta = shareable_to_message(result, endpoint.site.name)
         if set(meta) - {"examples", "metrics"} or set(from_shareable(result).data) != {"message"}:
-            raise PolicyRefusal("this site's policy: more beside the message than examples and metrics")
-        found = _decoded(message, endpoint, endpoint.asked)
-        if policy.encrypted and found.content in ("weights", "delta") and found.values != "ckks":
-            raise PolicyRefusal(f"this site's policy: encrypted: {found.content} in the clear; wire.encryption: ckks")
-        _same(found, meta, approved)
-        change = found.patch.values - (_start(approved, endpoint) if approved.content == "weights" else 0)
-        refuse(
-            list(
-                policy.refusals(
-                    found.content, endpoint.site.usage, found.patch.mask, change, endpoint.site.layout, len(message)
-                )
+            raise PolicyRefusal(
+                "this site's policy: a filter of the job added something to the message, the examples and the metrics"
             )
-        )
+        decoded = _decode_message(message, endpoint, endpoint.request)
+        if policy.encrypted and decoded.content in ("weights", "delta") and decoded.values != "ckks":
+            raise PolicyRefusal(
+                f"this site's policy: encrypted: the {decoded.content} are not encrypted; set wire.encryption: ckks"
+            )
+        _check_approved(decoded, meta, approved)
+        # Checked again on the encoded message: only now is its size known, and rounding may have changed the norm.
+        values = decoded.patch.values - (_get_reference(approved, endpoint) if approved.content == "weights" else 0)
+        mask, layout = decoded.patch.mask, endpoint.site.layout
+        refusals = policy.find_refusals(decoded.content, endpoint.site.usage, mask, values, layout, len(message))
+        raise_refusals(refusals)
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
-        return answer_to_shareable(np.asarray(message), replace(approved, metrics=metrics))
+        return update_to_shareable(np.asarray(message), replace(approved, metrics=metrics))
 
 
 class SitePlanAuthorizer(FLComponent):
-    """Before FLARE builds a part of a job, with or without code in it: is it one that may be here?"""
+    """Checks every component of a job before FLARE builds it, whether or not the job carries code."""
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Raises:
-        UnsafeComponentError: an executor or filter that is not ours, something of ours that is none of the classes of
-            a job, or a site whose guards are not in place.
+        UnsafeComponentError: an executor or filter of another package, a name of this package that is not one of a
+            job's classes, or a site without its other guards.
         """
         if event_type != EventType.BEFORE_BUILD_COMPONENT:
             return
         try:
-            self._look(fl_ctx)
+            self._check_component(fl_ctx)
         except UnsafeComponentError:
             raise
-        except Exception as error:  # FLARE goes on after any other kind
+        # Fail closed: FLARE continues after any other kind of exception.
+        except Exception as error:
             raise UnsafeComponentError(
-                f"E_POLICY: {type(error).__name__} while a part of the job was looked at"
+                f"E_POLICY: {type(error).__name__} while a component of the job was checked"
             ) from error
 
-    def _look(self, fl_ctx: FLContext) -> None:
+    def _check_component(self, fl_ctx: FLContext) -> None:
         config, node = fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG), fl_ctx.get_prop(FLContextKey.COMPONENT_NODE)
-        where = str(node.path()) if node is not None else ""
+        location = str(node.path()) if node is not None else ""
         path = str((config or {}).get("path") or (config or {}).get("class_path") or (config or {}).get("name") or "")
         workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
         local = Path(workspace.get_site_config_dir())
-        if where.startswith(_GUARDED) and path not in CLASSES and not read_policy(local / POLICY_FILE).foreign_jobs:
-            raise UnsafeComponentError(f"E_POLICY: {where}: {path!r} is not of flare_sparse; this site runs no other")
-        for named in _paths(config):
-            if named.startswith(PACKAGE) and named not in CLASSES:
-                raise UnsafeComponentError(f"E_POLICY: {where}: {named!r} is no class that a job may name")
-        if missing := unguarded(local):
-            raise UnsafeComponentError(f"E_POLICY: {missing}. Run: flare-sparse site policy")
+        if (
+            location.startswith(_RESTRICTED_SECTIONS)
+            and path not in CLASSES
+            and not read_policy(local / POLICY_FILE).foreign_jobs
+        ):
+            raise UnsafeComponentError(
+                f"E_POLICY: {location}: {path!r} is not a class of flare_sparse; this site runs no others"
+            )
+        for class_path in _iterate_class_paths(config):
+            if class_path.startswith(PACKAGE) and class_path not in CLASSES:
+                raise UnsafeComponentError(f"E_POLICY: {location}: {class_path!r} is not a class that a job may name")
+        if missing := find_missing_guard(local):
+            raise UnsafeComponentError(f"E_POLICY: {missing}. Run: flare-sparse site policy KIT")
 
 
-def _paths(config: Any) -> Iterator[str]:
-    """What a part of a job names, at any depth: some of FLARE's own classes build what they find in their arguments."""
+def _iterate_class_paths(config: Any) -> Iterator[str]:
+    """Yield the class paths in a component's configuration, at any depth.
+
+    Some of FLARE's own classes build objects from class paths that they find in their arguments.
+    """
     if isinstance(config, dict):
         yield from (str(config[key]) for key in ("path", "class_path") if key in config)
     if isinstance(config, dict | list | tuple):
         for part in config.values() if isinstance(config, dict) else config:
-            yield from _paths(part)
+            yield from _iterate_class_paths(part)
 
 
-def unguarded(local: Path) -> str:
-    """What is missing of the guards in a site's ``local`` folder; empty when they stand."""
+def find_missing_guard(local: Path) -> str:
+    """Return which guard is missing in a site's ``local`` folder; empty when all are installed."""
     file = local / "privacy.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -202,7 +228,7 @@ def unguarded(local: Path) -> str:
         return "privacy.json is missing or malformed"
     components = [part.get("path") for part in content.get("components", []) if isinstance(part, dict)]
     if GATE not in components:
-        return "privacy.json: components lack SiteLastGate"
+        return "privacy.json: the components lack SiteLastGate"
     for scope in content.get("scopes", []):
         filters = [part.get("path") for part in scope.get("task_result_filters", [])]
         if RESULT_POLICY not in filters:
@@ -210,21 +236,22 @@ def unguarded(local: Path) -> str:
     return "" if content.get("scopes") else "privacy.json has no scope"
 
 
-def _code_of(error: Exception) -> str:
+def _get_code(error: Exception) -> str:
     return error.code if isinstance(error, FlareSparseError) else "E_POLICY"
 
 
-def _blank(result: Shareable, code: str, *, not_held: bool = False) -> None:
-    """Nothing is left in the result but a return code of FLARE's and one of ours."""
-    failed = result.get_return_code()
-    known = [value for name, value in vars(ReturnCode).items() if name.isupper() and value != ReturnCode.OK]
+def _strip_to_codes(result: Shareable, code: str, *, missing_base: bool = False) -> None:
+    """Remove everything from a result but a return code of FLARE and an error code of this package."""
+    return_code = result.get_return_code()
+    # A return code that is not FLARE's own could carry text of a job's filter.
+    failures = [value for name, value in vars(ReturnCode).items() if name.isupper() and value != ReturnCode.OK]
     result.clear()
-    result.set_return_code(failed if failed in known else ReturnCode.TASK_RESULT_FILTER_ERROR)
+    result.set_return_code(return_code if return_code in failures else ReturnCode.TASK_RESULT_FILTER_ERROR)
     result.set_header(CODE_HEADER, code)
-    result.set_header(NOT_HELD_HEADER, not_held)
+    result.set_header(MISSING_BASE_HEADER, missing_base)
 
 
-def _is_ours(result: Shareable) -> bool:
+def _is_package_message(result: Shareable) -> bool:
     try:
         shareable_to_message(result, "")
     except FlareSparseError:
@@ -232,31 +259,31 @@ def _is_ours(result: Shareable) -> bool:
     return True
 
 
-def _start(update: Update, endpoint: SiteEndpoint) -> Any:
-    """What an answer's values are measured against: for weights, those that the site was sent."""
+def _get_reference(update: Update, endpoint: SiteEndpoint) -> Any:
+    """Return what to subtract from an update's values: for weights, those that the site received; else 0."""
     return update.patch.mask.take(endpoint.site.weights) if update.content == "weights" else 0.0
 
 
-def _with(update: Update, values: torch.Tensor) -> Update:
-    return replace(update, patch=Patch(values, update.patch.mask))
-
-
-def _decoded(message: Any, endpoint: SiteEndpoint, asked: Request) -> Decoded:
+def _decode_message(message: Any, endpoint: SiteEndpoint, request: Request) -> Decoded:
+    """Decode an update as the server will, and decrypt it with the site's key, which the server does not have."""
     ciphertext_format = endpoint.cipher.ciphertext_format if endpoint.cipher else None
     plan = Plan(
         endpoint.site.layout,
         endpoint.run,
-        base_mask=asked.trainable,
-        round=asked.round,
-        kind=asked.kind,
+        base_mask=request.trainable,
+        round=request.round,
+        kind=request.kind,
         ciphertext_format=ciphertext_format,
     )
-    found = decode(message, plan, endpoint.site.name)
-    return replace(found, patch=endpoint.opened(found.patch))
+    decoded = decode(message, plan, endpoint.site.name)
+    return replace(decoded, patch=endpoint.decrypt(decoded.patch))
 
 
-def _room(form: ValueFormat, values: torch.Tensor) -> tuple[float, float]:
-    """How far a value may lie from the approved one after its way into the message: as a share of it, and besides."""
+def _compute_tolerance(form: ValueFormat, values: torch.Tensor) -> tuple[float, float]:
+    """Return the relative and the absolute tolerance between decoded and approved values.
+
+    A message rounds its values to the number format; anything beyond that is a change by a filter of the job.
+    """
     if form == "ckks":
         return PRECISION, PRECISION
     if form == "float32" or not values.numel():
@@ -264,21 +291,21 @@ def _room(form: ValueFormat, values: torch.Tensor) -> tuple[float, float]:
     return _ROUNDING, _ROUNDING * float(values.abs().max())
 
 
-def _same(found: Decoded, meta: dict[str, Any], approved: Update) -> None:
+def _check_approved(decoded: Decoded, meta: dict[str, Any], approved: Update) -> None:
     """Raises:
-    PolicyRefusal: a job's filter changed the answer after the site had approved it.
+    PolicyRefusal: the message differs from the approved update.
     """
-    mine, theirs = approved.patch.values, found.patch.values
-    share, room = _room(found.values, mine)
-    same = (
-        found.content == approved.content
-        and found.patch.mask == approved.patch.mask
-        and (torch.equal(mine, theirs) if not room else torch.allclose(mine, theirs, rtol=share, atol=room))
+    expected, actual = approved.patch.values, decoded.patch.values
+    rtol, atol = _compute_tolerance(decoded.values, expected)
+    is_approved = (
+        decoded.content == approved.content
+        and decoded.patch.mask == approved.patch.mask
+        and (torch.equal(expected, actual) if not atol else torch.allclose(expected, actual, rtol=rtol, atol=atol))
         and meta.get("examples") == approved.num_examples
         and set(meta.get("metrics", {})) <= set(approved.metrics)
         and all(approved.metrics[name] == value for name, value in meta.get("metrics", {}).items())
     )
-    if not same:
+    if not is_approved:
         raise PolicyRefusal(
-            "this site's policy: the message is not what the site approved: a filter of the job changed it"
+            "this site's policy: the message is not the update that the site approved: a filter of the job changed it"
         )

@@ -1,4 +1,4 @@
-"""The JSON files in a site's ``local`` folder: which of two FLARE reads, and changing one whole or not at all."""
+"""Files in a site's ``local`` folder: find the one that FLARE reads, and replace a file atomically."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ...errors import ConfigError
 
 
 def find_active_file(local: Path, name: str) -> Path | None:
-    """The file that FLARE reads: the site's own, else the kit's ``.default``; None where there is neither."""
+    """Return the file that FLARE reads: the site's own, else the kit's ``.default``; None if there is neither."""
     return next((file for file in (local / name, local / f"{name}.default") if file.is_file()), None)
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """What is in a file.
+    """Read a JSON object from a file.
 
     Raises:
-        ConfigError: it is not a JSON object.
+        ConfigError: the file is not a JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -31,12 +31,12 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def write_object(file: Path, content: Mapping[str, Any]) -> None:
-    """Put a JSON object in a file's place."""
+    """Replace a file by a JSON object, atomically."""
     write_text(file, json.dumps(content, indent=2) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Put a text in a file's place."""
+    """Replace a file by a text, atomically: a crash leaves the old file or the new one."""
     part = file.with_name(f"{file.name}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(file)

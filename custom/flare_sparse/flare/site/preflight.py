@@ -1,4 +1,4 @@
-"""Is a site ready for a job? Everything that can be found out before one comes, each with its remedy."""
+"""Check whether a site is ready for a job; every problem is reported with its remedy."""
 
 from __future__ import annotations
 
@@ -15,79 +15,97 @@ from typing import Any, Literal
 
 from ...assemble import Assembly, assemble, open_site
 from ...config import JobConfig
-from ...data.source import site_data
+from ...data.source import find_site_data
 from ...errors import ConfigError, FlareSparseError
 from ...policy.check import find_policy_conflicts
 from ...policy.policy import POLICY_FILE, read_policy
 from ...task import Task
-from .allow_list import CLASSES, EVERYTHING, LIST, MODE, allowed, is_too_broad, local_folder, read_resources
+from .allow_list import (
+    CLASSES,
+    EVERYTHING,
+    LIST,
+    MODE,
+    find_broad_entries,
+    find_local_folder,
+    get_allow_list,
+    read_resources,
+)
 from .byoc import list_code_senders, read_permissions
-from .guards import unguarded
+from .guards import find_missing_guard
 from .install import LOG_STREAMING
 
 Verdict = Literal["PASS", "WARN", "FAIL"]
 FLARE_SERIES = "2.9"
+ALLOW_COMMAND = "flare-sparse site allow"
 DISK_NEEDED = 2 * 10**9
 CONNECT_TIMEOUT_S = 5.0
 REFUSAL_TIMEOUT_S = 1.0
-_WHOSE = "Is this the kit of this project?"
+_WRONG_KIT = "Is this the kit of this project?"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check.
+
+    Attributes:
+        verdict: PASS; WARN if the site can run jobs but something should change; FAIL if it cannot.
+        subject: what was checked.
+        detail: what was found, with the remedy.
+    """
 
     verdict: Verdict
-    what: str
+    subject: str
     detail: str
 
 
-def preflight(
+def check_site(
     kit: Path, job: JobConfig | None = None, user_task: Task | None = None, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """Look at a site, one finding after the other; nothing is changed and no data leaves.
+    """Yield the findings of all checks at a site; nothing is changed and no data leaves.
 
     Args:
         kit: the site's startup kit.
-        job: settings of a job: the site's data is then read as that job would, and the site's policy held against it.
-        user_task: the task of that job when it is the user's own.
-        environment: variables that may say where the data lies.
+        job: settings of a planned job; the site's data is then read as that job would read it, and the job is checked
+            against the site's policy.
+        user_task: the user task of that job, if it has one.
+        environment: variables that may name the location of the data.
     """
-    yield _attempt("startup kit", lambda: _kit(kit))
+    yield _attempt("startup kit", lambda: _check_kit(kit))
     yield from (
-        _version(name, series) for name, series in (("nvflare", FLARE_SERIES), ("flare-sparse", ""), ("torch", ""))
+        _check_version(name, series)
+        for name, series in (("nvflare", FLARE_SERIES), ("flare-sparse", ""), ("torch", ""))
     )
-    yield _attempt("allow-list", lambda: _allow_list(kit))
-    yield _attempt("code", lambda: _code(kit))
-    yield (policy := _attempt("policy", lambda: _policy(kit)))
+    yield _attempt("allow-list", lambda: _check_allow_list(kit))
+    yield _attempt("code", lambda: _check_code(kit))
+    yield (policy := _attempt("policy", lambda: _check_policy(kit)))
     if job is None:
-        yield _attempt("data", lambda: _there(kit, environment))
+        yield _attempt("data", lambda: _check_data_path(kit, environment))
     else:
-        yield from _job(kit, job, user_task, environment, guarded=policy.verdict != "FAIL")
-    yield _attempt("disk", lambda: _disk(kit))
-    yield _attempt("server", lambda: _server(kit))
+        yield from _check_job(kit, job, user_task, environment, is_guarded=policy.verdict != "FAIL")
+    yield _attempt("disk", lambda: _check_disk(kit))
+    yield _attempt("server", lambda: _check_server(kit))
 
 
-def _attempt(what: str, look: Callable[[], tuple[Verdict, str]]) -> Finding:
+def _attempt(subject: str, check: Callable[[], tuple[Verdict, str]]) -> Finding:
     try:
-        verdict, detail = look()
+        verdict, detail = check()
     except FlareSparseError as error:
-        return Finding("FAIL", what, str(error))
-    return Finding(verdict, what, detail)
+        return Finding("FAIL", subject, str(error))
+    return Finding(verdict, subject, detail)
 
 
-def _version(package: str, series: str) -> Finding:
+def _check_version(package: str, series: str) -> Finding:
     try:
-        found = version(package)
+        installed = version(package)
     except PackageNotFoundError:
-        return Finding("FAIL", package, "not installed here; install the wheel that the federation agreed on")
-    if series and not found.startswith(f"{series}."):
-        return Finding("WARN", package, f"{found}; tested with {series}: install the same series as the server")
-    return Finding("PASS", package, found)
+        return Finding("FAIL", package, "not installed; install the version that the federation agreed on")
+    if series and not installed.startswith(f"{series}."):
+        return Finding("WARN", package, f"{installed}; tested with {series}: install the same series as the server")
+    return Finding("PASS", package, installed)
 
 
-def _kit(kit: Path) -> tuple[Verdict, str]:
-    local_folder(kit)
+def _check_kit(kit: Path) -> tuple[Verdict, str]:
+    find_local_folder(kit)
     startup = kit / "startup"
     missing = [
         name for name in ("fed_client.json", "client.crt", "client.key", "rootCA.pem") if not (startup / name).is_file()
@@ -95,83 +113,88 @@ def _kit(kit: Path) -> tuple[Verdict, str]:
     if missing:
         return (
             "FAIL",
-            f"{startup}: {', '.join(missing)} missing; unpack the kit that the coordinating centre sent again",
+            f"{startup}: {', '.join(missing)} missing; unpack the kit from the coordinating centre again",
         )
     return "PASS", str(kit)
 
 
-def _allow_list(kit: Path) -> tuple[Verdict, str]:
-    resources = read_resources(local_folder(kit))
-    listed, remedy = allowed(resources), f"Run: flare-sparse site allow {kit}"
-    if wide := is_too_broad(listed):
-        return "FAIL", f"{', '.join(wide)} in {LIST}: a job may call every function there. {remedy}"
+def _check_allow_list(kit: Path) -> tuple[Verdict, str]:
+    resources = read_resources(find_local_folder(kit))
+    listed, remedy = get_allow_list(resources), f"Run: {ALLOW_COMMAND} {kit}"
+    if broad := find_broad_entries(listed):
+        return "FAIL", f"{', '.join(broad)} in {LIST}: jobs can call every function below it. {remedy}"
     if EVERYTHING in listed:
         return (
             "WARN",
-            f"'*' in {LIST}: a job may call whatever is installed here. Take it out, then run site allow {kit}",
+            f"'*' in {LIST}: jobs can call everything that is installed. Remove it, then run: {ALLOW_COMMAND} {kit}",
         )
     if resources.get(MODE) == "warn":
-        return "WARN", f"{MODE} is 'warn': a job may call whatever is installed here, and is logged. Make it 'enforce'"
-    if missing := [name for name in CLASSES if name not in listed]:
-        return "FAIL", f"{', '.join(missing)} not in {LIST}: jobs are refused. {remedy}"
-    return "PASS", f"the {len(CLASSES)} classes that a job may name are in {LIST}"
-
-
-def _code(kit: Path) -> tuple[Verdict, str]:
-    if roles := list_code_senders(read_permissions(local_folder(kit))):
         return (
             "WARN",
-            f"{', '.join(roles)} may send code here (BYOC). Unless you want that: flare-sparse site no-code {kit}",
+            f"{MODE} is 'warn': jobs can call everything that is installed; FLARE only logs it. Set it to 'enforce'",
         )
-    return "PASS", "nobody may send code here"
+    if missing := [name for name in CLASSES if name not in listed]:
+        return "FAIL", f"{', '.join(missing)} not in {LIST}: the site refuses jobs. {remedy}"
+    return "PASS", f"the {len(CLASSES)} classes of the package are in {LIST}"
 
 
-def _policy(kit: Path) -> tuple[Verdict, str]:
-    local = local_folder(kit)
+def _check_code(kit: Path) -> tuple[Verdict, str]:
+    if roles := list_code_senders(read_permissions(find_local_folder(kit))):
+        return (
+            "WARN",
+            f"{', '.join(roles)} may send code to this site (BYOC). To refuse it, run: flare-sparse site no-code {kit}",
+        )
+    return "PASS", "no role may send code to this site"
+
+
+def _check_policy(kit: Path) -> tuple[Verdict, str]:
+    local = find_local_folder(kit)
     policy = read_policy(local / POLICY_FILE)
-    if missing := unguarded(local):
-        return "WARN", f"{missing}: nothing here checks what leaves. Run: flare-sparse site policy {kit}"
+    if missing := find_missing_guard(local):
+        return "WARN", f"{missing}: this site does not check what leaves it. Run: flare-sparse site policy {kit}"
     if read_resources(local).get(LOG_STREAMING, True):
-        return "WARN", f"{LOG_STREAMING} is on: this site's logs go to the server. Run: flare-sparse site policy {kit}"
-    said = policy.model_dump(exclude_defaults=True)
-    return "PASS", "; ".join(
-        f"{name}: {value}" for name, value in said.items()
-    ) or "all that the package sends may leave"
+        return (
+            "WARN",
+            f"{LOG_STREAMING} is on: this site's logs are sent to the server. Run: flare-sparse site policy {kit}",
+        )
+    settings = policy.model_dump(exclude_defaults=True)
+    description = "; ".join(f"{name}: {value}" for name, value in settings.items())
+    return "PASS", description or "everything that the package sends may leave"
 
 
-def _there(kit: Path, environment: Mapping[str, str]) -> tuple[Verdict, str]:
-    where = site_data(_name(kit), local_folder(kit), environment)
-    return "WARN", f"{where.path} is there; give --job CONFIG to have it read as that job would"
+def _check_data_path(kit: Path, environment: Mapping[str, str]) -> tuple[Verdict, str]:
+    data = find_site_data(_read_site_name(kit), find_local_folder(kit), environment)
+    return "WARN", f"{data.path} exists but was not read; add --job CONFIG to read it as that job would"
 
 
-def _job(
-    kit: Path, job: JobConfig, user_task: Task | None, environment: Mapping[str, str], *, guarded: bool
+def _check_job(
+    kit: Path, job: JobConfig, user_task: Task | None, environment: Mapping[str, str], *, is_guarded: bool
 ) -> Iterator[Finding]:
-    """The site's data as a job reads it; then, where both can be read, the job held against the policy here."""
-    read: list[tuple[Assembly, int]] = []
+    """Read the site's data as the job would; if data and policy can be read, check the job against the policy."""
+    loaded: list[tuple[Assembly, int]] = []
 
-    def data() -> tuple[Verdict, str]:
-        where = site_data(_name(kit), local_folder(kit), environment)
+    def read_data() -> tuple[Verdict, str]:
+        data = find_site_data(_read_site_name(kit), find_local_folder(kit), environment)
         assembly = assemble(job, user_task)
-        examples = open_site(assembly, where).num_examples
-        read.append((assembly, examples))
+        examples = open_site(assembly, data).num_examples
+        loaded.append((assembly, examples))
         if not examples:
-            return "WARN", f"{where.path}: no training examples; this site would only judge models"
-        return "PASS", f"{where.path}: {examples} training examples, as {job.task.name} reads them"
+            return "WARN", f"{data.path}: no training examples; this site would only evaluate models"
+        return "PASS", f"{data.path}: {examples} training examples, as read by task {job.task.name}"
 
-    yield _attempt("data", data)
-    if read and guarded:
-        yield _attempt("job", lambda: _let_through(kit, job, *read[0]))
-
-
-def _let_through(kit: Path, job: JobConfig, assembly: Assembly, examples: int) -> tuple[Verdict, str]:
-    policy = read_policy(local_folder(kit) / POLICY_FILE)
-    if reasons := find_policy_conflicts(policy, job, assembly, {_name(kit): examples}):
-        return "FAIL", f"the policy here would not let {job.name} through: {' | '.join(reasons)}"
-    return "PASS", f"the policy here lets {job.name} through"
+    yield _attempt("data", read_data)
+    if loaded and is_guarded:
+        yield _attempt("job", lambda: _check_policy_allows(kit, job, *loaded[0]))
 
 
-def _disk(kit: Path) -> tuple[Verdict, str]:
+def _check_policy_allows(kit: Path, job: JobConfig, assembly: Assembly, examples: int) -> tuple[Verdict, str]:
+    policy = read_policy(find_local_folder(kit) / POLICY_FILE)
+    if reasons := find_policy_conflicts(policy, job, assembly, {_read_site_name(kit): examples}):
+        return "FAIL", f"this site's policy would refuse updates of {job.name}: {' | '.join(reasons)}"
+    return "PASS", f"this site's policy allows {job.name}"
+
+
+def _check_disk(kit: Path) -> tuple[Verdict, str]:
     free = shutil.disk_usage(kit).free
     detail = f"{free / 1e9:.1f} GB free"
     return (
@@ -181,54 +204,59 @@ def _disk(kit: Path) -> tuple[Verdict, str]:
     )
 
 
-def _server(kit: Path) -> tuple[Verdict, str]:
-    """A TCP connection and a TLS handshake with the kit's own certificate."""
-    target = _client(kit)["servers"][0]["service"]["target"]
+def _check_server(kit: Path) -> tuple[Verdict, str]:
+    """Connect to the server over TCP and do a TLS handshake with the kit's own certificate."""
+    target = _read_client(kit)["servers"][0]["service"]["target"]
     host, _, port = str(target).rpartition(":")
     startup = kit / "startup"
     try:
         context = ssl.create_default_context(cafile=str(startup / "rootCA.pem"))
         context.load_cert_chain(str(startup / "client.crt"), str(startup / "client.key"))
-        context.check_hostname = False  # FLARE names the server by its identity, not by its address
-        context.set_alpn_protocols(["h2"])  # without it FLARE's gRPC server hangs up
+        # FLARE's server certificate names the server's identity in the project, not its address.
+        context.check_hostname = False
+        # FLARE's gRPC server closes connections that do not offer HTTP/2.
+        context.set_alpn_protocols(["h2"])
         with (
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as plain,
             context.wrap_socket(plain) as secure,
         ):
-            if _hangs_up(secure):
-                return "FAIL", f"{target} hangs up after the handshake: it does not take this certificate. {_WHOSE}"
-            return "PASS", f"{target} answers with {secure.version()}, and both certificates are good"
+            if _is_closed_by_server(secure):
+                return "FAIL", f"{target} refuses this certificate after the handshake. {_WRONG_KIT}"
+            return "PASS", f"{target} answers with {secure.version()}; both certificates are valid"
     except ssl.SSLError as error:
-        return "FAIL", f"{target} is there, but refuses the handshake: {error.reason}. {_WHOSE}"
+        return "FAIL", f"{target} refuses the TLS handshake: {error.reason}. {_WRONG_KIT}"
     except (OSError, ValueError) as error:
         return (
             "FAIL",
-            f"{target} cannot be reached: {error}. Ask for an outgoing TCP connection to it, or start the server",
+            f"{target} cannot be reached: {error}. Allow outgoing TCP connections to it, or start the server",
         )
 
 
-def _hangs_up(secure: ssl.SSLSocket) -> bool:
-    """In TLS 1.3 a server that does not take our certificate says so only after the handshake.
+def _is_closed_by_server(secure: ssl.SSLSocket) -> bool:
+    """Whether the server closes the connection soon after the handshake.
+
+    In TLS 1.3 the client's handshake is complete before the server has checked the client's certificate.
 
     Raises:
-        ssl.SSLError: it says so.
+        ssl.SSLError: the server refuses the certificate with an alert.
     """
     secure.settimeout(REFUSAL_TIMEOUT_S)
     try:
         return not secure.recv(1)
-    except TimeoutError:  # silence: it waits for us to speak
+    # A server that accepts the certificate waits for the first request.
+    except TimeoutError:
         return False
 
 
-def _name(kit: Path) -> str:
-    return str(_client(kit)["client"].get("fqsn") or kit.resolve().name)
+def _read_site_name(kit: Path) -> str:
+    return str(_read_client(kit)["client"].get("fqsn") or kit.resolve().name)
 
 
-def _client(kit: Path) -> dict[str, Any]:
+def _read_client(kit: Path) -> dict[str, Any]:
     file = kit / "startup" / "fed_client.json"
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         content["client"], content["servers"][0]["service"]["target"]
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{file}: not the file of a client's startup kit: {error!r}") from error
+        raise ConfigError(f"{file}: expected the file of a site's startup kit: {error!r}") from error
     return content

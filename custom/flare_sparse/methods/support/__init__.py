@@ -1,1 +1,1 @@
-"""methods/support."""
+"""Parts that several methods share: configurations, abstract methods and functions."""

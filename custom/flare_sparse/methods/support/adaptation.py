@@ -1,8 +1,10 @@
-"""What methods share that end with one gradient step at each target site: settings, the step, what is reported."""
+"""Adaptation: methods that end with one gradient step at each target site."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from typing import TypeVar
 
 from pydantic import Field
 from torch import Tensor
@@ -11,7 +13,10 @@ from ...errors import ConfigError
 from ...exchange import Assignment, Patch, Request, Update
 from ...mask import Mask
 from ...training import Site, TrainingConfig
-from ..method import MethodConfig, broadcast, sample_sites
+from ..method import Method, MethodConfig, StateT, broadcast, sample_sites
+
+ADAPT = "adapt"
+"""The kind of the last request: adapt the model and report its metrics."""
 
 
 class AdaptationConfig(MethodConfig):
@@ -25,38 +30,66 @@ class AdaptationConfig(MethodConfig):
         (), description="sites that take no part in training and only adapt at the end; none: every site does both"
     )
 
-    def asked(self, sites: Sequence[str], seed: int, t: int) -> list[str]:
-        """The sites of round ``t``: drawn from those that are no targets.
+    def sample_training_sites(self, sites: Sequence[str], seed: int, t: int) -> list[str]:
+        """Return the sites of round ``t``, sampled from those that are not targets.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: all sites are targets.
         """
-        learning = [site for site in sites if site not in self.targets]
-        if not learning:
+        training = [site for site in sites if site not in self.targets]
+        if not training:
             raise ConfigError(
                 f"method.targets: all sites present ({', '.join(sites)}) are targets; leave some to train"
             )
-        return sample_sites(learning, self.participation, seed, t)
+        return sample_sites(training, self.participation, seed, t)
+
+
+AdaptationConfigT = TypeVar("AdaptationConfigT", bound=AdaptationConfig)
+
+
+class AdaptationMethod(Method[AdaptationConfigT, StateT]):
+    """A method whose target sites adapt the final model and report metrics; their personal models stay there."""
+
+    @abstractmethod
+    def train(self, request: Request, site: Site) -> Update:
+        """Return a site's update of an ordinary round."""
+
+    def select_sites(self, state: StateT, sites: Sequence[str]) -> list[str]:
+        return self.config.sample_training_sites(sites, self.seed, state.round)
+
+    def answer(self, request: Request, site: Site) -> Update:
+        if request.kind == ADAPT:
+            return report_adaptation(site, self.adapt(site, request.trainable))
+        return self.train(request, site)
+
+    def adapt(self, site: Site, trainable: Mask) -> Tensor:
+        return take_one_step(site, site.weights, [trainable], self.config)
+
+    def ask_final(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
+        """Return the request to adapt, for the targets that are connected or, where there is none, for all sites."""
+        model = self.model(state)
+        targets = [site for site in sites if site in self.config.targets]
+        return broadcast(targets or sites, Assignment(Request(ADAPT, self.config.rounds + 1, model, model.mask)))
 
 
 def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: AdaptationConfig) -> Tensor:
-    """``w - adapt_lr * grad L(w)`` ``(P,)``, once within each stage, on the same examples; no dropout, no gate noise.
+    """Return ``w - adapt_lr * grad L(w)`` ``(P,)``, with one step inside each stage, all on the same examples.
 
-    ``training.clip_norm`` bounds this gradient, too.
+    Dropout and gate noise are off; ``training.clip_norm`` bounds this gradient, too.
+
+    Args:
+        site: has the examples.
+        weights: ``(P,)`` w.
+        stages: the entries of each step; empty ones are skipped.
+        config: learning rate and batch size of the steps.
     """
-    batch_size, clip = config.adapt_batch or max(site.num_examples, 1), config.training.clip_norm
-    step = TrainingConfig(optimizer="sgd", lr=config.adapt_lr, batch_size=batch_size, clip_norm=clip)
+    batch_size, clip_norm = config.adapt_batch or max(site.num_examples, 1), config.training.clip_norm
+    step = TrainingConfig(optimizer="sgd", lr=config.adapt_lr, batch_size=batch_size, clip_norm=clip_norm)
     return site.step_in_stages(weights, [stage for stage in stages if stage.count], step)
 
 
-def ask_to_adapt(model: Patch, sites: Sequence[str], config: AdaptationConfig) -> dict[str, Assignment]:
-    """The last question: adapt, and say how good the result is. To the targets, or to all where none is present."""
-    targets = [site for site in sites if site in config.targets]
-    return broadcast(targets or sites, Assignment(Request("adapt", config.rounds + 1, model, model.mask)))
-
-
 def report_adaptation(site: Site, adapted: Tensor) -> Update:
-    """The metrics of the adapted model, and as ``..._before`` of the model that the site was sent; no weights."""
+    """Return the metrics of the adapted model ``(P,)`` and, as ``..._before``, of the model received; no weights."""
     before = site.evaluate(site.weights)
     before.pop("test_examples", None)
     metrics = {**site.evaluate(adapted), **{f"{name}_before": value for name, value in before.items()}}

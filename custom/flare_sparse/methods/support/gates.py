@@ -1,4 +1,4 @@
-"""Where the channel gates of a network lie in its vector: phi, the groups of the Group Lasso, the filters behind each."""
+"""Positions of the channel gates of a network in its vector (docs/algorithms.md, section 6.2)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from ...mask import Mask
 from ...params import Layout
 
+_GATE_SUFFIX = ".gate.open.weight"
+
 
 @dataclass(frozen=True)
 class Gates:
@@ -18,9 +20,10 @@ class Gates:
     Attributes:
         layers: names of the gated layers.
         phi: all parameters of the gates; everything else is the backbone theta.
-        groups: per gated layer, indices ``(channels, hidden + 1)``: a row of the gate's last weight and its bias. A
-            channel whose group is zero is closed for every input.
-        filters: per gated layer, indices ``(channels, n)`` of what makes this channel: filter, bias, norm affine.
+        groups: the groups of the Group Lasso, indices ``(channels, hidden + 1)`` for each gated layer: a row of the
+            gate's last weight and its bias. A channel whose group is zero is closed for every input.
+        filters: what computes a channel (filter, bias, affine of the norm), indices ``(channels, n)`` for each gated
+            layer.
     """
 
     layers: tuple[str, ...]
@@ -30,38 +33,34 @@ class Gates:
 
     @classmethod
     def from_layout(cls, layout: Layout) -> Gates:
-        """The gates of a layout; none at all is MetaGater without gating."""
-        layers = [e.name.removesuffix(".gate.open.weight") for e in layout.tensors if _opens(e.name)]
-        inside = tuple(f"{layer}.gate." for layer in layers)
-        phi = Mask.from_tensors(layout, lambda entry: bool(inside) and entry.name.startswith(inside))
-        groups = tuple(_rows(layout, f"{layer}.gate.open.") for layer in layers)
-        filters = tuple(_rows(layout, f"{layer}.body.", buffers=False) for layer in layers)
+        """Return the gates of a layout; MetaGater without gating where there is none."""
+        layers = [t.name.removesuffix(_GATE_SUFFIX) for t in layout.tensors if t.name.endswith(_GATE_SUFFIX)]
+        prefixes = tuple(f"{layer}.gate." for layer in layers)
+        phi = Mask.from_tensors(layout, lambda tensor: bool(prefixes) and tensor.name.startswith(prefixes))
+        groups = tuple(_list_channels(layout, f"{layer}.gate.open.") for layer in layers)
+        filters = tuple(_list_channels(layout, f"{layer}.body.", buffers=False) for layer in layers)
         return cls(tuple(layers), phi, groups, filters)
 
-    def channels_off(self, live: Mask) -> dict[str, Tensor]:
-        """By gated layer, bool ``(channels,)``: those that a mask has nothing of, neither group nor filter."""
-        entries = zip(self.layers, self.groups, self.filters, strict=True)
-        return {layer: ~torch.cat([live.bits[g], live.bits[f]], dim=1).any(1) for layer, g, f in entries}
+    def find_closed_channels(self, live: Mask) -> dict[str, Tensor]:
+        """Return bool ``(channels,)`` for each gated layer: the channels without any live entry."""
+        layers = zip(self.layers, self.groups, self.filters, strict=True)
+        return {layer: ~torch.cat([live.bits[g], live.bits[f]], dim=1).any(1) for layer, g, f in layers}
 
-    def closed(self, vector: Tensor) -> Mask:
-        """Groups that are zero, and the filters behind them: nothing of these has an effect."""
-        on = torch.zeros(vector.numel(), dtype=torch.bool)
+    def select_closed(self, vector: Tensor) -> Mask:
+        """Return the groups that are zero in ``vector`` ``(P,)``, and their filters; these entries have no effect."""
+        bits = torch.zeros(vector.numel(), dtype=torch.bool)
         for groups, filters in zip(self.groups, self.filters, strict=True):
-            zero = ~vector[groups].any(1)
-            on[groups[zero]] = True
-            on[filters[zero]] = True
-        return Mask(on)
+            is_zero = ~vector[groups].any(1)
+            bits[groups[is_zero]] = True
+            bits[filters[is_zero]] = True
+        return Mask(bits)
 
 
-def _opens(name: str) -> bool:
-    return name.endswith(".gate.open.weight")
-
-
-def _rows(layout: Layout, prefix: str, *, buffers: bool = True) -> Tensor:
-    """Indices ``(channels, n)`` of the tensors below a prefix, their first axis being the channel."""
+def _list_channels(layout: Layout, prefix: str, *, buffers: bool = True) -> Tensor:
+    """Return indices ``(channels, n)`` of the tensors with a prefix, whose first axis is the channel."""
     parts = [
-        torch.arange(start, start + entry.size).reshape(entry.shape[0], -1)
-        for entry, start in zip(layout.tensors, layout.offsets, strict=False)
-        if entry.name.startswith(prefix) and (buffers or entry.role != "buffer")
+        torch.arange(start, start + tensor.size).reshape(tensor.shape[0], -1)
+        for tensor, start in zip(layout.tensors, layout.offsets, strict=False)
+        if tensor.name.startswith(prefix) and (buffers or tensor.role != "buffer")
     ]
     return torch.cat(parts, dim=1)

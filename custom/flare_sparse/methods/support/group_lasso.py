@@ -1,4 +1,4 @@
-"""Proximal operators: ``prox(v) = argmin_x H(x) + ||x - v||^2 / (2 step)``."""
+"""Proximal operators, ``prox(v) = argmin_x H(x) + ||x - v||^2 / (2 step)``."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import torch
 from torch import Tensor
 
 
-def group_lasso(v: Tensor, groups: Sequence[Tensor], threshold: float) -> Tensor:
-    """Prox of ``threshold * sum_g sqrt(|g|) ||v_g||``: each group shrinks towards zero as a whole, or becomes zero.
+def compute_group_lasso_prox(v: Tensor, groups: Sequence[Tensor], threshold: float) -> Tensor:
+    """Return the prox of ``threshold * sum_g sqrt(|g|) ||v_g||``: each group shrinks towards zero or becomes zero.
 
-    ``v_g <- max(0, 1 - threshold * sqrt(|g|) / ||v_g||) v_g`` (Yuan and Lin 2006); exact zeros where the norm is not
-    above the threshold.
+    ``v_g <- max(0, 1 - threshold * sqrt(|g|) / ||v_g||) v_g`` (Yuan and Lin 2006), with exact zeros where the norm is
+    at most the threshold.
 
     Args:
-        v: ``(P,)``; left as it is.
+        v: ``(P,)``, which is not changed.
         groups: index tensors ``(groups, entries)``, disjoint; all other entries are not penalised.
         threshold: step times the weight of the penalty, at least 0.
     """
     if not threshold or not groups:
         return v
-    out = v.clone()
+    result = v.clone()
     for indices in groups:
         members = v[indices]
         norms = torch.linalg.vector_norm(members, dim=1, keepdim=True)
         limit = threshold * indices.shape[1] ** 0.5
-        kept = torch.where(
+        # A comparison, not a clamp, so that a group at the limit is exactly zero; clamp_min avoids 0 / 0 in the
+        # branch that ``where`` discards.
+        factors = torch.where(
             norms > limit, 1 - limit / norms.clamp_min(torch.finfo(v.dtype).tiny), torch.zeros_like(norms)
         )
-        out[indices] = members * kept
-    return out
+        result[indices] = members * factors
+    return result

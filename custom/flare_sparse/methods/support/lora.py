@@ -1,9 +1,9 @@
-"""What the LoRA methods share: the slots of the layout, ranks by site, and the local training of their papers."""
+"""LoRA methods: local training, ranks by site, and the slots of the layout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,14 +14,13 @@ from ...mask import Mask
 from ...params import Layout
 from ...scores.ranks import Slots
 from ...training import Site, TrainingConfig
-from ..method import Method, MethodConfig
+from ..method import Method, MethodConfig, StateT
 
-S = TypeVar("S")
 Rank = Annotated[int, Field(ge=1, le=4096)]
 
 
 class LoRAConfig(MethodConfig):
-    """Local training as in LoRA-A2's section 5.1; batch size and weight decay are not given there."""
+    """Local training as in Koo et al. 2025, section 5.1, which gives neither batch size nor weight decay."""
 
     training: TrainingConfig = Field(
         default_factory=lambda: TrainingConfig(epochs=5, optimizer="adamw", lr=5e-4, weight_decay=0.01, batch_size=32),
@@ -30,66 +29,75 @@ class LoRAConfig(MethodConfig):
 
 
 class RankedConfig(LoRAConfig):
-    """Sites that may afford different ranks."""
+    """Settings of methods whose sites may have different ranks."""
 
-    rank: Rank = Field(8, description="r_k: rank budget of a site; more than the adapters have counts as all")
+    rank: Rank = Field(8, description="r_k: rank budget of a site; a number above the adapters' rank means all ranks")
     ranks: dict[str, Rank] = Field(default_factory=dict, description="r_k of single sites: {site-1: 2, site-2: 16}")
 
-    def rank_of(self, site: str) -> int:
-        """r_k."""
+    def get_rank(self, site: str) -> int:
+        """Return r_k."""
         return self.ranks.get(site, self.rank)
 
 
-class LoRAMethod(Method[S]):
+LoRAConfigT = TypeVar("LoRAConfigT", bound=LoRAConfig)
+RankedConfigT = TypeVar("RankedConfigT", bound=RankedConfig)
+
+
+class LoRAMethod(Method[LoRAConfigT, StateT]):
     """A method that exchanges adapters.
 
     Raises:
         ConfigError: the network has none.
     """
 
-    def __init__(self, config: Any, layout: Layout, seed: int = 0):
+    def __init__(self, config: LoRAConfigT, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
         self.slots = Slots(layout)
 
-    def held(self, rank: int) -> Mask:
-        """What a site of a rank holds: the first slots of every module, and the rest."""
-        return self.slots.select_first(rank) | self.slots.rest
-
 
 class RankSiteConfig(BaseModel):
-    """What a site may set for itself."""
+    """Settings that a site may choose for itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: Rank | None = Field(None, description="rank budget of this site, where the job asks for more")
 
 
-class RankedMethod(LoRAMethod[S]):
-    """A method whose sites may afford different ranks: the job's, or their own where it is smaller."""
+class RankedMethod(LoRAMethod[RankedConfigT, StateT]):
+    """A method whose sites may have different ranks: the job's, or their own where it is smaller."""
 
     SiteConfig = RankSiteConfig
 
     def get_capabilities(self, site: Site) -> Capabilities:
-        return local_capabilities(rank=None if site.site_settings is None else site.site_settings.rank)
+        return local_capabilities(rank=_get_own_rank(site))
 
-    def configured_for(self, able: Mapping[str, Capabilities]) -> RankedMethod[S]:
-        ranks = {site: min(self.config.rank_of(site), said.rank) for site, said in able.items() if said.rank}
+    def configure_for(self, capabilities: Mapping[str, Capabilities]) -> Self:
+        ranks = {
+            site: min(self.config.get_rank(site), limits.rank) for site, limits in capabilities.items() if limits.rank
+        }
         config = self.config.model_copy(update={"ranks": {**self.config.ranks, **ranks}})
         return type(self)(config, self.layout, self.seed)
 
+    def select_first_ranks(self, rank: int) -> Mask:
+        """Return the entries of a site of this rank: the first slots of every module, and the entries of no adapter."""
+        return self.slots.select_first(rank) | self.slots.other_entries
+
     def get_site_rank(self, site: Site) -> int:
-        """r_k as the site itself knows it; the same that the server plans with."""
-        rank: int = self.config.rank_of(site.name)
-        chosen = None if site.site_settings is None else site.site_settings.rank
-        return min(rank, chosen or rank)
+        """Return the rank r_k of a site, computed at the site; the server computes the same."""
+        rank = self.config.get_rank(site.name)
+        return min(rank, _get_own_rank(site) or rank)
 
     def check_affordable(self, request: Request, site: Site) -> Mask:
-        """The entries that a question lets train, within the rank that the site itself knows it has.
+        """Return the entries that a request trains, which lie within the site's own rank.
 
         Raises:
-            RejectedMessage: the question asks for more; the site does not train.
+            RejectedMessage: the request asks for more; the site does not train.
         """
-        budget = self.held(self.get_site_rank(site))
+        budget = self.select_first_ranks(self.get_site_rank(site))
         if not request.trainable <= budget:
             raise RejectedMessage("E_MASK", "trainable", budget, request.trainable, "server")
         return request.trainable
+
+
+def _get_own_rank(site: Site) -> int | None:
+    return site.site_settings.rank if isinstance(site.site_settings, RankSiteConfig) else None

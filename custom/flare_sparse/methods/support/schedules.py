@@ -1,17 +1,28 @@
-"""Settings as a function of the round (1-based, C1): sparsity, and the steps of accelerated methods."""
+"""Schedules over rounds (1-based): sparsity, and the step sizes of accelerated methods.
+
+See docs/algorithms.md, sections 1.5, 2.4 and 6.3.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 
-def polynomial(
+def compute_polynomial_sparsity(
     t: int, *, start: float, end: float, first: int, last: int, exponent: float = 3.0, every: int = 1
 ) -> float:
-    """FedSparsify Eq. 1: from ``start`` in round ``first`` to ``end`` in round ``last``, in steps of ``every`` rounds.
+    """Return the sparsity after round ``t``, between 0 and 1 (Stripelis et al. 2022, Eq. 1).
 
-    ``s_t = S_T + (S_0 - S_T) * (1 - (F * floor(t / F) - t_0) / (T - t_0)) ** n``, held at ``start`` before ``first``
-    and at ``end`` after ``last``; ``first == last`` is one-shot pruning.
+    ``s_t = S_T + (S_0 - S_T) * (1 - (F * floor(t / F) - t_0) / (T - t_0)) ** n``
+
+    Args:
+        t: round, 1-based.
+        start: S_0, the sparsity before round ``first``.
+        end: S_T, the sparsity from round ``last`` on.
+        first: t_0, first round of the schedule.
+        last: T, last round of the schedule; one-shot pruning where it equals ``first``.
+        exponent: n.
+        every: F, rounds between prunings.
 
     Raises:
         ValueError: ``start`` is above ``end``, or ``every`` or ``first`` is below 1.
@@ -31,28 +42,34 @@ def polynomial(
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Of one round: alpha mixes the sequences, beta and eta are the lengths of the two proximal steps."""
+class StepSizes:
+    """Step sizes of one round.
+
+    Attributes:
+        alpha: weight of the one sequence in the prediction from both.
+        beta: length of the proximal step of the aggregated sequence.
+        eta: length of the proximal step of the other.
+    """
 
     alpha: float
     beta: float
     eta: float
 
 
-def accelerated(
+def compute_step_sizes(
     t: int, *, beta: float = 1.0, acceleration: bool = True, momentum_cap: float = 1.0, restart_every: int | None = None
-) -> Steps:
-    """MetaGater's step sequences: ``alpha_t = 2 / (t + 1)`` and ``alpha_t * eta_t = beta_t`` (Lin et al. 2021, 5.1).
+) -> StepSizes:
+    """Return MetaGater's step sizes: ``alpha_t = 2 / (t + 1)``, ``alpha_t * eta_t = beta_t`` (Lin et al. 2021, 5.1).
 
     Args:
         t: round, 1-based.
-        beta: beta_t, the same in all rounds.
-        acceleration: False: alpha is 1, the three sequences are one.
-        momentum_cap: largest Nesterov momentum; alpha never falls below 1 minus this.
-        restart_every: rounds after which alpha begins again at 1.
+        beta: beta_t, the same in every round.
+        acceleration: False sets alpha to 1, which makes the three sequences one.
+        momentum_cap: largest Nesterov momentum; alpha is at least 1 minus this.
+        restart_every: rounds after which alpha restarts at 1.
     """
     if not acceleration:
-        return Steps(1.0, beta, beta)
+        return StepSizes(1.0, beta, beta)
     since = t if restart_every is None else (t - 1) % restart_every + 1
     alpha = max(2 / (since + 1), 1 - momentum_cap)
-    return Steps(alpha, beta, beta / alpha)
+    return StepSizes(alpha, beta, beta / alpha)

@@ -1,8 +1,13 @@
-"""Entries that are revealed together, and the two ways to choose among them: a share of channels, or a budget.
+"""Groups of entries that a site reveals together, and the two ways to select among them: by rate and by budget.
 
-The groups of a network (SCBF, section 3.2; ALGORITHMS 2.4 #5, 2.7): the row of weights of a unit that reads the input;
-the kernel, or the weights of a flattened channel, between two units; a unit's bias with the scale and shift of its
-normalisation; its running statistics. What belongs to no unit always travels.
+The groups of a network (SCBF, section 3.2; docs/algorithms.md, section 3.7):
+
+* the row of weights of a unit that reads the network's input;
+* the kernel, or the weights of a flattened channel, between two units;
+* a unit's bias with the scale and shift of its normalisation;
+* a unit's running statistics.
+
+Entries that belong to no unit are always revealed.
 """
 
 from __future__ import annotations
@@ -27,130 +32,136 @@ INFINITY = float("inf")
 
 
 @dataclass(frozen=True)
-class Section:
-    """Groups of one kind that lie next to each other.
+class GroupSection:
+    """Consecutive groups of one kind.
 
     Attributes:
-        kind: of all of them.
-        count: how many groups; each entry is cut into as many equal parts along its leading axes.
-        entries: names.
+        kind: kind of all these groups.
+        count: number of groups; each tensor is cut into that many equal parts along its leading axes.
+        tensors: names of the tensors.
     """
 
     kind: Kind
     count: int
-    entries: tuple[str, ...]
+    tensors: tuple[str, ...]
 
 
 class Groups(ABC):
-    """A network's groups, and what is revealed of a change.
+    """The groups of a network, and the selection of those that a site reveals of its delta.
 
     Args:
-        layout: of the network.
-        sections: of groups; what they leave out always travels.
-        biases: whether the groups of kind ``bias`` travel with the selected units, never, or always.
+        layout: layout of the network.
+        sections: the groups; tensors that they do not name are always revealed.
+        biases: whether groups of kind ``bias`` are revealed with the selected units, never, or always.
     """
 
-    exact: bool
-    """Whether exactly ``ceil(rate * channels)`` are chosen; else the threshold is an estimate."""
-    found: str
-    """What was found in the network, for people."""
-    threshold: str
-    """How the threshold of a rate is come by, for people."""
+    is_exact: bool
+    """Whether exactly ``ceil(rate * paths)`` channel paths are selected; otherwise the threshold is an estimate."""
+    description: str
+    """Summary of the groups, as display text."""
+    threshold_description: str
+    """How the threshold of a rate is computed, as display text."""
 
-    def __init__(self, layout: Layout, sections: Sequence[Section], biases: Biases):
+    def __init__(self, layout: Layout, sections: Sequence[GroupSection], biases: Biases):
         self.layout, self._biases = layout, biases
-        named = {name for section in sections for name in section.entries}
-        rest = tuple(entry.name for entry in layout.tensors if entry.name not in named)
-        sections = [*sections, *(Section("always", 1, (name,)) for name in rest)]
+        section_tensors = {name for section in sections for name in section.tensors}
+        other_tensors = tuple(spec.name for spec in layout.tensors if spec.name not in section_tensors)
+        sections = [*sections, *(GroupSection("always", 1, (name,)) for name in other_tensors)]
         self._group_of = torch.empty(layout.size, dtype=torch.int64)
         tensors, first = layout.unflatten(self._group_of), 0
         for section in sections:
-            for name in section.entries:
+            for name in section.tensors:
                 tensors[name].view(section.count, -1)[:] = torch.arange(first, first + section.count)[:, None]
             first += section.count
         self.count = first
-        self._always = len(rest)
+        self._num_always = len(other_tensors)
         self._kinds = np.repeat([section.kind for section in sections], [section.count for section in sections])
         parameters = self._group_of[: layout.trainable_size]
-        self._parameters = torch.bincount(parameters, minlength=self.count)
+        self._parameter_counts = torch.bincount(parameters, minlength=self.count)
 
     @abstractmethod
-    def select(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> list[Tensor]:
-        """Bool tensors, one value for each group of the sections in order: what the top ``rate`` reveals."""
+    def select_groups(
+        self, delta: Tensor, rate: float, selection: Selection, generator: torch.Generator
+    ) -> list[Tensor]:
+        """Return which groups the top ``rate`` reveals: bool tensors, one value per group, in the sections' order."""
 
     @abstractmethod
-    def scores(self, change: Tensor) -> list[Tensor]:
-        """float64, likewise: the norm of the best channel through each group."""
+    def compute_scores(self, delta: Tensor) -> list[Tensor]:
+        """Return the largest path norm through each group: float64 tensors, one value per group, likewise."""
 
-    def select_by_rate(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> Mask:
-        """The entries revealed by the ``ceil(rate * channels)`` most active channels.
+    def select_by_rate(self, delta: Tensor, rate: float, selection: Selection, generator: torch.Generator) -> Mask:
+        """Select the entries revealed by the ``ceil(rate * paths)`` most active channel paths.
 
         Args:
-            change: ``(P,)`` by local training.
-            rate: alpha, 0 to 1; 0 reveals nothing, 1 everything (but for ``biases="never"``).
-            selection: positive: at least one selected channel passes through; negative: no other channel does.
-            draw: for networks that have too many channels to list.
+            delta: ``(P,)`` delta of local training.
+            rate: alpha, 0 to 1; 0 reveals nothing, 1 everything (except biases with ``biases="never"``).
+            selection: "positive" reveals a group that at least one selected path passes through, "negative" a group
+                that only selected paths pass through.
+            generator: source of randomness for networks with too many paths to list.
 
         Raises:
-            SelectionError: a change is not finite.
+            SelectionError: an entry of the delta is not finite.
         """
-        _require_finite(change)
+        _require_finite(delta)
         if rate in (0.0, 1.0):
-            on = torch.full((self.count,), bool(rate))
+            selected = torch.full((self.count,), bool(rate))
         else:
-            on = self._joined(self.select(change, rate, selection, draw), True)
-        return self._mask(on) if rate else Mask.empty(self.layout.size)
+            selected = self._append_always(self.select_groups(delta, rate, selection, generator), True)
+        return self._build_mask(selected) if rate else Mask.empty(self.layout.size)
 
-    def select_by_budget(self, change: Tensor, fraction: float) -> Mask:
-        """Exactly ``floor(fraction * parameters)`` parameters, those on the best channels first.
+    def select_by_budget(self, delta: Tensor, fraction: float) -> Mask:
+        """Select exactly ``floor(fraction * parameters)`` parameters, those on the most active paths first.
 
-        Groups are taken whole in the order of the best channel through them; of the group that the budget ends in,
-        the largest changes. Running statistics are no parameters; they come with the units whose bias would. What
-        always travels does so even when it is more than the budget.
+        Whole groups are taken in the order of the largest path norm through them; of the group in which the budget
+        ends, the largest deltas. Running statistics are not parameters and do not count; they are revealed with the
+        units whose bias would be. Entries that are always revealed are so even beyond the budget.
 
         Args:
-            change: ``(P,)`` by local training.
-            fraction: 0 to 1, of all trainable parameters.
+            delta: ``(P,)`` delta of local training.
+            fraction: share of all trainable parameters, 0 to 1.
 
         Raises:
-            SelectionError: a change is not finite, or ``biases="never"`` leaves fewer parameters than wanted.
+            SelectionError: an entry of the delta is not finite, or ``biases="never"`` leaves fewer parameters than the
+                budget.
         """
-        _require_finite(change)
-        scores = self._joined(self.scores(change), INFINITY)
+        _require_finite(delta)
+        scores = self._append_always(self.compute_scores(delta), INFINITY)
         if self._biases == "all":
             scores[torch.from_numpy(self._kinds == "bias")] = INFINITY
-        costs = torch.where(self._allowed(), self._parameters, 0)
-        wanted = floor_fraction(fraction, self.layout.trainable_size)
-        if int(costs.sum()) < wanted:
+        costs = torch.where(self._find_allowed(), self._parameter_counts, 0)
+        budget = floor_fraction(fraction, self.layout.trainable_size)
+        if int(costs.sum()) < budget:
             raise SelectionError(
-                f"a budget of {wanted} parameters, but only {int(costs.sum())} may be revealed: lower it"
+                f"a budget of {budget} parameters exceeds the {int(costs.sum())} that may be revealed: lower the budget"
             )
+        # The sort is stable: groups with equal scores keep their order in the layout on every machine.
         order = torch.from_numpy(np.argsort(-scores.numpy(), kind="stable"))
-        spent = costs[order].cumsum(0)
-        last = int(torch.searchsorted(spent, wanted, right=True)) if wanted else 0
-        on = scores == INFINITY
-        on[order[:last]] = True
-        mask, left = self._mask(on), wanted - int(costs[on].sum())
-        if left > 0:
-            mask = mask | top_k(change.abs(), left, within=Mask(self._group_of == order[last]))
+        cumulative_cost = costs[order].cumsum(0)
+        num_whole = int(torch.searchsorted(cumulative_cost, budget, right=True)) if budget else 0
+        selected = scores == INFINITY
+        selected[order[:num_whole]] = True
+        mask, remaining = self._build_mask(selected), budget - int(costs[selected].sum())
+        if remaining > 0:
+            mask = mask | top_k(delta.abs(), remaining, within=Mask(self._group_of == order[num_whole]))
         return mask
 
-    def _joined(self, parts: Sequence[Tensor], always: bool | float) -> Tensor:
+    def _append_always(self, parts: Sequence[Tensor], value: bool | float) -> Tensor:
+        """Join the sections' values into one tensor and append ``value`` for the groups that are always revealed."""
         flat = [part.flatten() for part in parts]
-        return torch.cat([*flat, torch.full((self._always,), always, dtype=flat[0].dtype)])
+        return torch.cat([*flat, torch.full((self._num_always,), value, dtype=flat[0].dtype)])
 
-    def _allowed(self) -> Tensor:
-        never = "bias" if self._biases == "never" else ""
-        return torch.from_numpy(self._kinds != never)
+    def _find_allowed(self) -> Tensor:
+        forbidden = "bias" if self._biases == "never" else ""
+        return torch.from_numpy(self._kinds != forbidden)
 
-    def _mask(self, on: Tensor) -> Mask:
-        """The entries of the groups ``on``, with the rule for biases in force."""
+    def _build_mask(self, selected: Tensor) -> Mask:
+        """Return the entries of the selected groups after applying the rule for biases."""
         if self._biases == "all":
-            on = on | torch.from_numpy(self._kinds == "bias")
-        return Mask((on & self._allowed())[self._group_of])
+            selected = selected | torch.from_numpy(self._kinds == "bias")
+        return Mask((selected & self._find_allowed())[self._group_of])
 
 
-def _require_finite(change: Tensor) -> None:
-    if not bool(torch.isfinite(change).all()):
-        bad = int((~torch.isfinite(change)).sum())
-        raise SelectionError(f"{bad} of {change.numel()} changes are not finite; nothing is selected")
+def _require_finite(delta: Tensor) -> None:
+    if not bool(torch.isfinite(delta).all()):
+        count = int((~torch.isfinite(delta)).sum())
+        raise SelectionError(f"{count} of {delta.numel()} entries of the delta are not finite; nothing is selected")

@@ -1,4 +1,4 @@
-"""What a site reveals of its change: the most active channels (SCBF), or, layer by layer, the most active neurons."""
+"""Selection of the entries of a delta to reveal: the most active channel paths (SCBF), or neurons layer by layer."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from ...params import Layout
 from ...structure.graph import ChannelGraph, build_channel_graph
 from ...structure.nodes import Norm, Value, Weighted
 from ...structure.tracing import Untraceable
-from .groups import INFINITY, Biases, Groups, Section, Selection
-from .paths import compute_energies, compute_norms_through, count_rows, find_touched, list_norms
+from .groups import INFINITY, Biases, Groups, GroupSection, Selection
+from .paths import compute_energies, compute_extreme_norms, count_prefixes, find_traversed, list_norms
 from .sampling import compute_log_path_counts, sample_norms
 
 _ROUNDING = 1e-12
-"""The norm of one channel, added up in another order, differs by less than this share of it."""
+"""Relative bound on the difference between two norms of one path, summed in different orders."""
 
 
 class ChannelGroups(Groups):
-    """Groups of a channel graph. A change is scored by the channels through it.
+    """Groups of a channel graph; a delta is scored by the channel paths through each group.
 
     Args:
-        layout: of the network.
-        graph: of the network.
+        layout: layout of the network.
+        graph: channel graph of the network.
         biases: see :class:`Groups`.
-        layer_mean: divide the energies of each layer by their mean (ALGORITHMS 2.7): no layer decides alone.
-        list_up_to: so many channels are listed, and exactly k of them chosen.
-        drawn: of more, the threshold is the quantile of so many drawn uniformly: the share of channels above it is
-            alpha with a standard error of ``sqrt(alpha * (1 - alpha) / drawn)``.
+        layer_mean: divide the energies of each layer by their mean, so that no layer dominates the norms
+            (docs/algorithms.md, section 3.4).
+        max_listed: up to this number, all paths are listed and exactly k of them selected.
+        sample_size: for more paths, the threshold is the quantile of this number of paths drawn uniformly: the share
+            of paths above it is alpha with a standard error of ``sqrt(alpha * (1 - alpha) / sample_size)``.
     """
 
     def __init__(
@@ -41,144 +42,168 @@ class ChannelGroups(Groups):
         biases: Biases = "selected",
         *,
         layer_mean: bool = False,
-        list_up_to: int = 5_000_000,
-        drawn: int = 1_000_000,
+        max_listed: int = 5_000_000,
+        sample_size: int = 1_000_000,
     ):
-        self._graph, self._layer_mean, self._drawn = graph, layer_mean, drawn
-        self._owners: list[int] = []
-        super().__init__(layout, [*self._weights(layout), *self._units(layout)], biases)
-        lists = zip(count_rows(graph), graph.values, strict=True)
-        self.exact = max(count * value.channels for count, value in lists) <= list_up_to
-        self.channels = math.exp(min(float(torch.logsumexp(compute_log_path_counts(graph)[graph.output], 0)), 700.0))
-        self.threshold = "threshold exact" if self.exact else f"threshold from {drawn:,} channels drawn at random"
-        self.found = f"{self.channels:,.4g} channels through {len(graph.layers)} layers"
+        self._graph, self._layer_mean, self._sample_size = graph, layer_mean, sample_size
+        # For each section of _build_unit_sections, the index of the graph's value whose units it belongs to.
+        self._unit_values: list[int] = []
+        sections = [*self._build_weight_sections(layout), *self._build_unit_sections(layout)]
+        super().__init__(layout, sections, biases)
+        prefixes = zip(count_prefixes(graph), graph.values, strict=True)
+        self.is_exact = max(count * value.channels for count, value in prefixes) <= max_listed
+        log_count = float(torch.logsumexp(compute_log_path_counts(graph)[graph.output], 0))
+        # exp(710) overflows float64; beyond 1e304 the number is only shown.
+        self.num_paths = math.exp(min(log_count, 700.0))
+        self.threshold_description = (
+            "threshold exact" if self.is_exact else f"threshold from {sample_size:,} channels drawn at random"
+        )
+        self.description = f"{self.num_paths:,.4g} channels through {len(graph.layers)} layers"
 
-    def _weights(self, layout: Layout) -> list[Section]:
-        graph, sizes = self._graph, {entry.name: entry.shape for entry in layout.tensors}
+    def _build_weight_sections(self, layout: Layout) -> list[GroupSection]:
+        graph, shapes = self._graph, {spec.name: spec.shape for spec in layout.tensors}
         sections = []
-        for at in graph.layers:
-            layer = graph.values[at]
+        for index in graph.layers:
+            layer = graph.values[index]
             assert isinstance(layer, Weighted)
             name = f"{layer.module}.weight"
-            assert name in sizes
-            width = 1 if graph.reads_input(at) else graph.values[layer.inputs[0]].channels // layer.groups
-            sections.append(Section("weight", layer.channels * width, (name,)))
+            assert name in shapes
+            is_input = graph.is_input_layer(index)
+            width = 1 if is_input else graph.values[layer.inputs[0]].channels // layer.groups
+            sections.append(GroupSection("weight", layer.channels * width, (name,)))
         return sections
 
-    def _units(self, layout: Layout) -> list[Section]:
-        """Sections of what belongs to single units; ``_owners`` says of which value."""
+    def _build_unit_sections(self, layout: Layout) -> list[GroupSection]:
+        """Build the sections of biases and statistics; append the value of each to ``_unit_values``."""
         sections = []
-        for at, value in enumerate(self._graph.values):
-            for kind, names in _own(layout, value).items():
-                sections.append(Section(kind, value.channels, names))
-                self._owners.append(at)
+        for index, value in enumerate(self._graph.values):
+            for kind, names in _find_unit_tensors(layout, value).items():
+                sections.append(GroupSection(kind, value.channels, names))
+                self._unit_values.append(index)
         return sections
 
-    def select(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> list[Tensor]:
-        """See :meth:`Groups.chosen`."""
-        energy = self._energies(change)
-        if self.exact:
+    def select_groups(
+        self, delta: Tensor, rate: float, selection: Selection, generator: torch.Generator
+    ) -> list[Tensor]:
+        """See :meth:`Groups.select_groups`."""
+        energy = self._compute_energies(delta)
+        if self.is_exact:
             norms = list_norms(self._graph, energy)
-            there = norms > -INFINITY
-            selected = _top(norms, rate, there)
+            exists = norms > -INFINITY
+            selected = _select_top(norms, rate, exists)
             if selection == "positive":
-                return self._ordered(*find_touched(self._graph, selected))
-            some, others = (self._ordered(*find_touched(self._graph, c)) for c in (selected, there & ~selected))
-            return [a & ~b for a, b in zip(some, others, strict=True)]
-        sample = sample_norms(self._graph, energy, self._drawn, draw)
-        place = self._drawn - _wanted(rate, self._drawn) + 1
-        threshold = sample.kthvalue(place).values * (1 - _ROUNDING)
-        best = self._ordered(*compute_norms_through(self._graph, energy, best=True))
+                return self._order_by_section(*find_traversed(self._graph, selected))
+            positive, remaining = (
+                self._order_by_section(*find_traversed(self._graph, paths)) for paths in (selected, exists & ~selected)
+            )
+            return [a & ~b for a, b in zip(positive, remaining, strict=True)]
+        sample = sample_norms(self._graph, energy, self._sample_size, generator)
+        rank = self._sample_size - _count_selected(rate, self._sample_size) + 1
+        # compute_extreme_norms adds the energies of a path in another order than sample_norms. Without the tolerance
+        # the path that defines the threshold might fall below it.
+        threshold = sample.kthvalue(rank).values * (1 - _ROUNDING)
+        largest = self._order_by_section(*compute_extreme_norms(self._graph, energy, largest=True))
         if selection == "positive":
-            return [score >= threshold for score in best]
-        worst = self._ordered(*compute_norms_through(self._graph, energy, best=False))
-        return [(low >= threshold) & (high > -INFINITY) for low, high in zip(worst, best, strict=True)]
+            return [norm >= threshold for norm in largest]
+        smallest = self._order_by_section(*compute_extreme_norms(self._graph, energy, largest=False))
+        # Where no path passes, the smallest norm is +inf and the largest -inf: the group is not revealed.
+        return [(low >= threshold) & (high > -INFINITY) for low, high in zip(smallest, largest, strict=True)]
 
-    def scores(self, change: Tensor) -> list[Tensor]:
-        """See :meth:`Groups.scores`."""
-        return self._ordered(*compute_norms_through(self._graph, self._energies(change), best=True))
+    def compute_scores(self, delta: Tensor) -> list[Tensor]:
+        """See :meth:`Groups.compute_scores`."""
+        energy = self._compute_energies(delta)
+        return self._order_by_section(*compute_extreme_norms(self._graph, energy, largest=True))
 
-    def _energies(self, change: Tensor) -> list[Tensor]:
-        energy = compute_energies(self._graph, self.layout, change)
+    def _compute_energies(self, delta: Tensor) -> list[Tensor]:
+        energy = compute_energies(self._graph, self.layout, delta)
         return [e / e.mean() if bool(e.any()) else e for e in energy] if self._layer_mean else energy
 
-    def _ordered(self, edges: list[Tensor], units: list[Tensor]) -> list[Tensor]:
-        return [*edges, *(units[at] for at in self._owners)]
+    def _order_by_section(self, edges: list[Tensor], units: list[Tensor]) -> list[Tensor]:
+        return [*edges, *(units[index] for index in self._unit_values)]
 
 
 class NeuronGroups(Groups):
-    """Where channels cannot be followed: each layer's neurons by the squared norm of their own incoming change.
+    """Groups for networks whose channels cannot be traced: a neuron is scored by its own incoming delta.
+
+    The score is the squared L2 norm of the delta of the neuron's weights, and each layer is ranked by itself.
 
     Args:
-        layout: of the network.
+        layout: layout of the network.
         biases: see :class:`Groups`.
         reason: why there is no channel graph.
     """
 
-    exact, threshold = True, "threshold exact"
+    is_exact, threshold_description = True, "threshold exact"
 
     def __init__(self, layout: Layout, biases: Biases = "selected", *, reason: str = ""):
-        shapes = {entry.name: entry.shape for entry in layout.tensors}
-        self._layers = [e.name for e in layout.tensors if e.role == "weight" and len(e.shape) > 1]
-        with_bias = [(n, n.removesuffix("weight") + "bias") for n in self._layers]
-        self._biased = [n for n, bias in with_bias if shapes.get(bias) == shapes[n][:1]]
-        sections = [Section("weight", shapes[name][0], (name,)) for name in self._layers]
-        sections += [Section("bias", shapes[n][0], (b,)) for n, b in with_bias if n in self._biased]
+        shapes = {spec.name: spec.shape for spec in layout.tensors}
+        self._layers = [s.name for s in layout.tensors if s.role == "weight" and len(s.shape) > 1]
+        with_bias = [(name, name.removesuffix("weight") + "bias") for name in self._layers]
+        self._biased_layers = [name for name, bias in with_bias if shapes.get(bias) == shapes[name][:1]]
+        sections = [GroupSection("weight", shapes[name][0], (name,)) for name in self._layers]
+        sections += [
+            GroupSection("bias", shapes[name][0], (bias,)) for name, bias in with_bias if name in self._biased_layers
+        ]
         super().__init__(layout, sections, biases)
-        why = f" ({reason})" if reason else ""
-        self.found = f"layer by layer, {len(self._layers)} layers: each unit is selected by its own weights{why}"
+        suffix = f" ({reason})" if reason else ""
+        self.description = (
+            f"layer by layer, {len(self._layers)} layers: each unit is selected by its own weights{suffix}"
+        )
 
-    def select(self, change: Tensor, rate: float, selection: Selection, draw: torch.Generator) -> list[Tensor]:
-        """The top ``rate`` of every layer; both selections are the same here."""
-        scores = self._scores(change)
-        rows = {n: _top(s, rate, torch.ones_like(s, dtype=torch.bool)) for n, s in scores.items()}
-        return self._ordered(rows)
+    def select_groups(
+        self, delta: Tensor, rate: float, selection: Selection, generator: torch.Generator
+    ) -> list[Tensor]:
+        """Select the top ``rate`` of every layer; the positive and the negative selection coincide."""
+        scores = self._score_neurons(delta)
+        selected = {name: _select_top(s, rate, torch.ones_like(s, dtype=torch.bool)) for name, s in scores.items()}
+        return self._order_by_section(selected)
 
-    def scores(self, change: Tensor) -> list[Tensor]:
-        """See :meth:`Groups.scores`."""
-        return self._ordered(self._scores(change))
+    def compute_scores(self, delta: Tensor) -> list[Tensor]:
+        """See :meth:`Groups.compute_scores`."""
+        return self._order_by_section(self._score_neurons(delta))
 
-    def _scores(self, change: Tensor) -> dict[str, Tensor]:
-        tensors = self.layout.unflatten(change)
+    def _score_neurons(self, delta: Tensor) -> dict[str, Tensor]:
+        tensors = self.layout.unflatten(delta)
         return {name: tensors[name].flatten(1).double().square().sum(1) for name in self._layers}
 
-    def _ordered(self, rows: dict[str, Tensor]) -> list[Tensor]:
-        return [*rows.values(), *(rows[name] for name in self._biased)]
+    def _order_by_section(self, by_layer: dict[str, Tensor]) -> list[Tensor]:
+        return [*by_layer.values(), *(by_layer[name] for name in self._biased_layers)]
 
 
-def build_groups(layout: Layout, biases: Biases = "selected", **how: Any) -> Groups:
-    """The groups of a network's channels or, where these cannot be followed, of its neurons layer by layer.
+def build_groups(layout: Layout, biases: Biases = "selected", **settings: Any) -> Groups:
+    """Build the groups of a network: of its channel paths or, if it cannot be traced, of its neurons.
 
     Args:
-        layout: of the network.
+        layout: layout of the network.
         biases: see :class:`Groups`.
-        how: other settings of :class:`ChannelGroups`.
+        settings: other settings of :class:`ChannelGroups`.
     """
     try:
         graph = build_channel_graph(layout)
     except Untraceable as error:
         return NeuronGroups(layout, biases, reason=str(error))
-    return ChannelGroups(layout, graph, biases, **how)
+    return ChannelGroups(layout, graph, biases, **settings)
 
 
-def _top(norms: Tensor, rate: float, there: Tensor) -> Tensor:
-    """Exactly ``ceil(rate * n)`` of the ``n`` that are there, the largest, ties to the lowest index; bool."""
-    return top_k(norms.flatten(), _wanted(rate, int(there.sum()))).bits.view(norms.shape)
+def _select_top(norms: Tensor, rate: float, exists: Tensor) -> Tensor:
+    """Select exactly ``ceil(rate * n)`` of the ``n`` existing paths, the largest, ties to the lowest index; bool."""
+    return top_k(norms.flatten(), _count_selected(rate, int(exists.sum()))).bits.view(norms.shape)
 
 
-def _wanted(rate: float, channels: int) -> int:
-    """``ceil(rate * channels)``, forgiving the last bit of a decimal rate; one at least."""
-    return max(math.ceil(rate * channels - 1e-9), 1)
+def _count_selected(rate: float, paths: int) -> int:
+    """Return ``ceil(rate * paths)``, at least 1, tolerant of the rounding of decimal rates."""
+    # 0.07 * 100 is 7.000000000000001 in float64, whose ceiling would be 8.
+    return max(math.ceil(rate * paths - 1e-9), 1)
 
 
-def _own(layout: Layout, value: Value) -> dict[Literal["bias", "statistic"], tuple[str, ...]]:
-    """The entries of one number a unit that a value has, by kind."""
+def _find_unit_tensors(layout: Layout, value: Value) -> dict[Literal["bias", "statistic"], tuple[str, ...]]:
+    """Return the names of the tensors with one number per unit of a value, by kind."""
     if not isinstance(value, (Weighted, Norm)):
         return {}
-    entries = [e for e in layout.tensors if e.name.rpartition(".")[0] == value.module and e.shape == (value.channels,)]
-    found: dict[Literal["bias", "statistic"], tuple[str, ...]] = {}
-    if parameters := tuple(e.name for e in entries if e.role != "buffer"):
-        found["bias"] = parameters
-    if statistics := tuple(e.name for e in entries if e.role == "buffer"):
-        found["statistic"] = statistics
-    return found
+    specs = [s for s in layout.tensors if s.name.rpartition(".")[0] == value.module and s.shape == (value.channels,)]
+    names: dict[Literal["bias", "statistic"], tuple[str, ...]] = {}
+    if parameters := tuple(spec.name for spec in specs if spec.role != "buffer"):
+        names["bias"] = parameters
+    if statistics := tuple(spec.name for spec in specs if spec.role == "buffer"):
+        names["statistic"] = statistics
+    return names

@@ -1,4 +1,8 @@
-"""Ways to say a selection, one file each; the codec picks the one that takes the fewest bytes."""
+"""Encodings of a selection, one per module.
+
+A name and a code always mean the same section: an encoding whose section changes gets a new name and a new code.
+``wire.versions`` lists the encodings of each version of the format.
+"""
 
 from .bitmap import Bitmap
 from .csr import Csr
@@ -8,7 +12,9 @@ from .shared import Shared
 from .shrink import Shrink
 from .slices import Slices
 
-ENCODINGS: dict[str, Encoding] = {e.name: e for e in (Dense(), Shared(), Shrink(), Bitmap(), Csr(), Slices())}
-CODES: dict[int, Encoding] = {encoding.code: encoding for encoding in ENCODINGS.values()}
+ENCODINGS: dict[str, Encoding] = {
+    encoding.name: encoding for encoding in (Dense(), Shared(), Shrink(), Bitmap(), Csr(), Slices())
+}
+"""Every encoding of the package by name, whichever versions have it."""
 
-__all__ = ["CODES", "ENCODINGS", "Encoding"]
+__all__ = ["ENCODINGS", "Encoding"]

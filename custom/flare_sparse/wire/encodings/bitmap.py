@@ -1,4 +1,4 @@
-"""One bit per entry; cheaper than int32 indices above about 3 % density."""
+"""One bit per entry: smaller than int32 indices above about 3 % density."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch
 
 from ...mask import Mask
 from ...params import Layout
-from .bits import pack, unpack
+from .bits import pack_bits, unpack_bits
 from .encoding import Encoding
 
 
 class Bitmap(Encoding):
-    """Any selection; serves a mask's one message and SCBF at high rates."""
+    """Any selection. Used for the one message that announces a mask, and by SCBF at high upload rates."""
 
     name, code = "bitmap", 4
 
-    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
+    def compute_min_bytes(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> int | None:
         return 1
 
-    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
-        return pack(on.bits.numpy())
+    def encode(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> bytes:
+        return pack_bits(mask.bits.numpy())
 
-    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
-        return Mask(torch.from_numpy(unpack(raw, layout.size)))
+    def decode(self, section: np.ndarray, base_mask: Mask | None, layout: Layout) -> Mask:
+        return Mask(torch.from_numpy(unpack_bits(section, layout.size)))

@@ -1,4 +1,4 @@
-"""Row pointers and column indices, as scipy.sparse lays them out: the papers' format, for interoperability."""
+"""Row pointers and column indices as in scipy.sparse: the format of the papers, for interoperability."""
 
 from __future__ import annotations
 
@@ -11,58 +11,65 @@ from ...params import Layout, TensorSpec
 from .encoding import Encoding
 
 
-def _matrix(entry: TensorSpec) -> tuple[int, int]:
-    """A tensor as (out, rest); scalars and vectors are one row."""
-    if len(entry.shape) < 2:
-        return 1, entry.size
-    return entry.shape[0], entry.size // max(entry.shape[0], 1)
-
-
 class Csr(Encoding):
-    """Any selection, 4 bytes per selected entry; serves very sparse ones.
+    """Any selection, 4 bytes per selected entry; used for very sparse ones.
 
-    Section: for each tensor its row pointers (``rows + 1`` int32), then for each its column indices (int32).
+    Section: the row pointers of each tensor (``rows + 1`` int32), then the column indices of each tensor (int32).
     """
 
     name, code = "csr", 5
 
-    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
-        if any(entry.size >= 2**31 for entry in layout.tensors):
+    def compute_min_bytes(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> int | None:
+        # Row pointers and columns are int32.
+        if any(tensor.size >= 2**31 for tensor in layout.tensors):
             return None
-        return 4 * (on.count + _pointers(layout))
+        return 4 * (mask.count + _count_pointers(layout))
 
-    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
+    def encode(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> bytes:
         pointers, columns = [], []
-        for entry, start in zip(layout.tensors, layout.offsets, strict=False):
-            grid = on.bits[start : start + entry.size].numpy().reshape(_matrix(entry))
+        for tensor, start in zip(layout.tensors, layout.offsets, strict=False):
+            grid = mask.bits[start : start + tensor.size].numpy().reshape(_get_matrix_shape(tensor))
             pointers.append(np.concatenate([[0], np.cumsum(grid.sum(1, dtype=np.int64))]))
             columns.append(np.nonzero(grid)[1])
         return np.concatenate([*pointers, *columns]).astype("<i4").tobytes()
 
-    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
-        head = _pointers(layout)
-        if raw.size % 4 or raw.size < 4 * head:
-            raise RejectedMessage("E_LEN", "selection", f"int32, at least {4 * head} bytes", raw.size)
-        numbers = np.frombuffer(raw.tobytes(), "<i4").astype(np.int64)
-        pointers, columns = numbers[:head], numbers[head:]
-        on = np.zeros(layout.size, dtype=bool)
-        for entry, start in zip(layout.tensors, layout.offsets, strict=False):
-            rows, width = _matrix(entry)
-            own, pointers = pointers[: rows + 1], pointers[rows + 1 :]
-            counts = np.diff(own)
-            if own[0] != 0 or (counts < 0).any() or (counts > width).any():
-                raise RejectedMessage("E_INDEX", f"row pointers of {entry.name}", f"0, rising by up to {width}", "not")
-            if own[-1] > columns.size:
-                raise RejectedMessage("E_LEN", f"columns of {entry.name}", int(own[-1]), columns.size)
-            taken, columns = columns[: own[-1]], columns[own[-1] :]
-            flat = np.repeat(np.arange(rows, dtype=np.int64) * width, counts) + taken
-            if ((taken < 0) | (taken >= width)).any() or (np.diff(flat) <= 0).any():
-                raise RejectedMessage("E_INDEX", f"columns of {entry.name}", f"rising in 0..{width - 1}", "not")
-            on[start + flat] = True
+    def decode(self, section: np.ndarray, base_mask: Mask | None, layout: Layout) -> Mask:
+        num_pointers = _count_pointers(layout)
+        if section.size % 4 or section.size < 4 * num_pointers:
+            raise RejectedMessage("E_LEN", "selection", f"int32, at least {4 * num_pointers} bytes", section.size)
+        # int64: differences and offsets of hostile int32 numbers must not wrap around into the valid range.
+        numbers = np.frombuffer(section.tobytes(), "<i4").astype(np.int64)
+        pointers, columns = numbers[:num_pointers], numbers[num_pointers:]
+        bits = np.zeros(layout.size, dtype=bool)
+        for tensor, start in zip(layout.tensors, layout.offsets, strict=False):
+            rows, width = _get_matrix_shape(tensor)
+            row_pointers, pointers = pointers[: rows + 1], pointers[rows + 1 :]
+            counts = np.diff(row_pointers)
+            if row_pointers[0] != 0 or (counts < 0).any() or (counts > width).any():
+                expected = f"0, ascending by at most {width}"
+                raise RejectedMessage("E_INDEX", f"row pointers of {tensor.name}", expected, "others")
+            # Before the columns are expanded: the last pointer is the number of columns to read.
+            if row_pointers[-1] > columns.size:
+                raise RejectedMessage("E_LEN", f"columns of {tensor.name}", int(row_pointers[-1]), columns.size)
+            tensor_columns, columns = columns[: row_pointers[-1]], columns[row_pointers[-1] :]
+            flat = np.repeat(np.arange(rows, dtype=np.int64) * width, counts) + tensor_columns
+            # Ascending flat positions rule out duplicates and a second order of the same selection.
+            if ((tensor_columns < 0) | (tensor_columns >= width)).any() or (np.diff(flat) <= 0).any():
+                expected = f"ascending in 0..{width - 1}"
+                raise RejectedMessage("E_INDEX", f"columns of {tensor.name}", expected, "others")
+            bits[start + flat] = True
         if columns.size:
             raise RejectedMessage("E_LEN", "selection", "no trailing bytes", 4 * columns.size)
-        return Mask(torch.from_numpy(on))
+        return Mask(torch.from_numpy(bits))
 
 
-def _pointers(layout: Layout) -> int:
-    return sum(_matrix(entry)[0] + 1 for entry in layout.tensors)
+def _get_matrix_shape(tensor: TensorSpec) -> tuple[int, int]:
+    """Return the tensor's shape as (first axis, rest); scalars and vectors are one row."""
+    if len(tensor.shape) < 2:
+        return 1, tensor.size
+    return tensor.shape[0], tensor.size // max(tensor.shape[0], 1)
+
+
+def _count_pointers(layout: Layout) -> int:
+    """Return the number of row pointers of all tensors."""
+    return sum(_get_matrix_shape(tensor)[0] + 1 for tensor in layout.tensors)

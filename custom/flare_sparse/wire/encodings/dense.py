@@ -1,4 +1,4 @@
-"""Everything: nothing to say."""
+"""All entries, in an empty section."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from .encoding import Encoding, require_length
 
 
 @lru_cache(maxsize=2)
-def _full(size: int) -> Mask:
+def _get_full_mask(size: int) -> Mask:
+    """Return the full mask; cached, because a mask computes its indices and fingerprint once and keeps them."""
     return Mask.full(size)
 
 
 class Dense(Encoding):
-    """All entries; serves FedAvg."""
+    """All entries. Used by FedAvg."""
 
     name, code = "dense", 1
 
-    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
-        return 0 if on.is_full else None
+    def compute_min_bytes(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> int | None:
+        return 0 if mask.is_full else None
 
-    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
+    def encode(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> bytes:
         return b""
 
-    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
-        require_length(raw, 0)
-        return _full(layout.size)
+    def decode(self, section: np.ndarray, base_mask: Mask | None, layout: Layout) -> Mask:
+        require_length(section, 0)
+        return _get_full_mask(layout.size)

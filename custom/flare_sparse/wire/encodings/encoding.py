@@ -1,4 +1,4 @@
-"""What an encoding of selections is."""
+"""The interface of an encoding."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...params import Layout
 
 
 class Encoding(ABC):
-    """One way to say which of the P entries of a layout are meant.
+    """One way to write which of the P entries of a layout are selected.
 
     Attributes:
-        name: as in the ledger.
-        code: as in the header, for ever.
-        requires_base: it speaks of a mask that the receiver must hold.
+        name: name in the ledger, unique in the package.
+        code: code in the header, unique in the package and never reused.
+        requires_base: whether the section refers to a mask that the receiver must hold.
     """
 
     name: ClassVar[str]
@@ -26,28 +26,31 @@ class Encoding(ABC):
     requires_base: ClassVar[bool] = False
 
     @abstractmethod
-    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
-        """A cheap lower bound of the bytes it takes; None where it cannot say this selection."""
+    def compute_min_bytes(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> int | None:
+        """Return a lower bound of the section's length that is cheap to compute.
+
+        0 means that the section is empty. None means that this encoding cannot write this selection.
+        """
 
     @abstractmethod
-    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes | None:
-        """The selection as bytes; None where it cannot be said after all."""
+    def encode(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> bytes | None:
+        """Return the section, or None if this encoding turns out not to be able to write this selection."""
 
     @abstractmethod
-    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
-        """The selection back from bytes that are not trusted.
+    def decode(self, section: np.ndarray, base_mask: Mask | None, layout: Layout) -> Mask:
+        """Return the selection of a section that is not trusted.
 
         Args:
-            raw: uint8 ``(n,)``.
-            known: the receiver's own mask; given where the encoding leans on one.
-            layout: the receiver's own.
+            section: uint8 ``(n,)``.
+            base_mask: the mask that the receiver holds; not None if ``requires_base``.
+            layout: the receiver's own layout.
 
         Raises:
-            RejectedMessage: the bytes are not what ``write`` makes of any selection.
+            RejectedMessage: ``encode`` does not write this section for any selection.
         """
 
 
-def require_length(raw: np.ndarray, expected: int) -> None:
-    """Raises RejectedMessage unless there are exactly ``expected`` bytes."""
-    if raw.size != expected:
-        raise RejectedMessage("E_LEN", "selection", f"{expected} bytes", raw.size)
+def require_length(section: np.ndarray, expected: int) -> None:
+    """Raise RejectedMessage unless the section has exactly ``expected`` bytes."""
+    if section.size != expected:
+        raise RejectedMessage("E_LEN", "selection", f"{expected} bytes", section.size)

@@ -1,4 +1,4 @@
-"""The mask that both ends hold, named by its fingerprint in the header: 0 bytes a round."""
+"""The mask that both ends hold, identified by its fingerprint in the header: an empty section."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .encoding import Encoding, require_length
 
 
 class Shared(Encoding):
-    """Exactly the known mask; serves NeuroSFL and the rounds of FedSparsify between two prunings."""
+    """Exactly the base mask. Used by NeuroSFL, and by FedSparsify in rounds without pruning."""
 
     name, code, requires_base = "shared", 2, True
 
-    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
-        return 0 if known is not None and on == known else None
+    def compute_min_bytes(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> int | None:
+        return 0 if base_mask is not None and mask == base_mask else None
 
-    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
+    def encode(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> bytes:
         return b""
 
-    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
-        require_length(raw, 0)
-        assert known is not None, "the codec checks what an encoding leans on"
-        return known
+    def decode(self, section: np.ndarray, base_mask: Mask | None, layout: Layout) -> Mask:
+        require_length(section, 0)
+        assert base_mask is not None, "the decoder checks requires_base"
+        return base_mask

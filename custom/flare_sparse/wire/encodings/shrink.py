@@ -1,4 +1,4 @@
-"""One bit per entry of the known mask; the new mask is nested in it."""
+"""One bit per entry of the base mask, in which the new mask is nested."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import torch
 
 from ...mask import Mask
 from ...params import Layout
-from .bits import pack, unpack
+from .bits import pack_bits, unpack_bits
 from .encoding import Encoding
 
 
 class Shrink(Encoding):
-    """A mask within the known one; serves FedSparsify's next mask and pruned neurons."""
+    """A mask nested in the base mask. Used for FedSparsify's next mask and for pruned neurons."""
 
     name, code, requires_base = "shrink", 3, True
 
-    def min_bytes(self, on: Mask, known: Mask | None, layout: Layout) -> int | None:
-        return 1 if known is not None and on <= known else None
+    def compute_min_bytes(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> int | None:
+        return 1 if base_mask is not None and mask <= base_mask else None
 
-    def encode(self, on: Mask, known: Mask | None, layout: Layout) -> bytes:
-        assert known is not None, "least() said so"
-        return pack(known.take(on.bits).numpy())
+    def encode(self, mask: Mask, base_mask: Mask | None, layout: Layout) -> bytes:
+        assert base_mask is not None, "compute_min_bytes() is None without a base mask"
+        return pack_bits(base_mask.take(mask.bits).numpy())
 
-    def decode(self, raw: np.ndarray, known: Mask | None, layout: Layout) -> Mask:
-        assert known is not None, "the codec checks what an encoding leans on"
-        bits = torch.from_numpy(unpack(raw, known.count))
-        return Mask(known.put(bits, torch.zeros(known.size, dtype=torch.bool)))
+    def decode(self, section: np.ndarray, base_mask: Mask | None, layout: Layout) -> Mask:
+        assert base_mask is not None, "the decoder checks requires_base"
+        bits = torch.from_numpy(unpack_bits(section, base_mask.count))
+        return Mask(base_mask.put(bits, torch.zeros(base_mask.size, dtype=torch.bool)))

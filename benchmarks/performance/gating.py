@@ -1,0 +1,207 @@
+"""Time of inference and one-step adaptation of networks with closed channels, against networks without gates.
+
+    python benchmarks/performance/gating.py [--closed 0.25] [--repeats 60] [--write docs/results/gating.md]
+
+One thread, seconds of processor time. Every repeat times all variants one after another; a ratio is the median over
+repeats of the ratio to the ungated network in the same repeat. In each gated layer the same share ``--closed`` of the
+channels is closed for every example, as by the Group Lasso or for the examples of one site.
+
+* skipping: gates are evaluated for each batch, closed channels are not computed (``models/gates.py``);
+* compact: the copy that a site makes once, without the channels that it never opens (``structure/compact.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse.mask import Mask
+from flare_sparse.methods import METHODS
+from flare_sparse.methods.support.gates import Gates
+from flare_sparse.models import build_model
+from flare_sparse.models.gates import ChannelGate, GateConfig, add_gates
+from flare_sparse.params import Layout
+from flare_sparse.structure.compact import compact_network
+from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.training import Site
+from flare_sparse.training.gate_sparsity import observe_gates
+
+
+@dataclass(frozen=True)
+class Case:
+    network: str
+    settings: dict[str, Any]
+    layers: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def build_network(self, *, gates: bool, detach: bool = True) -> nn.Module:
+        torch.manual_seed(0)
+        network = build_model(self.network, **self.settings)
+        return add_gates(network, GateConfig(layers=self.layers, detach_input=detach)) if gates else network
+
+
+CASES = {
+    "CIFAR, 3 conv., third gated": Case(
+        "image_cnn", {"image": (3, 32, 32), "channels": (32, 64, 128)}, ("2",), (3, 32, 32)
+    ),
+    "CIFAR, 6 conv., 5th and 6th gated": Case("image_cnn6", {"image": (3, 32, 32)}, ("4", "5"), (3, 32, 32)),
+    "Brain age, 6 mm, blocks 2-5 gated": Case("brain_age_cnn_3mm", {}, ("1", "2", "3", "4"), (1, 26, 32, 26)),
+}
+
+
+@torch.no_grad()
+def close_channels(network: nn.Module, share: float) -> None:
+    """Close a share of the channels of every gated layer for every input; all others stay open."""
+    for part in network.modules():
+        if isinstance(part, ChannelGate):
+            part.open.weight.zero_()
+            channels = part.open.out_features
+            part.open.bias.fill_(1)
+            part.open.bias[
+                torch.randperm(channels, generator=torch.Generator().manual_seed(1))[: int(share * channels)]
+            ] = -1
+
+
+def time_variants(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, float]]:
+    """Return each variant's median milliseconds and median ratio to the first variant."""
+    for work in variants.values():
+        work()
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, work in variants.items():
+            began = time.thread_time()
+            work()
+            seconds[name].append(time.thread_time() - began)
+    first = next(iter(seconds.values()))
+    return {
+        name: (1e3 * median(own), median(a / b for a, b in zip(own, first, strict=True)))
+        for name, own in seconds.items()
+    }
+
+
+def time_inference(case: Case, share: float, batch: int, repeats: int) -> dict[str, tuple[float, float]]:
+    plain, wrapped = case.build_network(gates=False).eval(), case.build_network(gates=True).eval()
+    close_channels(wrapped, share)
+    x = torch.randn(batch, *case.shape)
+    with torch.no_grad():
+        with observe_gates(wrapped) as seen:
+            expected = wrapped(x)
+        small = compact_network(wrapped, {layer: torch.cat(q) for layer, q in seen.items()})  # type: ignore[arg-type]
+        assert torch.allclose(small(x), expected, atol=1e-4), "the compact copy computes something else"
+        return time_variants(
+            {"ungated": lambda: plain(x), "skipping": lambda: wrapped(x), "compact": lambda: small(x)}, repeats
+        )
+
+
+class NetworkTask(Task):
+    """Squared error of a given network's output."""
+
+    metric = Metric("mse", "", "min")
+
+    def __init__(self, make: Callable[[], nn.Module]):
+        super().__init__()
+        self._make = make
+
+    def model(self) -> nn.Module:
+        return self._make()
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).square().mean()
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        return {"mse": float(predictions.square().mean())}
+
+
+def time_adaptation(case: Case, share: float, examples: int, repeats: int) -> dict[str, tuple[float, float]]:
+    """Time one-step adaptation to a site's ``examples``; with gates it has two stages."""
+    x = torch.randn(examples, *case.shape)
+    data = Examples(TensorDataset(x, x[:, 0]), TensorDataset(x[:0], x[:0, 0]))
+
+    def build_adaptation(*, gates: bool, for_good: bool = False) -> Callable[[], Any]:
+        start = case.build_network(gates=gates)
+        close_channels(start, share)
+        layout = Layout.from_module(start)
+        weights = layout.flatten(dict([*start.named_parameters(), *start.named_buffers()]))
+        site = Site("site", NetworkTask(lambda: case.build_network(gates=gates)), data, layout, 1)
+        site.weights, live = zero_closed_groups(layout, weights) if for_good else (weights, Mask.full(layout.size))
+        method = METHODS["metagater"](METHODS["metagater"].Config(adapt_lr=1e-3), layout)
+        return lambda: method.adapt(site, live)
+
+    return time_variants(
+        {
+            "ungated": build_adaptation(gates=False),
+            "closed on this data": build_adaptation(gates=True),
+            "closed for good": build_adaptation(gates=True, for_good=True),
+        },
+        repeats,
+    )
+
+
+def zero_closed_groups(layout: Layout, weights: Tensor) -> tuple[Tensor, Mask]:
+    """Return the weights with zero groups of closed channels, as the Group Lasso leaves them, and the live mask."""
+    gates, weights = Gates.from_layout(layout), weights.clone()
+    for groups in gates.groups:
+        weights[groups[weights[groups[:, -1]] < 0]] = 0
+    live = ~gates.select_closed(weights)
+    return live.put(live.take(weights), torch.zeros_like(weights)), live
+
+
+def format_row(label: str, times: dict[str, tuple[float, float]]) -> str:
+    first, *others = times.values()
+    cells = [f"{first[0]:.2f} ms", *(f"{ms:.2f} ms, **{ratio:.2f}**" for ms, ratio in others)]
+    return f"{label} | " + " | ".join(cells) + " |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--closed", type=float, default=0.25, help="share of closed channels in gated layers")
+    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [
+        "# Time saved by closed channels",
+        "",
+        f"`python benchmarks/performance/gating.py --closed {arguments.closed} --repeats {arguments.repeats}`",
+        "",
+        f"{arguments.closed:.0%} of the channels of the gated layers are closed, the same ones for all examples. One",
+        "thread; median milliseconds of processor time, and median ratio to the ungated network within a repeat: below",
+        "1 is faster. Adaptation is one step, with gates in two stages: of a network whose channels are closed on the",
+        "site's data but may open (left), and of one whose gate groups are zero, closed for every input (right).",
+        "",
+        "| network | what | ungated | skipping, or closed on this data | compact copy, or closed for good |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for label, case in CASES.items():
+        for batch in (1, 32):
+            repeats = arguments.repeats if batch > 1 else 5 * arguments.repeats
+            times = time_inference(case, arguments.closed, batch, repeats if len(case.shape) == 3 else repeats // 4)
+            lines.append(format_row(f"| {label} | inference, batch {batch}", times))
+            print(lines[-1], flush=True)
+        count = 64 if len(case.shape) == 3 else 16
+        times = time_adaptation(case, arguments.closed, count, max(arguments.repeats // 3, 3))
+        lines.append(format_row(f"| {label} | adaptation, {count} examples", times))
+        print(lines[-1], flush=True)
+    if arguments.write:
+        arguments.write.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The base that a site holds, and the plans of a request and its update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..exchange import Request
+from ..mask import Mask
+from ..params import Layout
+from ..wire.plan import CiphertextFormat, Plan
+
+
+@dataclass(frozen=True)
+class SiteBase:
+    """Identity of the vector that a site holds, known at both ends. A patch over ``"previous"`` applies to this vector.
+
+    Attributes:
+        mask: live entries of the vector.
+        sequence: sequence number of the message that carried the vector.
+    """
+
+    mask: Mask
+    sequence: int
+
+
+def plan_request(
+    layout: Layout,
+    run: str,
+    base: SiteBase | None,
+    *,
+    request: Request | None = None,
+    sequence: int | None = None,
+    ciphertext_format: CiphertextFormat | None = None,
+) -> Plan:
+    """Return the plan of a message from the server to a site.
+
+    Args:
+        layout: layout of the model.
+        run: id of the run, 16 hex digits.
+        base: base that the site holds; None: none.
+        request: the request that the server sends; None at the site, which learns kind and round from the message.
+        sequence: number of the attempt; None at the site.
+        ciphertext_format: format of encrypted values that this end accepts; None: it accepts none.
+    """
+    return Plan(
+        layout,
+        run,
+        base_mask=base.mask if base else None,
+        base_sequence=base.sequence if base else None,
+        sequence=sequence,
+        round=request.round if request else None,
+        kind=request.kind if request else None,
+        ciphertext_format=ciphertext_format,
+    )
+
+
+def plan_update(
+    layout: Layout,
+    run: str,
+    request: Request,
+    sequence: int,
+    ciphertext_format: CiphertextFormat | None = None,
+) -> Plan:
+    """Return the plan of the update that answers ``request``, the same at both ends.
+
+    The base of an update is always the trainable mask: the request carries it, so both ends hold it.
+
+    Args:
+        layout: layout of the model.
+        run: id of the run, 16 hex digits.
+        request: the request that the update answers.
+        sequence: number of the attempt that the site received.
+        ciphertext_format: format of encrypted values that this end accepts; None: it accepts none.
+    """
+    return Plan(
+        layout,
+        run,
+        base_mask=request.trainable,
+        sequence=sequence,
+        round=request.round,
+        kind=request.kind,
+        ciphertext_format=ciphertext_format,
+    )

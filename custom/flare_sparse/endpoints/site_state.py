@@ -1,0 +1,184 @@
+"""What a site remembers between messages, as one immutable value with named transitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .bases import SiteBase
+
+
+class RequestId(NamedTuple):
+    """Kind and round of a request. Every attempt at one request has the same id."""
+
+    kind: str
+    round: int
+
+
+@dataclass(frozen=True)
+class SiteMemory:
+    """What a site carries from one update to the next.
+
+    Attributes:
+        residual: rounding residual that is added to the next update (error feedback); None: zero.
+        method: tensors that the method keeps at the site.
+    """
+
+    residual: Tensor | None = None
+    method: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SiteSnapshot:
+    """A site's checkpoint, written before each update is sent.
+
+    Attributes:
+        kind: kind of the answered request.
+        round: round of the answered request.
+        weights: ``(P,)`` the vector that the site holds.
+        base: mask of ``weights`` and sequence number of their message, which also numbers the checkpoint.
+        memory: memory after the update, from which the next request starts.
+    """
+
+    kind: str
+    round: int
+    weights: Tensor
+    base: SiteBase
+    memory: SiteMemory
+
+    @property
+    def request(self) -> RequestId:
+        """Id of the answered request."""
+        return RequestId(self.kind, self.round)
+
+
+@dataclass(frozen=True)
+class SiteState:
+    """State of a site's end of the wire.
+
+    A retry has the kind and the round of the previous request. The server discarded the update of the earlier attempt,
+    so the site discards what that attempt changed in its memory: a retry starts from the memory before the first
+    attempt, and its update is bit-identical. A retry may apply to any base since the first attempt, because the server
+    does not know which attempts reached the site, and all attempts carry the same vector.
+
+    Each row is a transition, each column a field. A cell is the field's next value; "." means that it is unchanged.
+    "(..., base)" appends the previous base to ``earlier_bases``; "before" and "after" refer to the two memories.
+
+    =========================  ====  ========  ===========  ========  ======  =======  =======  ==========  ==========
+    transition                 base  received  earlier_     answered  memory  memory_  memory_  checkpoint  fallback
+                                               bases                          before   after
+    =========================  ====  ========  ===========  ========  ======  =======  =======  ==========  ==========
+    receive, not yet answered  new   request   (base,)      .         after   .        .        .           .
+    receive, answered earlier  new   request   (base,)      .         before  .        .        .           .
+    retry, not yet answered    new   .         (..., base)  .         after   .        .        .           .
+    retry, answered            new   .         (..., base)  .         before  .        .        .           .
+    answer, first time         .     .         .            request   .       memory   new      sequence    checkpoint
+    answer, again              .     .         .            .         .       memory   new      sequence    .
+    restart from one request   [1]   [1]       (None,)      [1]       [1]     empty    [1]      [1]         None
+    restart from two requests  [1]   [1]       ([2].base,)  [1]       [1]     [2]      [1]      [1]         [2]
+    =========================  ====  ========  ===========  ========  ======  =======  =======  ==========  ==========
+
+    [1] is the newest checkpoint, [2] the newest one of another request than [1].
+
+    Attributes:
+        base: base that the site holds; None: none.
+        received: the last request that the site received.
+        earlier_bases: base before each attempt at ``received``.
+        answered: the last request that the site answered.
+        memory: memory from which the update in progress starts.
+        memory_before: memory before the update to ``answered``.
+        memory_after: memory after the update to ``answered``.
+        checkpoint: number of the checkpoint written with the last update.
+        fallback: number of the last checkpoint of another request than ``answered``.
+    """
+
+    base: SiteBase | None = None
+    received: RequestId | None = None
+    earlier_bases: tuple[SiteBase | None, ...] = ()
+    answered: RequestId | None = None
+    memory: SiteMemory = field(default_factory=SiteMemory)
+    memory_before: SiteMemory = field(default_factory=SiteMemory)
+    memory_after: SiteMemory = field(default_factory=SiteMemory)
+    checkpoint: int | None = None
+    fallback: int | None = None
+
+    @property
+    def sequence(self) -> int:
+        """Sequence number of the last message that the site accepted; 0: none."""
+        return self.base.sequence if self.base else 0
+
+    def receive(self, request: RequestId, base: SiteBase) -> SiteState:
+        """Return the state after the model of a request is written into the site's vector.
+
+        Args:
+            request: id of the request.
+            base: base that the site holds now.
+        """
+        if request == self.received:
+            return self.retry(base)
+        return replace(
+            self,
+            base=base,
+            received=request,
+            earlier_bases=(self.base,),
+            memory=self._get_initial_memory(request),
+        )
+
+    def retry(self, base: SiteBase) -> SiteState:
+        """Return the state after another attempt at the last received request.
+
+        Args:
+            base: base that the site holds now.
+        """
+        return replace(
+            self,
+            base=base,
+            earlier_bases=(*self.earlier_bases, self.base),
+            memory=self._get_initial_memory(self.received),
+        )
+
+    def answer(self, request: RequestId, memory: SiteMemory) -> SiteState:
+        """Return the state after an update is encoded.
+
+        Args:
+            request: id of the request that the update answers.
+            memory: memory after the update, from which the next request starts.
+        """
+        # A second update to one request replaces the first: the fallback stays the checkpoint of the previous request,
+        # however often the server retries, because every retry starts from it.
+        fallback = self.fallback if request == self.answered else self.checkpoint
+        return replace(
+            self,
+            answered=request,
+            memory_before=self.memory,
+            memory_after=memory,
+            checkpoint=self.sequence,
+            fallback=fallback,
+        )
+
+    @classmethod
+    def restart(cls, newest: SiteSnapshot, fallback: SiteSnapshot | None) -> SiteState:
+        """Return the state of a process that starts from checkpoints.
+
+        Args:
+            newest: the newest checkpoint.
+            fallback: the newest checkpoint of another request than ``newest``; None: there is none.
+        """
+        # A restarted site cannot know whether the server committed the round of ``newest`` or will retry it. The state
+        # therefore keeps the memory and the base of both cases.
+        return cls(
+            base=newest.base,
+            received=newest.request,
+            earlier_bases=(fallback.base if fallback else None,),
+            answered=newest.request,
+            memory=newest.memory,
+            memory_before=fallback.memory if fallback else SiteMemory(),
+            memory_after=newest.memory,
+            checkpoint=newest.base.sequence,
+            fallback=fallback.base.sequence if fallback else None,
+        )
+
+    def _get_initial_memory(self, request: RequestId | None) -> SiteMemory:
+        return self.memory_before if request == self.answered else self.memory_after

@@ -1,0 +1,172 @@
+"""One round: attempts until the quorum is met."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ..endpoints.server import Attempt, ServerEndpoint
+from ..errors import MissingBase, RoundFailed
+from ..exchange import Assignment, Contribution
+from ..wire.ledger import LedgerLine
+from .learning import HasQuorum, LearnResult
+from .participants import Admission
+from .replies import AttemptResult, Reply, Transport, get_reason_code
+from .rules import Roster, RoundRules
+
+Learn = Callable[[AttemptResult, HasQuorum], tuple[AttemptResult, LearnResult | None]]
+"""Computes the next state from the replies; None below the quorum."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """Result of a round that met its quorum.
+
+    Attributes:
+        last: replies of the last attempt.
+        asked: sites that received a request.
+        contributed: sites with a contribution that counts.
+        learned: the next state; None if the round only evaluates.
+        roster: roster after the round.
+        attempts: number of attempts.
+        quarantined: sites in quarantine during the round.
+        excluded: reason by site, for the sites that could not take part.
+        messages: ledger lines of all attempts.
+        seconds: time from the first request to the last reply.
+    """
+
+    last: AttemptResult
+    asked: list[str]
+    contributed: list[str]
+    learned: LearnResult | None
+    roster: Roster
+    attempts: int
+    quarantined: list[str]
+    excluded: dict[str, str]
+    messages: list[LedgerLine]
+    seconds: float
+
+
+class RoundRunner:
+    """Runs rounds over a transport.
+
+    Args:
+        endpoint: encodes requests and validates updates.
+        rules: quorum, retries and limits of a round.
+        admission: excludes sites with an upload cap that is too small.
+        transport: carries requests and replies.
+    """
+
+    def __init__(self, endpoint: ServerEndpoint, rules: RoundRules, admission: Admission, transport: Transport):
+        self.endpoint, self.rules, self.admission, self.transport = endpoint, rules, admission, transport
+
+    def run(
+        self, assignments: Mapping[str, Assignment], silent: list[str], roster: Roster, learn: Learn | None = None
+    ) -> RoundResult:
+        """Send requests until enough sites contribute. Every update is validated before any is aggregated.
+
+        Args:
+            assignments: by site.
+            silent: sites that did not reply to the handshake.
+            roster: roster before the round.
+            learn: computes the next state; None: the round only evaluates, and every accepted update counts.
+
+        Raises:
+            RoundFailed: no site has a part in the request, or too few contributed in every attempt.
+        """
+        if not assignments:
+            raise RoundFailed(
+                "none of the connected sites has a part in the last request. The last committed model is intact."
+            )
+        # Upload caps are checked before anything is sent: a site must not train for an update that it may not upload.
+        start, first_message = time.monotonic(), len(self.endpoint.ledger.lines)
+        assignments, over_cap = self.admission.exclude_over_cap(assignments, self.endpoint)
+        excluded = {
+            site: str(reason) for site, reason in sorted({**self.admission.census.excluded, **over_cap}.items())
+        }
+        quarantined = sorted(roster.quarantined)
+        for attempt_number in range(1, self.rules.retries + 2):
+            result, roster = self._collect(assignments, roster)
+            # Measured before aggregation: the record gives the time of sites and network, without that of the server.
+            seconds = time.monotonic() - start
+            has_quorum = _build_quorum(roster, assignments, self.rules)
+            result, learned = learn(result, has_quorum) if learn else (result, None)
+            contributions = result.contributed if learn else result.accepted
+            # The quorum is checked again: learning rejects contributions that make the next state unusable.
+            if (learned or not learn) and has_quorum(contributions):
+                # Bases are forgotten only now that the round is decided: a retry must encode the same bits as the
+                # previous attempt, so a missed attempt must not change the base that the server assumes at a site.
+                for site in [*result.rejected, *result.timed_out]:
+                    self.endpoint.forget_base(site)
+                # A quarantined site is contacted only if too few others remain: its silence is not another miss.
+                silent_active = [site for site in silent if site not in quarantined]
+                accepted = [contribution.site for contribution in result.accepted]
+                return RoundResult(
+                    last=result,
+                    asked=sorted(assignments),
+                    contributed=[contribution.site for contribution in contributions],
+                    learned=learned,
+                    roster=roster.record_round(accepted, [*assignments, *silent_active], self.rules),
+                    attempts=attempt_number,
+                    quarantined=quarantined,
+                    excluded=excluded,
+                    messages=self.endpoint.ledger.lines[first_message:],
+                    seconds=seconds,
+                )
+        raise RoundFailed(self._describe_failure(result, len(contributions), len(assignments)))
+
+    def _collect(self, assignments: Mapping[str, Assignment], roster: Roster) -> tuple[AttemptResult, Roster]:
+        """Make one attempt and return its replies, and the roster with newly registered numbers of examples."""
+        attempt = self.endpoint.encode_requests(assignments)
+        replies: dict[str, Reply] = {
+            site: reply for site, reply in self.transport(attempt).items() if site in assignments
+        }
+        # A site that lost its base (after a crash of its process or disk) receives the full model within the same
+        # attempt, once: it costs one more message, and the site still takes part in the round.
+        lost_base = {site: assignments[site] for site, reply in replies.items() if isinstance(reply, MissingBase)}
+        for site in lost_base:
+            self.endpoint.forget_base(site)
+        if lost_base:
+            attempt = self.endpoint.encode_requests(lost_base)
+            replies |= self.transport(attempt)
+        for site, reply in replies.items():
+            if not isinstance(reply, Contribution):
+                continue
+            # Registered now and not at the commit: a site must not change its number of examples in a retry.
+            violation = roster.find_violation(reply, self.rules)
+            if violation:
+                replies[site] = violation
+            else:
+                roster = roster.register(reply)
+        accepted = [reply for reply in replies.values() if isinstance(reply, Contribution)]
+        for site in self.endpoint.find_sites_with_wrong_key(accepted):
+            replies[site] = "E_KEY"
+        return _group_replies(attempt, assignments, replies), roster
+
+    def _describe_failure(self, result: AttemptResult, contributed: int, asked: int) -> str:
+        by_weight = f" with {self.rules.min_weight:.0%} of the examples of the sites asked"
+        return (
+            f"round {result.attempt.round} ({result.attempt.kind}): {contributed} of {asked} sites contributed in the "
+            f"last of {self.rules.retries + 1} attempts, {self.rules.min_sites} are needed"
+            f"{by_weight if self.rules.min_weight else ''}; rejected: {result.rejected or 'none'}, timed out: "
+            f"{result.timed_out or 'none'}. The last committed model is intact."
+        )
+
+
+def _build_quorum(roster: Roster, assignments: Mapping[str, Assignment], rules: RoundRules) -> HasQuorum:
+    return lambda counted: roster.has_quorum([contribution.site for contribution in counted], assignments.keys(), rules)
+
+
+def _group_replies(
+    attempt: Attempt, assignments: Mapping[str, Assignment], replies: Mapping[str, Reply]
+) -> AttemptResult:
+    """Group replies into accepted and rejected ones; sort them by site: the order of arrival must not change sums."""
+    return AttemptResult(
+        attempt,
+        accepted=[reply for _, reply in sorted(replies.items()) if isinstance(reply, Contribution)],
+        rejected={
+            site: get_reason_code(reply) for site, reply in replies.items() if not isinstance(reply, Contribution)
+        },
+        timed_out=sorted(set(assignments) - set(replies)),
+    )

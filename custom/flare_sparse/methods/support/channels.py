@@ -1,0 +1,103 @@
+"""SCBF's selection of channels at a site (Shao et al. 2020, section 3.2): settings and the selector.
+
+See docs/algorithms.md, sections 3.4 to 3.7.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from ...mask import Mask, floor_fraction
+from ...params import Layout
+from ...scores.scbf.groups import Biases, Groups, Selection
+from ...scores.scbf.selection import NeuronGroups, build_groups
+from ...seeds import make_generator
+from ...training import Site
+from ..method import MethodConfig
+from .selective import Aggregation
+
+
+class ChannelConfig(MethodConfig):
+    """Settings of SCBF's rounds."""
+
+    rate: float = Field(0.3, gt=0, le=1, description="alpha: share of the channel paths that a site selects in a round")
+    budget: float | None = Field(
+        None, gt=0, le=1, description="instead of rate: exact share of the parameters that a site uploads"
+    )
+    selection: Selection = Field(
+        "positive",
+        description="positive: reveal the entries on a selected path; negative: those on no other path",
+    )
+    biases: Biases = Field(
+        "selected", description="biases travel with the selected paths, never (as printed in the paper), or all"
+    )
+    aggregation: Aggregation = Field(
+        "sum",
+        description="sum: add all deltas (the paper; a server learning rate of K); mean: weighted by examples, absent "
+        "deltas are zero; count: average over the sites that reveal an entry",
+    )
+    channels: Literal["paths", "layerwise"] = Field(
+        "paths", description="channel paths through the network, or the neurons of each layer separately"
+    )
+    normalize_layers: bool = Field(False, description="divide each layer's squared deltas by their mean before adding")
+    max_exact_channels: int = Field(
+        5_000_000, ge=1, description="largest number of channel paths for which the threshold is exact"
+    )
+    sampled_channels: int = Field(
+        1_000_000, ge=1000, description="channel paths sampled to estimate the threshold of larger networks"
+    )
+
+
+class ChannelSiteConfig(BaseModel):
+    """Settings that a site may choose in its site file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rate: float | None = Field(None, gt=0, le=1, description="alpha at this site")
+    budget: float | None = Field(None, gt=0, le=1, description="share of the parameters that this site uploads")
+
+
+class ChannelSelector:
+    """Selects the entries of a delta that lie on the channels with the largest change."""
+
+    def __init__(self, config: ChannelConfig, seed: int):
+        self._config, self._seed = config, seed
+        self._groups: Groups | None = None
+
+    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
+        """Return the entries of a site's delta ``(P,)`` that it reveals in round ``t``; its own settings come first."""
+        site_settings = site.site_settings if isinstance(site.site_settings, ChannelSiteConfig) else ChannelSiteConfig()
+        rate = site_settings.rate or self._config.rate
+        budget = site_settings.budget or (self._config.budget if site_settings.rate is None else None)
+        groups = self._get_groups(site.layout)
+        if budget is not None:
+            return groups.select_by_budget(delta, budget)
+        generator = make_generator(self._seed, "channels", site.name, t)
+        return groups.select_by_rate(delta, rate, self._config.selection, generator)
+
+    def describe(self, layout: Layout) -> str:
+        """Return the groups of a network and the threshold, as display text."""
+        groups, budget = self._get_groups(layout), self._config.budget
+        if budget is None:
+            return f"{groups.description}, {groups.threshold_description}"
+        return f"{groups.description}, {floor_fraction(budget, layout.trainable_size):,} parameters a message"
+
+    def _get_groups(self, layout: Layout) -> Groups:
+        # The groups depend on the structure alone, which pruning changes; the last ones serve all sites of a round.
+        if self._groups is None or self._groups.layout != layout:
+            self._groups = self._build_groups(layout)
+        return self._groups
+
+    def _build_groups(self, layout: Layout) -> Groups:
+        if self._config.channels == "layerwise":
+            return NeuronGroups(layout, self._config.biases)
+        return build_groups(
+            layout,
+            self._config.biases,
+            layer_mean=self._config.normalize_layers,
+            max_listed=self._config.max_exact_channels,
+            sample_size=self._config.sampled_channels,
+        )

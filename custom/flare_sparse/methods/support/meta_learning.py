@@ -1,0 +1,48 @@
+"""Settings of MetaGater's rounds (Lin et al. 2021, Algorithm 1)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from .adaptation import AdaptationConfig
+from .schedules import StepSizes, compute_step_sizes
+
+
+class MetaLearningConfig(AdaptationConfig):
+    """Settings of the sites' proximal problem, of the server's accelerated steps and of the gates' penalty."""
+
+    local_steps: int = Field(1, ge=1, description="gradient steps on a site's regularised problem in a round")
+    proximity: float = Field(0.2, gt=0, description="lambda: weight of the distance to the meta-model")
+    local_proximity: float | None = Field(None, ge=0, description="lambda in the sites' problem; null: as proximity")
+    step: float = Field(1.0, gt=0, description="beta_t, the server's step; eta_t = beta_t / alpha_t")
+    acceleration: bool = Field(True, description="false: alpha_t = 1; FedProx with step 1 / lambda, Reptile with less")
+    momentum_cap: float = Field(1.0, ge=0, le=1, description="largest momentum of the acceleration; 1: as in the paper")
+    restart_every: int | None = Field(None, ge=1, description="rounds after which the acceleration restarts")
+    lasso: float = Field(1e-4, ge=0, description="mu: weight of the Group Lasso on the gates' output channels")
+    scale_prox: bool = Field(
+        True, description="true: the penalty's threshold grows with eta_t, as in the paper; false: with beta_t"
+    )
+    closed_channels: Literal["permanent", "reopenable"] = Field(
+        "permanent",
+        description="permanent: a zero group stays zero and is not sent; reopenable: it is sent and may grow again, as "
+        "in the paper",
+    )
+    output: Literal["pr", "pr_next", "ag"] = Field(
+        "pr", description="the result: the model last sent (the paper), the one that would be sent next, or w_T^ag"
+    )
+
+    def compute_steps(self, t: int) -> StepSizes:
+        """Return alpha_t, beta_t and eta_t."""
+        return compute_step_sizes(
+            t,
+            beta=self.step,
+            acceleration=self.acceleration,
+            momentum_cap=self.momentum_cap,
+            restart_every=self.restart_every,
+        )
+
+    def is_restart(self, t: int) -> bool:
+        """Return whether the acceleration restarts after round ``t``."""
+        return self.acceleration and self.restart_every is not None and t % self.restart_every == 0

@@ -1,0 +1,133 @@
+"""Selective upload: rounds in which a site reveals some entries of its trained model.
+
+A site sends the new values of the revealed entries. The server, which knows what it sent, takes their deltas in
+float64, so that none is lost to the rounding of a float32 difference (docs/algorithms.md, section 3.3).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...aggregation.weighted import apply_deltas, average_over_owners, weigh_by_examples, weigh_by_one, weighted_sum
+from ...exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ...mask import Mask
+from ...training import Site
+from ..method import ConfigT, Method, broadcast
+from .masks import unite_masks
+
+Aggregation = Literal["sum", "mean", "count"]
+Phase = Literal["train", "count", "counted"]
+
+MOSTLY_CHANGED = 31 / 32
+"""Share of changed entries above which naming them takes more bytes than sending all values."""
+
+
+@dataclass(frozen=True)
+class SelectiveState:
+    """The model, the entries of its last change, and the progress of pruning.
+
+    Attributes:
+        round: the next round, 1-based.
+        weights: float32 ``(P,)``.
+        live: entries of the units that have not been removed.
+        changed: the entries that the last round changed; sites that took part in it hold all others.
+        prunings: number of prunings so far.
+        phase: what comes next: train, count zeros, or train a structure that was pruned after counting.
+    """
+
+    round: int
+    weights: Tensor
+    live: Mask
+    changed: Mask
+    prunings: int = 0
+    phase: Phase = "train"
+
+
+class SelectiveMethod(Method[ConfigT, SelectiveState]):
+    """A method with sites that reveal a part of their delta."""
+
+    @abstractmethod
+    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
+        """Return the entries of a site's delta ``(P,)`` whose new values it sends in round ``t``."""
+
+    @abstractmethod
+    def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
+        """Return the new weights ``(P,)``; they are used for the entries that at least one site revealed."""
+
+    def accepts(self, live: Mask, site: str, mask: Mask) -> bool:
+        """Return whether a site may send the entries ``mask``; no removed entry may come back."""
+        return mask <= live
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> SelectiveState:
+        return SelectiveState(1, weights, self.full_mask, self.full_mask)
+
+    def ask_final(self, state: SelectiveState, sites: Sequence[str]) -> dict[str, Assignment]:
+        return broadcast(sites, self.build_assignment(EVALUATE, state))
+
+    def build_assignment(self, kind: str, state: SelectiveState) -> Assignment:
+        """Return the changed entries over the sites' previous model, or the full model where it takes fewer bytes."""
+        model = self.model(state)
+        assignment = Assignment(
+            Request(kind, state.round, model, state.live), UpdateSpec(accepts=partial(self.accepts, state.live))
+        )
+        if not state.live.is_full or state.changed.count > MOSTLY_CHANGED * self.layout.size:
+            return assignment
+        changed = Patch.from_vector(state.weights, state.changed, "previous")
+        return replace(assignment, request=replace(assignment.request, model=changed), full_model=model)
+
+    def answer(self, request: Request, site: Site) -> Update:
+        """Train the network of the live units and return the revealed entries."""
+        narrowed = site.narrow(request.trainable)
+        start = narrowed.weights
+        trained = narrowed.train(start, Mask.full(narrowed.layout.size), self.config.training, request.round)
+        revealed = self.reveal(trained - start, narrowed, request.round)
+        bits = torch.zeros(self.layout.size, dtype=torch.bool)
+        bits[request.trainable.indices] = revealed.bits
+        patch = Patch(revealed.take(trained), Mask(bits))
+        return Update(patch, self.update_content, site.num_examples, narrowed.evaluate(start))
+
+    def learn(self, state: SelectiveState, contributions: Sequence[Contribution]) -> SelectiveState:
+        changed = unite_masks(contribution.patch.mask for contribution in contributions)
+        weights = torch.where(changed.bits, self.aggregate(state, contributions), state.weights)
+        return replace(state, round=state.round + 1, weights=weights, changed=changed)
+
+    def model(self, state: SelectiveState) -> Patch:
+        return Patch.from_vector(state.weights, state.live)
+
+    @cached_property
+    def parameters(self) -> Mask:
+        """All entries but buffers."""
+        return Mask.from_tensors(self.layout, lambda tensor: tensor.role != "buffer")
+
+
+def aggregate_revealed(
+    state: SelectiveState, contributions: Sequence[Contribution], rule: Aggregation, parameters: Mask
+) -> Tensor:
+    """Return the new weights ``(P,)`` from the values that sites revealed.
+
+    Args:
+        state: the state before the round.
+        contributions: new values of the revealed entries.
+        rule: ``"sum"`` adds all deltas; ``"mean"`` weights by examples, absent deltas being zero; ``"count"`` averages
+            over the sites that revealed an entry.
+        parameters: the other entries are running statistics.
+    """
+    previous = state.weights
+    if rule == "mean":
+        completed = [
+            replace(contribution, patch=Patch.from_vector(contribution.patch.write_into(previous.clone()), state.live))
+            for contribution in contributions
+        ]
+        return weighted_sum(completed, weigh_by_examples)
+    average = average_over_owners(contributions, weigh_by_examples, fallback=previous)
+    if rule == "count":
+        return average
+    # Running statistics are averaged, never added: a sum of variances is the variance of nothing.
+    return torch.where(parameters.bits, apply_deltas(contributions, weigh_by_one, previous), average)

@@ -1,0 +1,163 @@
+"""Pruning of idle units by the server, after rounds of training (Shao et al. 2020, section 3.3).
+
+See docs/algorithms.md, section 3.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Final, Literal, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ...errors import ConfigError
+from ...exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ...mask import Mask
+from ...params import Layout
+from ...scores.scbf.apoz import count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
+from ...structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
+from ...training import Site
+from ..method import TRAIN, MethodConfig, broadcast
+from .selective import SelectiveMethod, SelectiveState
+
+COUNT: Final = "count"
+"""The kind of the request, and the phase, in which sites count the zeros of every unit."""
+
+
+class PruningConfig(MethodConfig):
+    """Settings of the pruning at the server."""
+
+    pruning_rate: float = Field(
+        0.1, gt=0, lt=1, description="theta: share of the remaining units that a pruning removes"
+    )
+    prunings: int = Field(6, ge=0, description="number of prunings, one after each round of training")
+    target_pruned_fraction: float | None = Field(
+        None, ge=0, lt=1, description="theta_total, instead of prunings: prune while the pruned share is below it"
+    )
+    counting_site: str = Field(
+        "sites",
+        description="sites: all sites count zeros, on their training examples; or the name of the one site that holds "
+        "the server's validation set and does not train",
+    )
+    ranking: Literal["network", "layer"] = Field("network", description="one ranking over all layers, or one per layer")
+    min_units_left: float = Field(
+        0.05, ge=0, lt=1, description="share of its units that every layer keeps; at least one unit"
+    )
+
+    def is_due(self, prunings_done: int) -> bool:
+        """Return whether another pruning follows ``prunings_done`` ones.
+
+        It does while the pruned fraction is strictly below the target (docs/algorithms.md, section 3.12, deviation 8).
+        """
+        if self.target_pruned_fraction is None:
+            return prunings_done < self.prunings
+        return 1 - (1 - self.pruning_rate) ** prunings_done < self.target_pruned_fraction - 1e-9
+
+    def count_remaining(self, units: int, prunings_done: int) -> int:
+        """Return the number of units after ``prunings_done`` prunings.
+
+        docs/algorithms.md, section 3.12, deviation 9.
+        """
+        return round(units * (1 - self.pruning_rate) ** prunings_done)
+
+
+PruningConfigT = TypeVar("PruningConfigT", bound=PruningConfig)
+
+
+class PruningMethod(SelectiveMethod[PruningConfigT]):
+    """A selective method whose server removes the units that are zero most often (APoZ).
+
+    While pruning is due, a second request follows each round of training: sites count how often each unit was zero.
+    Then the server removes units. Sites train the smaller network and messages carry its entries only. The structure
+    travels once, as the mask of live entries; a site that joins later receives it with the model.
+
+    Raises:
+        ConfigError: the network has no units to remove.
+    """
+
+    def __init__(self, config: PruningConfigT, layout: Layout, seed: int = 0):
+        super().__init__(config, layout, seed)
+        self._layers = find_removable_layers(build_channel_graph(layout))
+        if not self._layers:
+            raise ConfigError(f"method {self.name}: the network has no hidden layer with a ReLU to remove units from")
+
+    def init(self, weights: Tensor, sites: Sequence[str]) -> SelectiveState:
+        name = self.config.counting_site
+        if name not in ("sites", *sites):
+            raise ConfigError(f"method.counting_site: no site {name!r}; there are {', '.join(sites)}")
+        if list(sites) == [name]:
+            raise ConfigError(f"method.counting_site: {name!r} is the only site, so no site would train")
+        return super().init(weights, sites)
+
+    def select_sites(self, state: SelectiveState, sites: Sequence[str]) -> list[str]:
+        return super().select_sites(state, [site for site in sites if site != self.config.counting_site])
+
+    def ask_round(self, state: SelectiveState, sites: Sequence[str]) -> dict[str, Assignment]:
+        all_count = self.config.counting_site == "sites"
+        if state.phase == COUNT:
+            model = self.model(state)
+            assignment = Assignment(
+                Request(COUNT, state.round - 1, model, state.live),
+                UpdateSpec("scores", mask=self._count_mask, min_value=0.0),
+            )
+            return broadcast(sites if all_count else [self.config.counting_site], assignment)
+        assignment = self.build_assignment(TRAIN, state)
+        if state.phase == "counted" and all_count:
+            # The sites counted the zeros of this model, so they hold its values; only the structure is new.
+            full_model = assignment.request.model
+            structure = replace(Patch.empty(self.layout.size), base="previous")
+            request = replace(assignment.request, model=structure)
+            assignment = replace(assignment, request=request, full_model=full_model)
+        return broadcast(self.select_sites(state, sites), assignment)
+
+    def answer(self, request: Request, site: Site) -> Update:
+        if request.kind != COUNT:
+            return super().answer(request, site)
+        counts = count_zeros(site, site.weights, self._layers)
+        return Update(encode_counts(counts, self._count_entries, self.layout.size), "scores", site.num_examples)
+
+    def learn(self, state: SelectiveState, contributions: Sequence[Contribution]) -> SelectiveState:
+        if state.phase == COUNT:
+            return self._prune(state, contributions)
+        is_due = self.config.is_due(state.prunings) and state.round < self.config.rounds
+        return replace(super().learn(state, contributions), phase=COUNT if is_due else "train")
+
+    def _prune(self, state: SelectiveState, contributions: Sequence[Contribution]) -> SelectiveState:
+        """Remove the units with the highest APoZ."""
+        units = get_kept_units(self.layout, self._layers, state.live)
+        remaining = sum(int(layer.sum()) for layer in units)
+        surplus = remaining - self.config.count_remaining(self._num_units, state.prunings + 1)
+        live_units = remove_idle_units(
+            units,
+            pool_apoz(contributions, self._count_entries),
+            max(surplus, 0),
+            at_least=self.config.min_units_left,
+            per_layer=self.config.ranking == "layer",
+        )
+        live = build_live_mask(self.layout, self._layers, live_units)
+        weights = torch.where(live.bits, state.weights, 0.0)
+        return replace(state, weights=weights, live=live, prunings=state.prunings + 1, phase="counted")
+
+    @property
+    def _num_units(self) -> int:
+        """Number of removable units of the unpruned network."""
+        return sum(layer.units for layer in self._layers)
+
+    @cached_property
+    def _count_entries(self) -> Tensor:
+        """Indices ``(units, 3)`` of the entries that a unit's count travels in."""
+        return locate_counts(self.layout, self._layers)
+
+    @cached_property
+    def _count_mask(self) -> Mask:
+        bits = torch.zeros(self.layout.size, dtype=torch.bool)
+        bits[self._count_entries] = True
+        return Mask(bits)
+
+    @property
+    def note(self) -> str:
+        return f"{self._num_units} units of {len(self._layers)} layers can be removed"

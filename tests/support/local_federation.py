@@ -1,0 +1,197 @@
+"""A federation in one process that a test can disturb: silent sites, changed updates, changed messages, restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from toy import Toy, ToyBench
+
+from flare_sparse.checkpoint.store import Store
+from flare_sparse.encryption import KeyContexts, ServerCipher, SiteCipher
+from flare_sparse.endpoints.server import SERVER, Attempt, ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
+from flare_sparse.errors import SiteExcluded, WireError
+from flare_sparse.exchange import Patch, Request, Update
+from flare_sparse.federation import Federation, Handshake, Outcome, Reply, RoundRecord, RoundRules
+from flare_sparse.methods import Method
+from flare_sparse.training import Site
+from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.plan import ValueType
+
+RUN = "0" * 16
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What one site sends in one attempt.
+
+    Attributes:
+        site: name of the site.
+        attempt: server's attempt that the site replies to.
+        request: request as the site decoded it.
+        update: site's update.
+        examples, metrics: number of examples and metrics that travel beside the message.
+        endpoint, server: both ends of the wire.
+        message: encoded update; None before it is encoded.
+    """
+
+    site: str
+    attempt: Attempt
+    request: Request
+    update: Update
+    examples: Any
+    metrics: Any
+    endpoint: SiteEndpoint
+    server: ServerEndpoint
+    message: Any = None
+
+    def with_values(self, values: torch.Tensor) -> Upload:
+        """Return the upload with other values at the same entries."""
+        return replace(self, update=replace(self.update, patch=Patch(values, self.update.patch.mask)))
+
+    def decode(self) -> Any:
+        """Return the contribution that the server decodes from the message."""
+        return self.server.decode(self.site, self.message, self.examples, self.metrics)
+
+
+class LocalFederation:
+    """A server and its sites in this process, connected by the real wire, with hooks for a test to disturb them.
+
+    Args:
+        method: method, or its name in the registry; ``settings`` are its configuration then.
+        bench: builds sites and methods; None: one of the ``Toy`` task.
+        sites: sites by name, or how many to build.
+        rules: rules of the rounds.
+        values: number format on the wire.
+        contexts: keys for encryption; None: values travel in the clear.
+        site_contexts: other keys, by site.
+        stores: checkpoint store of each end; None for an end without checkpoints.
+
+    Attributes:
+        is_silent: whether a site stays silent in an attempt; it does not even receive the request.
+        change_update: changes an upload before it is encoded.
+        change_message: changes an upload after it is encoded; returns an :class:`Upload`, a reply as the server would
+            see it, or None for a lost message.
+        restarts: (sequence, site) pairs: the site loses its memory before it receives this attempt.
+        order: order in which the sites are listed and replies arrive; None: by name.
+        requested: (round, site) of every message that was delivered.
+        records: record of every committed round.
+        warnings: why sites were excluded.
+    """
+
+    def __init__(
+        self,
+        method: str | Method[Any, Any] = "fedavg",
+        bench: ToyBench | None = None,
+        *,
+        sites: Mapping[str, Site] | int = 3,
+        rules: RoundRules | None = None,
+        values: ValueType = "float32",
+        contexts: KeyContexts | None = None,
+        site_contexts: Mapping[str, KeyContexts] | None = None,
+        stores: Callable[[str], Store | None] = lambda end: None,
+        **settings: Any,
+    ):
+        self.bench = bench or ToyBench(Toy())
+        self.method = self.bench.method(method, **settings) if isinstance(method, str) else method
+        self.rules, self.values, self.stores = rules, values, stores
+        self.contexts = (
+            {} if contexts is None else dict.fromkeys(self._names(sites), contexts) | dict(site_contexts or {})
+        )
+        self.ledger = Ledger()
+        cipher = ServerCipher(contexts.server) if contexts else None
+        self.server = ServerEndpoint(self.method.layout, RUN, values, self.ledger, cipher)
+        self.sites = self.bench.sites(sites) if isinstance(sites, int) else dict(sites)
+        self.endpoints = {name: self._build_endpoint(name) for name in self.sites}
+
+        self.is_silent: Callable[[str, Attempt], bool] = lambda site, attempt: False
+        self.change_update: Callable[[Upload], Upload] = lambda upload: upload
+        self.change_message: Callable[[Upload], Upload | Reply | None] = lambda upload: upload
+        self.restarts: set[tuple[int, str]] = set()
+        self.order: Sequence[str] | None = None
+        self.on_round: Callable[[RoundRecord], None] = lambda record: None
+        self.requested: list[tuple[int, str]] = []
+        self.records: list[RoundRecord] = []
+        self.warnings: list[SiteExcluded] = []
+
+    @staticmethod
+    def _names(sites: Mapping[str, Site] | int) -> list[str]:
+        return [f"site-{i}" for i in range(1, sites + 1)] if isinstance(sites, int) else list(sites)
+
+    def _build_endpoint(self, name: str) -> SiteEndpoint:
+        cipher = SiteCipher(self.contexts[name].client) if self.contexts else None
+        return SiteEndpoint(self.sites[name], self.method, RUN, self.values, self.stores(name), cipher)
+
+    def restart_site(self, name: str) -> None:
+        """Replace a site by a new process: what it knows is what its checkpoints hold."""
+        self.sites[name] = self.bench.sites(len(self.sites))[name]
+        self.endpoints[name] = self._build_endpoint(name)
+
+    def list_sites(self) -> list[str]:
+        """Return the names of the sites present."""
+        return list(self.order or sorted(self.endpoints))
+
+    def build_hellos(self, names: list[str]) -> Mapping[str, Any]:
+        """Return each site's hello, as the handshake brings it to the server."""
+        return {name: self.endpoints[name].build_hello() for name in names}
+
+    def deliver(self, attempt: Attempt) -> Mapping[str, Reply]:
+        """Take an attempt's messages to the sites and return the replies of those that sent one."""
+        replies = {}
+        for name in self.order or attempt.messages:
+            if name not in attempt.messages or self.is_silent(name, attempt):
+                continue
+            try:
+                reply = self._exchange(name, attempt)
+            except WireError as error:
+                reply = error
+            if reply is not None:
+                replies[name] = reply
+        return replies
+
+    def _exchange(self, name: str, attempt: Attempt) -> Reply | None:
+        if (attempt.sequence, name) in self.restarts:
+            self.restart_site(name)
+        self.requested.append((attempt.round, name))
+        endpoint = self.endpoints[name]
+        request = endpoint.receive(attempt.messages[name])
+        update = endpoint.answer(request)
+        upload = self.change_update(
+            Upload(name, attempt, request, update, update.num_examples, update.metrics, endpoint, self.server)
+        )
+        sent = self.change_message(replace(upload, message=self.encode(upload)))
+        return sent.decode() if isinstance(sent, Upload) else sent
+
+    def encode(self, upload: Upload) -> Any:
+        """Return the message of an upload, as a buffer that the test may write to."""
+        return upload.endpoint.encode(upload.request, upload.update).data.copy()
+
+    def run(
+        self,
+        *,
+        sites: Callable[[], list[str]] | None = None,
+        handshake: Handshake | None = None,
+        resume: bool = False,
+    ) -> Outcome:
+        """Run the method from the first round, or from the newest checkpoint."""
+
+        def record_round(record: RoundRecord) -> None:
+            self.records.append(record)
+            self.on_round(record)
+
+        federation = Federation(
+            self.method,
+            self.server,
+            self.bench.task.metric,
+            sites or self.list_sites,
+            self.deliver,
+            rules=self.rules,
+            handshake=handshake,
+            on_round=record_round,
+            store=self.stores(SERVER),
+            on_excluded=self.warnings.append,
+        )
+        return federation.run(self.bench.weights, resume=resume)
