@@ -109,6 +109,7 @@ ROWS = {
             "fallback": 5,
         },
     ),
+    "forget memory": (ANSWERED, ANSWERED.forget_memory(), {"memory_after": EMPTY}),
 }
 """By transition: the state before, the state after, and the fields that change."""
 
@@ -157,3 +158,16 @@ def test_retry_after_restart_has_the_memory_of_a_retry_without_restart() -> None
     restarted = SiteState.restart(NEWEST_SNAPSHOT, OTHER_SNAPSHOT)
     assert restarted.receive(TRAIN, NEW).memory is ANSWERED.receive(TRAIN, NEW).memory is BEFORE
     assert restarted.receive(COUNT, NEW).memory is ANSWERED.receive(COUNT, NEW).memory is AFTER
+
+
+@pytest.mark.parametrize(
+    ("damaged", "before", "after"),
+    [([], BEFORE, AFTER), ([3], BEFORE, AFTER), ([9], BEFORE, EMPTY), ([6], EMPTY, AFTER), ([6, 9], EMPTY, EMPTY)],
+)
+def test_memory_is_empty_if_the_checkpoint_of_a_later_update_is_damaged(
+    damaged: list[int], before: SiteMemory, after: SiteMemory
+) -> None:
+    """The intact checkpoints have the numbers 5 and 7."""
+    restarted = SiteState.restart(NEWEST_SNAPSHOT, OTHER_SNAPSHOT, damaged)
+    assert restarted.receive(TRAIN, NEW).memory == before
+    assert restarted.receive(COUNT, NEW).memory == after

@@ -2,6 +2,7 @@
 
     <folder>/00000007/manifest.json        identity of the run, packed values, sha256 of everything
     <folder>/00000007/tensors.safetensors
+    <folder>/damaged-00000006              evidence: a checkpoint that failed its checksums
     <folder>/finished                      exists after the end of the run: path of its result folder
 
 A checkpoint is written under a temporary name, flushed to disk with its folder, and renamed: the rename is the commit.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,6 +31,9 @@ from .writing import replace_atomically, sync_to_disk, write_new_file
 FORMAT = 2
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 FINISHED = "finished"
+DAMAGED = "damaged-"
+
+_LOG = logging.getLogger(__name__)
 
 
 class Store:
@@ -141,21 +146,26 @@ class Store:
     def load(self, kind: Any, below: int | None = None) -> tuple[int, Any] | None:
         """Return number and content of the newest undamaged checkpoint; None if there is none.
 
+        Newer checkpoints that are damaged are set aside under another name, see :meth:`list_damaged`.
+
         Args:
             kind: declared type of the content.
             below: consider only checkpoints with a smaller number.
 
         Raises:
-            CheckpointError: the checkpoint belongs to another run, model or version; the text names the differences.
+            CheckpointError: the checkpoint belongs to another run, model or version, and the text names the
+                differences; or a damaged one cannot be renamed.
         """
         for number in reversed(self.list_numbers()):
             if below is not None and number >= below:
                 continue
             manifest = self._read_manifest(self.folder / f"{number:08d}")
-            if manifest is not None:
-                self._check_identity(manifest)
-                tensors = safetensors.torch.load((self.folder / f"{number:08d}" / TENSORS).read_bytes())
-                return number, unpack(manifest["content"], kind, tensors)
+            if manifest is None:
+                self._set_aside(number)
+                continue
+            self._check_identity(manifest)
+            tensors = safetensors.torch.load((self.folder / f"{number:08d}" / TENSORS).read_bytes())
+            return number, unpack(manifest["content"], kind, tensors)
         return None
 
     def check(self) -> None:
@@ -170,16 +180,46 @@ class Store:
         return None
 
     def delete(self, at_least: int = 0) -> None:
-        """Delete the checkpoints with this number and above."""
-        for number in self.list_numbers():
-            if number >= at_least:
-                shutil.rmtree(self.folder / f"{number:08d}", ignore_errors=True)
+        """Delete the checkpoints with this number and above, and the damaged ones among them."""
+        for prefix in ("", DAMAGED):
+            for number in self._list_numbers(prefix):
+                if number >= at_least:
+                    shutil.rmtree(self.folder / f"{prefix}{number:08d}", ignore_errors=True)
 
     def list_numbers(self) -> list[int]:
-        """Return the numbers of all checkpoints, ascending, damaged ones included."""
+        """Return the numbers of all checkpoints, ascending; damaged ones count until :meth:`load` sets them aside."""
+        return self._list_numbers("")
+
+    def list_damaged(self) -> list[int]:
+        """Return the numbers of the damaged checkpoints that :meth:`load` has set aside, ascending."""
+        return self._list_numbers(DAMAGED)
+
+    def _list_numbers(self, prefix: str) -> list[int]:
         if not self.folder.is_dir():
             return []
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+        names = (path.name for path in self.folder.iterdir() if path.name.startswith(prefix))
+        return sorted(int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdigit())
+
+    def _set_aside(self, number: int) -> None:
+        """Rename a damaged checkpoint to ``damaged-<number>``.
+
+        Raises:
+            CheckpointError: it cannot be renamed.
+        """
+        # Under its number it would count as one of the newest: pruning would keep it in place of an intact one, and the
+        # run could not write its own checkpoint of that number.
+        path, aside = self.folder / f"{number:08d}", self.folder / f"{DAMAGED}{number:08d}"
+        try:
+            # Evidence of an earlier restart: a folder cannot be renamed over one that is not empty.
+            shutil.rmtree(aside, ignore_errors=True)
+            path.replace(aside)
+            sync_to_disk(self.folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: damaged, and cannot be renamed to {aside.name}: {error.strerror or error}. Remove it by hand"
+            ) from error
+        # FLARE may stream a site's log to the server: the text names no path.
+        _LOG.warning("checkpoint %08d is damaged and not used; it is kept as %s", number, aside.name)
 
     def _read_manifest(self, folder: Path) -> dict[str, Any] | None:
         """Return the manifest if the checksums of both files match; None for a damaged checkpoint."""

@@ -76,7 +76,7 @@ class ServerEndpoint:
         """
         is_retry = self._state.is_retry(assignments)
         self._state = self._state.retry(assignments) if is_retry else self._state.start(assignments)
-        encoded: dict[tuple[int, str | None, str], Encoded] = {}
+        encoded: dict[tuple[int, str | None, int | None], Encoded] = {}
         messages: dict[str, np.ndarray] = {}
         patches: dict[str, Patch] = {}
         residuals: dict[str, Tensor | None] = {}
@@ -85,7 +85,10 @@ class ServerEndpoint:
             request, base = assignment.request, self._state.bases.get(site)
             patch = self._select_patch(site, assignment)
             plan = plan_request(self.layout, self.run, base, request=request, sequence=self._state.sequence)
-            key = (id(assignment), base.mask.fingerprint if base else None, patch.base)
+            # A patch over the previous model names the receiver's base. Sites with one mask can hold bases of different
+            # age, for example after one of them missed an attempt, and each refuses a message over another base.
+            base_sequence = base.sequence if base and patch.base == "previous" else None
+            key = (id(assignment), base.mask.fingerprint if base else None, base_sequence)
             if key not in encoded:
                 # A broadcast has one residual, since all sites hold the same vector; different models have their own.
                 stream = "all" if len(self._state.assignments) == 1 else site

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,12 @@ from ..wire.codec import Decoded, Encoded, decode, encode, read_sequence
 from ..wire.plan import ValueType
 from .bases import SiteBase, plan_request, plan_update
 from .site_state import RequestId, SiteMemory, SiteSnapshot, SiteState
+
+_LOG = logging.getLogger(__name__)
+_MEMORY_LOST = (
+    "%s: what this site added to its next update (a rounding residual, the method's memory) is lost; the next update "
+    "starts without it"
+)
 
 
 class SiteEndpoint:
@@ -62,9 +69,18 @@ class SiteEndpoint:
         """
         # Checkpoints are loaded here and not in the constructor: the sequence number of the first message after the
         # start decides which of them are still valid.
-        if self._state.sequence == 0 and self.store is not None:
+        is_restart = self._state.sequence == 0 and self.store is not None
+        if is_restart and self.store is not None:
             self._load_checkpoints(self.store, read_sequence(data, "server"))
-        message = self._decode_request(data)
+        try:
+            message = self._decode_request(data)
+        except MissingBase:
+            # The server has an update of this site that is later than the newest checkpoint, for example because its
+            # folder is gone. What the checkpoint's memory holds may have been sent with that update.
+            if is_restart and self._state.sequence:
+                _LOG.warning(_MEMORY_LOST, "the server has a later update than the newest checkpoint")
+                self._state = self._state.forget_memory()
+            raise
         if message.sequence <= self._state.sequence:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._state.sequence}", message.sequence, "server")
         if message.trainable is None:
@@ -172,6 +188,8 @@ class SiteEndpoint:
         # Checkpoints with this number or a higher one belong to updates that the server discarded when it resumed.
         store.delete(sequence)
         newest = store.load(SiteSnapshot)
+        if any(number > (newest[0] if newest else 0) for number in store.list_damaged()):
+            _LOG.warning(_MEMORY_LOST, "the newest checkpoint is damaged")
         if newest is None:
             return
         _, snapshot = newest
@@ -180,7 +198,7 @@ class SiteEndpoint:
         while fallback is not None and fallback[1].request == snapshot.request:
             fallback = store.load(SiteSnapshot, below=fallback[0])
         self.site.weights = snapshot.weights
-        self._state = SiteState.restart(snapshot, fallback[1] if fallback else None)
+        self._state = SiteState.restart(snapshot, fallback[1] if fallback else None, store.list_damaged())
 
     def _record_answer(self, request: RequestId, memory: SiteMemory) -> None:
         """Write the checkpoint of an update, then change the state.

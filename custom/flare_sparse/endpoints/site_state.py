@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -78,9 +79,11 @@ class SiteState:
     answer, again              .     .         .            .         .       memory   new      sequence    .
     restart from one request   [1]   [1]       (None,)      [1]       [1]     empty    [1]      [1]         None
     restart from two requests  [1]   [1]       ([2].base,)  [1]       [1]     [2]      [1]      [1]         [2]
+    forget memory              .     .         .            .         .       .        empty    .           .
     =========================  ====  ========  ===========  ========  ======  =======  =======  ==========  ==========
 
-    [1] is the newest checkpoint, [2] the newest one of another request than [1].
+    [1] is the newest checkpoint, [2] the newest one of another request than [1]. If a damaged checkpoint is newer than
+    [1], "memory" and "after" are empty; if one lies between [2] and [1], "before" is empty.
 
     Attributes:
         base: base that the site holds; None: none.
@@ -158,14 +161,25 @@ class SiteState:
             fallback=fallback,
         )
 
+    def forget_memory(self) -> SiteState:
+        """Return the state of a site that has lost an update later than ``answered``, and what it carried on."""
+        # The memory before ``answered`` stays: the server retries that request only if it has no later update.
+        return replace(self, memory_after=SiteMemory())
+
     @classmethod
-    def restart(cls, newest: SiteSnapshot, fallback: SiteSnapshot | None) -> SiteState:
+    def restart(cls, newest: SiteSnapshot, fallback: SiteSnapshot | None, damaged: Sequence[int] = ()) -> SiteState:
         """Return the state of a process that starts from checkpoints.
 
         Args:
             newest: the newest checkpoint.
             fallback: the newest checkpoint of another request than ``newest``; None: there is none.
+            damaged: numbers of the damaged checkpoints.
         """
+        # A checkpoint is written before its update is sent: a damaged one stands for an update that the server may
+        # have. The memory before that update holds values that the update sent, and would send them twice.
+        first, last = fallback.base.sequence if fallback else 0, newest.base.sequence
+        after = SiteMemory() if any(number > last for number in damaged) else newest.memory
+        is_before_lost = any(first < number < last for number in damaged)
         # A restarted site cannot know whether the server committed the round of ``newest`` or will retry it. The state
         # therefore keeps the memory and the base of both cases.
         return cls(
@@ -173,9 +187,9 @@ class SiteState:
             received=newest.request,
             earlier_bases=(fallback.base if fallback else None,),
             answered=newest.request,
-            memory=newest.memory,
-            memory_before=fallback.memory if fallback else SiteMemory(),
-            memory_after=newest.memory,
+            memory=after,
+            memory_before=fallback.memory if fallback and not is_before_lost else SiteMemory(),
+            memory_after=after,
             checkpoint=newest.base.sequence,
             fallback=fallback.base.sequence if fallback else None,
         )

@@ -173,9 +173,8 @@ class Federation:
         checkpoint = store.load(Snapshot[type(start.state)])  # type: ignore[misc]
         if checkpoint is None:
             return start
-        number, snapshot = checkpoint
-        # Damaged checkpoints with higher numbers would count as the newest ones when the next save deletes old ones.
-        store.delete(number + 1)
+        _, snapshot = checkpoint
+        # The endpoint first: its sequence numbers continue, so that no late reply of the killed process is taken.
         self.endpoint.restore(snapshot.endpoint)
         self.endpoint.ledger.lines.extend(snapshot.messages)
         # Each process writes records and ledger from round 0 on; without the earlier rounds they would be incomplete.
