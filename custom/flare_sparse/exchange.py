@@ -105,6 +105,7 @@ class UpdateSpec:
         accepts: whether a site may send a selection, by site name and mask; None: any selection.
         min_entries: fewest entries of an update by site name, where ``mask`` is None; None: the site decides.
         min_value: smallest value that is accepted; None: no bound.
+        counts_empty: whether an update with an empty selection contributes a delta of zero; if not, its site abstains.
     """
 
     content: Content = "weights"
@@ -112,6 +113,7 @@ class UpdateSpec:
     accepts: Callable[[str, Mask], bool] | None = None
     min_entries: Callable[[str], int] | None = None
     min_value: float | None = None
+    counts_empty: bool = False
 
 
 @dataclass(frozen=True)

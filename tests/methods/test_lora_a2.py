@@ -12,12 +12,12 @@ from torch import nn
 
 from flare_sparse.exchange import Contribution, Patch, Update
 from flare_sparse.local.run import run_locally
-from flare_sparse.methods.lora_a2 import LoRAA2, State
+from flare_sparse.methods.lora_a2 import LoRAA2, State, _compute_mean_gradient
 from flare_sparse.models.adapters import AdapterConfig, add_adapters
 from flare_sparse.models.base import seed_initialization
 from flare_sparse.params import compute_digest
 from flare_sparse.scores.ranks import Factor, Slots
-from flare_sparse.training import Site
+from flare_sparse.training import Site, TrainingConfig
 
 RANK = 4
 TRAINING = {"epochs": 1, "optimizer": "adamw", "lr": 0.01, "weight_decay": 0.05, "batch_size": 8}
@@ -270,3 +270,13 @@ def test_different_ranks_give_different_models(uneven: Any) -> None:
     one, two = (uneven.compute_digest("lora_a2", rank=rank, training=TRAINING) for rank in (1, 2))
     assert one != two
     assert compute_digest(uneven.weights) != one
+
+
+@pytest.mark.parametrize("batch_size", [3, 4, 8])
+def test_gradient_trial_in_minibatches_is_the_full_batch_gradient(batch_size: int, uneven: Any) -> None:
+    """Nine examples: the last minibatch of 4 or 8 has a single example, which weighs as much as any other."""
+    site = uneven.site(1, 9)
+    whole, parts = (
+        _compute_mean_gradient(site, uneven.weights, TrainingConfig(batch_size=size), 1) for size in (9, batch_size)
+    )
+    assert torch.allclose(parts, whole, rtol=1e-5, atol=1e-7)

@@ -131,7 +131,54 @@ def test_hetlora_site_gives_up_ranks_that_shrink(adapted: Any) -> None:
     assert {method._count_ranks(update.patch.mask) for update in sent} == {2}  # weight decay shrinks every entry
     after = method.learn(state, sent)
     assert after.ranks == (2, 2, 2)
+    assert not (method.slots.factors["A"] - method.select_first_ranks(2)).take(after.weights).any()
     again = method.ask(after, ["site-1"])["site-1"]
     assert again.request.model.mask == method.slots.select_first(2) | method.slots.other_entries
     assert again.expected.accepts("site-1", method.select_first_ranks(1))
     assert not again.expected.accepts("site-1", method.select_first_ranks(4))
+
+
+@pytest.mark.parametrize("split", ["balanced", "left"])
+def test_flexlora_keeps_slots_that_no_contributing_site_has(adapted: Any, split: str) -> None:
+    """A round with a site of rank 1 alone; with both factors zero the other slots would never train again."""
+    method = adapted.method("flexlora", ranks=RANKS, split=split, training=TRAINING)
+    state = method.init(adapted.weights, [])
+    only_one, *_ = collect_updates(method, state, adapted)
+    after = method.learn(state, [only_one])
+    upper = method.full_mask - method.select_first_ranks(1)
+    assert torch.equal(upper.take(after.weights), upper.take(adapted.weights))
+    highest = collect_updates(method, after, adapted)[2]
+    assert bool((highest.patch.to_vector() != after.weights)[(upper & method.slots.factors["B"]).bits].any())
+
+
+@pytest.mark.parametrize("split", ["balanced", "left"])
+def test_flexlora_keeps_a_where_the_product_is_zero(adapted: Any, split: str) -> None:
+    """Sites that return B = 0 leave A as it is; the product stays zero."""
+    method = adapted.method("flexlora", split=split)
+    state = method.init(adapted.weights, [])
+    sent = Contribution("site-1", Patch.from_vector(adapted.weights, method.full_mask), "weights", 8)
+    assert torch.equal(method.learn(state, [sent]).weights, adapted.weights)
+
+
+@pytest.mark.parametrize("sparsity_weighted", [True, False])
+def test_hetlora_keeps_slots_that_no_contributing_site_has(adapted: Any, sparsity_weighted: bool) -> None:
+    method = adapted.method("hetlora", ranks=RANKS, sparsity_weighted=sparsity_weighted, training=TRAINING)
+    state = method.init(adapted.weights, [])
+    updates = collect_updates(method, state, adapted)
+    after = method.learn(state, updates[:2])
+    upper = method.full_mask - method.select_first_ranks(2)
+    assert torch.equal(upper.take(after.weights), upper.take(adapted.weights))
+    owned = method.select_first_ranks(2)
+    full = method.learn(state, updates)
+    assert not torch.equal(owned.take(after.weights), owned.take(adapted.weights))
+    assert not torch.equal(upper.take(full.weights), upper.take(adapted.weights))
+
+
+def test_hetlora_keeps_slots_of_a_site_whose_weight_is_zero(adapted: Any) -> None:
+    """The product of site-3 is zero, so its weight is; a mean without its slots would set them to zero."""
+    method = adapted.method("hetlora", ranks=RANKS, training=TRAINING)
+    state = method.init(adapted.weights, [])
+    low, _, high = collect_updates(method, state, adapted)
+    high = replace(high, patch=Patch.from_vector(adapted.weights, method.full_mask))
+    upper = method.full_mask - method.select_first_ranks(1)
+    assert torch.equal(upper.take(method.learn(state, [low, high]).weights), upper.take(adapted.weights))

@@ -88,6 +88,17 @@ def test_signed_weighted_full_batch_scores_equal_snip_of_the_pooled_loss(plain: 
     assert torch.allclose((16 * s1 + 32 * s2) / 48, gradient * plain.weights, atol=1e-6)
 
 
+@pytest.mark.parametrize("batch_size", [3, 4, 8])
+def test_signed_saliency_in_minibatches_equals_that_of_all_examples(batch_size: int, plain: Any) -> None:
+    """Nine examples: the last minibatch of 4 or 8 has a single example, which weighs as much as any other."""
+    site = plain.site(1, 9)
+    whole, parts = (
+        compute_saliency(site, plain.weights, batch_size=size, batches=None, t=0, signed=True)
+        for size in (9, batch_size)
+    )
+    assert torch.allclose(parts, whole, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("training", OPTIMIZERS, ids=["momentum", "adam", "adamw"])
 def test_entries_outside_the_mask_are_zero_at_sites_and_server(bench: Any, training: dict[str, Any]) -> None:
     outcome, _ = bench.run("neurosfl", sparsity=0.8, training=training)

@@ -102,6 +102,20 @@ def test_per_fedavg_uses_new_batches_in_every_step() -> None:
     )
 
 
+def test_per_fedavg_updates_running_statistics_and_no_other_entry_twice(bench: Any) -> None:
+    """Without them, an evaluation would normalise by the initial mean 0 and variance 1."""
+    method, site = bench.method("per_fedavg", local_steps=50, training={**SGD, "lr": 1e-6}), bench.site(1)
+    site.weights = bench.weights
+    request = method.ask(method.init(bench.weights, ["site-1"]), ["site-1"])["site-1"].request
+    after = bench.layout.unflatten(method.answer(request, site).patch.to_vector())
+    x = site._examples.train.tensors[0]
+    before = bench.layout.unflatten(bench.weights)
+    hidden = torch.nn.functional.linear(x, before["0.weight"], before["0.bias"])
+    torch.testing.assert_close(after["1.running_mean"], hidden.mean(0), rtol=0.02, atol=0.01)
+    torch.testing.assert_close(after["1.running_var"], hidden.var(0), rtol=0.02, atol=0.01)
+    torch.testing.assert_close(after["0.weight"], before["0.weight"], rtol=1e-3, atol=1e-3)
+
+
 def test_fedavg_one_step_trains_as_fedavg(bench: Any) -> None:
     plain, _ = bench.run("fedavg")
     stepped, ledger = bench.run("fedavg_one_step", local_steps=None, adapt_lr=0.05)

@@ -311,3 +311,37 @@ def test_equal_seeds_give_equal_bits_with_sampled_channels(bench: Any) -> None:
     assert (
         compute_digest(first[0].weights) == compute_digest(second[0].weights) != bench.compute_digest("scbf", rate=0.9)
     )
+
+
+class RevealsNothing:
+    """A reveal function of sites that select nothing in round 1; ``remaining`` reveals all."""
+
+    def __init__(self, method: Any, remaining: tuple[str, ...]):
+        self.full_mask, self.remaining = method.full_mask, remaining
+
+    def __call__(self, delta: Tensor, site: Any, t: int) -> Mask:
+        return self.full_mask if site.name in self.remaining or t > 1 else Mask.empty(delta.numel())
+
+
+@pytest.mark.parametrize("name", ["scbf", "dssgd"])
+def test_empty_upload_counts_as_a_delta_of_zero(name: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = plain.method(name, aggregation="mean", rounds=1)
+    monkeypatch.setattr(type(method), "reveal", staticmethod(RevealsNothing(method, ("site-1",))))
+    outcome, _ = run_locally(method, plain.weights, plain.sites(), plain.task.metric)
+    site = plain.sites()["site-1"]
+    trained = site.train(plain.weights, method.full_mask, method.config.training, 1)
+    expected = plain.weights + 24 / (24 + 32 + 40) * (trained - plain.weights)
+    torch.testing.assert_close(outcome.weights, expected, rtol=1e-5, atol=1e-6)
+    assert outcome.rounds[0].sites_contributed == ["site-1", "site-2", "site-3"]
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "count"])
+def test_round_of_empty_uploads_leaves_the_model(aggregation: str, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = plain.method("scbf", aggregation=aggregation, rounds=1)
+    monkeypatch.setattr(type(method), "reveal", staticmethod(RevealsNothing(method, ())))
+    outcome, _ = run_locally(method, plain.weights, plain.sites(), plain.task.metric)
+    assert torch.equal(outcome.weights, plain.weights)
+    longer = plain.method("scbf", aggregation=aggregation, rounds=2)
+    outcome, _ = run_locally(longer, plain.weights, plain.sites(), plain.task.metric)
+    assert [record.attempts for record in outcome.rounds] == [1, 1, 1]
+    assert not torch.equal(outcome.weights, plain.weights)

@@ -137,6 +137,47 @@ def test_change_outside_the_leaf_modules_invalidates_everything() -> None:
     assert torch.equal(replayed, network(x))
 
 
+class InPlace(nn.Module):
+    """A network that changes a module's result, or a module's argument, in place."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.kind, self.relu = kind, nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        r = self.middle(h)
+        if self.kind == "residual":
+            r += h
+        elif self.kind == "view":
+            r.view(-1).add_(1.0)
+        elif self.kind == "module":
+            self.relu(r)
+        else:
+            r = r + h
+            self.relu(r)
+        return self.last(r)
+
+
+class InPlaceTask(Deep):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        return InPlace(self.kind)
+
+
+@pytest.mark.parametrize("kind", ["residual", "view", "module", "argument"])
+@pytest.mark.parametrize("stages", [("last.weight", "last.bias"), ("last.", "middle."), ("last.", "first.")])
+def test_results_changed_in_place_are_computed_again(kind: str, stages: tuple[str, ...]) -> None:
+    site, start = build_site(InPlaceTask(kind))
+    masks = [select_prefixes(site, prefix) for prefix in stages]
+    stepped = site.step_in_stages(start, masks, step(100))
+    assert torch.allclose(stepped, step_one_by_one(site, start, masks, 0.1), atol=1e-6)
+
+
 def test_infinite_loss_of_a_stage_raises() -> None:
     site, start = build_site(Deep())
     with pytest.raises(TrainingDiverged, match="stage 1"):

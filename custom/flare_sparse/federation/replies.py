@@ -23,21 +23,25 @@ class AttemptResult:
         accepted: accepted contributions in site-name order, with and without values.
         rejected: reason codes by site.
         timed_out: sites that did not reply.
+        counts_empty: sites of which an update with an empty selection contributes a delta of zero.
     """
 
     attempt: Attempt
     accepted: list[Contribution]
     rejected: dict[str, str]
     timed_out: list[str]
+    counts_empty: frozenset[str] = frozenset()
 
     @property
     def contributed(self) -> list[Contribution]:
-        """Contributions that a method can learn from: with values, and with a positive weight."""
+        """Contributions that a method can learn from: with values or a delta of zero, and with a positive weight."""
         # Weight 0 would add nothing to a sum but would count towards the quorum, and alone would divide by zero.
         return [
             contribution
             for contribution in self.accepted
-            if contribution.content != "metrics" and contribution.num_examples and contribution.patch.mask.count
+            if contribution.content != "metrics"
+            and contribution.num_examples
+            and (contribution.patch.mask.count or contribution.site in self.counts_empty)
         ]
 
     def reject(self, site: str, code: str) -> AttemptResult:

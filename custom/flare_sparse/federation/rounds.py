@@ -169,4 +169,5 @@ def _group_replies(
             site: get_reason_code(reply) for site, reply in replies.items() if not isinstance(reply, Contribution)
         },
         timed_out=sorted(set(assignments) - set(replies)),
+        counts_empty=frozenset(site for site, assignment in assignments.items() if assignment.expected.counts_empty),
     )

@@ -31,7 +31,8 @@ class Config(RankedConfig):
 class FlexLoRA(RankedMethod[Config, ModelState]):
     """A site of rank r_k receives, trains and returns the first r_k slots of every module.
 
-    After the first round, slot ``i`` of a module in ``state.weights`` is its ``i``-th singular direction.
+    After the first round, slot ``i`` of a module in ``state.weights`` is the ``i``-th singular direction of the mean
+    product. Slots beyond the rank of that product keep their values if no contributing site has them.
     """
 
     name = "flexlora"
@@ -74,8 +75,13 @@ class FlexLoRA(RankedMethod[Config, ModelState]):
             )
             stacked_a = torch.cat([adapter.view_matrix(v, "A").double() for v in vectors])
             b, a = factorise(weighted_b, stacked_a, adapter.rank, balanced=self.config.split == "balanced")
-            adapter.view_matrix(weights, "B").copy_(b)
-            adapter.view_matrix(weights, "A").copy_(a)
+            # A slot whose A and B are both zero has no gradient and would never train again. Where the product has no
+            # direction, A stays; so does B, unless a site has reported that it is zero.
+            is_empty = ~b.any(0)
+            is_owned = torch.stack([adapter.view_slots(c.patch.mask.bits, "B").any(1) for c in contributions]).any(0)
+            previous_b, previous_a = (adapter.view_matrix(state.weights, factor) for factor in ("B", "A"))
+            adapter.view_matrix(weights, "B").copy_(torch.where(is_empty & ~is_owned, previous_b.double(), b))
+            adapter.view_matrix(weights, "A").copy_(torch.where(is_empty[:, None], previous_a.double(), a))
         return ModelState(state.round + 1, weights)
 
     def model(self, state: ModelState) -> Patch:
@@ -99,7 +105,9 @@ def factorise(left: Tensor, right: Tensor, rank: int, *, balanced: bool = True) 
     q, r = torch.linalg.qr(left)
     p, t = torch.linalg.qr(right.T)
     u, s, v = torch.linalg.svd(r @ t.T, full_matrices=False)
-    kept = min(rank, s.numel())
+    # Singular values of a product of lower rank are rounding, not exact zeros.
+    is_positive = s > s.max() * max(s.numel(), 1) * torch.finfo(s.dtype).eps
+    kept = min(rank, int(is_positive.sum()))
     scale_left, scale_right = (s.sqrt(), s.sqrt()) if balanced else (s, torch.ones_like(s))
     b, a = left.new_zeros(left.shape[0], rank), right.new_zeros(rank, right.shape[1])
     b[:, :kept] = (q @ u * scale_left)[:, :kept]

@@ -23,6 +23,7 @@ from ..mask import Mask
 from ..training import Site
 from .method import TRAIN
 from .support.lora import RankedConfig, RankedMethod
+from .support.masks import unite_masks
 
 
 class Config(RankedConfig):
@@ -106,12 +107,21 @@ class HetLoRA(RankedMethod[Config, State]):
         return float(torch.linalg.vector_norm(vector[a]) * torch.linalg.vector_norm(vector[b]))
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
-        weights = weighted_sum(
-            contributions, self._weigh_by_size if self.config.sparsity_weighted else weigh_by_examples
-        )
+        """Return the state with the mean of the zero-padded factors; a slot that no site returned keeps its values."""
+        weigh = self._weigh_by_size if self.config.sparsity_weighted else weigh_by_examples
+        # Ordered as weighted_sum orders them, so that each weight meets its own site.
+        ordered = sorted(contributions, key=lambda contribution: contribution.site)
+        weights = weigh(ordered)
+        owned = unite_masks(c.patch.mask for c, weight in zip(ordered, weights, strict=True) if weight > 0)
         ranks = dict(zip(state.owners, state.ranks, strict=True))
-        ranks |= {contribution.site: self._count_ranks(contribution.patch.mask) for contribution in contributions}
-        return State(state.round + 1, weights, tuple(sorted(ranks)), tuple(ranks[name] for name in sorted(ranks)))
+        previous_ranks = [min(self._get_initial_rank(c.site), ranks.get(c.site, self.slots.rank)) for c in ordered]
+        ranks |= {contribution.site: self._count_ranks(contribution.patch.mask) for contribution in ordered}
+        # A slot that its last owner has given up is zero: its old values must not stay in the result.
+        given_up = self.select_first_ranks(max(previous_ranks)) - self.select_first_ranks(max(ranks.values()))
+        # A slot whose A and B are both zero has no gradient: averaged over no owner, it would never train again.
+        mean = weighted_sum(ordered, lambda _: weights)
+        vector = torch.where((owned | given_up).bits, mean, state.weights)
+        return State(state.round + 1, vector, tuple(sorted(ranks)), tuple(ranks[name] for name in sorted(ranks)))
 
     def _weigh_by_size(self, contributions: Sequence[Contribution]) -> list[float]:
         """Return ``||B_k A_k||_F`` over their sum; the weights by examples while all products are zero."""

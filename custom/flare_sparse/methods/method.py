@@ -17,8 +17,8 @@ A complete toy method, in which every site votes for every entry and the server 
     ...     def answer(self, request, site):
     ...         votes = Patch.from_vector(torch.ones(site.layout.size), request.trainable)
     ...         return Update(votes, self.update_content, site.num_examples)
-    ...     def learn(self, state, updates):
-    ...         return Votes(state.round + 1, state.total + sum(u.patch.values for u in updates))
+    ...     def learn(self, state, contributions):
+    ...         return Votes(state.round + 1, state.total + sum(c.patch.values for c in contributions))
     ...     def model(self, state):
     ...         return Patch.from_vector(state.total, self.full_mask)
 """

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..aggregation.weighted import weigh_equally, weighted_sum
 from ..exchange import Contribution, Patch, Request, Update
+from ..mask import Mask
 from ..training import Site
 from .method import ModelState
 from .support.adaptation import AdaptationConfig, AdaptationMethod
@@ -49,7 +50,18 @@ class PerFedAvg(AdaptationMethod[Config, ModelState]):
             stream = 3 * ((request.round - 1) * self.config.local_steps + step)
             direction = self.compute_meta_gradient(site, weights, stream) * request.trainable.bits
             weights = weights - self.config.training.compute_learning_rate(request.round) * direction
+        weights = self._update_statistics(request, site, weights)
         return Update(Patch.from_vector(weights, request.trainable), self.update_content, site.num_examples)
+
+    def _update_statistics(self, request: Request, site: Site, weights: Tensor) -> Tensor:
+        """Return ``weights`` ``(P,)`` with running statistics of ``local_steps`` minibatches of the site."""
+        statistics = request.trainable & Mask.from_tensors(self.layout, lambda tensor: tensor.role == "buffer")
+        if not statistics.count:
+            return weights
+        # Gradients are taken on copies of the model, whose buffers are discarded. Statistics that stay at their initial
+        # values would make every evaluation meaningless.
+        training, steps = self.config.training, self.config.local_steps
+        return site.train(weights, statistics, training, request.round, steps=steps, stream="statistics")
 
     def compute_meta_gradient(self, site: Site, weights: Tensor, stream: int) -> Tensor:
         """Return ``(I - alpha Hessian) grad f(w - alpha grad f(w))`` ``(P,)``, each factor on its own minibatch.

@@ -11,7 +11,7 @@ from ..training.site import Site
 def compute_saliency(
     site: Site, weights: Tensor, *, batch_size: int, batches: int | None, t: int, signed: bool = False
 ) -> Tensor:
-    """Compute the mean of ``|w * g|`` over minibatches, ``(P,)``.
+    """Compute the mean of ``|w * g|`` over minibatches, each weighted by its number of examples, ``(P,)``.
 
     It equals ``|dL/dc|`` at ``c = 1`` of the loss ``L(w (.) c)``. The mean over several minibatches is one of two
     readings of IterSNIP (docs/algorithms.md, section 5.4).
@@ -24,12 +24,14 @@ def compute_saliency(
         t: label of the stream of random minibatches.
         signed: keep the sign, ``w * mean(g)``; summed over sites this is SNIP of the pooled loss.
     """
-    total, count = torch.zeros_like(weights), 0
-    for gradient in site.compute_gradients(weights, batch_size, batches, t):
+    total, total_weight = torch.zeros_like(weights), 0.0
+    gradients = site.compute_gradients(weights, batch_size, batches, t)
+    # The last minibatch of a pass may be smaller. Counted in full, its examples would weigh more than the others.
+    for gradient, batch_weight in zip(gradients, site.iterate_batch_weights(batch_size), strict=False):
         term = gradient.mul_(weights)
-        total += term if signed else term.abs_()
-        count += 1
-    return total / max(count, 1)
+        total.add_(term if signed else term.abs_(), alpha=batch_weight)
+        total_weight += batch_weight
+    return total / max(total_weight, 1)
 
 
 def compute_keep_counts(total: int, keep: int, steps: int, *, exponential: bool = True) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, cycle, islice, repeat
 from typing import Any
 
 import torch
@@ -158,6 +158,15 @@ class Site:
                 gradient = torch.zeros(self.layout.size)
                 gradient[: self.layout.trainable_size] = self._model.gradient.cpu()
                 yield gradient
+
+    def iterate_batch_weights(self, batch_size: int) -> Iterator[float]:
+        """Yield, without end, the weights of the minibatches of successive passes in a mean over examples.
+
+        A minibatch weighs its number of examples, in units of the largest minibatch: 1 except for the last of a pass.
+        """
+        largest = min(batch_size, max(self.num_examples, 1))
+        starts = range(0, self.num_examples, largest)
+        return cycle([min(self.num_examples - start, largest) / largest for start in starts])
 
     def narrow(self, live: Mask) -> Site:
         """Return this site with the smaller network of the ``live`` entries; the site itself if all entries are live.

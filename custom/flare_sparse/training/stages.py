@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,22 +89,59 @@ def _compute_clip_scale(gradients: Sequence[tuple[Tensor, Tensor]], limit: float
     return min(1.0, limit / max(norm, 1e-12))
 
 
+def _list_versions(value: Any) -> list[int] | None:
+    """Return the version counters of the tensors in a value; None if it holds objects of unknown type."""
+    if isinstance(value, Tensor):
+        return [value._version]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        parts = [_list_versions(part) for part in value]
+        return None if None in parts else [version for part in parts for version in part or ()]
+    return [] if value is None or isinstance(value, (bool, int, float, str)) else None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One call of a module.
+
+    Attributes:
+        name: name of the module.
+        result: what it returned.
+        versions: version counters of the result's tensors at that time; None: the result cannot be reused.
+    """
+
+    name: str
+    result: Any
+    versions: list[int] | None
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether no tensor of the result has been changed in place since."""
+        return self.versions is not None and self.versions == _list_versions(self.result)
+
+
 class Tape:
     """Record of the outputs of a network's leaf modules, in the order in which they ran.
 
     On replay, modules that ran before the first changed one return the recorded result, with its autograd graph,
     instead of computing it again. Nothing is reused in a network with buffers: every pass would update the statistics.
+    Nor is anything from the first module on whose arguments or result were changed in place.
     """
 
     def __init__(self, network: nn.Module):
         self._leaves = {name: part for name, part in network.named_modules() if not any(part.children())}
         self._is_reusable = not any(True for _ in network.buffers())
-        self._recorded: list[tuple[str, Any]] = []
+        self._recorded: list[_Entry] = []
 
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Within the context, a pass of the network reuses recorded results and records the others."""
-        previous, self._recorded = self._recorded, []
+        # The network may have changed a result in place after its module returned it (``r = conv(h); r += h``). The
+        # replay would change it a second time.
+        is_reusable = [entry.is_reusable for entry in self._recorded]
+        first = is_reusable.index(False) if False in is_reusable else len(is_reusable)
+        previous, self._recorded = self._recorded[:first], []
         for name, leaf in self._leaves.items():
             leaf.forward = self._wrap_forward(name, leaf.forward, previous)
         try:
@@ -113,20 +151,26 @@ class Tape:
             for leaf in self._leaves.values():
                 del leaf.forward
 
-    def _wrap_forward(
-        self, name: str, compute: Callable[..., Any], previous: list[tuple[str, Any]]
-    ) -> Callable[..., Any]:
+    def _wrap_forward(self, name: str, compute: Callable[..., Any], previous: list[_Entry]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             index = len(self._recorded)
-            is_known = index < len(previous) and previous[index][0] == name
-            self._recorded.append((name, previous[index][1] if is_known else compute(*args, **kwargs)))
-            return self._recorded[-1][1]
+            if index < len(previous) and previous[index].name == name:
+                entry = previous[index]
+            else:
+                inputs = (args, kwargs)
+                versions = _list_versions(inputs)
+                result = compute(*args, **kwargs)
+                # A skipped module would not change its arguments, which the network may read afterwards.
+                is_pure = versions == _list_versions(inputs)
+                entry = _Entry(name, result, _list_versions(result) if is_pure else None)
+            self._recorded.append(entry)
+            return entry.result
 
         return forward
 
     def invalidate(self, changed: set[str]) -> None:
         """Drop the results of the changed modules and of all modules that ran after the first of them."""
-        first = next((i for i, (name, _) in enumerate(self._recorded) if name in changed), len(self._recorded))
+        first = next((i for i, e in enumerate(self._recorded) if e.name in changed), len(self._recorded))
         # A changed parameter outside the leaf modules may be read anywhere: nothing can be reused.
         can_reuse = self._is_reusable and changed <= self._leaves.keys()
         self._recorded = self._recorded[: first if can_reuse else 0]

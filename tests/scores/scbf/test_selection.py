@@ -248,3 +248,21 @@ def test_number_of_paths_and_selected_paths_of_the_papers_network() -> None:
     norms = list_norms(graph, compute_energies(graph, layout, random_delta(0, layout)))
     assert norms.view(64, 32, 1).shape == (64, 32, 1)
     assert int(_select_top(norms, 0.3, norms > -1).sum()) == 615
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_layerwise_groups_of_a_transposed_convolution_are_its_output_channels(blocks: int) -> None:
+    """Its weight is (in, out / groups, ...): the gradient of one output channel scores that channel and its bias."""
+    module = nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=blocks))
+    layout = Layout.from_module(module)
+    groups = build_groups(layout)
+    assert isinstance(groups, NeuronGroups)
+    for channel in range(6):
+        module.zero_grad()
+        module(torch.randn(2, 4, 5, 5))[:, channel].square().sum().backward()
+        delta = layout.flatten({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
+        mask = groups.select_by_rate(delta, 0.1, "positive", generator())
+        selected = layout.unflatten(mask.bits)
+        assert torch.equal(selected["0.bias"], torch.arange(6) == channel)
+        assert int(selected["0.weight"].sum()) == 4 // blocks * 9
+        assert bool((selected["0.weight"] == (layout.unflatten(delta)["0.weight"] != 0)).all())

@@ -74,9 +74,9 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
     def build_assignment(self, kind: str, state: SelectiveState) -> Assignment:
         """Return the changed entries over the sites' previous model, or the full model where it takes fewer bytes."""
         model = self.model(state)
-        assignment = Assignment(
-            Request(kind, state.round, model, state.live), UpdateSpec(accepts=partial(self.accepts, state.live))
-        )
+        # A site whose selection is empty has trained. Without its examples, the mean of the others would be too large.
+        expected = UpdateSpec(accepts=partial(self.accepts, state.live), counts_empty=True)
+        assignment = Assignment(Request(kind, state.round, model, state.live), expected)
         if not state.live.is_full or state.changed.count > MOSTLY_CHANGED * self.layout.size:
             return assignment
         changed = Patch.from_vector(state.weights, state.changed, "previous")

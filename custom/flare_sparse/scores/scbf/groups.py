@@ -39,11 +39,22 @@ class GroupSection:
         kind: kind of all these groups.
         count: number of groups; each tensor is cut into that many equal parts along its leading axes.
         tensors: names of the tensors.
+        transposed_blocks: for the weight of a transposed convolution, which has the input channels on its leading axis,
+            its number of ``groups``; the tensor is cut by its output channels then. 0 for all other tensors.
     """
 
     kind: Kind
     count: int
     tensors: tuple[str, ...]
+    transposed_blocks: int = 0
+
+    def view_by_group(self, tensor: Tensor) -> Tensor:
+        """Return a view of one of the tensors, ``(blocks, groups of a block, entries, entries)``; groups in order."""
+        if not self.transposed_blocks:
+            return tensor.view(1, self.count, -1, 1)
+        outputs = self.count // self.transposed_blocks
+        inputs = tensor.shape[0] // self.transposed_blocks
+        return tensor.view(self.transposed_blocks, inputs, outputs, -1).transpose(1, 2)
 
 
 class Groups(ABC):
@@ -71,7 +82,8 @@ class Groups(ABC):
         tensors, first = layout.unflatten(self._group_of), 0
         for section in sections:
             for name in section.tensors:
-                tensors[name].view(section.count, -1)[:] = torch.arange(first, first + section.count)[:, None]
+                view = section.view_by_group(tensors[name])
+                view[:] = torch.arange(first, first + section.count).view(*view.shape[:2], 1, 1)
             first += section.count
         self.count = first
         self._num_always = len(other_tensors)

@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...mask import top_k
 from ...params import Layout
@@ -137,14 +137,19 @@ class NeuronGroups(Groups):
 
     def __init__(self, layout: Layout, biases: Biases = "selected", *, reason: str = ""):
         shapes = {spec.name: spec.shape for spec in layout.tensors}
-        self._layers = [s.name for s in layout.tensors if s.role == "weight" and len(s.shape) > 1]
-        with_bias = [(name, name.removesuffix("weight") + "bias") for name in self._layers]
-        self._biased_layers = [name for name, bias in with_bias if shapes.get(bias) == shapes[name][:1]]
-        sections = [GroupSection("weight", shapes[name][0], (name,)) for name in self._layers]
-        sections += [
-            GroupSection("bias", shapes[name][0], (bias,)) for name, bias in with_bias if name in self._biased_layers
-        ]
-        super().__init__(layout, sections, biases)
+        blocks = _find_transposed_blocks(layout)
+        self._layers = {
+            s.name: GroupSection("weight", s.shape[1] * blocks[s.name], (s.name,), blocks[s.name])
+            if s.name in blocks
+            else GroupSection("weight", s.shape[0], (s.name,))
+            for s in layout.tensors
+            if s.role == "weight" and len(s.shape) > 1
+        }
+        biased = {name: name.removesuffix("weight") + "bias" for name in self._layers}
+        biased = {name: bias for name, bias in biased.items() if shapes.get(bias) == (self._layers[name].count,)}
+        self._biased_layers = list(biased)
+        bias_sections = [GroupSection("bias", self._layers[name].count, (bias,)) for name, bias in biased.items()]
+        super().__init__(layout, [*self._layers.values(), *bias_sections], biases)
         suffix = f" ({reason})" if reason else ""
         self.description = (
             f"layer by layer, {len(self._layers)} layers: each unit is selected by its own weights{suffix}"
@@ -164,7 +169,14 @@ class NeuronGroups(Groups):
 
     def _score_neurons(self, delta: Tensor) -> dict[str, Tensor]:
         tensors = self.layout.unflatten(delta)
-        return {name: tensors[name].flatten(1).double().square().sum(1) for name in self._layers}
+        scores = {}
+        for name, section in self._layers.items():
+            tensor = tensors[name]
+            if section.transposed_blocks:
+                scores[name] = section.view_by_group(tensor).double().square().sum((2, 3)).flatten()
+            else:
+                scores[name] = tensor.flatten(1).double().square().sum(1)
+        return scores
 
     def _order_by_section(self, by_layer: dict[str, Tensor]) -> list[Tensor]:
         return [*by_layer.values(), *(by_layer[name] for name in self._biased_layers)]
@@ -183,6 +195,15 @@ def build_groups(layout: Layout, biases: Biases = "selected", **settings: Any) -
     except Untraceable as error:
         return NeuronGroups(layout, biases, reason=str(error))
     return ChannelGroups(layout, graph, biases, **settings)
+
+
+def _find_transposed_blocks(layout: Layout) -> dict[str, int]:
+    """Return ``groups`` of every transposed convolution by the name of its weight, ``(in, out / groups, ...)``."""
+    if layout.skeleton is None:
+        return {}
+    transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    modules = layout.skeleton.named_modules()
+    return {f"{name}.weight".lstrip("."): m.groups for name, m in modules if isinstance(m, transposed)}
 
 
 def _select_top(norms: Tensor, rate: float, exists: Tensor) -> Tensor:
