@@ -72,15 +72,15 @@ def _stop_in_training(function: Any) -> Any:
 
 def _log_attempts(function: Any) -> Any:
     @functools.wraps(function)
-    def ask(endpoint: Any, requests: Any) -> Any:
-        attempt = function(endpoint, requests)
+    def encode_requests(endpoint: Any, assignments: Any) -> Any:
+        attempt = function(endpoint, assignments)
         _current["round"] = -1 if attempt.kind == "evaluate" else attempt.round
-        line = {"pid": os.getpid(), "round": attempt.round, "kind": attempt.kind, "sites": sorted(requests)}
+        line = {"pid": os.getpid(), "round": attempt.round, "kind": attempt.kind, "sites": sorted(assignments)}
         with (FAULTS / "asked.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         return attempt
 
-    return ask
+    return encode_requests
 
 
 def _stop_before_decoding(function: Any) -> Any:
@@ -94,7 +94,7 @@ def _stop_before_decoding(function: Any) -> Any:
 
 WRAPPERS: dict[str, list[tuple[str, str, Callable[[Any], Any]]]] = {
     "flare_sparse.federation.loop": [("Federation", "run", _stop_before("before"))],
-    "flare_sparse.endpoints.server": [("ServerEndpoint", "ask", _log_attempts)],
+    "flare_sparse.endpoints.server": [("ServerEndpoint", "encode_requests", _log_attempts)],
     "flare_sparse.endpoints.site": [("SiteEndpoint", "answer", _stop_in_training)],
     "flare_sparse.flare.filters": [("DecodeUpdate", "process", _stop_before_decoding)],
     "flare_sparse.flare.aggregator": [("StagingAggregator", "aggregate", _stop_before("aggregating"))],
