@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from skips import describe_skips, require
 
 # pytest's worker processes inherit COLUMNS, which would set the width of the terminal output under test.
 os.environ.pop("COLUMNS", None)
@@ -28,12 +30,18 @@ def _seeded_torch() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Return the folder of public data sets beside the repository; skip the test if it is missing."""
-    if not SHARED_DATA.is_dir():
-        reason = f"{SHARED_DATA} is missing: put the data sets there to run this test"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    reason = f"{SHARED_DATA} is missing; CONTRIBUTING.md lists the public data sets to put there"
+    require(SHARED_DATA.is_dir(), reason)
     return SHARED_DATA
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """Print one line, below all else, on what was skipped and how to run it."""
+    yield
+    reports = terminalreporter.stats.get("skipped", [])
+    if line := describe_skips([str(report.longrepr[2]) for report in reports if isinstance(report.longrepr, tuple)]):
+        terminalreporter.write_line(line, yellow=True)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from skips import require
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
@@ -26,11 +26,8 @@ from flare_sparse.runs.results import RunResult, read_runs
 def browser() -> Iterator[Any]:
     """Headless Chromium without a network."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        reason = "chromium and chromedriver are needed: apt-get install chromium chromium-driver"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    reason = "chromium and chromedriver are missing; apt-get install chromium chromium-driver"
+    require(chromium is not None and driver is not None, reason)
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
