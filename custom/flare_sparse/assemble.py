@@ -22,7 +22,7 @@ from .federation import RoundRules
 from .methods import Method
 from .params import Layout
 from .seeds import seed_torch
-from .task import SiteData, Task
+from .task import SiteData, Task, load_examples
 from .training import Site
 
 
@@ -96,11 +96,12 @@ def open_site(assembly: Assembly, data: SiteData) -> Site:
     Raises:
         ConfigError: the site file sets a setting that the method does not let sites choose, or an invalid value.
         DataError: the data is missing or invalid; the message names files and stays at the site.
+        TaskFailed: the task's ``load`` raised an exception of its own.
     """
     method = assembly.method
     # Settings are checked before the data is loaded: loading may take minutes.
     site_settings = _validate_site_settings(method, data)
-    examples = assembly.task.load(data, method.seed)
+    examples = load_examples(assembly.task, data, method.seed)
     device = str(method.config.training.torch_device)
     site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device)
     site.site_settings = site_settings

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class FlareSparseError(Exception):
@@ -22,6 +28,33 @@ class DataError(FlareSparseError):
     """A site's data is missing or invalid. The message may name subjects and files, so it stays at the site."""
 
     code = "E_DATA"
+
+
+class MetricsError(FlareSparseError):
+    """A task's ``metrics()`` returned something other than finite numbers with the main metric among them."""
+
+    code = "E_METRICS"
+
+
+class TaskFailed(FlareSparseError):
+    """Code of a user task raised an exception of its own. The text may name subjects and files: it stays at the site.
+
+    Args:
+        site: name of the site.
+        action: what failed, such as ``"Dose.load()"``.
+        error: the exception; this one is raised ``from`` it.
+        remedy: how to continue; empty if the cause says it.
+    """
+
+    code = "E_SITE"
+
+    def __init__(self, site: str, action: str, error: BaseException, remedy: str = ""):
+        self.site, self.action, self.error, self.remedy = site, action, error, remedy
+        super().__init__(site, action, error, remedy)
+
+    def __str__(self) -> str:
+        text = f"site {self.site}: {self.action} failed: {describe_exception(self.error)}"
+        return f"{text}\n{self.remedy}" if self.remedy else text
 
 
 class SelectionError(FlareSparseError, ValueError):
@@ -119,3 +152,31 @@ def suggest(name: str, valid: Iterable[str]) -> str:
     """
     matches = get_close_matches(str(name), list(valid), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def find_user_line(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the deepest line of the traceback that lies neither in a library nor in this package; None if none does.
+
+    An error inside pandas, torch or numpy is thus located at the line of the user's module that led there.
+    """
+    package = str(Path(__file__).parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((package, *_LIBRARIES, "<")) and "site-packages" not in frame.filename
+    ]
+    return frames[-1] if frames else None
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return type, text and the user's line of an exception, such as ``KeyError: 'age' (tasks.py:12 in load: ...)``.
+
+    Without a line of the user's, the deepest line of the traceback is shown.
+    """
+    text = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = find_user_line(error) or (frames[-1] if frames else None)
+    if frame is None:
+        return text
+    source = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{text}\n  at {frame.filename}:{frame.lineno} in {frame.name}: {source}"

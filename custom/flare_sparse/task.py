@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,6 +18,8 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from .errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
+
 
 class TaskConfig(BaseModel):
     """Base class of a task's settings; an unknown field is an error."""
@@ -24,11 +29,34 @@ class TaskConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Metric:
-    """The metric that models are compared by: its key, its unit, and whether lower or higher is better."""
+    """The metric that rounds and models are compared by.
+
+    Attributes:
+        name: its key in the result of ``Task.metrics``.
+        unit: unit for tables and plots, such as ``"years"``; empty for none.
+        mode: ``"min"`` if lower is better, ``"max"`` if higher is better.
+        may_be_undefined: whether ``Task.metrics`` may omit it, such as the AUC of test examples of a single class.
+
+    Raises:
+        ConfigError: the name is empty or reserved, or the mode is neither ``"min"`` nor ``"max"``.
+    """
 
     name: str
     unit: str
     mode: Literal["min", "max"]
+    may_be_undefined: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or self.name == "test_examples":
+            raise ConfigError(
+                f"Metric: name is {self.name!r}; expected the key of the main metric in the result of metrics(), such "
+                "as 'mae' ('test_examples' is reserved)"
+            )
+        if self.mode not in ("min", "max"):
+            raise ConfigError(
+                f"Metric {self.name!r}: mode is {self.mode!r}; expected 'min' (lower is better) or 'max' (higher is "
+                "better)"
+            )
 
     def is_better(self, new: float, old: float) -> bool:
         """Return whether ``new`` is strictly better than ``old``."""
@@ -54,11 +82,23 @@ class SiteData:
 
 @dataclass(frozen=True)
 class Examples:
-    """A site's training and test examples; ``skipped`` counts unusable examples that are in neither."""
+    """A site's training and test examples.
+
+    Attributes:
+        train: training examples.
+        test: test examples; may be empty.
+        skipped: number of unusable examples that are in neither.
+        train_ids: identifiers of the training examples, in order, for ``flare-sparse check``; empty: not known.
+        test_ids: identifiers of the test examples.
+        columns: names of the columns of a tabular input, in order; empty: not known.
+    """
 
     train: Dataset[Any]
     test: Dataset[Any]
     skipped: int = 0
+    train_ids: Sequence[str] = ()
+    test_ids: Sequence[str] = ()
+    columns: Sequence[str] = ()
 
     @property
     def n_train(self) -> int:
@@ -78,10 +118,29 @@ class Cohort:
     Attributes:
         ids: unique identifiers.
         columns: per-example values such as ``site``, ``age``, ``label``; strings or numbers.
+
+    Raises:
+        DataError: an identifier is not text or occurs twice, or a column differs in length.
     """
 
     ids: tuple[str, ...]
     columns: dict[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        if others := [name for name in self.ids if not isinstance(name, str)]:
+            kind = type(others[0]).__name__
+            raise DataError(f"cohort: identifier {others[0]!r} is {kind}; expected text, such as str({others[0]!r})")
+        # An identifier that occurs twice could put one example into two sites, or into training and test at once.
+        if duplicates := [f"{name!r}" for name, count in Counter(self.ids).items() if count > 1]:
+            raise DataError(
+                f"cohort: {len(duplicates)} identifiers occur more than once: {', '.join(duplicates[:5])}; give every "
+                "example an identifier of its own"
+            )
+        for name, values in self.columns.items():
+            if len(values) != len(self.ids):
+                raise DataError(
+                    f"cohort: column {name!r} has {len(values)} values for {len(self.ids)} examples; expected one each"
+                )
 
 
 class Task(ABC):
@@ -93,10 +152,12 @@ class Task(ABC):
     Attributes:
         Config: class of the settings.
         metric: the metric that rounds and models are compared by.
+        reads: the data that ``load`` reads, in one sentence; ``flare-sparse tasks`` shows it.
     """
 
     Config: ClassVar[type[TaskConfig]] = TaskConfig
     metric: ClassVar[Metric]
+    reads: ClassVar[str] = ""
 
     def __init__(self, config: TaskConfig | Mapping[str, Any] | None = None):
         self.config = config if isinstance(config, TaskConfig) else self.Config.model_validate(config or {})
@@ -132,7 +193,7 @@ class Task(ABC):
 
     @abstractmethod
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the metrics over all test examples; ``metric.name`` must be among them."""
+        """Return the metrics over all test examples as finite numbers, ``metric.name`` among them."""
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a trained model to ``folder`` in a format that other tools read; by default ``model.safetensors``.
@@ -144,7 +205,11 @@ class Task(ABC):
         safetensors.torch.save_file(state, folder / "model.safetensors")
 
     def evaluate(self, model: nn.Module, test: Dataset[Any], batch_size: int = 16) -> dict[str, float]:
-        """Return ``metrics`` over a data set, with the model in eval mode; empty for an empty data set."""
+        """Return ``metrics`` over a data set, with the model in eval mode; empty for an empty data set.
+
+        Raises:
+            MetricsError: a metric is not a finite number, or the main metric is missing.
+        """
         if not len(test):  # type: ignore[arg-type]
             return {}
         was_training = model.training
@@ -153,7 +218,60 @@ class Task(ABC):
             pairs = [self.predict(model, batch) for batch in DataLoader(test, batch_size=batch_size)]
         model.train(was_training)
         predictions, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        return self.metrics(predictions, targets)
+        return self._validate_metrics(self.metrics(predictions, targets))
+
+    def _validate_metrics(self, metrics: Any) -> dict[str, float]:
+        """Return the metrics as floats; raise MetricsError as :meth:`evaluate` does."""
+        source = f"{type(self).__name__}.metrics()"
+        if not isinstance(metrics, Mapping):
+            raise MetricsError(f"{source} returned {type(metrics).__name__}; expected a dict of names and numbers")
+        for name, value in metrics.items():
+            if not isinstance(name, str):
+                raise MetricsError(f"{source}: the name {name!r} is {type(name).__name__}; expected text")
+            if not isinstance(value, numbers.Real):
+                raise MetricsError(
+                    f"{source}: {name!r} is {type(value).__name__}; expected a plain number, such as float(value)"
+                )
+            if not math.isfinite(value):
+                raise MetricsError(
+                    f"{source}: {name!r} is {float(value)}; expected a finite number. Omit a metric that is undefined "
+                    "for these examples, and look for NaN in predictions and targets"
+                )
+        if self.metric.name not in metrics and not self.metric.may_be_undefined:
+            raise MetricsError(
+                f"{source} has no {self.metric.name!r}, by which rounds and models are compared; it has "
+                f"{', '.join(metrics) or 'nothing'}. Return it, set Metric(name=...) to one of these, or "
+                "Metric(..., may_be_undefined=True) if some test examples leave it undefined"
+            )
+        return {name: float(value) for name, value in metrics.items()}
+
+
+def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
+    """Return the examples that ``task.load`` returns, after checking their type.
+
+    Raises:
+        DataError: the data is missing or invalid, or ``load`` returned something other than two data sets.
+        TaskFailed: ``load`` raised an exception of its own; the text names the user's line.
+    """
+    try:
+        examples = task.load(data, seed)
+    except FlareSparseError:
+        raise
+    except Exception as error:
+        raise TaskFailed(data.site, f"{type(task).__name__}.load({data.path})", error) from error
+    source = f"{type(task).__name__}.load()"
+    if not isinstance(examples, Examples):
+        raise DataError(
+            f"{source} returned {type(examples).__name__}; expected flare_sparse.task.Examples(train, test), two "
+            "torch data sets"
+        )
+    for name, dataset in (("train", examples.train), ("test", examples.test)):
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise DataError(
+                f"{source}: {name} is {type(dataset).__name__}; expected a torch data set with a length, such as "
+                "TensorDataset(x, y)"
+            )
+    return examples
 
 
 def iterate_minibatches(dataset: Dataset[Any], batch_size: int, generator: torch.Generator) -> Iterator[Any]:

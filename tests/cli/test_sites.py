@@ -64,19 +64,19 @@ def read_ids(sites: dict[str, SiteData]) -> dict[str, tuple[int, ...]]:
 
 def test_natural_sites_keep_their_names_in_the_characters_that_flare_accepts(tmp_path: Path) -> None:
     sites = prepare_sites(tmp_path, data={"path": str(tmp_path), "partition": {"kind": "natural"}})
-    assert read_ids(sites) == {"Bern": (8, 9, 10, 11), "Z-rich": (0, 1, 2, 3, 4, 5, 6, 7)}
+    assert read_ids(sites) == {"Bern": (8, 9, 10, 11), "Zurich": (0, 1, 2, 3, 4, 5, 6, 7)}
     assert {data.path for data in sites.values()} == {tmp_path}
 
 
 def test_fewer_natural_sites_than_labels_keep_the_largest(tmp_path: Path) -> None:
     sites = prepare_sites(tmp_path, sites=1, data={"path": str(tmp_path), "partition": {"kind": "natural"}})
-    assert list(sites) == ["Z-rich"]
+    assert list(sites) == ["Zurich"]
 
 
 def test_natural_site_is_split_further(tmp_path: Path) -> None:
     partition = {"kind": "natural", "split": {"Zürich": 2}}
     ids_by_site = read_ids(prepare_sites(tmp_path, data={"path": str(tmp_path), "partition": partition}))
-    assert {name: len(members) for name, members in ids_by_site.items()} == {"Bern": 4, "Z-rich-1": 4, "Z-rich-2": 4}
+    assert {name: len(members) for name, members in ids_by_site.items()} == {"Bern": 4, "Zurich-1": 4, "Zurich-2": 4}
 
 
 def test_age_partition_gives_each_site_a_range_of_ages(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_unusable_age_is_explained(subject: Subject, message: str) -> None:
 
 
 def test_unusable_sex_is_explained() -> None:
-    with pytest.raises(DataError, match=r"sex 'O' in participants.tsv; expected M or F"):
+    with pytest.raises(DataError, match=r"sex 'O' in participants.tsv; expected F or 0 \(female\), M or 1 \(male\)"):
         Subject({"sex": "O"}).parse_sex()
 
 

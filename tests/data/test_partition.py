@@ -14,6 +14,7 @@ from flare_sparse.data.partition import (
     PARTITIONERS,
     Partition,
     compute_sizes,
+    list_renamed_sites,
     partition_by_range,
     partition_by_site,
     partition_dirichlet,
@@ -153,10 +154,17 @@ def test_natural_site_is_split_further_at_random() -> None:
     ("labels", "settings_", "message"),
     [
         (["A", ""], {}, "column 'site' has no value for 1 of 2 examples"),
-        (["A", "B"], {"column": "sites"}, "no column 'sites' to partition by. Did you mean 'site'?"),
+        (
+            ["A", "B"],
+            {"column": "sites"},
+            "no column 'sites' to partition by. Did you mean 'site'? The columns are: site, label, age",
+        ),
         (["A", "B"], {"split": {"AA": 2}}, "there is no site 'AA' in column 'site'"),
         (["A", "A"], {"split": {"A": 3}}, "2 examples cannot fill 3 sites"),
-        (["A b", "A-b"], {}, "site 'A-b' has the same name as another"),
+        (["A b", "A-b"], {}, "sites 'A b', 'A-b' would all be named 'A-b'"),
+        (["Hôpital", "Hopital"], {}, "sites 'Hopital', 'Hôpital' would all be named 'Hopital'"),
+        (["京都A", "B"], {}, "site '京都A': '京' cannot be written with the letters A to Z"),
+        (["...", "B"], {}, "site '...' has no letter or digit"),
     ],
 )
 def test_natural_partition_explains_unusable_settings(
@@ -168,7 +176,17 @@ def test_natural_partition_explains_unusable_settings(
 
 
 def test_site_names_reserved_by_flare_are_prefixed() -> None:
-    assert list(partition_by_site(examples(["server", "ä", "1.0"]))) == ["1-0", "site-", "site-server"]
+    assert list(partition_by_site(examples(["server", "1.0"]))) == ["1-0", "site-server"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flare_name"),
+    [("Hôpital Saint-Étienne", "Hopital-Saint-Etienne"), ("Gießen", "Giessen"), ("Łódź", "Lodz"), ("A_1", "A_1")],
+)
+def test_accents_are_dropped_from_site_names_and_listed(name: str, flare_name: str) -> None:
+    cohort = examples([name, "B"])
+    assert list(partition_by_site(cohort)) == sorted([flare_name, "B"])
+    assert list_renamed_sites(cohort) == ({} if name == flare_name else {name: flare_name})
 
 
 def test_partition_by_range_refuses_text() -> None:

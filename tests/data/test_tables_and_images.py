@@ -73,6 +73,16 @@ def test_npz_arrays_that_form_no_table_are_refused(tmp_path: Path) -> None:
             read_table(tmp_path / f"{name}.npz")
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.npz"])
+def test_table_without_rows_is_refused(tmp_path: Path, name: str) -> None:
+    if name == "a.csv":
+        (tmp_path / name).write_text("subject,age\n")
+    else:
+        np.savez(tmp_path / name, subject=np.array([], str), age=np.zeros(0))
+    with pytest.raises(DataError, match="the table has no rows; expected one row per subject"):
+        read_table(tmp_path / name)
+
+
 def test_missing_table_names_the_closest_file(tmp_path: Path) -> None:
     write(tmp_path, ".csv")
     with pytest.raises(DataError, match=r"there is no such file\. Did you mean 'table\.csv'\?"):
@@ -80,10 +90,13 @@ def test_missing_table_names_the_closest_file(tmp_path: Path) -> None:
 
 
 def test_unusable_column_is_explained() -> None:
-    table = Table(Path("t.csv"), {"subject": np.array(["a", "a"]), "age": np.array([1.0, 2.0])})
+    table = Table(
+        Path("t.csv"), {"subject": np.array(["a", "a"]), "age": np.array([1.0, 2.0]), "dose": np.array(["1", "<5"])}
+    )
     for call, message in (
         (lambda: table.get_numbers("aeg"), "no column 'aeg'. Did you mean 'age'?"),
-        (lambda: table.get_numbers("subject"), "column 'subject' contains text such as 'a'"),
+        (lambda: table.get_numbers("subject"), "column 'subject' contains text such as 'a' (row 1)"),
+        (lambda: table.get_numbers("dose"), "column 'dose' contains text such as '<5' (row 2)"),
         (lambda: table.get_ids("subject"), "subject 'a' occurs twice"),
     ):
         with pytest.raises(DataError) as caught:

@@ -94,6 +94,14 @@ def evaluate(site: str, mse: float, tests: float) -> Contribution:
     return replace(update(site, 1), metrics={"mse": mse, "test_examples": tests})
 
 
+def test_site_without_test_examples_stays_in_the_evaluation_and_out_of_its_means() -> None:
+    sites = [evaluate("a", 1.0, 10), evaluate("b", 3.0, 30), update("c", 5)]
+    evaluation = Evaluation.from_contributions(sites)
+    assert evaluation.sites == {"a": sites[0].metrics, "b": sites[1].metrics, "c": {}}
+    assert evaluation.overall == {"mse": 2.5, "test_examples": 40}
+    assert Evaluation.from_contributions([update("a", 1), update("c", 5)]) == Evaluation({}, {})
+
+
 def test_no_site_exceeds_its_share_of_an_evaluation() -> None:
     sites = [evaluate("a", 1.0, 10), evaluate("b", 3.0, 30), evaluate("c", 0.0, 2.0**52)]
     assert Evaluation.from_contributions(sites).overall["mse"] < 1e-9

@@ -99,6 +99,7 @@ def test_site_that_cannot_read_its_data_is_rejected_and_only_a_code_leaves_it(
     reports = [p for p in out.rglob("*") if p.is_file() and "CANARY-4711" in p.read_text(errors="replace")]
     assert [p.name for p in reports] == ["site_error.txt"]
     assert "site-2" in str(reports[0])
+    assert expected or "own_task.py:" in reports[0].read_text().splitlines()[1], "the second line is the user's"
 
 
 def test_waiting_site_polls_less_and_less_often(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from flare_sparse.data.atlases import ATLASES
 from flare_sparse.data.tables import Table
 from flare_sparse.errors import DataError
 from flare_sparse.task import SiteData, Task, iterate_minibatches
@@ -70,8 +72,8 @@ def test_named_columns_are_used_and_unusable_rows_listed(tmp_path: Path) -> None
     with pytest.raises(DataError) as caught:
         task("morphometry_age", **named).load(SiteData("a", file, ("s1", "s2", "s3", "s9")), seed=0)
     assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == [
-        "s2: 1 of 2 features are missing or not finite",
-        "s3: its age or sex is missing or out of range",
+        "s2: 1 of 2 features are missing or not finite: b_thickness",
+        "s3: its age is missing, or not 0 to 120 years",
         "s9: unknown participant: it has no row in t.csv",
     ]
     examples = task("morphometry_age", **named, skip_bad_subjects=True).load(SiteData("a", file), seed=0)
@@ -81,9 +83,61 @@ def test_named_columns_are_used_and_unusable_rows_listed(tmp_path: Path) -> None
     assert rows == {30.0: [1.0, 0.0], 50.0: [0.0, -1.0]}
 
 
-def test_table_of_another_atlas_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="its 2 numeric columns are not the 193 of atlas 'destrieux'"):
-        task("morphometry_age").load(SiteData("a", table(tmp_path / "t.csv", ["s1,30,1,2.5,3.0"])), seed=0)
+def write_desikan(path: Path, rename: dict[str, str] | None = None, **columns: list[str]) -> Path:
+    """Write a table of the atlas desikan with two subjects; ``columns`` replace or are added."""
+    values = {"subject": ["s1", "s2"], "age": ["30", "40"], "sex": ["0", "1"]}
+    values |= {name: ["1500000", "1600000"] if name == "ICV" else ["2.5", "2.6"] for name in ATLASES["desikan"]}
+    values = {(rename or {}).get(name, name): column for name, column in {**values, **columns}.items()}
+    rows = [",".join(values), *(",".join(column[row] for column in values.values()) for row in (0, 1))]
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def test_atlases_have_the_columns_of_freesurfer() -> None:
+    """The digests are those of the sorted columns of public tables."""
+    digests = {name: sha256("\n".join(columns).encode()).hexdigest()[:16] for name, columns in ATLASES.items()}
+    assert digests == {"destrieux": "371e3d3a31204872", "desikan": "c9cb0f7de658393e"}
+    assert {name: len(columns) for name, columns in ATLASES.items()} == {"destrieux": 193, "desikan": 71}
+
+
+def test_table_of_another_atlas_names_the_atlas_of_the_table(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="190 of the 193 columns of atlas 'destrieux' are missing") as caught:
+        task("morphometry_age").load(SiteData("a", write_desikan(tmp_path / "t.csv")), seed=0)
+    assert "set task.features to desikan, the atlas of this table" in str(caught.value)
+
+
+def test_renamed_column_of_an_atlas_is_named_with_the_closest(tmp_path: Path) -> None:
+    file = write_desikan(tmp_path / "t.csv", {"lh_insula_thickness": "lh_insula_thick"})
+    with pytest.raises(DataError) as caught:
+        task("morphometry_age", features="desikan").load(SiteData("a", file), seed=0)
+    assert str(caught.value).splitlines()[:2] == [
+        f"{file}: 1 of the 71 columns of atlas 'desikan' are missing:",
+        "  no column 'lh_insula_thickness'. Did you mean 'lh_insula_thick'?",
+    ]
+
+
+def test_columns_beside_an_atlas_are_ignored_and_text_in_one_of_it_is_named(tmp_path: Path) -> None:
+    learn = task("morphometry_age", features="desikan")
+    extra = learn.load(SiteData("a", write_desikan(tmp_path / "a.csv", bmi=["21", "25"], note=["x", "y"])), seed=0)
+    plain = learn.load(SiteData("a", write_desikan(tmp_path / "b.csv")), seed=0)
+    assert torch.equal(extra.train[0][0], plain.train[0][0])
+    text = write_desikan(tmp_path / "c.csv", rh_insula_thickness=["2.5", "thin"])
+    with pytest.raises(DataError, match=r"column 'rh_insula_thickness' contains text such as 'thin' \(row 2\)"):
+        learn.load(SiteData("a", text), seed=0)
+
+
+@pytest.mark.parametrize(("female", "male"), [("0", "1"), ("F", "M"), ("female", "Male"), ("f", "m")])
+def test_sex_is_coded_1_for_male_in_every_spelling(tmp_path: Path, female: str, male: str) -> None:
+    file = write_desikan(tmp_path / "t.csv", sex=[female, male])
+    examples = task("morphometry_sex", features="desikan").load(SiteData("a", file), seed=0)
+    sexes = {examples.train_ids[0]: examples.train[0][1].item(), examples.test_ids[0]: examples.test[0][1].item()}
+    assert sexes == {"s1": 0.0, "s2": 1.0}
+
+
+def test_other_code_of_sex_is_explained(tmp_path: Path) -> None:
+    file = write_desikan(tmp_path / "t.csv", sex=["1", "2"])
+    with pytest.raises(DataError, match=r"s2: its sex is missing, or not F or 0 \(female\), M or 1 \(male\)"):
+        task("morphometry_sex", features="desikan").load(SiteData("a", file), seed=0)
 
 
 def test_pneumonia_is_learned_from_xrays(shared_data: Path) -> None:

@@ -111,6 +111,32 @@ def test_loss_that_is_not_finite_stops_training() -> None:
         local.train(start, Mask.full(start.numel()), TrainingConfig(optimizer="sgd", lr=1.0), 1)
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        (0, float("nan"), r"batch\[0\] holds NaN in 1 of 8 examples \(first: example \d, column 2\)"),
+        (1, float("inf"), r"batch\[1\] holds infinity in 1 of 8 examples"),
+    ],
+)
+def test_divergence_names_data_that_is_not_finite_instead_of_the_learning_rate(
+    part: int, value: float, message: str
+) -> None:
+    class Fitting(Normed):
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            return (model(batch[0]) - batch[1]).square().mean()
+
+    task, (local, start) = Fitting(), site()
+    x, y = torch.randn(8, 4), torch.zeros(8, 1)
+    (x, y)[part][3, 2 if part == 0 else 0] = value
+    data = TensorDataset(x, y)
+    broken = Site("site-1", task, Examples(data, data), local.layout, 1)
+    with pytest.raises(TrainingDiverged, match=f"in step 1, because the data is not finite: {message}") as caught:
+        broken.train(start, Mask.full(start.numel()), TrainingConfig(batch_size=8), 1)
+    assert "lr" not in str(caught.value)
+    with pytest.raises(TrainingDiverged, match=f"in stage 1, because the data is not finite: {message}"):
+        broken.step_in_stages(start, [Mask.full(start.numel())], TrainingConfig(batch_size=8))
+
+
 def test_learning_rate_decays_by_round() -> None:
     assert TrainingConfig(lr=0.1, lr_decay=0.5).compute_learning_rate(3) == pytest.approx(0.025)
 

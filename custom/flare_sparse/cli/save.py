@@ -13,7 +13,7 @@ from ..assemble import Assembly
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..runs.load import load_trained_model
-from ..task import SiteData
+from ..task import SiteData, load_examples
 from .console import out as console
 from .sites import prepare_site_data
 
@@ -66,7 +66,7 @@ def _load_inputs(config: RunConfig, assembly: Assembly, run: Path, data: Path | 
         site = SiteData("data", data.resolve())
     else:
         site = next(iter(prepare_site_data(config, assembly.task, run).values()))
-    batch = next(iter(DataLoader(assembly.task.load(site, config.seed).test, batch_size=4)))
+    batch = next(iter(DataLoader(load_examples(assembly.task, site, config.seed).test, batch_size=4)))
     inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
     if not isinstance(inputs, Tensor):
         raise ConfigError(f"--onnx: expected a network whose input is one tensor, found {type(inputs).__name__}")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..config.schema import PhantomConfig, SimulatorConfig
-from ..data.partition import PARTITIONERS
+from ..data.partition import PARTITIONERS, list_renamed_sites
 from ..data.phantom import write_phantoms
-from ..errors import ConfigError, suggest
+from ..errors import ConfigError, DataError, suggest
 from ..task import SiteData, Task
+from .console import err
 
 
 def prepare_site_data(config: RunConfig, task: Task, folder: Path) -> dict[str, SiteData]:
@@ -46,7 +47,20 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path) -> dict[s
         path, kind, settings = _prepare_phantoms(simulator, folder / "phantoms"), "natural", {}
     else:
         path, kind, settings = data.path, data.partition.name, data.partition.config.model_dump()
-    ids = PARTITIONERS[kind](task.cohort(path), count, **settings)
+    cohort = task.cohort(path)
+    if not cohort.ids:
+        raise DataError(f"{path}: there are no examples to partition into sites; expected at least one")
+    try:
+        ids = PARTITIONERS[kind](cohort, count, **settings)
+        renamed = list_renamed_sites(cohort, settings.get("column", "site")) if kind == "natural" else {}
+    # The partitioners know columns and counts, but not the file that they came from.
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    if renamed:
+        pairs = ", ".join(f"{name} -> {flare_name}" for name, flare_name in sorted(renamed.items()))
+        err.print(
+            f"note: sites renamed, because FLARE accepts only letters A to Z, digits, - and _: {pairs}", markup=False
+        )
     return {name: SiteData(name, path, ids[name]) for name in sorted(ids)}
 
 

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..errors import ConfigError
+from ..errors import ConfigError, describe_exception, find_user_line
 from ..methods import METHODS, Method
 from ..params import Layout
-from ..task import Task
+from ..task import Metric, Task
 from ..tasks import TASKS
 from .choice import Choice, Registries, find_name
 from .problems import describe_problem
@@ -113,21 +113,61 @@ def import_task_class(dotted: str, folder: Path | None = None) -> type[Task]:
         folder: folder to search in addition to ``sys.path``.
 
     Raises:
-        ConfigError: there is no such module or class, or the class is not a subclass of Task.
+        ConfigError: there is no such module or class, the module cannot be executed, or the class is not a complete
+            subclass of Task.
     """
     module, _, name = dotted.rpartition(".")
+    if module == "__main__":
+        raise ConfigError(
+            f"task.class: {dotted!r} is defined in a notebook or an interactive session, which FLARE cannot import. "
+            "Start the notebook's cell with the line %%writefile my_tasks.py, which writes it to a file beside "
+            f"the configuration, and set task.class to my_tasks.{name}"
+        )
     if folder is not None and str(folder.resolve()) not in sys.path:
         sys.path.append(str(folder.resolve()))
     try:
         task_class = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    # The module is the user's: executing it may raise anything.
+    except Exception as error:
         raise ConfigError(
-            f"task.class: {dotted!r} cannot be imported: {error}. Expected module.Class; the module must be installed, "
-            "or in the folder of the configuration file (docs/own-task.md)"
+            f"task.class: {dotted!r} cannot be imported: {_explain_import_error(error, module)}"
         ) from error
     if not (isinstance(task_class, type) and issubclass(task_class, Task)):
         raise ConfigError(f"task.class: {dotted!r} is {task_class!r}; expected a subclass of flare_sparse.task.Task")
+    if missing := _list_missing_members(task_class):
+        raise ConfigError(f"task.class: {dotted!r} does not define {', '.join(missing)} (docs/own-task.md)")
     return task_class
+
+
+def _explain_import_error(error: Exception, module: str) -> str:
+    """Return why a user task's module cannot be imported, and the remedy."""
+    if isinstance(error, ModuleNotFoundError) and error.name and not f"{module}.".startswith(f"{error.name}."):
+        return (
+            f"{module} imports {error.name!r}, which is not found\n  {_locate(error)}\n"
+            f"Install {error.name!r}, or put {error.name.partition('.')[0]}.py beside the configuration file. A job "
+            f"carries the file of {module} only: {error.name!r} must be installed at the server and at every site, or "
+            f"its code be moved into {module} (docs/own-task.md, On real sites)"
+        )
+    if isinstance(error, (ImportError, AttributeError, ValueError)) and find_user_line(error) is None:
+        return (
+            f"{error}. Expected module.Class; the module must be installed, or in the folder of the configuration file "
+            "(docs/own-task.md)"
+        )
+    if isinstance(error, SyntaxError):
+        return f"{error.msg}\n  at {error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    return describe_exception(error)
+
+
+def _locate(error: Exception) -> str:
+    frame = find_user_line(error)
+    return f"at {frame.filename}:{frame.lineno}: {frame.line}" if frame else "(the line is not known)"
+
+
+def _list_missing_members(task_class: type[Task]) -> list[str]:
+    """Return the members that a task class still has to define, such as ``loss()``."""
+    methods = [f"{name}()" for name in sorted(task_class.__abstractmethods__)]
+    is_metric = isinstance(getattr(task_class, "metric", None), Metric)
+    return methods if is_metric else [*methods, "metric, a flare_sparse.task.Metric"]
 
 
 def load_user_task_class(config: JobConfig, folder: Path) -> type[Task] | None:

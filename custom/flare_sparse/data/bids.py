@@ -17,11 +17,11 @@ import numpy as np
 
 from ..errors import DataError, suggest
 from ..task import Cohort
+from .screening import SEX_VALUES, parse_sex
 
 TABLE = "participants.tsv"
 MISSING = ("", "n/a", "na", "nan")
 _LABEL = re.compile(r"sub-[A-Za-z0-9]+")
-_SEX = {"m": 1.0, "male": 1.0, "f": 0.0, "female": 0.0}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Subject:
         if self.row is None:
             raise DataError(f"unknown participant: it has no row in {TABLE}")
         if column not in self.row:
-            raise DataError(f"{TABLE} has no column {column!r}.{suggest(column, self.row)}")
+            hint = suggest(column, self.row)
+            raise DataError(f"{TABLE} has no column {column!r}.{hint} Found: {', '.join(self.row)}")
         value = self.row[column].strip()
         if value.lower() in MISSING:
             raise DataError(f"{column} is missing in {TABLE}")
@@ -70,12 +71,12 @@ class Subject:
         """Return 1 for male, 0 for female.
 
         Raises:
-            DataError: the sex is missing, or neither M nor F.
+            DataError: the sex is missing or none of ``SEX_VALUES``.
         """
         text = self.get_text("sex")
-        if text.lower() not in _SEX:
-            raise DataError(f"sex {text!r} in {TABLE}; expected M or F")
-        return _SEX[text.lower()]
+        if math.isnan(sex := parse_sex(text)):
+            raise DataError(f"sex {text!r} in {TABLE}; expected {SEX_VALUES}")
+        return sex
 
     def get_image(self) -> Path:
         """Return the path of the T1-weighted image.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -19,6 +20,10 @@ SKEW = 0.7
 """Ratio of one site's size to the one before it when sizes are skewed."""
 RESERVED = ("server", "simulator_server")
 """Names that FLARE gives to its own server."""
+_LETTERS = str.maketrans(
+    {"ß": "ss", "æ": "ae", "Æ": "Ae", "œ": "oe", "Œ": "Oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D"}
+)
+"""Latin letters that Unicode does not decompose into a letter and an accent."""
 
 
 def partition_by_site(
@@ -229,25 +234,59 @@ def _number_sites(sites: int) -> list[str]:
 
 
 def _build_partition(cohort: Cohort, names: Sequence[str], parts: Sequence[np.ndarray]) -> Partition:
-    """Return the identifiers of each part under its sanitized site name."""
-    safe = [_sanitize_name(name) for name in names]
-    if duplicates := [name for i, name in enumerate(names) if safe[i] in safe[:i]]:
+    """Return the identifiers of each part under its FLARE name."""
+    flare_names = [format_site_name(name) for name in names]
+    if duplicates := [name for i, name in enumerate(names) if flare_names[i] in flare_names[:i]]:
+        flare_name = format_site_name(duplicates[0])
+        others = ", ".join(repr(n) for n, f in zip(names, flare_names, strict=True) if f == flare_name)
         raise DataError(
-            f"site {duplicates[0]!r} has the same name as another once only letters, digits, - and _ are kept"
+            f"sites {others} would all be named {flare_name!r}, because FLARE accepts only the letters A to Z, digits, "
+            "- and _; rename one of them in the data"
         )
-    return {name: tuple(cohort.ids[i] for i in part) for name, part in sorted(zip(safe, parts, strict=True))}
+    return {name: tuple(cohort.ids[i] for i in part) for name, part in sorted(zip(flare_names, parts, strict=True))}
 
 
-def _sanitize_name(name: str) -> str:
-    """Return a site name that FLARE accepts: letters, digits, ``-`` and ``_``."""
-    safe = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")
-    return f"site-{safe}" if not safe or safe.lower() in RESERVED else safe
+def format_site_name(name: str) -> str:
+    """Return a site name that FLARE accepts: letters A to Z, digits, ``-`` and ``_``; accents are dropped.
+
+    >>> format_site_name("Hôpital Saint-Étienne"), format_site_name("server")
+    ('Hopital-Saint-Etienne', 'site-server')
+
+    Raises:
+        DataError: a letter of the name has no Latin counterpart.
+    """
+    decomposed = unicodedata.normalize("NFKD", name.translate(_LETTERS))
+    plain = "".join(character for character in decomposed if not unicodedata.combining(character))
+    # Dropping letters of another script would leave a name that nobody recognises, or none at all.
+    if foreign := [character for character in plain if character.isalnum() and not character.isascii()]:
+        raise DataError(
+            f"site {name!r}: {foreign[0]!r} cannot be written with the letters A to Z, and FLARE accepts no others in "
+            "a site's name; write the name in Latin letters in the data"
+        )
+    safe = re.sub(r"[^A-Za-z0-9_-]+", "-", plain).strip("-")
+    if not safe:
+        raise DataError(f"site {name!r} has no letter or digit; FLARE needs a name of letters, digits, - and _")
+    return f"site-{safe}" if safe.lower() in RESERVED else safe
+
+
+def list_renamed_sites(cohort: Cohort, column: str = "site") -> dict[str, str]:
+    """Return the sites of a column whose FLARE name differs from the one in the data: FLARE name by name.
+
+    Raises:
+        DataError: as :func:`partition_by_site`.
+    """
+    names = {str(name): format_site_name(str(name)) for name in np.unique(_get_labels(cohort, column))}
+    return {name: flare_name for name, flare_name in names.items() if name != flare_name}
 
 
 def _get_column(cohort: Cohort, column: str) -> np.ndarray:
     if column not in cohort.columns:
-        raise DataError(f"no column {column!r} to partition by.{suggest(column, cohort.columns)}")
-    return cohort.columns[column]
+        known = ", ".join(cohort.columns) or "none"
+        raise DataError(
+            f"no column {column!r} to partition by.{suggest(column, cohort.columns)} The columns are: {known}. Set "
+            "simulator.data.partition.column"
+        )
+    return np.asarray(cohort.columns[column])
 
 
 def _get_labels(cohort: Cohort, column: str) -> np.ndarray:
@@ -255,5 +294,8 @@ def _get_labels(cohort: Cohort, column: str) -> np.ndarray:
     values = _get_column(cohort, column)
     labels = np.array([f"{v:g}" if isinstance(v, float) else str(v) for v in values.tolist()])
     if missing := int(np.count_nonzero(np.isin(labels, ["", "nan", "n/a"]))):
-        raise DataError(f"column {column!r} has no value for {missing} of {len(labels)} examples; fill it in")
+        first = cohort.ids[int(np.flatnonzero(np.isin(labels, ["", "nan", "n/a"]))[0])]
+        raise DataError(
+            f"column {column!r} has no value for {missing} of {len(labels)} examples (first: {first}); fill it in"
+        )
     return labels

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ..errors import DataError
 
 T = TypeVar("T")
+
+SEX_VALUES = "F or 0 (female), M or 1 (male)"
+_SEX = {"f": 0.0, "female": 0.0, "0": 0.0, "m": 1.0, "male": 1.0, "1": 1.0}
+
+
+def parse_sex(text: str) -> float:
+    """Return 0 for female, 1 for male, NaN for any text that is none of ``SEX_VALUES`` in upper or lower case.
+
+    >>> parse_sex("F"), parse_sex("male"), parse_sex("2")
+    (0.0, 1.0, nan)
+    """
+    return _SEX.get(text.strip().lower(), math.nan)
 
 
 def screen_subjects(

@@ -39,7 +39,9 @@ class Table:
         """
         if name not in self.columns:
             hint = suggest(name, self.columns)
-            raise DataError(f"{self.source}: no column {name!r}.{hint} Found: {', '.join(list(self.columns)[:12])}")
+            names = list(self.columns)
+            more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+            raise DataError(f"{self.source}: no column {name!r}.{hint} Found: {', '.join(names[:12])}{more}")
         return self.columns[name]
 
     def get_numbers(self, name: str) -> np.ndarray:
@@ -50,8 +52,9 @@ class Table:
         """
         column = self.get_column(name)
         if column.dtype.kind != "f":
+            row, text = next((row, text) for row, text in enumerate(column, start=1) if not _is_number(str(text)))
             raise DataError(
-                f"{self.source}: column {name!r} contains text such as {str(column[0])!r}; expected numbers"
+                f"{self.source}: column {name!r} contains text such as {str(text)!r} (row {row}); expected numbers"
             )
         return column
 
@@ -90,6 +93,8 @@ def read_table(path: Path) -> Table:
         raise DataError(f"{path}: cannot be read as a table: {error}") from error
     if len({len(column) for column in columns.values()}) > 1:
         raise DataError(f"{path}: columns differ in length; expected one value per subject in each")
+    if not any(len(column) for column in columns.values()):
+        raise DataError(f"{path}: the table has no rows; expected one row per subject below the names of the columns")
     return Table(path, columns)
 
 
@@ -137,6 +142,14 @@ _READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
     ".parquet": _read_parquet,
     ".npz": _read_npz,
 }
+
+
+def _is_number(text: str) -> bool:
+    """Return whether a text is a number or marks a missing value."""
+    try:
+        return text.lower() in MISSING or float(text) is not None
+    except ValueError:
+        return False
 
 
 def _to_array(values: Sequence[object]) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoint.store import Store
 from ..encryption import SiteCipher
-from ..errors import MissingBase, RejectedMessage
+from ..errors import FlareSparseError, MissingBase, RejectedMessage, TaskFailed
 from ..exchange import EVALUATE, Patch, Request, Update
 from ..methods import Method
 from ..training import Site
@@ -94,7 +94,20 @@ class SiteEndpoint:
         return self.request
 
     def answer(self, request: Request) -> Update:
-        """Return the method's update, with metrics of the received model unless the method reports its own."""
+        """Return the method's update, with metrics of the received model unless the method reports its own.
+
+        Raises:
+            TaskFailed: the user task raised an exception of its own; the text names the user's line.
+        """
+        try:
+            return self._compute_update(request)
+        except FlareSparseError:
+            raise
+        except Exception as error:
+            action, remedy = f"round {request.round} ({request.kind})", "Correct the task, then resume with --resume"
+            raise TaskFailed(self.site.name, action, error, remedy) from error
+
+    def _compute_update(self, request: Request) -> Update:
         self.site.reset_usage()
         # A site without training examples can only evaluate.
         if request.kind == EVALUATE or not self.site.num_examples:

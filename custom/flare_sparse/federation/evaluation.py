@@ -19,7 +19,7 @@ class Evaluation:
 
     Attributes:
         overall: over the test examples of all sites.
-        sites: by site.
+        sites: by site; those of a site without test examples are empty.
     """
 
     overall: dict[str, float]
@@ -35,8 +35,10 @@ class Evaluation:
             contributions: contributions, with or without metrics.
             max_share: largest share of a mean that one site may have.
         """
-        sites = {contribution.site: contribution.metrics for contribution in contributions if contribution.metrics}
-        total = sum(_cap_test_examples(list(sites.values()), max_share))
+        reported = {contribution.site: contribution.metrics for contribution in contributions}
+        # No site reports metrics with scores. Otherwise a site without any has no test examples, and stays visible.
+        sites = reported if any(reported.values()) else {}
+        total = sum(_cap_test_examples([metrics for metrics in sites.values() if metrics], max_share))
         names = sorted({name for metrics in sites.values() for name in metrics} - {TEST_EXAMPLES})
         overall = {}
         for name in names:

@@ -17,7 +17,7 @@ from ..config.yaml_files import read_yaml
 from ..data.source import find_site_data
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
-from ..errors import ConfigError, FlareSparseError
+from ..errors import ConfigError, FlareSparseError, TaskFailed, describe_exception
 from ..policy.policy import POLICY_FILE, Policy, read_policy
 from ..task import Task
 from ..wire.ledger import Ledger
@@ -146,8 +146,9 @@ def write_site_error(error: Exception, code: str, fl_ctx: FLContext) -> None:
     The text may name subjects and files, so it must not go to a log: FLARE streams logs to the server.
     """
     report = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "site_error.txt"
-    unexpected = "" if isinstance(error, FlareSparseError) else "".join(traceback.format_exception(error))
-    report.write_text(f"{code}: {error}\n{unexpected}")
+    is_expected = isinstance(error, FlareSparseError) and not isinstance(error, TaskFailed)
+    text = str(error) if isinstance(error, FlareSparseError) else describe_exception(error)
+    report.write_text(f"{code}: {text}\n" + ("" if is_expected else "".join(traceback.format_exception(error))))
 
 
 def get_site_session(fl_ctx: FLContext) -> SiteSession:

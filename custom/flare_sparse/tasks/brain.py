@@ -56,6 +56,10 @@ class BrainTask(AdaptableTask, ABC):
     """Prediction of one number, the target, from volumes ``(B, 1, depth, height, width)``."""
 
     config: BrainConfig
+    reads = (
+        "a BIDS data set, or a folder of several: participants.tsv with age or sex (F or 0, M or 1), and "
+        "sub-*/anat/*_T1w.nii.gz"
+    )
 
     @staticmethod
     @abstractmethod

@@ -40,6 +40,7 @@ class ImageClassification(Task):
     Config = ImageConfig
     config: ImageConfig
     metric = Metric("accuracy", "", "max")
+    reads = "an npz file with arrays <split>_images (uint8) and <split>_labels, as in MedMNIST"
 
     def model(self) -> nn.Module:
         """Return the configured network with one logit per class."""

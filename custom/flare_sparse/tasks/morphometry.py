@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,10 +21,11 @@ from pydantic import Field
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ..data.screening import screen_subjects
+from ..data.atlases import ATLASES
+from ..data.screening import SEX_VALUES, parse_sex, screen_subjects
 from ..data.split import split_train_test
-from ..data.tables import Table, read_table
-from ..errors import DataError
+from ..data.tables import Table, format_identifier, read_table
+from ..errors import DataError, suggest
 from ..models import ModelConfig
 from ..models.config import require_input
 from ..task import Cohort, Examples, SiteData, Task, TaskConfig
@@ -34,26 +33,6 @@ from .age import AgeConfig, AgeTask
 from .classes import BinaryTask
 
 ID = "subject"
-NOT_FEATURES = (ID, "site", "age", "sex", "dx")
-
-
-@dataclass(frozen=True)
-class Atlas:
-    """A known set of columns.
-
-    Attributes:
-        features: number of columns.
-        fingerprint: first 16 hex digits of the SHA-256 of the sorted column names, joined by line feeds.
-    """
-
-    features: int
-    fingerprint: str
-
-
-ATLASES = {
-    "destrieux": Atlas(193, "371e3d3a31204872"),  # 150 regions, 42 subcortical and global volumes, ICV
-    "desikan": Atlas(71, "c9cb0f7de658393e"),  # 70 regions, ICV
-}
 
 
 class MorphometryConfig(TaskConfig):
@@ -63,7 +42,8 @@ class MorphometryConfig(TaskConfig):
         ModelConfig(name="mlp"), description="network and its settings"
     )
     features: Literal["destrieux", "desikan"] | tuple[str, ...] = Field(
-        "destrieux", description="a known atlas (all numeric columns, in name order), or a list of column names"
+        "destrieux",
+        description="a known atlas (its columns, in name order; others are ignored), or a list of column names",
     )
     skip_bad_subjects: bool = Field(
         False, description="skip and count unusable subjects; false: refuse to train if there are any"
@@ -72,13 +52,22 @@ class MorphometryConfig(TaskConfig):
     @property
     def num_features(self) -> int:
         """Number of the network's inputs."""
-        return ATLASES[self.features].features if isinstance(self.features, str) else len(self.features)
+        return len(ATLASES[self.features] if isinstance(self.features, str) else self.features)
 
 
 class MorphometryTask(Task, ABC):
-    """Prediction of one number, the target, from rows ``(B, features)``."""
+    """Prediction of one number, the target, from rows ``(B, features)``.
+
+    Attributes:
+        target_problem: text of a subject whose target is unknown.
+    """
 
     config: MorphometryConfig
+    target_problem: ClassVar[str]
+    reads = (
+        "a table of FreeSurfer values (CSV, Parquet or npz), one row per subject, with the columns subject, age, sex "
+        "(0 or F: female, 1 or M: male), thickness in mm and volumes in mm3"
+    )
 
     @staticmethod
     @abstractmethod
@@ -96,7 +85,8 @@ class MorphometryTask(Task, ABC):
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read the rows of a site; 20 % are for testing."""
         table = read_table(data.path)
-        features = scale_features(table, select_feature_columns(table, self.config.features))
+        columns = select_feature_columns(table, self.config.features)
+        features = scale_features(table, columns)
         targets = self.get_targets(table)
         row_of = {name: number for number, name in enumerate(table.get_ids(ID))}
 
@@ -105,9 +95,10 @@ class MorphometryTask(Task, ABC):
                 raise DataError(f"unknown participant: it has no row in {data.path.name}")
             row = row_of[name]
             if not np.isfinite(targets[row]):
-                raise DataError("its age or sex is missing or out of range")
-            if missing := int(np.count_nonzero(~np.isfinite(features[row]))):
-                raise DataError(f"{missing} of {features.shape[1]} features are missing or not finite")
+                raise DataError(self.target_problem)
+            if missing := [columns[column] for column in np.flatnonzero(~np.isfinite(features[row]))]:
+                names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+                raise DataError(f"{len(missing)} of {len(columns)} features are missing or not finite: {names}")
             return row
 
         ids = row_of if data.subset is None else data.subset
@@ -120,7 +111,7 @@ class MorphometryTask(Task, ABC):
             return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
         train, test = split_train_test(rows, seed)
-        return Examples(build_dataset(train), build_dataset(test), skipped)
+        return Examples(build_dataset(train), build_dataset(test), skipped, train, test, columns)
 
 
 class MorphometryAgeConfig(MorphometryConfig, AgeConfig):
@@ -132,6 +123,7 @@ class MorphometryAge(AgeTask, MorphometryTask):
 
     Config = MorphometryAgeConfig
     config: MorphometryAgeConfig
+    target_problem = "its age is missing, or not 0 to 120 years"
 
     @staticmethod
     def get_targets(table: Table) -> np.ndarray:
@@ -144,30 +136,36 @@ class MorphometrySex(BinaryTask, MorphometryTask):
     """Sex (1: male) from thickness and volumes."""
 
     Config = MorphometryConfig
+    target_problem = f"its sex is missing, or not {SEX_VALUES}"
 
     @staticmethod
     def get_targets(table: Table) -> np.ndarray:
         """Return the column ``sex``: 1 for male, 0 for female."""
-        sex = table.get_numbers("sex")
-        return np.where(np.isin(sex, (0, 1)), sex, np.nan)
+        return np.array([parse_sex(format_identifier(value)) for value in table.get_column("sex").tolist()])
 
 
 def select_feature_columns(table: Table, features: str | Sequence[str]) -> list[str]:
     """Return the names of the feature columns, in the same order at every site.
 
     Raises:
-        DataError: the table's numeric columns are not those of the atlas.
+        DataError: columns of the atlas are missing or contain text; the message names each.
     """
     if not isinstance(features, str):
         return list(features)
-    names = sorted(name for name, c in table.columns.items() if name not in NOT_FEATURES and c.dtype.kind == "f")
-    atlas = ATLASES[features]
-    if sha256("\n".join(names).encode()).hexdigest()[:16] != atlas.fingerprint:
-        raise DataError(
-            f"{table.source}: its {len(names)} numeric columns are not the {atlas.features} of atlas {features!r}. Set "
-            "task.features to the atlas of this table, or to the names of the columns that all sites have"
-        )
-    return names
+    columns = list(ATLASES[features])
+    missing = [name for name in columns if name not in table.columns]
+    if not missing:
+        return columns
+    unused = [name for name in table.columns if name not in columns]
+    listed = "".join(f"\n  no column {name!r}.{suggest(name, unused)}" for name in missing[:5])
+    more = f"\n  and {len(missing) - 5} more" if len(missing) > 5 else ""
+    matching = [name for name, known in ATLASES.items() if set(known) <= set(table.columns)]
+    other = f"task.features to {f'{matching[0]}, ' if matching else ''}the atlas of this table"
+    count = f"{len(missing)} of the {len(columns)} columns of atlas {features!r} are missing"
+    raise DataError(
+        f"{table.source}: {count}:{listed}{more}\nRename the columns, or set {other}, or to a list of the columns that "
+        "all sites have"
+    )
 
 
 def scale_features(table: Table, names: Sequence[str]) -> np.ndarray:

@@ -60,7 +60,11 @@ class Mortality(Task):
 
     Config = MortalityConfig
     config: MortalityConfig
-    metric = Metric("auc_roc", "", "max")
+    metric = Metric("auc_roc", "", "max", may_be_undefined=True)
+    reads = (
+        "a table or an npz file with one row per stay: the column died (1 or 0) and a code per medication, in the same "
+        "order at every site"
+    )
 
     def model(self) -> nn.Module:
         """Return the configured network with one output, the logit of death."""

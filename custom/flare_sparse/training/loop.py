@@ -12,6 +12,7 @@ from ..errors import FlareSparseError
 from ..mask import Mask
 from ..task import Task
 from .flat import FlatModel
+from .inputs import find_non_finite
 
 
 class TrainingDiverged(FlareSparseError):
@@ -58,7 +59,9 @@ def train(
     for step, batch in enumerate(batches, start=1):
         loss = task.loss(model.module, model.to_device(batch))
         if not torch.isfinite(loss):
-            raise TrainingDiverged(f"the loss is {loss.item()} in step {step}; lower training.lr or set clip_norm")
+            raise TrainingDiverged(
+                explain_divergence(loss, batch, f"step {step}", "lower training.lr or set clip_norm")
+            )
         model.backward(loss)
         with torch.no_grad():
             if proximal_strength:
@@ -78,6 +81,24 @@ def train(
     buffers = trainable.bits[size:]
     trained[size:] = torch.where(buffers, trained[size:], start[size:])
     return trained
+
+
+def explain_divergence(loss: Tensor, batch: Any, place: str, remedy: str) -> str:
+    """Return the text of a loss that is not finite: the minibatch is the cause if it holds NaN, else see ``remedy``.
+
+    Args:
+        loss: the loss, a scalar.
+        batch: the minibatch that it was computed on.
+        place: step or stage, such as ``"step 3"``.
+        remedy: what to change if the minibatch is sound.
+    """
+    text = f"the loss is {loss.item()} in {place}"
+    if problems := find_non_finite(batch):
+        return (
+            f"{text}, because the data is not finite: {'; '.join(map(str, problems))} of this minibatch. Impute or "
+            "remove these values in the task's load(); flare-sparse check CONFIG lists all of them"
+        )
+    return f"{text}; the minibatch is finite, so {remedy}"
 
 
 def disable_dropout(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..mask import Mask
 from ..task import Task
 from .flat import FlatModel
-from .loop import TrainingDiverged, disable_dropout
+from .loop import TrainingDiverged, disable_dropout, explain_divergence
 
 
 def step_in_stages(
@@ -64,7 +64,8 @@ def step_in_stages(
         with tape.replay():
             loss = task.loss(model.module, batch)
         if not torch.isfinite(loss):
-            raise TrainingDiverged(f"the loss is {loss.item()} in stage {number}; lower the learning rate of the step")
+            remedy = "lower the learning rate of the step"
+            raise TrainingDiverged(explain_divergence(loss, batch, f"stage {number}", remedy))
         parameters = [parameters_by_name[name] for name in stage_names]
         # The next stage reuses parts of this graph.
         gradients = torch.autograd.grad(loss, parameters, retain_graph=number < len(stages), allow_unused=True)
