@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import flare_sparse
 from flare_sparse.cli import app
 from flare_sparse.config import load_config
+from flare_sparse.config.schema import list_partitions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(next(iter(flare_sparse.__path__)))
@@ -232,16 +235,47 @@ def find_fenced_blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
 
 
-def test_example_of_own_task_passes_the_check_command(tmp_path: Path) -> None:
-    (module,), (configuration,) = find_fenced_blocks("own-task.md", "python"), find_fenced_blocks("own-task.md", "yaml")
-    (tmp_path / "my_tasks.py").write_text(module)
+@pytest.fixture
+def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the module and the two configurations of docs/own-task.md, and data for both."""
+    module, partitioned = find_fenced_blocks("own-task.md", "python")[:2]
+    configuration, pooled = find_fenced_blocks("own-task.md", "yaml")
+    (tmp_path / "my_tasks.py").write_text(f"{module}\n\n{partitioned}")
     (tmp_path / "dose.yaml").write_text(configuration)
+    (tmp_path / "pooled.yaml").write_text(pooled)
     (tmp_path / "data").mkdir()
     rng = np.random.default_rng(0)
     for site in ("site-1", "site-2", "site-3"):
         x = rng.random((20, 10))
         np.savez(tmp_path / "data" / f"{site}.npz", x=x, y=x.sum(1))
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "dose.yaml")])
+    header = ",".join(["patient", "hospital", "dose", *(f"m{i}" for i in range(10))])
+    rows = [",".join([f"p{i}", "AB"[i % 2], f"{i}", *map(str, range(10))]) for i in range(40)]
+    (tmp_path / "data" / "cohort.csv").write_text("\n".join([header, *rows]) + "\n")
+    monkeypatch.delitem(sys.modules, "my_tasks", raising=False)
+    return tmp_path
+
+
+def find_site_rows(output: str) -> dict[str, list[str]]:
+    """Training and test examples of each row of the table that ``check`` prints."""
+    rows = [line.split() for line in output.splitlines()]
+    return {row[0]: row[1:3] for row in rows if row and row[-1] == "PASS"}
+
+
+def test_example_of_own_task_passes_the_check_command(own_task: Path) -> None:
+    result = CliRunner().invoke(app, ["check", str(own_task / "dose.yaml")])
     assert result.exit_code == 0, result.output
-    assert "PASS data of site-3: 16 training and 4 test examples" in result.output
-    assert "PASS one training step" in result.output
+    assert find_site_rows(result.output) == {f"site-{i}": ["16", "4"] for i in (1, 2, 3)}
+
+
+def test_example_of_a_partitioned_cohort_gives_each_hospital_its_own_patients(own_task: Path) -> None:
+    result = CliRunner().invoke(app, ["check", str(own_task / "pooled.yaml")])
+    assert result.exit_code == 0, result.output
+    assert find_site_rows(result.output) == {"A": ["16", "4"], "B": ["16", "4"]}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_partitions_on_a_page_are_accepted(page: Path) -> None:
+    text = re.sub(r"\s+", " ", page.read_text())
+    for section in re.findall(r"\{kind: \w+[^{}]*(?:\{[^{}]*\}[^{}]*)?\}", text):
+        settings = yaml.safe_load(section)
+        list_partitions()[settings.pop("kind")].model_validate(settings)

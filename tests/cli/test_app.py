@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import entry_points, version
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from pydantic import Field
-from torch import nn
-from torch.utils.data import TensorDataset
-from typer.testing import CliRunner, Result
+from line import call
 
 from flare_sparse.cli import app
-from flare_sparse.errors import DataError
 from flare_sparse.methods import METHODS
-from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
 from flare_sparse.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
@@ -26,67 +20,13 @@ COMMANDS = {
     "estimate",
     "export",
     "methods",
+    "tasks",
     "phantom",
     "save",
     "fetch-model",
     "adapt",
     "site",
 }
-
-
-class LineConfig(TaskConfig):
-    width: int = Field(2, ge=1, description="numbers in an example")
-    broken: bool = Field(False, description="the model cannot be built")
-    crash: bool = Field(False, description="the loss raises an error of its own")
-    scale: float = Field(1.0, description="scale of the numbers in an example")
-
-
-class LineTask(Task):
-    """Predict the sum of a few numbers; the folder of each site must hold a file ``ok``."""
-
-    Config = LineConfig
-    metric = Metric("mae", "", "min")
-
-    def model(self) -> nn.Module:
-        assert isinstance(self.config, LineConfig)
-        return nn.Linear(self.config.width, 1).to(torch.float64 if self.config.broken else torch.float32)
-
-    def load(self, data: SiteData, seed: int) -> Examples:
-        assert isinstance(self.config, LineConfig)
-        if not (data.path / "ok").is_file():
-            raise DataError(f"{data.path.name}: no file 'ok'; put one there")
-        x = self.config.scale * torch.rand(10, self.config.width, generator=torch.Generator().manual_seed(seed))
-        return Examples(TensorDataset(x[:8], x[:8].sum(1)), TensorDataset(x[8:], x[8:].sum(1)))
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        assert isinstance(self.config, LineConfig)
-        if self.config.crash:
-            return batch[0].sum() * (1 // 0)
-        return nn.functional.l1_loss(model(batch[0]).squeeze(1), batch[1])
-
-    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return model(batch[0]).squeeze(1), batch[1]
-
-    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-        return {"mae": float((predictions - targets).abs().mean())}
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A configuration of two sites with data."""
-    monkeypatch.setitem(TASKS, "line", LineTask)
-    for site in ("site-1", "site-2"):
-        (tmp_path / site).mkdir()
-        (tmp_path / site / "ok").touch()
-    file = tmp_path / "line.yaml"
-    file.write_text(
-        "name: line\nmethod: {name: fedavg}\ntask: {name: line}\nsimulator: {sites: 2, data: {path: '{site}'}}\n"
-    )
-    return file
-
-
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def test_installed_command_is_this_app() -> None:
@@ -135,72 +75,71 @@ def test_methods_shows_a_methods_own_defaults_of_a_section() -> None:
     assert rows["method.training.epochs"] == "5"
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_of_methods_are_whole_in_80_columns(name: str) -> None:
+    lines = call("methods", name, columns=80).output.splitlines()
+    # A section such as training has a row for each of its settings.
+    shown = {".".join(line.split()[0].split(".")[:2]) for line in lines if line.strip()}
+    assert {f"method.{setting}" for setting in METHODS[name].Config.model_fields} - shown == set()
+
+
+def test_tasks_lists_every_task_with_metric_and_data() -> None:
+    lines = call("tasks").output.splitlines()
+    assert [line.split()[0] for line in lines[1:] if line.startswith(tuple(TASKS))] == list(TASKS)
+    (images,) = [line for line in lines if line.startswith("image_classification")]
+    for cell in (
+        "Prediction of an image's class  ",
+        "accuracy, higher is better",
+        "an npz file with arrays <split>_images",
+    ):
+        assert cell in images
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("columns", [80, 200])
+def test_tasks_shows_every_setting_of_a_task_whole(name: str, columns: int) -> None:
+    output = call("tasks", name, columns=columns).output
+    shown = {".".join(line.split()[0].split(".")[:2]) for line in output.splitlines() if line.strip()}
+    assert {f"task.{setting}" for setting in TASKS[name].Config.model_fields} - shown == set()
+    assert f"metric: {TASKS[name].metric.name}" in output
+    assert f"data:   {TASKS[name].reads}" in output
+
+
+def test_tasks_shows_defaults_of_the_network_and_of_a_task_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = call("tasks", "mortality").output.splitlines()
+    rows = {name: cells.strip() for name, _, cells in (line.partition(" ") for line in lines)}
+    assert rows["task.medications"].split()[0] == "2917"
+    assert rows["task.model.hidden"].startswith("[64, 32]")
+    (tmp_path / "line_task.py").write_text((ROOT / "tests" / "integration" / "own_task.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "line_task", raising=False)
+    own = call("tasks", "line_task.SumTask").output
+    assert "task.width" in own
+    assert "metric: mse, lower is better" in own
+
+
+def test_unknown_task_suggests_the_closest_name() -> None:
+    result = call("tasks", "morphometry_aeg")
+    assert result.exit_code == 2
+    assert "Did you mean 'morphometry_age'?" in result.output
+
+
+def test_local_run_locates_an_error_of_the_users_task_and_names_the_way_on(config: Path, tmp_path: Path) -> None:
+    result = call("run", config, "--env", "local", "--out", tmp_path / "run", "--set", "task.crash=true")
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    assert "round 1 (train) failed: ZeroDivisionError: integer division or modulo by zero\n  at " in result.output
+    assert "in loss: return batch[0].sum() * (1 // 0)" in result.output
+    assert "--resume" in result.output
+
+
 def test_unknown_method_exits_with_2_and_suggests_the_closest_name() -> None:
     result = call("methods", "neurosfll")
     assert result.exit_code == 2
     assert "Did you mean 'neurosfl'?" in result.output
     assert "Traceback" not in result.output
-
-
-def test_check_passes_every_step_of_a_valid_configuration(config: Path) -> None:
-    result = call("check", config)
-    lines = result.output.splitlines()
-    assert result.exit_code == 0, result.output
-    assert [line.split()[0] for line in lines] == ["PASS"] * 9, result.output
-    note = "PASS federation: max_share is 1: a site that reports 2^52 examples determines the model alone"
-    assert lines[1].startswith(note)
-    assert lines[3] == "PASS model: 3 scalars"
-    assert lines[5] == "PASS data of site-1: 8 training and 2 test examples"
-
-
-def test_check_shows_the_largest_weight_of_a_site(config: Path) -> None:
-    result = call("check", config, "--set", "federation.max_share=0.5")
-    assert "PASS federation: one site has at most 50% of a round's weight" in result.output
-
-
-def test_check_reports_every_site_with_bad_data_and_continues(config: Path) -> None:
-    for site in ("site-1", "site-2"):
-        (config.parent / site / "ok").unlink()
-    result = call("check", config)
-    assert result.exit_code == 1
-    assert "PASS model" in result.output
-    assert "site-1: no file 'ok'" in result.output
-    assert "site-2: no file 'ok'" in result.output
-    assert "Traceback" not in result.output
-
-
-def test_check_trains_one_step_at_a_site_with_data(config: Path) -> None:
-    (config.parent / "site-1/ok").unlink()
-    result = call("check", config)
-    assert result.exit_code == 1
-    assert "PASS one training step" in result.output
-
-
-def test_check_reports_a_model_that_cannot_be_built_and_still_reads_the_data(config: Path) -> None:
-    result = call("check", config, "--set", "task.broken=true")
-    assert "FAIL model: E_CONFIG" in result.output
-    assert "PASS data of site-2" in result.output
-    assert result.exit_code == 2
-
-
-def test_check_reports_all_errors_of_a_configuration(config: Path) -> None:
-    result = call("check", config, "--set", "task.widht=3", "--set", "method.rounds=0")
-    assert result.exit_code == 2
-    assert "Did you mean 'width'?" in result.output
-    assert "method.rounds: found 0; expected a whole number, >= 1" in result.output
-
-
-def test_check_reports_a_diverging_step(config: Path) -> None:
-    result = call("check", config, "--set", "method.training={optimizer: sgd, lr: 3e38}", "--set", "task.scale=1e20")
-    assert "FAIL one training step: E_DIVERGED" in result.output
-    assert result.exit_code == 1
-
-
-def test_check_shows_the_line_at_which_a_user_task_fails(config: Path) -> None:
-    result = call("check", config, "--set", "task.crash=true")
-    assert result.exit_code == 1
-    assert "FAIL one training step: ZeroDivisionError: integer division or modulo by zero (" in result.output
-    assert "test_app.py:" in result.output
 
 
 def test_configuration_error_is_printed_without_a_traceback(config: Path) -> None:
@@ -253,16 +192,6 @@ def test_local_run_writes_model_and_record_to_the_default_folder(
     again = call("run", config, "--env", "local", "--rounds", "1", "--seed", "5", "--resume")
     assert again.exit_code == 1
     assert "holds no checkpoint" in again.output
-
-
-def test_check_continues_without_a_simulator_section(config: Path) -> None:
-    text = config.read_text()
-    config.write_text(text[: text.index("simulator:")])
-    result = call("check", str(config))
-    assert result.exit_code == 0, result.output
-    assert "SKIP sites" in result.output
-    assert "PASS method" in result.output
-    assert "one training step" not in result.output
 
 
 def test_export_sends_a_user_task_with_byoc_and_otherwise_tells_how_to_install_it(config: Path, tmp_path: Path) -> None:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
-import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import torch
 import typer
 
 from ..assemble import assemble
 from ..config import RunConfig, build_method, load_config, load_task
-from ..errors import FlareSparseError, PolicyRefusal
-from ..mask import Mask
+from ..errors import FlareSparseError, PolicyRefusal, describe_exception
 from ..methods import Method
 from ..params import Layout
-from ..task import Examples, Task
-from ..training import Site
-from ..training.loop import TrainingDiverged
+from ..task import SiteData, Task
+from .check_sites import Finding, SiteCheck, build_sites_table, find_federation_problems
 from .console import get_exit_code
 from .console import out as console
 from .options import ConfigFile, Overrides
 from .sites import prepare_site_data
+from .user_modules import list_helper_modules
 
 T = TypeVar("T")
 
@@ -38,9 +33,10 @@ def check(
         typer.Option(help="Check the job against a site's policy, too: a file, or one of open, careful, strict"),
     ] = None,
 ) -> None:
-    """Check a configuration: its settings, the sites' data, the model and one training step.
+    """Check a configuration: settings, model, and at every site data, a training step, predictions and metrics.
 
-    Every problem gets a FAIL line with its cause and the way out. Nothing leaves this machine.
+    Every problem gets a FAIL line with its cause and the way out; WARN lines do not stop a run. The last line is the
+    verdict. Exit code: 0 if nothing failed, 2 for a wrong configuration, else 1. Nothing leaves this machine.
 
     [dim]flare-sparse check app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.95[/]
 
@@ -48,53 +44,63 @@ def check(
     """
     report = Report()
     settings = report.attempt("configuration", lambda: load_config(config, overrides or ()), _describe_settings)
-    if settings is None:
-        raise typer.Exit(report.code)
-    report.attempt("federation", lambda: settings.federation.note, str)
-    task = report.attempt("task", lambda: load_task(settings, config.parent), lambda task: type(task).__name__)
-    if task is not None:
-        layout = report.attempt("model", lambda: _build_layout(task), lambda layout: f"{layout.size:,} scalars")
-        with tempfile.TemporaryDirectory() as folder:
-            examples = _load_examples(report, settings, task, Path(folder))
-            if layout is not None:
-                report.attempt("method", lambda: build_method(settings, layout), _describe_method)
-            if layout is not None and examples:
-                report.attempt(
-                    "one training step", lambda: _take_step(settings, task, layout, examples), _describe_step
-                )
-            if layout is not None and site_policy is not None:
-                report.attempt("site policy", lambda: _check_policy(settings, task, examples, site_policy), str)
+    if settings is not None:
+        _check_job(report, settings, config, site_policy)
+    report.print_verdict()
     raise typer.Exit(report.code)
 
 
 class Report:
-    """PASS, SKIP and FAIL lines; ``code`` is the exit code of the first failure, or 0."""
+    """PASS, SKIP, WARN and FAIL lines, and a verdict; ``code`` is the exit code of the first failure, or 0."""
 
     def __init__(self) -> None:
-        self.code = 0
+        self.code, self.passed = 0, 0
+        self.failures: list[str] = []
+        self.warnings: list[str] = []
 
     def attempt(self, check: str, action: Callable[[], T], describe: Callable[[T], str]) -> T | None:
         """Return the result of ``action`` and print a PASS line, or print a FAIL line and return None."""
         try:
             result = action()
-        except FlareSparseError as error:
-            self.code = self.code or get_exit_code(error)
-            self._print_line("[bold red]FAIL[/]", check, f"{error.code}\n{error}")
-            return None
         # A user task's own code may raise anything; the other checks still run.
         except Exception as error:  # noqa: BLE001
-            self.code = self.code or 1
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            self._print_line(
-                "[bold red]FAIL[/]", check, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-            )
+            self.fail(check, error)
             return None
+        self.passed += 1
         self._print_line("[bold green]PASS[/]", check, describe(result))
         return result
+
+    def fail(self, check: str, error: Exception) -> None:
+        """Print a FAIL line with the error's code and text, or with the user's line that raised it."""
+        self.code = self.code or (get_exit_code(error) if isinstance(error, FlareSparseError) else 1)
+        text = f"{error.code}\n{error}" if isinstance(error, FlareSparseError) else describe_exception(error)
+        self.failures.append(check)
+        self._print_line("[bold red]FAIL[/]", check, text)
+
+    def report_finding(self, finding: Finding) -> None:
+        """Print a problem of a site or of the federation as a FAIL or a WARN line."""
+        if finding.error is not None:
+            self.fail(finding.check, finding.error)
+        else:
+            self.warn(finding.check, finding.warning)
+
+    def warn(self, check: str, text: str) -> None:
+        """Print a WARN line about something that a run survives."""
+        self.warnings.append(check)
+        self._print_line("[bold yellow]WARN[/]", check, text)
 
     def skip(self, check: str, reason: str) -> None:
         """Print that this configuration leaves no way to check something."""
         self._print_line("[bold yellow]SKIP[/]", check, reason)
+
+    def print_verdict(self) -> None:
+        """Print how many checks failed, and which."""
+        warnings = f"; {len(self.warnings)} to look at: {', '.join(self.warnings)}" if self.warnings else ""
+        if self.failures:
+            failed = f"{len(self.failures)} of {self.passed + len(self.failures)} checks failed"
+            console.print(f"[bold red]NOT READY[/] {failed}: {', '.join(self.failures)}{warnings}")
+        else:
+            console.print(f"[bold green]READY[/] {self.passed} checks passed{warnings}")
 
     @staticmethod
     def _print_line(verdict: str, check: str, detail: str) -> None:
@@ -102,60 +108,72 @@ class Report:
         console.print(f"{check}: {detail}", markup=False)
 
 
+def _check_job(report: Report, settings: RunConfig, file: Path, site_policy: Path | None) -> None:
+    """Check everything that follows from valid settings."""
+    report.attempt("federation", lambda: settings.federation.note, str)
+    task = report.attempt("task", lambda: load_task(settings, file.parent), lambda task: type(task).__name__)
+    if task is None:
+        return
+    if settings.task.key == "class" and (helpers := list_helper_modules(type(task))):
+        report.warn("helper modules", _describe_helpers(type(task), helpers))
+    layout = report.attempt("model", lambda: _build_layout(task), lambda layout: f"{layout.size:,} scalars")
+    with tempfile.TemporaryDirectory() as folder:
+        data = _locate_sites(report, settings, task, Path(folder))
+        if layout is not None:
+            report.attempt("method", lambda: build_method(settings, layout), _describe_method)
+        sites = _check_sites(report, settings, task, layout, data)
+        if layout is not None and site_policy is not None:
+            counts = {site.name: site.examples.n_train for site in sites if site.examples is not None}
+            report.attempt("site policy", lambda: _check_policy(settings, task, counts, site_policy), str)
+
+
 def _describe_settings(settings: RunConfig) -> str:
     return f"{settings.name}, method {settings.method.name}, task {settings.task.name}"
+
+
+def _describe_helpers(task_class: type[Task], helpers: list[Path]) -> str:
+    names = ", ".join(path.name for path in helpers)
+    return (
+        f"{task_class.__module__} imports {names}. A job carries the file of the task only: install these modules at "
+        "the server and at every site, or move their code into the task's file (docs/own-task.md, On real sites)"
+    )
 
 
 def _build_layout(task: Task) -> Layout:
     return Layout.from_module(task.model())
 
 
-def _load_examples(report: Report, settings: RunConfig, task: Task, folder: Path) -> dict[str, Examples]:
-    """Load the examples of every simulated site; empty without a ``simulator`` section."""
+def _locate_sites(report: Report, settings: RunConfig, task: Task, folder: Path) -> dict[str, SiteData]:
+    """Return the data of every simulated site; empty without a ``simulator`` section."""
     if settings.simulator is None:
         report.skip(
             "sites",
             "there is no simulator section; flare-sparse site preflight KIT --job CONFIG reads the data at each site",
         )
         return {}
-    sites = report.attempt("sites", lambda: prepare_site_data(settings, task, folder), ", ".join)
-    examples = {
-        name: report.attempt(f"data of {name}", partial(task.load, data, settings.seed), _describe_examples)
-        for name, data in (sites or {}).items()
-    }
-    return {name: loaded for name, loaded in examples.items() if loaded is not None}
+    return report.attempt("sites", lambda: prepare_site_data(settings, task, folder), ", ".join) or {}
+
+
+def _check_sites(
+    report: Report, settings: RunConfig, task: Task, layout: Layout | None, data: dict[str, SiteData]
+) -> list[SiteCheck]:
+    """Check every site, print the table of all of them, and then every problem."""
+    if not data:
+        return []
+    sites = [SiteCheck.run(settings, task, layout, site) for site in data.values()]
+    console.print(build_sites_table(sites, task.metric))
+    findings = [finding for site in sites for finding in site.findings]
+    for finding in [*findings, *find_federation_problems(settings, sites)]:
+        report.report_finding(finding)
+    report.passed += sum(not any(finding.error for finding in site.findings) for site in sites)
+    return sites
 
 
 def _describe_method(method: Method[Any, Any]) -> str:
     return method.note or method.name
 
 
-def _describe_examples(examples: Examples) -> str:
-    skipped = f", {examples.skipped} skipped" if examples.skipped else ""
-    return f"{examples.n_train} training and {examples.n_test} test examples{skipped}"
-
-
-def _take_step(settings: RunConfig, task: Task, layout: Layout, examples: dict[str, Examples]) -> float:
-    """Return the L2 distance that one optimiser step at the first site moves the model.
-
-    Raises:
-        TrainingDiverged: the step ends in values that are not finite.
-    """
-    name = min(examples)
-    training = settings.method.config.training
-    site = Site(name, task, examples[name], layout, settings.seed)
-    module = task.model()
-    start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
-    moved = site.train(start, Mask.full(layout.size), training, 1, steps=1) - start
-    distance = float(torch.linalg.vector_norm(moved))
-    if not math.isfinite(distance):
-        raise TrainingDiverged(
-            f"one training step at {name} ends in values that are not finite; lower method.training.lr"
-        )
-    return distance
-
-
-def _check_policy(settings: RunConfig, task: Task, examples: dict[str, Examples], name_or_file: Path) -> str:
+def _check_policy(settings: RunConfig, task: Task, counts: dict[str, int], name_or_file: Path) -> str:
     """Check the job against a policy.
 
     Raises:
@@ -166,14 +184,9 @@ def _check_policy(settings: RunConfig, task: Task, examples: dict[str, Examples]
     from ..policy.policy import find_policy_file, read_policy
 
     policy = read_policy(find_policy_file(name_or_file))
-    counts = {site: loaded.n_train for site, loaded in examples.items()}
     if reasons := find_policy_conflicts(policy, settings, assemble(settings, task), counts):
         raise PolicyRefusal(
             "\n".join([f"{name_or_file} would refuse this job:", *(f"  {reason}" for reason in reasons)])
         )
-    caveat = "" if examples else "; without data the numbers of examples were not checked"
+    caveat = "" if counts else "; without data the numbers of examples were not checked"
     return f"{name_or_file} lets this job through{caveat}"
-
-
-def _describe_step(distance: float) -> str:
-    return f"the model moved by {distance:.3g}"
