@@ -63,6 +63,10 @@ class SelectionError(FlareSparseError, ValueError):
     code = "E_SELECTION"
 
 
+class UndefinedScores(SelectionError):
+    """A score is NaN or infinite, so that its entry has no rank; the values of an update can be the cause."""
+
+
 class SiteExcluded(FlareSparseError):
     """A site cannot take part in a request; the run continues with the other sites.
 
@@ -127,6 +131,30 @@ class RejectedMessage(WireError):
 
 class MissingBase(WireError):
     """The message is a patch over a base that the receiver does not hold; the receiver asks for the full model."""
+
+
+def get_failure_code(error: Exception) -> str:
+    """Return the code that a site reports when it fails: the error's own, or ``E_SITE`` for any other exception.
+
+    >>> get_failure_code(DataError("sub-01 has no age")), get_failure_code(ValueError("sub-01"))
+    ('E_DATA', 'E_SITE')
+    """
+    return error.code if isinstance(error, FlareSparseError) else "E_SITE"
+
+
+def format_site_error(error: Exception, code: str | None = None) -> str:
+    """Return the report of a failure for the site's own staff: code and message, and the traceback of a foreign error.
+
+    It may name subjects and files, so it must not leave the site.
+
+    Args:
+        error: the error.
+        code: the code that was reported; None: that of :func:`get_failure_code`.
+    """
+    is_expected = isinstance(error, FlareSparseError) and not isinstance(error, TaskFailed)
+    text = str(error) if isinstance(error, FlareSparseError) else describe_exception(error)
+    trace = "" if is_expected else "".join(traceback.format_exception(error))
+    return f"{code or get_failure_code(error)}: {text}\n{trace}"
 
 
 def abbreviate(value: object) -> str:

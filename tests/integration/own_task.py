@@ -1,25 +1,30 @@
-"""A user task as docs/own-task.md describes it: one class in one module. One site can be made to fail."""
+"""A user task as docs/own-task.md describes it: one class in one module. Sites can be made to fail."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from pydantic import Field
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from flare_sparse import Examples, Metric, SiteData, Task, TaskConfig
 from flare_sparse.errors import DataError
 
+Failure = Literal["data", "load", "diverge", "train"]
+
 
 class SumConfig(TaskConfig):
     width: int = 16
-    broken_site: str = ""
-    expected: bool = True
+    failures: dict[str, Failure] = Field(default_factory=dict)
 
 
 class SumTask(Task):
     """Predict the sum of three of twelve random numbers, which differ between sites."""
 
     Config = SumConfig
+    failure: Failure | None = None
     metric = Metric("mse", "", "min")
 
     def model(self) -> nn.Module:
@@ -29,16 +34,24 @@ class SumTask(Task):
         )
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        if data.site == self.config.broken_site:
-            subject = "-".join(("CANARY", "4711"))  # the text is complete only in the error, not in this source
-            error_type = DataError if self.config.expected else KeyError
-            raise error_type(f"subject {subject} in {data.path} cannot be read")
+        self.failure = self.config.failures.get(data.site)
+        if self.failure in ("data", "load"):
+            error_type = DataError if self.failure == "data" else KeyError
+            raise error_type(f"subject {self._subject} in {data.path} cannot be read")
         generator = torch.Generator().manual_seed(int(data.site[-1]))
         x = torch.randn(40, 12, generator=generator)
         y = x[:, :3].sum(1, keepdim=True)
         return Examples(TensorDataset(x[8:], y[8:]), TensorDataset(x[:8], y[:8]))
 
+    @property
+    def _subject(self) -> str:
+        return "-".join(("CANARY", "4711"))  # the text is complete only in an error, not in this source
+
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        if self.failure == "train":
+            raise KeyError(f"subject {self._subject}")
+        if self.failure == "diverge":
+            return nn.functional.mse_loss(model(batch[0]), batch[1] * float("inf"))
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     def predict(self, model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

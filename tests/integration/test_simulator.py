@@ -81,25 +81,34 @@ def test_bits_depend_on_the_seed_only(tmp_path: Path) -> None:
     assert first["model_sha256"] == second["model_sha256"] != other["model_sha256"]
 
 
-@pytest.mark.parametrize(("expected", "code"), [(True, "E_DATA"), (False, "E_SITE")])
-def test_site_that_cannot_read_its_data_is_rejected_and_only_a_code_leaves_it(
-    expected: bool, code: str, tmp_path: Path
-) -> None:
-    """This holds for errors of the package and for any other error of a task."""
-    broken = {"broken_site": "site-2", "expected": expected}
-    file = configuration(tmp_path / "config", METHODS["neurosfl"], task=broken)
+def test_failing_sites_are_rejected_as_in_a_local_run_and_only_a_code_leaves_them(tmp_path: Path) -> None:
+    """This holds for errors of the package and for any other error of a task, in loading and in training."""
+    failures = {"site-1": "data", "site-2": "load", "site-3": "diverge", "site-4": "train"}
+    codes = {"site-1": "E_DATA", "site-2": "E_SITE", "site-3": "E_DIVERGED", "site-4": "E_SITE"}
+    folder = tmp_path / "config"
+    file = configuration(folder, {"name": "fedavg"}, task={"failures": failures}, simulator={"sites": 5})
+    for site in ("site-4", "site-5"):
+        (folder / site).mkdir()
     out = tmp_path / "out"
     summary = simulate(file, out)
     rounds = jsonl(out / "rounds.jsonl")
-    # After three misses in a row the site is quarantined for one round, then asked again.
-    assert [line["rejected"].get("site-2", "") for line in rounds] == [code, code, code, "", code]
-    assert [line["quarantined"] for line in rounds] == [[], [], [], ["site-2"], []]
-    assert all(line["sites_contributed"] == ["site-1", "site-3"] for line in rounds)
-    assert sorted(summary["final"]["sites"]) == ["site-1", "site-3"]
+    # After three misses in a row the sites are quarantined for one round. A site that cannot train can evaluate.
+    trained, last = rounds[:3], rounds[3]
+    assert [line["rejected"] for line in trained] == [codes] * 3
+    assert all(line["sites_contributed"] == ["site-5"] for line in trained)
+    assert (last["rejected"], last["quarantined"]) == ({}, ["site-1", "site-2", "site-3", "site-4"])
+    assert sorted(summary["final"]["sites"]) == ["site-5"]
     reports = [p for p in out.rglob("*") if p.is_file() and "CANARY-4711" in p.read_text(errors="replace")]
-    assert [p.name for p in reports] == ["site_error.txt"]
-    assert "site-2" in str(reports[0])
-    assert expected or "own_task.py:" in reports[0].read_text().splitlines()[1], "the second line is the user's"
+    assert [p.name for p in reports] == ["site_error.txt"] * 3
+    assert {site for site in failures for p in reports if site in str(p)} == {"site-1", "site-2", "site-4"}
+    local = run_config_locally(load_config(file), file, tmp_path / "local", console=Console(quiet=True))
+    fields = ("kind", "round", "rejected", "quarantined", "sites_contributed", "timed_out", "attempts")
+    assert [[line[f] for f in fields] for line in jsonl(tmp_path / "local" / "rounds.jsonl")] == [
+        [line[f] for f in fields] for line in rounds
+    ]
+    assert local["model_sha256"] == summary["model_sha256"]
+    written = {p.stem: p.read_text() for p in (tmp_path / "local" / "site_errors").iterdir()}
+    assert {site: text.partition(":")[0] for site, text in written.items()} == codes
 
 
 def test_waiting_site_polls_less_and_less_often(tmp_path: Path) -> None:
@@ -126,7 +135,7 @@ def test_round_below_the_quorum_ends_the_job_with_the_reason(tmp_path: Path) -> 
     file = configuration(
         tmp_path / "config",
         METHODS["fedsparsify"],
-        task={"broken_site": "site-2"},
+        task={"failures": {"site-2": "data"}},
         federation={"min_sites": 3, "retries": 0},
     )
     with pytest.raises(Exception, match=r"E_QUORUM.*2 of 3 sites contributed") as caught:

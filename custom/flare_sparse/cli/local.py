@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..assemble import assemble, build_rules, open_checkpoints, open_site
+from ..assemble import Assembly, assemble, build_rules, open_checkpoints, open_site
 from ..config import RunConfig, build_task, load_user_task_class
+from ..errors import format_site_error
 from ..federation import RoundRecord
 from ..local.run import run_locally
 from ..report.card import write_card
@@ -17,12 +19,17 @@ from ..runs.folder import RunFolder, build_run_facts
 from ..runs.progress import format_progress
 from ..runs.results import RunResult
 from ..seeds import limit_threads
+from ..task import SiteData
+from ..training import Site
 from ..wire.ledger import Ledger
 from .console import out as stdout
 from .keys import decrypt_record, prepare_key_contexts
 from .resume import prepare_checkpoints
 from .sites import prepare_site_data
 from .user_modules import copy_user_module
+
+ERRORS = "site_errors"
+"""Folder below the result folder with a report for each site that failed."""
 
 
 def run_config_locally(
@@ -47,7 +54,11 @@ def run_config_locally(
     data = prepare_site_data(config, assembly.task, out)
     # The number of threads decides the order of float sums, so data is loaded under the job's own number, as in FLARE.
     with limit_threads(config.federation.threads):
-        sites = {name: open_site(assembly, site_data) for name, site_data in data.items()}
+        # A task of its own for each site, as in FLARE: a user task may keep what it has loaded.
+        sites = {
+            name: _open_site(replace(assembly, task=build_task(config, user_task_class)), site_data)
+            for name, site_data in data.items()
+        }
     facts = build_run_facts(config, assembly)
     ledger = Ledger()
     folder = RunFolder(out, facts, assembly.layout, ledger)
@@ -69,6 +80,7 @@ def run_config_locally(
         stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
         resume=resume,
         contexts=contexts,
+        on_site_error=_SiteErrors(out / ERRORS, console).report,
     )[0]
     summary = folder.finish(outcome)
     if contexts:
@@ -78,3 +90,36 @@ def run_config_locally(
     # Last: until here --resume can continue a run that was cut short; a finished run cannot be resumed.
     shutil.rmtree(checkpoints, ignore_errors=True)
     return summary
+
+
+class _SiteErrors:
+    """Reports of the sites that failed: a file for each, and a line of the console for each new error.
+
+    Args:
+        folder: receives the files; those of an earlier run are deleted.
+        console: receives the lines.
+    """
+
+    def __init__(self, folder: Path, console: Console):
+        self._folder, self._console = folder, console
+        self._reports: dict[str, str] = {}
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def report(self, site: str, error: Exception) -> None:
+        """Write the report of a site's error, unless it is the same as in the round before."""
+        report = format_site_error(error)
+        if self._reports.get(site) == report:
+            return
+        self._reports[site] = report
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"{site}.txt"
+        file.write_text(report)
+        self._console.print(f"site {site} failed: {report.splitlines()[0]}; see {file}", markup=False)
+
+
+def _open_site(assembly: Assembly, data: SiteData) -> Site | Exception:
+    """Load a site's data and build the site; return the error of a site that fails, as the other sites go on."""
+    try:
+        return open_site(assembly, data)
+    except Exception as error:  # noqa: BLE001 - whatever a task's load raises, as at a site of FLARE
+        return error

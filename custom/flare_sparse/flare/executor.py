@@ -9,7 +9,7 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from ..errors import FlareSparseError, MissingBase
+from ..errors import FlareSparseError, MissingBase, get_failure_code
 from ..exchange import Request
 from .payload import HELLO, MISSING_BASE_HEADER, REQUEST, UPDATE, build_refusal, hello_to_shareable, update_to_dxo
 from .session import get_site_session, write_site_error
@@ -36,10 +36,8 @@ class SparseExecutor(Executor):
                 raise request if isinstance(request, Exception) else FlareSparseError("the task holds no request")
             endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
             update = endpoint.answer(request)
-        except FlareSparseError as error:
-            return self._refuse(error, error.code, fl_ctx)
         except Exception as error:  # noqa: BLE001 - an error in a task or a model must not stop the site's process
-            return self._refuse(error, "E_SITE", fl_ctx)
+            return self._refuse(error, get_failure_code(error), fl_ctx)
         if self._vector.numel() != endpoint.site.layout.size:
             self._vector = torch.zeros(endpoint.site.layout.size)
         reply = update_to_dxo(update, endpoint.site.layout, self._vector).to_shareable()

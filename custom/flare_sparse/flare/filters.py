@@ -12,7 +12,7 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from ..errors import FlareSparseError, MissingBase, RejectedMessage, WireError
+from ..errors import MissingBase, RejectedMessage, WireError, get_failure_code
 from ..federation import Reply
 from .payload import (
     MISSING_BASE_HEADER,
@@ -65,9 +65,10 @@ class EncodeUpdate(Filter):
         try:
             encoded = endpoint.encode(request, update)
         # Raised, for example, by a value that is not finite or exceeds the range of encryption.
-        except FlareSparseError as error:
-            write_site_error(error, error.code, fl_ctx)
-            return build_refusal(error.code, ReturnCode.TASK_RESULT_FILTER_ERROR)
+        except Exception as error:  # noqa: BLE001 - FLARE would send its own code and log the error's text
+            code = get_failure_code(error)
+            write_site_error(error, code, fl_ctx)
+            return build_refusal(code, ReturnCode.TASK_RESULT_FILTER_ERROR)
         return update_to_shareable(encoded.data, update)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from ..config.yaml_files import read_yaml
 from ..data.source import find_site_data
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
-from ..errors import ConfigError, FlareSparseError, TaskFailed, describe_exception
+from ..errors import ConfigError, format_site_error
 from ..policy.policy import POLICY_FILE, Policy, read_policy
 from ..task import Task
 from ..wire.ledger import Ledger
@@ -146,9 +145,7 @@ def write_site_error(error: Exception, code: str, fl_ctx: FLContext) -> None:
     The text may name subjects and files, so it must not go to a log: FLARE streams logs to the server.
     """
     report = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "site_error.txt"
-    is_expected = isinstance(error, FlareSparseError) and not isinstance(error, TaskFailed)
-    text = str(error) if isinstance(error, FlareSparseError) else describe_exception(error)
-    report.write_text(f"{code}: {text}\n" + ("" if is_expected else "".join(traceback.format_exception(error))))
+    report.write_text(format_site_error(error, code))
 
 
 def get_site_session(fl_ctx: FLContext) -> SiteSession:

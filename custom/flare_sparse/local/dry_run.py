@@ -87,10 +87,15 @@ class DrySite(Site):
         """
         return start + (self._noise - 1) / 100
 
-    def compute_gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
+    def compute_gradients(
+        self, weights: Tensor, batch_size: int, batches: int | None, t: int, *, batch_statistics: bool = True
+    ) -> Iterator[Tensor]:
         self._count_usage(batch_size, batches)
         for _ in range(batches or 1):
             yield self._noise.clone()
+
+    def joins_last(self, batch_size: int) -> bool:
+        return False
 
     def narrow(self, live: Mask) -> Site:
         if live.is_full:
@@ -146,4 +151,12 @@ def dry_run(
     Args and returned values are those of :func:`estimate_traffic`.
     """
     contexts = KeyContexts.generate() if encrypted else None
-    return run_locally(method, weights, dry_sites, Metric("none", "", "min"), values=values, contexts=contexts)
+    metric = Metric("none", "", "min")
+    return run_locally(
+        method, weights, dry_sites, metric, values=values, contexts=contexts, on_site_error=_raise_site_error
+    )
+
+
+def _raise_site_error(_: str, error: Exception) -> None:
+    """Raise the error of a dry site: it has no data that could be at fault."""
+    raise error

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from ..capabilities import local_capabilities
 from ..checkpoint.store import Store
 from ..encryption import KeyContexts, ServerCipher, SiteCipher
 from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
-from ..errors import WireError
+from ..errors import MissingBase, WireError, format_site_error, get_failure_code
+from ..exchange import Update
 from ..federation import Federation, Outcome, Reply, RoundRecord, RoundRules
 from ..methods import Method
 from ..seeds import limit_threads
@@ -20,11 +23,18 @@ from ..training import Site
 from ..wire.ledger import Ledger
 from ..wire.plan import ValueType
 
+_LOG = logging.getLogger(__name__)
+
+
+def log_site_error(site: str, error: Exception) -> None:
+    """Log the failure of a site."""
+    _LOG.error("site %s: %s", site, format_site_error(error).strip())
+
 
 def run_locally(
     method: Method[Any, Any],
     weights: Tensor,
-    sites: Mapping[str, Site],
+    sites: Mapping[str, Site | Exception],
     metric: Metric,
     *,
     values: ValueType = "float32",
@@ -36,13 +46,14 @@ def run_locally(
     stores: Callable[[str], Store | None] = lambda end: None,
     resume: bool = False,
     contexts: KeyContexts | None = None,
+    on_site_error: Callable[[str, Exception], None] = log_site_error,
 ) -> tuple[Outcome, Ledger]:
     """Run a method over sites in this process, through the real wire.
 
     Args:
         method: the method.
         weights: initial weights ``(P,)``.
-        sites: sites by name.
+        sites: sites by name, or the error that kept a site from loading its data.
         metric: metric that selects the best model.
         values: number format of the values in messages.
         run: run id, 16 hex digits.
@@ -53,6 +64,8 @@ def run_locally(
         stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
         resume: continue from the checkpoints in ``stores``.
         contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
+        on_site_error: called with the name and the error of a site that fails. As in FLARE, the server learns the code
+            of the error alone, and the run continues with the other sites.
 
     Returns:
         The outcome and the ledger.
@@ -61,16 +74,17 @@ def run_locally(
     server = ServerEndpoint(method.layout, run, values, ledger, ServerCipher(contexts.server) if contexts else None)
     cipher = SiteCipher(contexts.client) if contexts else None
     endpoints = {
-        name: SiteEndpoint(site, method, run, values, stores(name), cipher) for name, site in sorted(sites.items())
+        name: site if isinstance(site, Exception) else SiteEndpoint(site, method, run, values, stores(name), cipher)
+        for name, site in sorted(sites.items())
     }
     federation = Federation(
         method,
         server,
         metric,
         lambda: sorted(endpoints),
-        lambda attempt: dict(deliver(attempt, server, endpoints)),
+        lambda attempt: dict(deliver(attempt, server, endpoints, on_site_error)),
         rules=rules,
-        handshake=lambda names: {name: endpoints[name].build_hello() for name in names},
+        handshake=lambda names: {name: _build_hello(endpoints[name]) for name in names},
         on_round=on_round,
         store=stores(SERVER),
     )
@@ -80,15 +94,39 @@ def run_locally(
 
 
 def deliver(
-    attempt: Attempt, server: ServerEndpoint, endpoints: Mapping[str, SiteEndpoint]
+    attempt: Attempt,
+    server: ServerEndpoint,
+    endpoints: Mapping[str, SiteEndpoint | Exception],
+    on_site_error: Callable[[str, Exception], None],
 ) -> Iterator[tuple[str, Reply]]:
     """Deliver an attempt's requests to the sites; yield the reply of each site by name."""
     for name, message in attempt.messages.items():
-        endpoint = endpoints[name]
         try:
-            request = endpoint.receive(message)
-            update = endpoint.answer(request)
-            message_up = endpoint.encode(request, update).data
-            yield name, server.decode(name, message_up, update.num_examples, update.metrics)
+            update, data = _answer(endpoints[name], message)
+        except MissingBase as error:
+            # Not a failure: the server sends the full model.
+            yield name, error
+            continue
+        # Any exception of a task, a model or its data, as at a site of FLARE.
+        except Exception as error:  # noqa: BLE001
+            on_site_error(name, error)
+            yield name, get_failure_code(error)
+            continue
+        try:
+            yield name, server.decode(name, data, update.num_examples, update.metrics)
         except WireError as error:
             yield name, error
+
+
+def _answer(endpoint: SiteEndpoint | Exception, message: Any) -> tuple[Update, Any]:
+    """Return a site's update and its encoded message."""
+    if isinstance(endpoint, Exception):
+        raise endpoint
+    request = endpoint.receive(message)
+    update = endpoint.answer(request)
+    return update, endpoint.encode(request, update).data
+
+
+def _build_hello(endpoint: SiteEndpoint | Exception) -> dict[str, str | int | float]:
+    """Return a site's hello; a site that cannot load its data sends its versions only."""
+    return local_capabilities().to_message() if isinstance(endpoint, Exception) else endpoint.build_hello()
