@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from flare_sparse.errors import SelectionError
-from flare_sparse.mask import Mask, floor_fraction, top_k, top_k_per_tensor
+from flare_sparse.mask import Mask, ceil_fraction, floor_fraction, top_k, top_k_per_tensor
 from flare_sparse.params import Layout, TensorSpec
 
 SCORES = st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.0, 1.0, 2.0, float("inf")]), min_size=1, max_size=60)
@@ -51,6 +54,22 @@ def test_top_k_per_tensor_keeps_the_best_of_every_tensor() -> None:
 @pytest.mark.parametrize(("fraction", "total", "count"), [(0.1, 30, 3), (0.29, 100, 29), (0.95, 7, 6), (0, 9, 0)])
 def test_floor_fraction_tolerates_rounding_of_decimals(fraction: float, total: int, count: int) -> None:
     assert floor_fraction(fraction, total) == count
+
+
+@pytest.mark.parametrize("total", [7, 1000, 2**22 + 1, 10**8, 10**9, 2**31 + 11])
+def test_share_of_a_decimal_is_exact_for_every_total(total: int) -> None:
+    """A tolerance of 1e-9 on the product misses 0.29 of 10**8; one that is larger selects an entry too many."""
+    for thousandths in range(1001):
+        share, exact = thousandths / 1000, Fraction(thousandths, 1000) * total
+        assert floor_fraction(share, total) == floor_fraction(1 - (1 - share), total) == math.floor(exact)
+        assert ceil_fraction(share, total) == math.ceil(exact)
+    assert floor_fraction(1e-7, 10**7 - 1) == 0
+
+
+def test_share_of_a_computed_fraction_reaches_the_integer_that_it_was_computed_from() -> None:
+    for total in (3, 7, 49, 10_752, 2_950_401):
+        for count in range(0, total + 1, max(total // 97, 1)):
+            assert floor_fraction(count / total, total) == ceil_fraction(count / total, total) == count
 
 
 def test_mask_keeps_zero_weights_live() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import SelectionError
+from .errors import SelectionError, UndefinedScores
 from .params import MASKABLE, Layout, TensorSpec
 
 
@@ -127,14 +129,38 @@ class Mask:
 
 
 def floor_fraction(fraction: float, total: int) -> int:
-    """Return ``floor(fraction * total)``, tolerant of the rounding of decimal fractions.
+    """Return ``floor(fraction * total)`` of the number that is meant by a float, for every ``total``.
 
-    >>> floor_fraction(0.7, 10), floor_fraction(0.29, 100)
-    (7, 29)
+    >>> floor_fraction(0.7, 10), floor_fraction(0.29, 100), floor_fraction(1 - 0.9, 10**9)
+    (7, 29, 100000000)
     """
-    # 0.29 * 100 is 28.999999999999996 in float64. Without the tolerance one entry too few would be selected; 1e-9
-    # exceeds the rounding error of every product below 2**22 and is far from one whole entry.
-    return int(np.floor(fraction * total + 1e-9))
+    exact, error = _read_fraction(fraction)
+    return math.floor((exact + error) * total)
+
+
+def ceil_fraction(fraction: float, total: int) -> int:
+    """Return ``ceil(fraction * total)`` of the number that is meant by a float, for every ``total``.
+
+    >>> ceil_fraction(0.07, 100), ceil_fraction(0.071, 100)
+    (7, 8)
+    """
+    exact, error = _read_fraction(fraction)
+    return math.ceil((exact - error) * total)
+
+
+def _read_fraction(fraction: float) -> tuple[Fraction, Fraction]:
+    """Return the number that a float between 0 and 1 stands for, and a bound of its error.
+
+    A float within rounding of a decimal number of at most 12 digits, such as 0.29 or ``1 - 0.9``, stands for that
+    number. Any other float, such as a step of a schedule, is itself the result of rounded operations.
+    """
+    # In float64, 0.29 * 100 is 28.999999999999996, whose floor would select one entry too few. A fixed tolerance on
+    # the product would be too small for a large total and, for a small one, larger than the rounding.
+    rounding = Fraction(1, 2**52)
+    decimal = Fraction(f"{fraction:.12f}")
+    if abs(decimal - Fraction(fraction)) <= rounding:
+        return decimal, Fraction(0)
+    return Fraction(fraction), rounding
 
 
 def top_k(scores: Tensor, k: int, within: Mask | None = None) -> Mask:
@@ -148,14 +174,15 @@ def top_k(scores: Tensor, k: int, within: Mask | None = None) -> Mask:
         within: candidates; None for all entries.
 
     Raises:
-        SelectionError: there are fewer than ``k`` candidates, or a candidate's score is NaN.
+        SelectionError: there are fewer than ``k`` candidates.
+        UndefinedScores: a candidate's score is NaN.
     """
     candidates = within if within is not None else Mask.full(scores.numel())
     if not 0 <= k <= candidates.count:
         raise SelectionError(f"cannot select {k} of {candidates.count} entries; choose 0 to {candidates.count}")
     values = candidates.take(scores.detach()).numpy()
     if np.isnan(values).any():
-        raise SelectionError(f"{int(np.isnan(values).sum())} of {values.size} scores are NaN; nothing is selected")
+        raise UndefinedScores(f"{int(np.isnan(values).sum())} of {values.size} scores are NaN; nothing is selected")
     selected = np.zeros(values.size, dtype=bool)
     # A sort or torch.topk orders ties differently on other machines. The partition yields only the k-th largest value;
     # entries above it are in, and entries equal to it fill the remaining slots by index, so the result is unique.

@@ -127,6 +127,15 @@ class Layout:
             starts.append(starts[-1] + spec.size)
         return tuple(starts)
 
+    @cached_property
+    def transposed_groups(self) -> dict[str, int]:
+        """``groups`` of every transposed convolution by the name of its weight, ``(in, out / groups, ...)``."""
+        if self.skeleton is None:
+            return {}
+        transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+        modules = self.skeleton.named_modules()
+        return {f"{name}.weight".lstrip("."): m.groups for name, m in modules if isinstance(m, transposed)}
+
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Copy named tensors into one vector ``(P,)``."""
         if not self.tensors:

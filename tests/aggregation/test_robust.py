@@ -48,6 +48,13 @@ def test_trimmed_mean_leaves_out_the_same_number_at_each_end(sites: int) -> None
     assert np.allclose(aggregate(updates, torch.zeros(50), TRIMMED).numpy(), inner.mean(0), atol=1e-7)
 
 
+def test_trimmed_mean_leaves_out_the_exact_share() -> None:
+    """0.29 of 100 sites are 29; the float32 product is 28.999998."""
+    updates, rule = dense(100, size=3), AggregationRule(rule="trimmed_mean", trim=0.29)
+    inner = np.sort(rows(updates), axis=0)[29:71]
+    assert np.allclose(aggregate(updates, torch.zeros(3), rule).numpy(), inner.mean(0), rtol=0, atol=1e-7)
+
+
 def test_only_owners_of_an_entry_count_and_too_few_owners_keep_it() -> None:
     bits = ([1, 1, 0, 1], [1, 1, 0, 0], [1, 0, 1, 1], [1, 1, 0, 0])
     masks = [Mask(torch.tensor(row, dtype=torch.bool)) for row in bits]

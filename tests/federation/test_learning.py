@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flare_sparse.endpoints.server import Attempt
-from flare_sparse.errors import WireError
+from flare_sparse.errors import SelectionError, UndefinedScores, WireError
 from flare_sparse.exchange import Contribution, Patch
 from flare_sparse.federation import RoundRules
 from flare_sparse.federation.learning import learn_from
@@ -69,6 +69,29 @@ def test_nothing_is_learned_below_the_quorum() -> None:
         FakeEndpoint(largest=1.5), RoundRules(), contribute("a", 1.0), contribute("b", 3.0), quorum=2
     )
     assert (after.rejected, weights) == ({"b": "E_RANGE"}, None)
+
+
+def test_settings_that_cannot_be_met_raise_and_reject_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(state: object, contributions: object) -> None:
+        raise SelectionError("cannot select 9 of 4 entries")
+
+    monkeypatch.setattr(METHOD, "learn", fail)
+    with pytest.raises(SelectionError, match="9 of 4"):
+        learn(FakeEndpoint(), RoundRules(), contribute("a", 1.0), contribute("b", 2.0))
+
+
+def test_values_without_an_order_reject_the_largest_contribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = type(METHOD).learn
+
+    def rank(state: object, contributions: list[Contribution]) -> object:
+        if len(contributions) > 1:
+            raise UndefinedScores("1 of 4 scores are NaN")
+        return known(METHOD, state, contributions)
+
+    monkeypatch.setattr(METHOD, "learn", rank)
+    after, weights = learn(FakeEndpoint(), RoundRules(), contribute("a", 1.0), contribute("b", 2.0))
+    assert after.rejected == {"b": "E_RANGE"}
+    assert weights is not None
 
 
 def test_contributions_are_capped_and_clipped_before_they_are_aggregated() -> None:

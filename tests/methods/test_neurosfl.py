@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flare_sparse.aggregation.weighted import weigh_equally, weighted_sum
+from flare_sparse.errors import ConfigError
 from flare_sparse.exchange import Contribution, Patch
 from flare_sparse.mask import Mask, floor_fraction, top_k
 from flare_sparse.methods.neurosfl import Config, NeuroSFL
@@ -201,6 +202,9 @@ def test_each_site_exchanges_the_entries_of_its_individual_mask(bench: Any) -> N
 
 
 def test_no_layer_dies_at_high_sparsity(bench: Any) -> None:
+    with pytest.raises(ConfigError, match=r"min_per_layer: 1 needs 2 live entries of 130, but .*0\.99999 leaves 0"):
+        bench.method("neurosfl", sparsity=0.99999)
+    assert bench.method("neurosfl", sparsity=0.99999, scores="random")
     outcome, _ = bench.run("neurosfl", sparsity=0.97, min_per_layer=1)
     live = bench.layout.unflatten(outcome.mask.bits)
     assert all(part.any() for part in live.values())

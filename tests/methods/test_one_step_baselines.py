@@ -146,6 +146,46 @@ def test_metasnip_prunes_the_channels_of_lowest_saliency() -> None:
     assert snip.answer(build_adapt_request(snip, site), site).metrics["pruned"] == pytest.approx(2 / 6)
 
 
+class Upsampled(Quadratic):
+    def model(self) -> nn.Module:
+        layers = [nn.Conv2d(1, 4, 3), nn.ConvTranspose2d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(6 * 64, 1)]
+        return nn.Sequential(*layers)
+
+
+def test_metasnip_prunes_the_output_channels_of_a_transposed_convolution() -> None:
+    """Its weight is (in, out / groups, ...): inputs 0 and 1 are connected with outputs 0 to 2, 2 and 3 with 3 to 5."""
+    task = Upsampled()
+    layout, weights = build_initial_model(task, 1)
+    x = torch.randn(6, 1, 8, 8)
+    data = TensorDataset(x, x.mean((1, 2, 3)).unsqueeze(1))
+    site = Site("site-1", task, Examples(data, data), layout, 1)
+    site.weights = weights.clone()
+    snip = build_method("metasnip", site, sparsity=0.34, layers=["1"])
+    scores = layout.unflatten((weights * next(site.compute_gradients(weights, 1000, 1, 0))).abs())
+    blocks = scores["1.weight"].reshape(2, 2, 3, 9).sum((1, 3)).flatten() + scores["1.bias"]
+    expected = torch.zeros(2, 1, 3, 1, dtype=torch.bool)
+    expected.view(6)[blocks.argsort()[:2]] = True
+    pruned = layout.unflatten(snip.select_pruned(site).bits)
+    assert torch.equal(pruned["1.weight"].view(2, 2, 3, 9), expected.expand(2, 2, 3, 9))
+    assert torch.equal(pruned["1.bias"], expected.view(6))
+
+
+@pytest.mark.parametrize("name", ["metagater", "metasnip", "fedavg_one_step", "per_fedavg"])
+def test_epochs_that_have_no_effect_are_refused(name: str, bench: Any) -> None:
+    with pytest.raises(ValueError, match=r"training\.epochs 5 has no effect with local_steps 2"):
+        bench.method(name, local_steps=2, training={"epochs": 5})
+
+
+def test_metagater_trains_whole_epochs_without_local_steps(bench: Any) -> None:
+    """site-1 has 24 examples: two epochs of minibatches of 8 are six steps."""
+    settings = {"rounds": 1, "training": {**SGD, "batch_size": 8}}
+    site = {"site-1": bench.site(1)}
+    epochs = {**settings, "training": {**settings["training"], "epochs": 2}, "local_steps": None}
+    assert bench.compute_digest("metagater", site, **epochs, output="pr_next") == bench.compute_digest(
+        "metagater", site, **settings, local_steps=6, output="pr_next"
+    )
+
+
 def test_metasnip_prunes_single_weights_and_nothing_at_sparsity_zero() -> None:
     site, _ = build_image_site()
     full_mask = Mask.full(site.layout.size)
@@ -162,7 +202,7 @@ def test_metasnip_trains_as_metagater_without_gates(bench: Any) -> None:
 def test_unknown_layer_is_refused() -> None:
     site, _ = build_image_site()
     with pytest.raises(ConfigError, match=r"no convolution '1\.0\.conf'\. Did you mean '1\.0\.conv'\?"):
-        build_method("metasnip", site, layers=["1.0.conf"]).adapt(site, Mask.full(site.layout.size))
+        build_method("metasnip", site, layers=["1.0.conf"])
 
 
 def test_method_without_adaptation_raises(bench: Any) -> None:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ..exchange import Contribution, Patch
+from ..mask import floor_fraction
 from .weighted import weigh_by_examples, weighted_sum
 
 # Entries processed at once: bounds the memory of the sorted float64 copies to a few MiB per site.
@@ -85,9 +86,10 @@ def _aggregate_chunk(rows: Tensor, fallback: Tensor, rule: AggregationRule) -> T
     owners = (~rows.isnan()).sum(0)
     # NaN sorts last: the values of an entry's owners have the ranks 0 to owners - 1.
     ordered = rows.double().sort(dim=0).values.nan_to_num(0.0)
-    # A median is a mean trimmed to the one or two middle values. 1e-9: a product that rounding leaves just below an
-    # integer is meant to be that integer.
-    trimmed = (owners - 1) // 2 if rule.rule == "median" else (rule.trim * owners + 1e-9).floor().long()
+    # A median is a mean trimmed to the one or two middle values. The float32 product of a share and a tensor of counts
+    # may fall below the integer that is meant, so the counts are looked up.
+    counts = torch.tensor([floor_fraction(rule.trim, number) for number in range(rows.shape[0] + 1)])
+    trimmed = (owners - 1) // 2 if rule.rule == "median" else counts[owners]
     rank = torch.arange(rows.shape[0]).unsqueeze(1)
     is_inner = (rank >= trimmed) & (rank < owners - trimmed)
     mean = (ordered * is_inner).sum(0) / is_inner.sum(0).clamp_min(1)

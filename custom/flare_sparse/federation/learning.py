@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..aggregation.robust import clip_deltas
 from ..endpoints.server import ServerEndpoint
-from ..errors import SelectionError
+from ..errors import UndefinedScores
 from ..exchange import Contribution
 from ..methods import Method
 from .replies import AttemptResult
@@ -88,10 +88,14 @@ def _cap_weights(
 def _compute_state(
     method: Method[Any, Any], endpoint: ServerEndpoint, state: Any, contributions: list[Contribution]
 ) -> Any:
-    """Return the state after a round, or None if it cannot be computed or sent."""
+    """Return the state after a round, or None if the contributions' values do not let it be computed or sent.
+
+    Raises:
+        SelectionError: the settings cannot be met, whatever the sites send; rejecting a site would not help.
+    """
     try:
         next_state = method.learn(state, contributions)
     # Values near the largest float32 can break a decomposition or a selection, which counts as a state with infinities.
-    except (ArithmeticError, SelectionError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+    except (ArithmeticError, UndefinedScores, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return None
     return next_state if endpoint.is_encodable(method.model(next_state)) else None

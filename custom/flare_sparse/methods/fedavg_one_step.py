@@ -20,7 +20,6 @@ from .support.adaptation import AdaptationConfig, AdaptationMethod
 
 
 class Config(AdaptationConfig):
-    local_steps: int | None = Field(1, ge=1, description="gradient steps of a site in a round; null: training.epochs")
     weighting: Literal["examples", "uniform"] = Field("examples", description="weight of a site in the average")
 
     @property

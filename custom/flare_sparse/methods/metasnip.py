@@ -17,7 +17,8 @@ from torch import Tensor
 from ..errors import ConfigError, suggest
 from ..exchange import Contribution, Patch, Request, Update
 from ..mask import Mask, floor_fraction, top_k
-from ..params import TensorSpec
+from ..params import Layout, TensorSpec
+from ..scores.scbf.groups import GroupSection
 from ..scores.snip import compute_saliency
 from ..training import Site
 from .metagater import MetaGater, State
@@ -31,6 +32,10 @@ class Config(MetaLearningConfig):
     layers: tuple[str, ...] = Field((), description="convolutions to prune, such as '2.0.conv'; none given: all")
 
 
+# Within the class, the name Config is that of its attribute.
+_Settings = Config
+
+
 @final
 class MetaSNIP(AdaptationMethod[Config, State]):
     """Rounds as in MetaGater; a target scores its channels once, prunes the lowest and takes one masked step."""
@@ -38,6 +43,10 @@ class MetaSNIP(AdaptationMethod[Config, State]):
     name = "metasnip"
     Config = Config
     update_content = "delta"
+
+    def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
+        super().__init__(config, layout, seed)
+        self._convolutions = self._find_convolutions()
 
     @cached_property
     def _metagater(self) -> MetaGater:
@@ -86,16 +95,24 @@ class MetaSNIP(AdaptationMethod[Config, State]):
         units = [len(indices) for indices in self._units]
         return sum(floor_fraction(self.config.sparsity, n) for n in units) / max(sum(units), 1)
 
-    @cached_property
-    def _units(self) -> list[Tensor]:
-        """Indices ``(units, n)`` of the units of each layer to prune."""
+    def _find_convolutions(self) -> dict[str, TensorSpec]:
+        """Return the weights of the layers to prune, by the layer's name.
+
+        Raises:
+            ConfigError: ``layers`` names a layer that is no convolution.
+        """
         convolutions = {t.name.removesuffix(".weight"): t for t in self.layout.tensors if _is_convolution(t)}
         if unknown := [name for name in self.config.layers if name not in convolutions]:
             raise ConfigError(
                 f"method.layers: there is no convolution {unknown[0]!r}.{suggest(unknown[0], convolutions)} There are: "
                 f"{', '.join(convolutions) or 'none'}"
             )
-        return [self._list_units(name, convolutions[name]) for name in self.config.layers or convolutions]
+        return {name: convolutions[name] for name in self.config.layers or convolutions}
+
+    @cached_property
+    def _units(self) -> list[Tensor]:
+        """Indices ``(units, n)`` of the units of each layer to prune."""
+        return [self._list_units(name, weight) for name, weight in self._convolutions.items()]
 
     def _list_units(self, name: str, weight: TensorSpec) -> Tensor:
         """Return indices ``(units, n)`` of the filters, each with its bias, or of the single weights."""
@@ -103,10 +120,13 @@ class MetaSNIP(AdaptationMethod[Config, State]):
         indices = torch.arange(offsets[weight.name], offsets[weight.name] + weight.size)
         if self.config.unit == "weight":
             return indices.reshape(-1, 1)
-        filters, bias = indices.reshape(weight.shape[0], -1), f"{name}.bias"
+        groups, bias = self.layout.transposed_groups.get(weight.name, 0), f"{name}.bias"
+        outputs = weight.shape[1] * groups if groups else weight.shape[0]
+        section = GroupSection("weight", outputs, (weight.name,), groups)
+        filters = section.view_by_group(indices.view(weight.shape)).reshape(outputs, -1)
         if bias not in offsets:
             return filters
-        biases = torch.arange(offsets[bias], offsets[bias] + weight.shape[0]).reshape(-1, 1)
+        biases = torch.arange(offsets[bias], offsets[bias] + outputs).reshape(-1, 1)
         return torch.cat([filters, biases], dim=1)
 
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from ..aggregation.robust import aggregate
 from ..aggregation.weighted import average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
+from ..errors import ConfigError
 from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction, top_k, top_k_per_tensor
+from ..params import Layout
 from ..scores.erk import compute_erk_densities, draw_random_mask
 from ..scores.snip import compute_keep_counts, compute_saliency
 from ..seeds import make_generator
@@ -92,6 +94,10 @@ class Config(AveragingConfig):
         return self.iterations if is_average else self.saliency_batches
 
 
+# Within the class, the name Config is that of its attribute.
+_Settings = Config
+
+
 @dataclass(frozen=True)
 class State:
     """The model and its masks.
@@ -117,6 +123,21 @@ class NeuroSFL(Method[Config, State]):
 
     name = "neurosfl"
     Config = Config
+
+    def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
+        super().__init__(config, layout, seed)
+        sizes = [int(tensor.sum()) for tensor in layout.unflatten(self._maskable.bits).values()]
+        minimum = sum(min(config.min_per_layer, size) for size in sizes)
+        if config.scores != "random" and minimum > self._num_live:
+            raise ConfigError(
+                f"method.min_per_layer: {config.min_per_layer} needs {minimum} live entries of {sum(sizes)}, but "
+                f"method.sparsity {config.sparsity} leaves {self._num_live}; lower one of the two"
+            )
+
+    @cached_property
+    def _num_live(self) -> int:
+        """Number of maskable entries that are live in every mask."""
+        return floor_fraction(1 - self.config.sparsity, self._maskable.count)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         state = State(0, 0, weights, (self.full_mask,), ())
@@ -185,9 +206,8 @@ class NeuroSFL(Method[Config, State]):
         """Return the state with the masks of this step's scores: T_q(sum_k |s_k|), Eq. 7."""
         step = state.step + 1
         maskable = self._maskable
-        keep = floor_fraction(1 - self.config.sparsity, maskable.count)
         exponential = self.config.step_spacing == "exponential"
-        counts = compute_keep_counts(maskable.count, keep, self.config.score_steps, exponential=exponential)
+        counts = compute_keep_counts(maskable.count, self._num_live, self.config.score_steps, exponential=exponential)
         pool = contributions[0].patch.mask
         masks = [
             top_k_per_tensor(scores.abs(), counts[step - 1], self.layout, pool, self.config.min_per_layer)

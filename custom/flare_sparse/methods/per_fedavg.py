@@ -22,7 +22,8 @@ from .support.adaptation import AdaptationConfig, AdaptationMethod
 class Config(AdaptationConfig):
     """``adapt_lr`` is the paper's alpha, ``training.lr`` its beta.
 
-    The optimiser is plain SGD and ignores ``training.optimizer``; ``training.clip_norm`` bounds every gradient.
+    Meta-steps are counted, not epochs. The optimiser is plain SGD and ignores ``training.optimizer``;
+    ``training.clip_norm`` bounds every gradient.
     """
 
     local_steps: int = Field(1, ge=1, description="tau: meta-steps of a site in a round")
@@ -32,6 +33,10 @@ class Config(AdaptationConfig):
     delta: float = Field(
         1e-3, gt=0, description="half the distance of the two gradients of hessian_free, relative to the direction"
     )
+
+    @property
+    def epochs_remedy(self) -> str:
+        return "leave it out: a meta-step takes minibatches of its own, and local_steps says how many"
 
 
 @final

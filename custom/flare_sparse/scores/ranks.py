@@ -152,14 +152,14 @@ def select_slots(slots: Slots, scores: Tensor, budget: int, active: Factor, *, p
             order of score per scalar as long as they fit.
 
     Raises:
-        SelectionError: a score is NaN.
+        UndefinedScores: a score is NaN.
     """
     budget = min(budget, slots.rank)
     if not per_scalar:
         return slots.build_mask(top_k(scores, budget * slots.num_modules).bits, active)
     widths = slots.get_slot_widths(active)
     remaining = budget * int(widths.sum()) // slots.rank
-    # NaN has no place in the order below; top_k raises SelectionError for it.
+    # NaN has no place in the order below; top_k raises UndefinedScores for it.
     top_k(scores, 0)
     selected = torch.zeros(scores.numel(), dtype=torch.bool)
     # The sort is stable, so that ties go to the lowest slot on every machine.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...errors import ConfigError
@@ -22,6 +22,7 @@ ADAPT = "adapt"
 class AdaptationConfig(MethodConfig):
     """Settings of these methods."""
 
+    local_steps: int | None = Field(1, ge=1, description="gradient steps of a site in a round; null: training.epochs")
     adapt_lr: float = Field(0.1, gt=0, description="learning rate of the one step at a target site")
     adapt_batch: int | None = Field(
         None, ge=1, description="examples of that step; null: all training examples at once"
@@ -29,6 +30,20 @@ class AdaptationConfig(MethodConfig):
     targets: tuple[str, ...] = Field(
         (), description="sites that take no part in training and only adapt at the end; none: every site does both"
     )
+
+    @model_validator(mode="after")
+    def _check_epochs(self) -> Self:
+        if self.local_steps is not None and self.training.epochs != 1:
+            raise ValueError(
+                f"training.epochs {self.training.epochs} has no effect with local_steps {self.local_steps}, which "
+                f"counts minibatches; {self.epochs_remedy}"
+            )
+        return self
+
+    @property
+    def epochs_remedy(self) -> str:
+        """What to do about epochs that have no effect, as a part of an error."""
+        return "set local_steps: null to train whole epochs, or leave training.epochs out"
 
     def sample_training_sites(self, sites: Sequence[str], seed: int, t: int) -> list[str]:
         """Return the sites of round ``t``, sampled from those that are not targets.

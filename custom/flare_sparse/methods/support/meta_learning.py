@@ -13,7 +13,6 @@ from .schedules import StepSizes, compute_step_sizes
 class MetaLearningConfig(AdaptationConfig):
     """Settings of the sites' proximal problem, of the server's accelerated steps and of the gates' penalty."""
 
-    local_steps: int = Field(1, ge=1, description="gradient steps on a site's regularised problem in a round")
     proximity: float = Field(0.2, gt=0, description="lambda: weight of the distance to the meta-model")
     local_proximity: float | None = Field(None, ge=0, description="lambda in the sites' problem; null: as proximity")
     step: float = Field(1.0, gt=0, description="beta_t, the server's step; eta_t = beta_t / alpha_t")

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import SelectionError
+from ...errors import SelectionError, UndefinedScores
 from ...mask import Mask, floor_fraction, top_k
 from ...params import Layout
 
@@ -112,7 +112,7 @@ class Groups(ABC):
             generator: source of randomness for networks with too many paths to list.
 
         Raises:
-            SelectionError: an entry of the delta is not finite.
+            UndefinedScores: an entry of the delta is not finite.
         """
         _require_finite(delta)
         if rate in (0.0, 1.0):
@@ -133,8 +133,8 @@ class Groups(ABC):
             fraction: share of all trainable parameters, 0 to 1.
 
         Raises:
-            SelectionError: an entry of the delta is not finite, or ``biases="never"`` leaves fewer parameters than the
-                budget.
+            UndefinedScores: an entry of the delta is not finite.
+            SelectionError: ``biases="never"`` leaves fewer parameters than the budget.
         """
         _require_finite(delta)
         scores = self._append_always(self.compute_scores(delta), INFINITY)
@@ -176,4 +176,4 @@ class Groups(ABC):
 def _require_finite(delta: Tensor) -> None:
     if not bool(torch.isfinite(delta).all()):
         count = int((~torch.isfinite(delta)).sum())
-        raise SelectionError(f"{count} of {delta.numel()} entries of the delta are not finite; nothing is selected")
+        raise UndefinedScores(f"{count} of {delta.numel()} entries of the delta are not finite; nothing is selected")

@@ -6,9 +6,9 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...mask import top_k
+from ...mask import ceil_fraction, top_k
 from ...params import Layout
 from ...structure.graph import ChannelGraph, build_channel_graph
 from ...structure.nodes import Norm, Value, Weighted
@@ -137,7 +137,7 @@ class NeuronGroups(Groups):
 
     def __init__(self, layout: Layout, biases: Biases = "selected", *, reason: str = ""):
         shapes = {spec.name: spec.shape for spec in layout.tensors}
-        blocks = _find_transposed_blocks(layout)
+        blocks = layout.transposed_groups
         self._layers = {
             s.name: GroupSection("weight", s.shape[1] * blocks[s.name], (s.name,), blocks[s.name])
             if s.name in blocks
@@ -197,24 +197,14 @@ def build_groups(layout: Layout, biases: Biases = "selected", **settings: Any) -
     return ChannelGroups(layout, graph, biases, **settings)
 
 
-def _find_transposed_blocks(layout: Layout) -> dict[str, int]:
-    """Return ``groups`` of every transposed convolution by the name of its weight, ``(in, out / groups, ...)``."""
-    if layout.skeleton is None:
-        return {}
-    transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    modules = layout.skeleton.named_modules()
-    return {f"{name}.weight".lstrip("."): m.groups for name, m in modules if isinstance(m, transposed)}
-
-
 def _select_top(norms: Tensor, rate: float, exists: Tensor) -> Tensor:
     """Select exactly ``ceil(rate * n)`` of the ``n`` existing paths, the largest, ties to the lowest index; bool."""
     return top_k(norms.flatten(), _count_selected(rate, int(exists.sum()))).bits.view(norms.shape)
 
 
 def _count_selected(rate: float, paths: int) -> int:
-    """Return ``ceil(rate * paths)``, at least 1, tolerant of the rounding of decimal rates."""
-    # 0.07 * 100 is 7.000000000000001 in float64, whose ceiling would be 8.
-    return max(math.ceil(rate * paths - 1e-9), 1)
+    """Return ``ceil(rate * paths)``, at least 1."""
+    return max(ceil_fraction(rate, paths), 1)
 
 
 def _find_unit_tensors(layout: Layout, value: Value) -> dict[Literal["bias", "statistic"], tuple[str, ...]]:
