@@ -141,12 +141,15 @@ class Update:
         num_examples: number of training examples of the site (n_k).
         metrics: the site's evaluation of the model that it received, or of its personal model. If a method leaves
             it empty, the site endpoint adds the former, unless the update carries scores.
+        is_complete: whether every entry outside the patch is zero at the site and at the server, so that no rounding
+            residual of it is left to send.
     """
 
     patch: Patch
     content: Content
     num_examples: int
     metrics: dict[str, float] = field(default_factory=dict)
+    is_complete: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from flare_sparse.exchange import Contribution
+from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
 from flare_sparse.methods.dispfl import Config, State
 from flare_sparse.scores.erk import compute_erk_densities
@@ -49,6 +51,74 @@ def test_equal_masks_and_all_neighbours_give_the_plain_average(bench: Any) -> No
     state = State(1, owners, weights * mask, mask.expand(3, -1).clone())
     request = method.ask(state, owners)["site-2"]
     assert torch.allclose(request.request.model.to_vector(), (weights * mask).double().mean(0).float())
+
+
+def test_site_that_never_trained_takes_no_part_in_averages(bench: Any) -> None:
+    """A site without training examples keeps its start; it would pull its neighbours towards it in every round."""
+    sites = {**bench.sites(2), "site-3": bench.site(3, examples=0)}
+    settings = {"neighbours": "full", "sparsity": 0.3, "rounds": 2}
+    alone, _ = bench.run("dispfl", bench.sites(2), **settings)
+    beside, _ = bench.run("dispfl", sites, **settings)
+    assert beside.state.trained == ("site-1", "site-2")
+    assert torch.equal(beside.state.weights[:2], alone.state.weights)
+    assert torch.equal(beside.weights, alone.weights)
+    method = bench.method("dispfl", **settings)
+    last = method.ask_final(beside.state, ["site-3"])["site-3"].request.model
+    assert torch.equal(last.to_vector(), beside.weights * beside.state.masks[2])
+
+
+def test_random_neighbours_are_chosen_from_the_sites_that_have_trained(bench: Any) -> None:
+    method, names = bench.method("dispfl", num_neighbours=1), tuple(f"site-{i}" for i in range(1, 9))
+    state = replace(method.init(bench.weights, names), round=2, trained=("site-2", "site-5"))
+    chosen = {other for name in names for other in method._select_neighbours(state, name, names) if other != name}
+    assert chosen == {"site-2", "site-5"}
+
+
+def test_regrown_entries_arrive_as_zero_in_bfloat16(bench: Any) -> None:
+    """An entry that is dropped leaves no rounding residual behind, neither at the site nor at the server."""
+    method = bench.method("dispfl", rounds=6, sparsity=0.5, regrow="random", neighbours="full")
+    regrown: list[torch.Tensor] = []
+    masks: list[Mask] = []
+    received: list[torch.Tensor] = []
+    learn = method.learn
+
+    def check(state: State, contributions: list[Contribution]) -> State:
+        for contribution in contributions:
+            before = Mask(state.masks[state.owners.index(contribution.site)])
+            masks.append(contribution.patch.mask - before)
+            regrown.append(masks[-1].take(contribution.patch.to_vector()))
+        return learn(state, contributions)
+
+    method.learn = check
+    site = bench.site(1)
+    train = site.train
+
+    def record(start: torch.Tensor, trainable: Mask, *args: Any, **settings: Any) -> torch.Tensor:
+        received.extend(mask.take(start) for mask in masks[-1:])
+        return train(start, trainable, *args, **settings)
+
+    site.train = record  # type: ignore[method-assign]
+    outcome, _ = run_locally(method, bench.weights, {"site-1": site}, bench.task.metric, values="bfloat16")
+    assert sum(values.numel() for values in regrown) > 50
+    assert not torch.cat(regrown).any()
+    assert outcome.rounds[-1].rejected == {}
+    # With one site, an entry that has just regrown is zero in the request, too.
+    assert len(received) == 5
+    assert not torch.cat(received).any()
+
+
+def test_regrowth_scores_with_running_statistics(bench: Any) -> None:
+    """docs/algorithms.md, section 5.8: the gradient is that of the network in eval mode."""
+    method, site = bench.method("dispfl", training={"batch_size": 24}), bench.site(1)
+    request = method.ask(method.init(bench.weights, ["site-1"]), ["site-1"])["site-1"].request
+    weights = site.train(bench.weights, method.full_mask, method.config.training, 1)
+    scores = method._score_growth(request, site, weights)
+    module = bench.task.model()
+    module.load_state_dict({**module.state_dict(), **bench.layout.unflatten(weights)})
+    module.eval()
+    bench.task.loss(module, site._examples.train.tensors).backward()
+    expected = torch.cat([parameter.grad.abs().flatten() for parameter in module.parameters()])
+    torch.testing.assert_close(scores[: bench.layout.trainable_size], expected)
 
 
 def test_erk_densities_average_to_the_overall_density(bench: Any) -> None:

@@ -80,6 +80,23 @@ def test_only_the_active_factor_changes_in_a_round(adapted: Any) -> None:
         assert all(not (update.patch.mask & frozen).count for update in updates)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+def test_learning_rate_ratio_is_that_of_b_alone(optimizer: str, adapted: Any) -> None:
+    """A trained head learns with training.lr in every round, as if B and the head had optimisers of their own."""
+    training = {**TRAINING, "optimizer": optimizer, "batch_size": 100, "epochs": 1}
+    lora, site = build_method(adapted, rank=RANK, b_lr_ratio=5.0, training=training), adapted.site(1)
+    slow = build_method(adapted, rank=RANK, b_lr_ratio=1.0, training=training)
+    fast = build_method(adapted, rank=RANK, b_lr_ratio=1.0, training={**training, "lr": 0.05})
+    state = lora.init(adapted.weights, [])
+    site.weights = state.weights.clone()
+    request = lora.ask(state, ["site-1"])["site-1"].request
+    update, with_a, with_b = (m.answer(request, site).patch.to_vector() for m in (lora, slow, fast))
+    head, b = lora.slots.other_entries.bits, lora.slots.factors["B"].bits
+    assert with_a[head].any()
+    torch.testing.assert_close(update[head], with_a[head], rtol=1e-4, atol=1e-7)
+    assert torch.equal(update[b], with_b[b])
+
+
 def test_base_model_of_a_site_keeps_its_bits(uneven: Any) -> None:
     site = uneven.site(1)
     before = {name: p.clone() for name, p in site._model.module.named_parameters() if not p.requires_grad}

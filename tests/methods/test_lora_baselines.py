@@ -131,7 +131,13 @@ def test_hetlora_site_gives_up_ranks_that_shrink(adapted: Any) -> None:
     assert {method._count_ranks(update.patch.mask) for update in sent} == {2}  # weight decay shrinks every entry
     after = method.learn(state, sent)
     assert after.ranks == (2, 2, 2)
-    assert not (method.slots.factors["A"] - method.select_first_ranks(2)).take(after.weights).any()
+    given_up = method.full_mask - method.select_first_ranks(2)
+    assert not (method.slots.factors["B"] & given_up).take(after.weights).any()
+    # A keeps its values: with both factors zero, a site of higher rank that contributes later could not train the slot.
+    assert torch.equal((method.slots.factors["A"] & given_up).take(after.weights), torch.full((48,), 3.0))
+    late = collect_updates(method, replace(after, owners=after.owners[:2], ranks=(2, 2)), adapted)[2]
+    moved = late.patch.to_vector() - after.weights
+    assert (method.slots.factors["B"] & given_up & late.patch.mask).take(moved).any()
     again = method.ask(after, ["site-1"])["site-1"]
     assert again.request.model.mask == method.slots.select_first(2) | method.slots.other_entries
     assert again.expected.accepts("site-1", method.select_first_ranks(1))

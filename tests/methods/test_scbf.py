@@ -240,6 +240,17 @@ def test_site_that_joins_late_receives_the_current_structure(plain: Any) -> None
     assert first.selection_bytes > 0
 
 
+def test_pruning_that_removes_no_unit_sends_the_whole_model_to_a_site_without_it(plain: Any) -> None:
+    """With all units live, the request itself is a patch of the last change over the previous model."""
+    method = plain.method("scbfwp", prunings=1, pruning_rate=0.01)
+    state = method.init(plain.weights, ["site-1"])
+    changed = Mask(torch.arange(plain.layout.size) < 5)
+    assignment = method.ask(replace(state, changed=changed, round=2, prunings=1, phase="counted"), ["site-1"])["site-1"]
+    assert (assignment.request.model.mask.count, assignment.request.model.base) == (0, "previous")
+    assert (assignment.full_model.mask.is_full, assignment.full_model.base) == (True, "zeros")
+    assert torch.equal(assignment.full_model.to_vector(), plain.weights)
+
+
 def test_network_without_hidden_relu_cannot_be_pruned(plain: Any) -> None:
     kind = METHODS["scbfwp"]
     with pytest.raises(ConfigError, match="no hidden layer with a ReLU"):

@@ -152,6 +152,10 @@ class InPlace(nn.Module):
             r += h
         elif self.kind == "view":
             r.view(-1).add_(1.0)
+        elif self.kind == "data":
+            r.data.add_(h)
+        elif self.kind == "data_out":
+            torch.mul(r.data, 2.0, out=r.data[:])
         elif self.kind == "module":
             self.relu(r)
         else:
@@ -169,7 +173,7 @@ class InPlaceTask(Deep):
         return InPlace(self.kind)
 
 
-@pytest.mark.parametrize("kind", ["residual", "view", "module", "argument"])
+@pytest.mark.parametrize("kind", ["residual", "view", "data", "data_out", "module", "argument"])
 @pytest.mark.parametrize("stages", [("last.weight", "last.bias"), ("last.", "middle."), ("last.", "first.")])
 def test_results_changed_in_place_are_computed_again(kind: str, stages: tuple[str, ...]) -> None:
     site, start = build_site(InPlaceTask(kind))

@@ -102,7 +102,11 @@ class ServerEndpoint:
                 # The residual of a broadcast is that of the regular patch. That of a full model counts only if no
                 # site of the stream can take the regular patch.
                 if not is_retry and (patch is request.model or stream not in residuals):
-                    residuals[stream] = encoded[key].residual
+                    residual = encoded[key].residual
+                    # A patch over zeros sets every entry outside it to zero: nothing is owed there any more.
+                    if residual is not None and patch.base == "zeros":
+                        residual = residual.where(patch.mask.bits, 0.0)
+                    residuals[stream] = residual
             messages[site], patches[site] = encoded[key].data, patch
             self.ledger.record_sent(encoded[key], plan, site, assignment.expected.content)
         self._state = self._state.send(patches, residuals)

@@ -53,12 +53,22 @@ class State:
         owners: names of the ``K`` sites.
         weights: float32 ``(K, P)``, one row for each owner, zero outside its mask.
         masks: bool ``(K, P)``.
+        trained: the owners that have contributed a trained model. The rows of the others are the start, and take no
+            part in averages once there is a trained model.
     """
 
     round: int
     owners: tuple[str, ...]
     weights: Tensor
     masks: Tensor
+    trained: tuple[str, ...] = ()
+
+    def average(self, names: Sequence[str]) -> tuple[Tensor, Mask]:
+        """Return the average ``(P,)`` over those of ``names`` that hold an entry, and the entries that one holds."""
+        rows = [self.owners.index(name) for name in [n for n in names if n in self.trained] or names]
+        num_owners = self.masks[rows].sum(0)
+        average = self.weights[rows].double().sum(0) / num_owners.clamp_min(1)
+        return average.float(), Mask(num_owners > 0)
 
 
 @final
@@ -93,15 +103,16 @@ class DisPFL(Method[Config, State]):
 
     def _build_personal_assignment(self, state: State, name: str, active: Sequence[str]) -> Assignment:
         """Return a site's mask and, inside it, the average over the neighbours that hold an entry."""
-        rows = [state.owners.index(other) for other in self._select_neighbours(state, name, active)]
-        num_owners = state.masks[rows].sum(0)
-        average = state.weights[rows].double().sum(0) / num_owners.clamp_min(1)
+        average, _ = state.average(self._select_neighbours(state, name, active))
         mask = Mask(state.masks[state.owners.index(name)])
-        return Assignment(Request(TRAIN, state.round, Patch.from_vector(average.float(), mask), mask))
+        return Assignment(Request(TRAIN, state.round, Patch.from_vector(average, mask), mask))
 
     def _select_neighbours(self, state: State, name: str, active: Sequence[str]) -> list[str]:
         """Return the site itself and its neighbours of this round."""
-        others = sorted(other for other in state.owners if other != name and other in active)
+        # A site without training examples answers every request but never trains: chosen as a neighbour, it would take
+        # the place of one that has something to share.
+        candidates = state.trained or state.owners
+        others = sorted(other for other in candidates if other != name and other in active)
         if self.config.neighbours == "ring" and others:
             ring = sorted([*others, name])
             position = ring.index(name)
@@ -117,7 +128,8 @@ class DisPFL(Method[Config, State]):
         mask = self._evolve_mask(request, site, weights)
         # An entry that has just regrown starts at zero.
         kept = mask & request.trainable
-        return Update(Patch.from_vector(weights * kept.bits, mask), self.update_content, site.num_examples)
+        patch = Patch.from_vector(weights * kept.bits, mask)
+        return Update(patch, self.update_content, site.num_examples, is_complete=True)
 
     def _evolve_mask(self, request: Request, site: Site, weights: Tensor) -> Mask:
         """Return the site's next mask."""
@@ -130,7 +142,8 @@ class DisPFL(Method[Config, State]):
         """Return scores ``(P,)`` for regrowing: the gradient's magnitude on one minibatch, or random numbers."""
         if self.config.regrow == "random":
             return torch.rand(self.layout.size, generator=make_generator(self.seed, "regrow", site.name, request.round))
-        return next(site.compute_gradients(weights, self.config.training.batch_size, 1, request.round)).abs()
+        batch_size = self.config.training.batch_size
+        return next(site.compute_gradients(weights, batch_size, 1, request.round, batch_statistics=False)).abs()
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         weights, masks = state.weights.clone(), state.masks.clone()
@@ -138,18 +151,18 @@ class DisPFL(Method[Config, State]):
             row = state.owners.index(contribution.site)
             masks[row] = contribution.patch.mask.bits
             weights[row] = contribution.patch.to_vector()
-        return State(state.round + 1, state.owners, weights, masks)
+        trained = tuple(sorted({*state.trained, *(contribution.site for contribution in contributions)}))
+        return State(state.round + 1, state.owners, weights, masks, trained)
 
     def model(self, state: State) -> Patch:
         """Return one model for all: for each entry, the average over the sites that hold it."""
-        num_owners = state.masks.sum(0)
-        average = state.weights.double().sum(0) / num_owners.clamp_min(1)
-        return Patch.from_vector(average.float(), Mask(num_owners > 0))
+        return Patch.from_vector(*state.average(state.owners))
 
     def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
-        assignments = {}
+        """Return the request to evaluate each personal model; a site that never trained has that of all others."""
+        assignments, shared = {}, self.model(state).to_vector()
         for name, weights, row in zip(state.owners, state.weights, state.masks, strict=True):
             if name in sites:
-                mask = Mask(row)
-                assignments[name] = Assignment(Request(EVALUATE, state.round, Patch.from_vector(weights, mask), mask))
+                model, mask = weights if name in state.trained else shared, Mask(row)
+                assignments[name] = Assignment(Request(EVALUATE, state.round, Patch.from_vector(model, mask), mask))
         return assignments

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..aggregation.weighted import normalize_capped, weigh_by_examples, weighted_sum
 from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ..mask import Mask
+from ..mask import Mask, floor_fraction
 from ..training import Site
 from .method import TRAIN
 from .support.lora import RankedConfig, RankedMethod
@@ -85,7 +85,7 @@ class HetLoRA(RankedMethod[Config, State]):
 
     def decay_rank(self, rank: int) -> int:
         """Return the rank that remains where a site gives up its last ones."""
-        return max(int(self.config.decay * rank), 1)
+        return max(floor_fraction(self.config.decay, rank), 1)
 
     def answer(self, request: Request, site: Site) -> Update:
         start, mask = site.weights, self.check_affordable(request, site)
@@ -107,7 +107,10 @@ class HetLoRA(RankedMethod[Config, State]):
         return float(torch.linalg.vector_norm(vector[a]) * torch.linalg.vector_norm(vector[b]))
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
-        """Return the state with the mean of the zero-padded factors; a slot that no site returned keeps its values."""
+        """Return the state with the mean of the zero-padded factors; a slot that no site returned keeps its values.
+
+        Where all sites have given a slot up, its ``B`` is zero.
+        """
         weigh = self._weigh_by_size if self.config.sparsity_weighted else weigh_by_examples
         # Ordered as weighted_sum orders them, so that each weight meets its own site.
         ordered = sorted(contributions, key=lambda contribution: contribution.site)
@@ -116,11 +119,12 @@ class HetLoRA(RankedMethod[Config, State]):
         ranks = dict(zip(state.owners, state.ranks, strict=True))
         previous_ranks = [min(self._get_initial_rank(c.site), ranks.get(c.site, self.slots.rank)) for c in ordered]
         ranks |= {contribution.site: self._count_ranks(contribution.patch.mask) for contribution in ordered}
-        # A slot that its last owner has given up is zero: its old values must not stay in the result.
         given_up = self.select_first_ranks(max(previous_ranks)) - self.select_first_ranks(max(ranks.values()))
         # A slot whose A and B are both zero has no gradient: averaged over no owner, it would never train again.
-        mean = weighted_sum(ordered, lambda _: weights)
-        vector = torch.where((owned | given_up).bits, mean, state.weights)
+        vector = torch.where(owned.bits, weighted_sum(ordered, lambda _: weights), state.weights)
+        # A slot that its last owner has given up must not stay in the result. B alone is zero, as at the start: a site
+        # of higher rank that contributes later for the first time can train the slot.
+        vector[(given_up & self.slots.factors["B"]).bits] = 0.0
         return State(state.round + 1, vector, tuple(sorted(ranks)), tuple(ranks[name] for name in sorted(ranks)))
 
     def _weigh_by_size(self, contributions: Sequence[Contribution]) -> list[float]:

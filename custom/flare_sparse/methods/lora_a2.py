@@ -39,7 +39,7 @@ class Config(RankedConfig):
         "epochs", description="what the scores are computed from: the delta of trial_epochs, or a full-batch gradient"
     )
     trial_epochs: int = Field(1, ge=1, description="epochs that only score the ranks; their result is discarded")
-    b_lr_ratio: float = Field(5.0, gt=0, description="eta_B / eta_A; training.lr is eta_A")
+    b_lr_ratio: float = Field(5.0, gt=0, description="eta_B / eta_A; training.lr is eta_A, also of a trained head")
     schedule: Literal["alternate", "b_only"] = Field(
         "alternate", description="B in odd rounds and A in even ones, or always B (FFA-LoRA)"
     )
@@ -120,7 +120,16 @@ class LoRAA2(RankedMethod[Config, State]):
         active = self.get_active_factor(request.round)
         training = self._get_training(active)
         selected = self._select_slots(active, training, request, site) | self.slots.other_entries
-        return train_locally(request, site, training, self.update_content, trainable=selected)
+        return train_locally(
+            request, site, training, self.update_content, trainable=selected, step_scale=self._get_step_scale(active)
+        )
+
+    def _get_step_scale(self, active: Factor) -> Tensor | None:
+        """Return the factors ``(P,)`` of an optimiser's steps that leave the rest at eta_A in a round of ``B``."""
+        rest = self.slots.other_entries
+        if active == "A" or self.config.b_lr_ratio == 1 or not rest.count:
+            return None
+        return torch.where(rest.bits, 1 / self.config.b_lr_ratio, 1.0)
 
     def _get_training(self, active: Factor) -> TrainingConfig:
         """Return the settings with eta_A, or with eta_B = ratio * eta_A (LoRA+)."""
@@ -142,7 +151,8 @@ class LoRAA2(RankedMethod[Config, State]):
             delta = _compute_mean_gradient(site, start, training, t)
         else:
             trial = training.model_copy(update={"epochs": self.config.trial_epochs})
-            delta = site.train(start, request.trainable, trial, t, stream="trial") - start
+            scale = self._get_step_scale(active)
+            delta = site.train(start, request.trainable, trial, t, stream="trial", step_scale=scale) - start
         if self.config.score == "contribution":
             return compute_slot_scores(self.slots, delta, start, active)
         if self.config.score == "magnitude":

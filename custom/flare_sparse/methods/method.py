@@ -227,6 +227,7 @@ def train_locally(
     trainable: Mask | None = None,
     steps: int | None = None,
     proximal_strength: float = 0.0,
+    step_scale: Tensor | None = None,
 ) -> Update:
     """Train at a site from ``site.weights`` and return the update.
 
@@ -238,9 +239,18 @@ def train_locally(
         trainable: the entries to train and return; None: ``request.trainable``.
         steps: number of minibatches; None: ``training.epochs`` passes.
         proximal_strength: weight of the proximal term.
+        step_scale: ``(P,)`` factors of the optimiser's steps; None: 1.
     """
     mask = request.trainable if trainable is None else trainable
-    trained = site.train(site.weights, mask, training, request.round, steps=steps, proximal_strength=proximal_strength)
+    trained = site.train(
+        site.weights,
+        mask,
+        training,
+        request.round,
+        steps=steps,
+        proximal_strength=proximal_strength,
+        step_scale=step_scale,
+    )
     values = trained - site.weights if content == "delta" else trained
     return Update(Patch.from_vector(values, mask), content, site.num_examples)
 

@@ -31,6 +31,7 @@ def train(
     *,
     proximal_strength: float = 0.0,
     clip_norm: float | None = None,
+    step_scale: Tensor | None = None,
 ) -> Tensor:
     """Train from ``start`` on ``batches`` (docs/algorithms.md, section 1.8).
 
@@ -43,6 +44,7 @@ def train(
         optimizer: a new optimiser of ``model.flat``.
         proximal_strength: factor ``mu`` of a proximal term ``mu / 2 * ||w - start||^2``.
         clip_norm: largest L2 norm of the masked gradient.
+        step_scale: ``(P,)`` factors of the optimiser's steps, as if each entry had its own learning rate; None: 1.
 
     Returns:
         ``(P,)`` trained weights.
@@ -56,6 +58,7 @@ def train(
     origin = start[:size].to(model.device)
     unfrozen = trainable.bits[:size].to(model.device)
     frozen = None if bool(unfrozen.all()) else ~unfrozen
+    scale = None if step_scale is None else step_scale[:size].to(model.device)
     for step, batch in enumerate(batches, start=1):
         loss = task.loss(model.module, model.to_device(batch))
         if not torch.isfinite(loss):
@@ -71,7 +74,11 @@ def train(
                 model.gradient.masked_fill_(frozen, 0)
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([model.flat], clip_norm)
+        before = None if scale is None else model.flat.detach().clone()
         optimizer.step()
+        # Every optimiser's step is proportional to its learning rate, and its state does not depend on the rate.
+        if scale is not None and before is not None:
+            torch.where(scale == 1, model.flat.data, torch.lerp(before, model.flat.data, scale), out=model.flat.data)
         # Momentum and weight decay move entries whose gradient is zero, so masking the gradient is not enough: frozen
         # entries are restored after every step. They keep their bits, and a patch over them stays exact.
         if frozen is not None:

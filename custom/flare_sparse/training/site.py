@@ -17,7 +17,8 @@ from ..seeds import derive_seed, make_generator, seed_torch
 from ..structure.compact import remove_channels
 from ..structure.observing import ObservedNetwork
 from ..structure.removal import narrow_network
-from ..task import Examples, Task, iterate_minibatches
+from ..task import Examples, Task
+from .batches import check_joins_last, iterate_pass, plan_batch_sizes
 from .config import TrainingConfig
 from .flat import FlatModel
 from .gate_sparsity import compute_channel_sparsity, observe_gates
@@ -60,6 +61,7 @@ class Site:
         # is cached with its key, the live mask or the closed channels.
         self._narrow_site: tuple[Mask, Site] | None = None
         self._site_without_closed: tuple[Any, Site, Mask] | None = None
+        self._joins_last: dict[int, bool] = {}
         # The weights drawn here are overwritten before use; seeding within a context leaves the global generator alone.
         with seed_torch(0):
             self._model = FlatModel(network or task.model(), layout, device)
@@ -92,6 +94,7 @@ class Site:
         *,
         steps: int | None = None,
         proximal_strength: float = 0.0,
+        step_scale: Tensor | None = None,
         stream: str = "",
     ) -> Tensor:
         """Train from ``start`` ``(P,)`` in round ``t``; see :func:`flare_sparse.training.loop.train`.
@@ -103,6 +106,7 @@ class Site:
             t: round, 1-based; with the run's seed and the site's name it seeds the order of examples and dropout.
             steps: number of minibatches; None for ``config.epochs`` passes.
             proximal_strength: factor of the proximal term.
+            step_scale: ``(P,)`` factors of the optimiser's steps; None: 1.
             stream: label of a second training in the same round, such as a trial, with its own order and dropout.
         """
         labels = (self.name, t, stream) if stream else (self.name, t)
@@ -117,6 +121,7 @@ class Site:
                 config.build_optimizer(self._model.flat, t),
                 proximal_strength=proximal_strength,
                 clip_norm=config.clip_norm,
+                step_scale=step_scale,
             )
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
@@ -134,17 +139,20 @@ class Site:
         with seed_torch(derive_seed(self.seed, "stages", self.name)):
             return step_in_stages(self._model, self.task, batch, start, stages, config.lr, config.clip_norm)
 
-    def compute_gradients(self, weights: Tensor, batch_size: int, batches: int | None, t: int) -> Iterator[Tensor]:
+    def compute_gradients(
+        self, weights: Tensor, batch_size: int, batches: int | None, t: int, *, batch_statistics: bool = True
+    ) -> Iterator[Tensor]:
         """Yield gradients ``(P,)`` of the loss at ``weights`` on random minibatches; they are zero for buffers.
 
-        Dropout is off. Batch normalisation uses batch statistics, because running statistics mean nothing before
-        training (docs/algorithms.md, section 1.9).
+        Dropout is off (docs/algorithms.md, section 1.9).
 
         Args:
             weights: ``(P,)``.
             batch_size: examples per minibatch.
             batches: number of minibatches; None for one pass over the training examples.
             t: label of the stream of random minibatches.
+            batch_statistics: normalise by the statistics of the minibatch, because running statistics mean nothing
+                before training; False: by the running statistics of ``weights``.
         """
         order = make_generator(self.seed, "gradients", self.name, t)
         config = TrainingConfig(batch_size=batch_size)
@@ -153,7 +161,10 @@ class Site:
                 # Loaded for every minibatch: the forward pass before has updated the running statistics.
                 self._model.load(weights)
                 self._model.set_training_mode()
-                disable_dropout(self._model.module)
+                if batch_statistics:
+                    disable_dropout(self._model.module)
+                else:
+                    self._model.module.eval()
                 self._model.backward(self.task.loss(self._model.module, self._model.to_device(batch)))
                 gradient = torch.zeros(self.layout.size)
                 gradient[: self.layout.trainable_size] = self._model.gradient.cpu()
@@ -164,9 +175,21 @@ class Site:
 
         A minibatch weighs its number of examples, in units of the largest minibatch: 1 except for the last of a pass.
         """
-        largest = min(batch_size, max(self.num_examples, 1))
-        starts = range(0, self.num_examples, largest)
-        return cycle([min(self.num_examples - start, largest) / largest for start in starts])
+        sizes = plan_batch_sizes(max(self.num_examples, 1), batch_size, joins_last=self.joins_last(batch_size))
+        return cycle([size / min(batch_size, sizes[0]) for size in sizes])
+
+    def joins_last(self, batch_size: int) -> bool:
+        """Return whether a last minibatch of one example joins the one before it: the network cannot train on it.
+
+        Raises:
+            ConfigError, DataError: the network cannot train on any minibatch.
+        """
+        if batch_size not in self._joins_last:
+            model, data = self._model, self._examples.train
+            self._joins_last[batch_size] = bool(self.num_examples) and check_joins_last(
+                model, self.task, data, batch_size, self.name
+            )
+        return self._joins_last[batch_size]
 
     def narrow(self, live: Mask) -> Site:
         """Return this site with the smaller network of the ``live`` entries; the site itself if all entries are live.
@@ -255,7 +278,9 @@ class Site:
         if not self.num_examples:
             return iter(())
         passes = repeat(None) if steps is not None else repeat(None, config.epochs)
+        # Found out before the caller loads its weights: the check runs the network once.
+        joins_last = self.joins_last(config.batch_size)
         batches = chain.from_iterable(
-            iterate_minibatches(self._train_examples, config.batch_size, order) for _ in passes
+            iterate_pass(self._train_examples, config.batch_size, order, joins_last=joins_last) for _ in passes
         )
         return islice(batches, steps)

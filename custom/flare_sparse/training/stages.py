@@ -6,6 +6,7 @@ See docs/algorithms.md, section 6.6.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..mask import Mask
 from ..task import Task
@@ -90,16 +92,44 @@ def _compute_clip_scale(gradients: Sequence[tuple[Tensor, Tensor]], limit: float
     return min(1.0, limit / max(norm, 1e-12))
 
 
-def _list_versions(value: Any) -> list[int] | None:
-    """Return the version counters of the tensors in a value; None if it holds objects of unknown type."""
-    if isinstance(value, Tensor):
-        return [value._version]
-    if isinstance(value, dict):
-        value = list(value.values())
+class _WriteCounter(TorchDispatchMode):
+    """Counts the operations that write to each storage, within its context.
+
+    autograd's version counters do not see a change through ``.data``, which has a counter of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._writes: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            named |= kwargs
+            for argument in func._schema.arguments:
+                if argument.is_write:
+                    self._writes.update(_list_storages(named.get(argument.name)))
+        return result
+
+    def list_versions(self, value: Any) -> list[int] | None:
+        """Return numbers that change with every write to the tensors in a value; None if one is of unknown type."""
+        if isinstance(value, Tensor):
+            return [value._version, *(self._writes[storage] for storage in _list_storages(value))]
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, (list, tuple)):
+            parts = [self.list_versions(part) for part in value]
+            return None if None in parts else [version for part in parts for version in part or ()]
+        return [] if value is None or isinstance(value, (bool, int, float, str)) else None
+
+
+def _list_storages(value: Any) -> list[int]:
+    """Return the addresses of the storages of a tensor or of a list of tensors."""
     if isinstance(value, (list, tuple)):
-        parts = [_list_versions(part) for part in value]
-        return None if None in parts else [version for part in parts for version in part or ()]
-    return [] if value is None or isinstance(value, (bool, int, float, str)) else None
+        return [address for part in value for address in _list_storages(part)]
+    return [value.untyped_storage().data_ptr()] if isinstance(value, Tensor) else []
 
 
 @dataclass(frozen=True)
@@ -109,17 +139,12 @@ class _Entry:
     Attributes:
         name: name of the module.
         result: what it returned.
-        versions: version counters of the result's tensors at that time; None: the result cannot be reused.
+        versions: versions of the result's tensors at that time; None: the result cannot be reused.
     """
 
     name: str
     result: Any
     versions: list[int] | None
-
-    @property
-    def is_reusable(self) -> bool:
-        """Whether no tensor of the result has been changed in place since."""
-        return self.versions is not None and self.versions == _list_versions(self.result)
 
 
 class Tape:
@@ -134,19 +159,21 @@ class Tape:
         self._leaves = {name: part for name, part in network.named_modules() if not any(part.children())}
         self._is_reusable = not any(True for _ in network.buffers())
         self._recorded: list[_Entry] = []
+        self._counter = _WriteCounter()
 
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Within the context, a pass of the network reuses recorded results and records the others."""
         # The network may have changed a result in place after its module returned it (``r = conv(h); r += h``). The
         # replay would change it a second time.
-        is_reusable = [entry.is_reusable for entry in self._recorded]
+        is_reusable = [self._is_unchanged(entry) for entry in self._recorded]
         first = is_reusable.index(False) if False in is_reusable else len(is_reusable)
         previous, self._recorded = self._recorded[:first], []
         for name, leaf in self._leaves.items():
             leaf.forward = self._wrap_forward(name, leaf.forward, previous)
         try:
-            yield
+            with self._counter:
+                yield
         finally:
             # The wrapper is an instance attribute; without it the class's own method is found again.
             for leaf in self._leaves.values():
@@ -159,15 +186,19 @@ class Tape:
                 entry = previous[index]
             else:
                 inputs = (args, kwargs)
-                versions = _list_versions(inputs)
+                versions = self._counter.list_versions(inputs)
                 result = compute(*args, **kwargs)
                 # A skipped module would not change its arguments, which the network may read afterwards.
-                is_pure = versions == _list_versions(inputs)
-                entry = _Entry(name, result, _list_versions(result) if is_pure else None)
+                is_pure = versions is not None and versions == self._counter.list_versions(inputs)
+                entry = _Entry(name, result, self._counter.list_versions(result) if is_pure else None)
             self._recorded.append(entry)
             return entry.result
 
         return forward
+
+    def _is_unchanged(self, entry: _Entry) -> bool:
+        """Return whether no tensor of a result has been changed in place since it was recorded."""
+        return entry.versions is not None and entry.versions == self._counter.list_versions(entry.result)
 
     def invalidate(self, changed: set[str]) -> None:
         """Drop the results of the changed modules and of all modules that ran after the first of them."""
