@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
@@ -45,18 +46,22 @@ class Assembly:
     run_id: str
 
 
-def assemble(job: JobConfig, user_task: Task | None = None) -> Assembly:
+def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | None = None) -> Assembly:
     """Build the parts of a job.
 
     Args:
         job: validated settings.
         user_task: a user task, already built; None to build the registered task that the job names.
+        max_entries: largest number of entries of the model; None: no limit.
 
     Raises:
-        ConfigError: the model cannot be built from the settings.
+        ConfigError: the model cannot be built from the settings, or is too large.
     """
     task = user_task or build_task(job)
+    if max_entries is not None:
+        _check_size(count_model_entries(task), max_entries)
     layout, weights = build_initial_model(task, job.seed)
+    _check_size(layout.size, max_entries)
     return Assembly(task, build_method(job, layout), layout, weights, compute_run_id(serialize_job(job), layout))
 
 
@@ -131,6 +136,26 @@ def build_initial_model(task: Task, seed: int) -> tuple[Layout, Tensor]:
         module = task.model()
     layout = Layout.from_module(module)
     return layout, layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
+
+
+def count_model_entries(task: Task) -> int:
+    """Return the number of parameters of a task's model without allocating them; 0 if that is impossible."""
+    try:
+        with seed_torch(0), torch.device("meta"):
+            return sum(parameter.numel() for parameter in task.model().parameters())
+    # A model may read its own values while it is built, which tensors without memory do not have.
+    except Exception:  # noqa: BLE001
+        return 0
+
+
+def _check_size(entries: int, max_entries: int | None) -> None:
+    """Raises:
+    ConfigError: the model has more entries than the policy allows.
+    """
+    if max_entries is not None and entries > max_entries:
+        raise ConfigError(
+            f"the job's model has {entries} entries; the policy here allows max_model_entries {max_entries}"
+        )
 
 
 def compute_run_id(config: Mapping[str, Any], layout: Layout) -> str:

@@ -102,6 +102,12 @@ class PolicyRefusal(FlareSparseError):
     code = "E_POLICY"
 
 
+class RequestRefused(FlareSparseError):
+    """A request that the site's own copy of the job does not provide for. Only the code leaves the site."""
+
+    code = "E_REQUEST"
+
+
 class WireError(FlareSparseError, ValueError):
     """A message contradicts the plan of its receiver.
 

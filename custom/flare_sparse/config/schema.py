@@ -67,7 +67,10 @@ class FederationConfig(Section):
         "of the time since the request was issued, up to 5 s",
     )
     threads: int = Field(
-        1, ge=1, description="torch threads of every process; a different number changes the result's last bits"
+        1,
+        ge=1,
+        le=1024,
+        description="torch threads of every process; a different number changes the result's last bits",
     )
 
     @model_validator(mode="after")

@@ -12,9 +12,35 @@ import yaml
 
 from ..errors import ConfigError, suggest
 
+MAX_DEPTH = 32
+"""Levels of nested sections and lists; the package's own settings have fewer than ten."""
+MAX_BYTES = 2**20
+"""Size limit of a file with settings; a list of 10,000 subjects takes about 200 kB."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Loader that reads YAML 1.2 numbers such as ``1e-3`` and refuses duplicate keys."""
+    """Loader that reads YAML 1.2 numbers such as ``1e-3`` and refuses duplicate keys, aliases and deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose one node.
+
+        Raises:
+            yaml.YAMLError: the node is an alias, or lies too deep.
+        """
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        # A few aliases of aliases stand for more values than fit into memory, and no setting needs one.
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, f"aliases such as *{event.anchor} are not allowed", None)
+        if self.depth >= MAX_DEPTH:
+            problem = f"nested deeper than {MAX_DEPTH} levels"
+            raise yaml.composer.ComposerError(None, None, problem, None)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -35,8 +61,10 @@ def parse_yaml(text: str) -> Any:
     """Parse one YAML document.
 
     Raises:
-        yaml.YAMLError: the document is malformed or gives a key twice.
+        yaml.YAMLError: the document is malformed or too large, gives a key twice, has an alias or is nested too deep.
     """
+    if len(text) > MAX_BYTES:
+        raise yaml.YAMLError(f"the text has {len(text)} characters; the limit is {MAX_BYTES}")
     # _Loader is a SafeLoader.
     return yaml.load(text, _Loader)  # noqa: S506
 
@@ -48,7 +76,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: there is no such file, it is not YAML, or its top level is not a section.
     """
     try:
-        data = parse_yaml(path.read_text(encoding="utf-8"))
+        data = parse_yaml(read_settings(path))
     except FileNotFoundError as error:
         siblings = [p.name for p in path.parent.glob("*.y*ml")]
         raise ConfigError(f"{path}: no such file.{suggest(path.name, siblings)}") from error
@@ -59,6 +87,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a section of `key: value` lines, found {type(data).__name__}")
     return data
+
+
+def read_settings(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Return the text of a file with settings, of which at most ``max_bytes`` are read.
+
+    Raises:
+        OSError: the file cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+        yaml.YAMLError: it is larger than ``max_bytes``.
+    """
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise yaml.YAMLError(f"the file has more than {max_bytes} bytes")
+    return content.decode("utf-8")
 
 
 def apply_overrides(data: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:

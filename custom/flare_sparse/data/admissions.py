@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -98,8 +97,9 @@ def _read_arrays(path: Path, names: AdmissionColumns) -> tuple[dict[str, np.ndar
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, BadZipFile, EOFError) as error:
-        raise DataError(f"{path}: cannot be read as arrays: {error}") from error
+    # Whatever a damaged archive makes NumPy and zlib raise, from zlib.error to MemoryError for a damaged shape.
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read as arrays: {type(error).__name__}: {error}") from error
     codes = _get_column(arrays, names.medications, path)
     if codes.ndim != 2:
         raise DataError(f"{path}: {names.medications} has shape {codes.shape}; expected (stays, medications)")

@@ -9,6 +9,7 @@ The splits of a file are pooled, because each site makes its own. An example's i
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,7 +105,8 @@ def _open(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             yield arrays
-    except (OSError, EOFError, ValueError, IndexError, AttributeError, BadZipFile, ZlibError) as error:
+    except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, RuntimeError, MemoryError,
+            struct.error, BadZipFile, ZlibError) as error:  # fmt: skip
         raise DataError(
             f"{path}: {error}. Expected an npz file with <split>_images (or <split>_blob and <split>_ends) and "
             "<split>_labels"

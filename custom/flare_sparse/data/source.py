@@ -104,7 +104,7 @@ def _read_site_file(site: str, file: Path) -> SiteData:
     except ValidationError as error:
         problems = "; ".join(_describe_problem(part["loc"], part["msg"]) for part in error.errors())
         raise DataError(f"{file}: {problems}") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
     path = file.parent / content.data.expanduser()
     return _check_exists(SiteData(site, path, content.subset, content.methods), str(file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ TEST_EXAMPLES = "test_examples"
 """Name of the metric that all other metrics of a site are weighted by."""
 
 _MAX_NAMES = 64
-_MAX_NAME_LENGTH = 64
+# Names enter records, terminals and the report page: no markup, no control characters.
+_NAME = re.compile(r"[A-Za-z0-9_.+/@()% -]{1,64}")
 
 # Integers below 2**53 are exact in float64, which weights are computed in.
 _EXAMPLES_LIMIT = 2**53
@@ -41,8 +43,9 @@ def validate_metrics(value: Any, site: str) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > _MAX_NAMES:
         raise RejectedMessage("E_METRICS", "metrics", "at most 64 names with numbers", type(value).__name__, site)
     for name, number in value.items():
-        if not isinstance(name, str) or len(name) > _MAX_NAME_LENGTH or isinstance(number, bool):
-            raise RejectedMessage("E_METRICS", "metrics", "names of up to 64 characters", abbreviate(name), site)
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or isinstance(number, bool):
+            expected = "names of up to 64 letters, digits and _ . - + / @ ( ) %"
+            raise RejectedMessage("E_METRICS", "metrics", expected, abbreviate(name), site)
         # "not abs(x) <= limit" and not "abs(x) > limit", which NaN would pass.
         if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST_METRIC:
             raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite float32", abbreviate(number), site)

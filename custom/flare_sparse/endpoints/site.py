@@ -9,13 +9,14 @@ from typing import Any
 
 from ..checkpoint.store import Store
 from ..encryption import SiteCipher
-from ..errors import FlareSparseError, MissingBase, RejectedMessage, TaskFailed
+from ..errors import FlareSparseError, MissingBase, RejectedMessage, RequestRefused, TaskFailed
 from ..exchange import EVALUATE, Patch, Request, Update
 from ..methods import Method
 from ..training import Site
 from ..wire.codec import Decoded, Encoded, decode, encode, read_sequence
 from ..wire.plan import ValueType
 from .bases import SiteBase, plan_request, plan_update
+from .request_log import RequestLog
 from .site_state import RequestId, SiteMemory, SiteSnapshot, SiteState
 
 _LOG = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class SiteEndpoint:
         store: receives a checkpoint before each update is sent. None: after a crash the site needs the full model, and
             the tensors that the method keeps at the site are lost.
         cipher: encrypts weights and decrypts models; None: all values travel in the clear.
+        requests: record of the answered requests; None: requests are checked but not counted.
 
     Attributes:
         request: the last accepted request; None before the first.
@@ -52,9 +54,10 @@ class SiteEndpoint:
         values: ValueType,
         store: Store | None = None,
         cipher: SiteCipher | None = None,
+        requests: RequestLog | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
-        self.cipher = cipher
+        self.cipher, self.requests = cipher, requests
         self.request: Request | None = None
         self._state = SiteState()
 
@@ -65,6 +68,7 @@ class SiteEndpoint:
             MissingBase: this site does not hold the vector that the patch applies to; the server must send the full
                 model.
             RejectedMessage: the message is malformed or outdated, or belongs to another run or model.
+            RequestRefused: this site's copy of the job has no such request, or provides for no more of them.
             CheckpointError: the site's checkpoints belong to another job.
         """
         # Checkpoints are loaded here and not in the constructor: the sequence number of the first message after the
@@ -85,11 +89,18 @@ class SiteEndpoint:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._state.sequence}", message.sequence, "server")
         if message.trainable is None:
             raise RejectedMessage("E_KIND", "trainable", "a request", "an update", "server")
+        if not self.method.count_requests(message.kind, message.round):
+            raise RequestRefused(
+                f"request {message.kind!r} of round {message.round}: this site's copy of the job has no such request"
+            )
         patch = self.decrypt(message.patch)
         base = self._apply(patch, message.sequence)
         self._state = self._state.receive(RequestId(message.kind, message.round), base)
         # A copy: a method may replace entries of its memory, and a retry starts from the memory of the first attempt.
         self.site.memory = dict(self._state.memory.method)
+        # Counted after the state has changed: a refused site still holds the model that its weights contain.
+        if self.requests is not None:
+            self.requests.admit(RequestId(message.kind, message.round), self.site.weights)
         self.request = Request(message.kind, message.round, patch, message.trainable)
         return self.request
 

@@ -73,7 +73,7 @@ def _read_local_setting(file: Path) -> str | None:
         return None
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     setting = content.get("checkpoints") if isinstance(content, dict) else None
     # YAML 1.1 reads an unquoted "off" as False.

@@ -14,6 +14,7 @@ from ..capabilities import local_capabilities
 from ..config import JobConfig, parse_job
 from ..config.yaml_files import read_yaml
 from ..data.source import find_site_data
+from ..endpoints.request_log import RequestLog
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
 from ..errors import ConfigError, format_site_error
@@ -24,6 +25,8 @@ from .checkpoints import delete_archived, find_checkpoint_folder
 from .he_keys import load_server_cipher, load_site_cipher
 
 JOB_FILE = "flare_sparse.yaml"
+REQUESTS_FOLDER = "flare_sparse_requests"
+"""Folder in a site's startup kit with the records of the requests that the site answered, a file per run."""
 SITE_ID, SERVER_ID, AGGREGATOR_ID, TASK_ID = "site", "server_session", "aggregator", "task"
 
 
@@ -52,7 +55,7 @@ def _assemble(fl_ctx: FLContext) -> tuple[JobConfig, Assembly]:
     job = parse_job(settings, None if task is None else type(task))
     # Float sums depend on the number of threads: server and sites must use the same for the same bits.
     torch.set_num_threads(job.federation.threads)
-    return job, assemble(job, task)
+    return job, assemble(job, task, read_site_policy(fl_ctx).max_model_entries)
 
 
 class ServerSession(FLComponent):
@@ -113,7 +116,10 @@ class SiteSession(FLComponent):
             if store is not None:
                 store.claim()
             cipher = load_site_cipher(fl_ctx) if job.encrypted else None
-            self._endpoint = SiteEndpoint(site, assembly.method, assembly.run_id, job.wire.values, store, cipher)
+            requests = _open_request_log(fl_ctx, job, assembly)
+            self._endpoint = SiteEndpoint(
+                site, assembly.method, assembly.run_id, job.wire.values, store, cipher, requests
+            )
         return self._endpoint
 
     def build_hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
@@ -128,6 +134,18 @@ class SiteSession(FLComponent):
             except Exception:  # noqa: BLE001
                 self._hello = local_capabilities().to_message()
         return self._hello
+
+
+def _open_request_log(fl_ctx: FLContext, job: JobConfig, assembly: Assembly) -> RequestLog:
+    """Open the site's record of answered requests, which lies in the startup kit and not in a folder of the job."""
+    folder = Path(get_workspace(fl_ctx).get_root_dir()) / REQUESTS_FOLDER / fl_ctx.get_identity_name()
+    return RequestLog(
+        assembly.run_id,
+        assembly.method.count_requests,
+        attempts=job.federation.retries + 1,
+        max_starts=read_site_policy(fl_ctx).max_starts,
+        file=folder / f"{job.name}-{assembly.run_id}.json",
+    )
 
 
 def read_site_policy(fl_ctx: FLContext) -> Policy:

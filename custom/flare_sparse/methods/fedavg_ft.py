@@ -29,6 +29,7 @@ class FedAvgFT(Method[Config, ModelState]):
 
     name = "fedavg_ft"
     Config = Config
+    final_kinds = frozenset({FINETUNE})
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)

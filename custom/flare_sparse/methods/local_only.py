@@ -20,6 +20,7 @@ class LocalOnly(Method[MethodConfig, ModelState]):
     """One request: each site trains alone for all rounds and returns metrics; no weights travel to the server."""
 
     name = "local_only"
+    round_kinds = frozenset({"train_alone"})
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         # No round is exchanged, so training is over for the server before the first request.

@@ -119,6 +119,10 @@ class Method(ABC, Generic[ConfigT, StateT]):
     """Settings that a site may choose in its own site file (``site.site_settings``), under the method's name."""
     update_content: ClassVar[Content] = "weights"
     """Content of an ordinary update."""
+    round_kinds: ClassVar[frozenset[str]] = frozenset({TRAIN})
+    """Kinds of the requests of rounds 0 to ``config.rounds``; a site answers no others."""
+    final_kinds: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of the requests after the last round, besides ``"evaluate"``."""
 
     def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
@@ -193,6 +197,15 @@ class Method(ABC, Generic[ConfigT, StateT]):
     def configure_for(self, capabilities: Mapping[str, Capabilities]) -> Self:
         """Return the method restricted to the sites' capabilities; it never exceeds the job's settings."""
         return self
+
+    def count_requests(self, kind: str, t: int) -> int:
+        """Return how many different requests of a kind a site receives in round ``t``; 0: the method sends none.
+
+        A site answers no other requests, however the server asks.
+        """
+        if kind in self.round_kinds:
+            return int(0 <= t <= self.config.rounds)
+        return int((kind == EVALUATE or kind in self.final_kinds) and t == self.config.rounds + 1)
 
     @property
     def note(self) -> str:

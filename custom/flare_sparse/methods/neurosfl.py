@@ -123,6 +123,7 @@ class NeuroSFL(Method[Config, State]):
 
     name = "neurosfl"
     Config = Config
+    round_kinds = frozenset({SCORE, TRAIN})
 
     def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
@@ -150,6 +151,11 @@ class NeuroSFL(Method[Config, State]):
             return self._start_training(state, [draw_random_mask(self.layout, maskable, densities, generator)])
         noise = torch.rand(self.layout.size, generator=generator)
         return self._start_training(state, [top_k(noise, floor_fraction(density, maskable.count), maskable)])
+
+    def count_requests(self, kind: str, t: int) -> int:
+        if kind == SCORE:
+            return self.config.score_steps if t == 0 else 0
+        return super().count_requests(kind, t)
 
     def select_sites(self, state: State, sites: Sequence[str]) -> list[str]:
         with_mask = [name for name in sites if name in state.owners] if state.owners else sites

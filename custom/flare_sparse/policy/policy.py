@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
+from ..config.yaml_files import parse_yaml, read_settings
+from ..endpoints.reported import TEST_EXAMPLES
 from ..errors import ConfigError, PolicyRefusal, suggest
-from ..exchange import Content, Patch
+from ..exchange import EVALUATE, Content, Patch
 from ..mask import Mask
 from ..params import Layout, TensorSpec
 from ..training import SampleUsage
@@ -40,6 +43,25 @@ class Policy(BaseModel):
     min_score_examples: int = Field(0, ge=0, description="the same minimum for scores, such as 64")
     min_score_batches: int = Field(0, ge=0, description="minimum number of minibatches for scores, such as 4")
     min_test_examples: int = Field(0, ge=0, description="metrics of fewer test examples are left out of the update")
+    metrics: Literal["exact", "rounded", "none"] = Field(
+        "exact", description="rounded: to two decimals, or three digits of a number above 1; none: no metrics leave"
+    )
+    max_evaluations: int | None = Field(
+        None, ge=1, description="number of models of a run whose metrics leave; those after the last round do not count"
+    )
+    max_daily_evaluations: int | None = Field(
+        None, ge=1, description="number of models of all runs whose metrics leave within 24 hours"
+    )
+    max_starts: int | None = Field(
+        None, ge=1, description="how often the server may start a job again and repeat its requests"
+    )
+    min_entries: int = Field(0, ge=0, description="fewest entries that a request may ask to train or to score")
+    max_model_entries: int = Field(
+        2**28, ge=1, description="largest number of entries of a job's model; a site needs about 22 bytes for each"
+    )
+    withhold_isolated: bool = Field(
+        False, description="leave out the changes of units of linear layers that reveal the input of a single example"
+    )
     score_bits: int | None = Field(None, ge=1, le=8, description="quantize scores to this many bits, per tensor")
     channel_scores: bool = Field(False, description="replace each score by the mean of its output channel")
     max_upload_bytes: int | None = Field(None, ge=128, description="size limit of a message in bytes")
@@ -107,6 +129,29 @@ class Policy(BaseModel):
             if count < minimum:
                 yield f"{term}: {content} were computed from {count} {unit}, the minimum is {minimum}"
 
+    def check_request(self, kind: str, entries: int) -> Iterator[str]:
+        """Yield the reason why a request asks for too few entries; none if it may be answered.
+
+        Args:
+            kind: kind of the request.
+            entries: number of entries that it asks to train or to score.
+        """
+        # A score or a delta of few entries escapes quantization and averaging, which act on many values at once.
+        if kind != EVALUATE and entries < self.min_entries:
+            yield f"min_entries: the request asks for {entries} entries, the minimum is {self.min_entries}"
+
+    def sanitize_metrics(self, metrics: Mapping[str, float], test_examples: int) -> dict[str, float]:
+        """Return the metrics that may leave, computed from so many test examples.
+
+        Rounding to hundredths is absolute below 1: relative to the value, it would show a single example among many
+        whose error a hostile model keeps near zero.
+        """
+        if self.metrics == "none" or test_examples < self.min_test_examples:
+            return {}
+        if self.metrics == "exact":
+            return dict(metrics)
+        return {name: value if name == TEST_EXAMPLES else _round_metric(value) for name, value in metrics.items()}
+
     def allows_tensor(self, spec: TensorSpec) -> bool:
         """Whether the tensor's name matches one of ``tensors``."""
         return any(fnmatchcase(spec.name, pattern) for pattern in self.tensors)
@@ -149,6 +194,12 @@ class Policy(BaseModel):
         return scores
 
 
+def _round_metric(value: float) -> float:
+    if not math.isfinite(value):
+        return value
+    return round(value, 2 - max(0, math.floor(math.log10(max(abs(value), 1.0)))))
+
+
 def compute_norm(values: Tensor) -> float:
     """Return the L2 norm, summed in double precision."""
     return float(values.double().square().sum().sqrt())
@@ -183,7 +234,7 @@ def read_policy(file: Path) -> Policy:
     if not file.is_file():
         return Policy()
     try:
-        content: Any = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        content: Any = parse_yaml(read_settings(file)) or {}
         return Policy.model_validate(content)
     except ValidationError as error:
         raise ConfigError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, cycle, islice, repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from ..errors import ConfigError
 from ..mask import Mask
@@ -258,6 +259,36 @@ class Site:
             for batch in DataLoader(self._train_examples, batch_size=OBSERVED_BATCH):
                 self.task.predict(observed, self._model.to_device(batch))
 
+    def collect_linear_inputs(self, weights: Tensor, limit: int) -> dict[str, Tensor]:
+        """Return the inputs ``(n, features)`` of each linear layer, by the layer's name, in eval mode.
+
+        Layers with inputs of another number of dimensions, such as sequences, are left out. Nothing is added to
+        :attr:`usage`: the examples do not enter an update.
+
+        Args:
+            weights: ``(P,)``.
+            limit: number of training examples that are read at most.
+        """
+        self._model.load(weights)
+        self._model.module.eval()
+        inputs: dict[str, list[Tensor]] = {}
+        hooks = [
+            part.register_forward_pre_hook(partial(_append_input, inputs.setdefault(name, [])))
+            for name, part in self._model.module.named_modules()
+            if isinstance(part, nn.Linear)
+        ]
+        if not hooks:
+            return {}
+        examples = Subset(self._examples.train, range(min(limit, self.num_examples)))
+        try:
+            with torch.no_grad():
+                for batch in DataLoader(examples, batch_size=OBSERVED_BATCH):
+                    self.task.predict(self._model.module, self._model.to_device(batch))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {name: torch.cat(parts) for name, parts in inputs.items() if parts and parts[0].dim() == 2}
+
     def evaluate(self, weights: Tensor) -> dict[str, float]:
         """Return the task's metrics of ``weights`` on the site's test examples; empty without test examples.
 
@@ -284,3 +315,8 @@ class Site:
             iterate_pass(self._train_examples, config.batch_size, order, joins_last=joins_last) for _ in passes
         )
         return islice(batches, steps)
+
+
+def _append_input(inputs: list[Tensor], module: nn.Module, arguments: tuple[Any, ...]) -> None:  # noqa: ARG001
+    """Append the first argument of a layer's forward pass to a list."""
+    inputs.append(arguments[0].detach().cpu())

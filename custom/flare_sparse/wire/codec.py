@@ -258,6 +258,9 @@ def _view_bytes(data: bytes | bytearray | memoryview, site: str) -> np.ndarray:
 
 
 def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
+    # First of all checks: the checksums read the whole message, and a message of gigabytes is not worth that.
+    if buffer.size > (limit := plan.max_message_bytes):
+        raise RejectedMessage("E_LEN", "message", f"at most {limit} bytes", buffer.size)
     version = find_version(buffer)
     header = version.read_header(buffer)
     check_identity(header, plan)

@@ -64,3 +64,12 @@ class Plan:
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9a-f]{16}", self.run):
             raise ValueError(f"run: expected 16 lower-case hex digits, found {self.run!r}")
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Length that no message of this model exceeds: all values, and two selections in their longest encoding."""
+        # The longest encodings take at most 8 bytes for each entry and tensor; the rest is for headers.
+        selections = 2 * 8 * (self.layout.size + len(self.layout.tensors) + 1)
+        cipher = self.ciphertext_format
+        ciphertexts = cipher.count_ciphertexts(self.layout.size) * (cipher.max_bytes + 8) if cipher else 0
+        return 4096 + selections + 4 * self.layout.size + ciphertexts

@@ -36,7 +36,12 @@ def test_default_entries_stay_and_the_default_file_is_not_changed(tmp_path: Path
     assert json.loads((site / "local" / "resources.json.default").read_text()) == shipped
     written = json.loads((site / "local" / "resources.json").read_text())
     listed = ["a.B", "c.", *CLASSES]
-    assert written == {**shipped, "class_list_enforcement_mode": "enforce", "class_allow_list": listed}
+    assert written == {
+        **shipped,
+        "class_list_enforcement_mode": "enforce",
+        "allow_log_streaming": False,
+        "class_allow_list": listed,
+    }
 
 
 def test_file_of_the_site_overrides_the_default_file(tmp_path: Path) -> None:

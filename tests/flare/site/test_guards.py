@@ -356,7 +356,7 @@ def test_metrics_of_few_test_examples_are_removed_and_the_update_leaves(kind: st
         if kind == "evaluate":
             model = Patch.from_vector(torch.zeros(hospital.layout.size), Mask.full(hospital.layout.size))
             hospital.attempt = hospital.server.encode_requests(
-                {"site-1": Assignment(Request("evaluate", 0, model, model.mask), UpdateSpec("metrics"))}
+                {"site-1": Assignment(Request("evaluate", 3, model, model.mask), UpdateSpec("metrics"))}
             )
         reply = hospital.run_task()
         assert reply.get_return_code() == ReturnCode.OK
@@ -443,7 +443,7 @@ def test_job_with_its_own_filters_or_executors_is_refused(tmp_path: Path) -> Non
     hospital = Hospital(tmp_path / "site")
     install_guards(tmp_path / "site")
     build_component(hospital, "executors.#1.executor", "flare_sparse.flare.executor.SparseExecutor")
-    build_component(hospital, "components.#1", "nvflare.app_common.widgets.intime_model_selector.IntimeModelSelector")
+    build_component(hospital, "components.#1", "flare_sparse.flare.session.SiteSession")
     for where in ("executors.#1.executor", "task_result_filters.#1.filters.#1", "task_data_filters.#1.filters.#1"):
         with pytest.raises(UnsafeComponentError, match="E_POLICY"):
             build_component(hospital, where, "custom.Overwrite")
@@ -463,7 +463,11 @@ def test_job_may_name_only_the_allowed_classes_of_this_package_at_any_depth(tmp_
     for where, path, args in (
         ("components.#1", allow, {}),
         ("components.#1.args.kit", "flare_sparse.flare.checkpoints.find_checkpoint_folder", {}),
-        ("components.#1", "nvflare.app_common.np.np_trainer.NPTrainer", {"later": [{"class_path": allow}]}),
+        ("components.#2", "flare_sparse.flare.session.UserTask", {"task": {"args": [{"class_path": allow}]}}),
+        ("components.#1", "nvflare.app_common.logging.job_log_streamer.JobLogStreamer", {}),
+        ("components.#1", "our_hospital.tasks.Dose", {}),
+        ("components.#2.args.task", "nvflare.app_common.np.np_trainer.NPTrainer", {}),
+        ("components.#2", "flare_sparse.flare.session.UserTask", {"task": {"path": "nvflare.apis.dxo.DXO"}}),
         ("executors.#1.executor", "flare_sparse.flare.executor.torch", {}),
     ):
         with pytest.raises(UnsafeComponentError, match="E_POLICY"):

@@ -42,6 +42,7 @@ def test_preflight_of_an_unprepared_site_names_each_remedy(kit: Path) -> None:
         "torch": "PASS",
         "allow-list": "FAIL",
         "code": "FAIL",
+        "log streaming": "FAIL",
         "policy": "WARN",
         "data": "FAIL",
         "disk": "PASS",
@@ -94,7 +95,7 @@ def test_folder_that_is_no_kit_fails_and_the_other_checks_still_run(tmp_path: Pa
     findings = check(tmp_path)
     assert findings["startup kit"].verdict == "FAIL"
     assert "this is no startup kit" in findings["startup kit"].detail
-    assert len(findings) == 10
+    assert len(findings) == 11
 
 
 def test_policy_in_force_is_shown(kit: Path, tmp_path: Path) -> None:
@@ -102,9 +103,20 @@ def test_policy_in_force_is_shown(kit: Path, tmp_path: Path) -> None:
     assert "this site does not check what leaves it" in check(kit)["policy"].detail
     install_guards(kit, tmp_path / "policy.yaml")
     assert check(kit)["policy"] == Finding("PASS", "policy", "min_examples: 20")
+
+
+def test_streaming_of_logs_fails_until_the_classes_are_allowed(kit: Path) -> None:
+    finding = check(kit)["log streaming"]
+    assert finding.verdict == "FAIL"
+    assert f"Run: flare-sparse site allow {kit}" in finding.detail
+    allow_classes(kit)
+    assert check(kit)["log streaming"].verdict == "PASS"
     resources = kit / "local" / "resources.json"
     resources.write_text(resources.read_text().replace('"allow_log_streaming": false', '"allow_log_streaming": true'))
-    assert "this site's logs are sent to the server" in check(kit)["policy"].detail
+    assert check(kit)["log streaming"].verdict == "FAIL"
+    # A second call repairs a file in which nothing else is missing.
+    assert allow_classes(kit) == ([], [])
+    assert check(kit)["log streaming"].verdict == "PASS"
 
 
 def test_job_is_checked_against_the_policy_and_the_data_of_the_site(kit: Path, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ CLASSES = (
 )
 """The classes of this package that a job may name; none of them takes an import string or a path."""
 EVERYTHING = "*"
+LOG_STREAMING = "allow_log_streaming"
+"""Whether FLARE may stream logs of this site to the server; it is on where ``resources.json`` does not name it."""
 LIST, MODE = "class_allow_list", "class_list_enforcement_mode"
 RESOURCES = "resources.json"
 
@@ -78,7 +80,8 @@ def find_broad_entries(entries: Sequence[str]) -> list[str]:
 def allow_classes(kit: Path, also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Add this package's classes to the allow-list in a startup kit's ``local/resources.json``.
 
-    Broader entries of this package are removed; everything else in the file stays.
+    Broader entries of this package are removed, and logs are no longer streamed to the server: one of FLARE's default
+    classes sends any file of the job's folder as a log. Everything else in the file stays.
 
     Args:
         kit: the startup kit, or its ``local`` folder.
@@ -100,8 +103,9 @@ def allow_classes(kit: Path, also: Sequence[str] = ()) -> tuple[list[str], list[
     entries = get_allow_list(resources)
     added = [entry for entry in (*CLASSES, *also) if entry not in entries]
     broad = find_broad_entries(entries)
-    if added or broad:
+    if added or broad or resources.get(LOG_STREAMING, True):
         remaining = [entry for entry in entries if entry not in broad]
         # Written out, so that enforcement does not depend on FLARE's default.
-        write_object(local / RESOURCES, {**resources, MODE: resources.get(MODE, "enforce"), LIST: [*remaining, *added]})
+        mode = resources.get(MODE, "enforce")
+        write_object(local / RESOURCES, {**resources, MODE: mode, LOG_STREAMING: False, LIST: [*remaining, *added]})
     return added, broad

@@ -28,9 +28,11 @@ from nvflare.apis.shareable import Shareable
 
 from ...encryption import PRECISION
 from ...endpoints.site import SiteEndpoint
+from ...endpoints.site_state import RequestId
 from ...errors import FlareSparseError, PolicyRefusal
 from ...exchange import Patch, Request, Update
-from ...policy.policy import POLICY_FILE, raise_refusals, read_policy
+from ...policy.isolation import MAX_EXAMPLES, withhold_isolated_units
+from ...policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
 from ...wire.codec import Decoded, decode
 from ...wire.plan import Plan, ValueFormat
 from ..payload import (
@@ -53,8 +55,10 @@ APPROVED = "flare_sparse.approved"
 """Key of the approved update in FLARE's context; the property is private, so it does not leave the site."""
 GUARDS = "flare_sparse.flare.site.guards."
 GATE, RESULT_POLICY = f"{GUARDS}SiteLastGate", f"{GUARDS}SiteResultPolicy"
-_RESTRICTED_SECTIONS = ("executors", "task_result_filters", "task_data_filters")
-"""Sections of a job's configuration that see values and may hold only classes of this package."""
+_RESTRICTED_SECTIONS = ("executors", "components", "task_result_filters", "task_data_filters")
+"""Sections of a job's configuration for a site, which may hold only classes of this package."""
+_FLARE = "nvflare."
+"""Prefix of FLARE's own classes; a job of this package names none for a site. One of them sends any file as a log."""
 _ROUNDING = 2.0**-6
 """Tolerance for values that were rounded to float16 or bfloat16, relative to each value and to the largest one."""
 
@@ -83,12 +87,15 @@ class SiteResultPolicy(Filter):
         request, update, vector = shareable[UPDATE]
         layout = endpoint.site.layout
         update = dxo_to_update(from_shareable(shareable), update, vector, layout)
-        if endpoint.site.num_test_examples < policy.min_test_examples:
-            update = replace(update, metrics={})
+        raise_refusals(policy.check_request(request.kind, request.trainable.count))
+        update = replace(update, metrics=_select_metrics(update.metrics, policy, endpoint, request))
         reference = _get_reference(update, endpoint)
         # Clones, because the patch's values may share memory with the DXO's arrays, which update_to_dxo overwrites.
         delta = Patch(update.patch.values.clone() - reference, update.patch.mask)
         sanitized = policy.sanitize_values(update.content, delta, layout)
+        if policy.withhold_isolated and update.content in ("weights", "delta"):
+            inputs = endpoint.site.collect_linear_inputs(endpoint.site.weights, MAX_EXAMPLES)
+            sanitized, _ = withhold_isolated_units(sanitized, update.patch.mask, layout, inputs)
         # Unchanged values are not recomputed as delta + reference: that would round and change the model's bits.
         values = update.patch.values.clone() if sanitized is delta.values else sanitized + reference
         update = replace(update, patch=Patch(values, update.patch.mask))
@@ -192,15 +199,17 @@ class SitePlanAuthorizer(FLComponent):
         path = str((config or {}).get("path") or (config or {}).get("class_path") or (config or {}).get("name") or "")
         workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
         local = Path(workspace.get_site_config_dir())
-        if (
-            location.startswith(_RESTRICTED_SECTIONS)
-            and path not in CLASSES
-            and not read_policy(local / POLICY_FILE).foreign_jobs
-        ):
+        # Arguments of a component may name other classes: a user task, which the site has allowed by name.
+        is_argument = location.startswith("components") and ".args" in location
+        is_restricted = location.startswith(_RESTRICTED_SECTIONS) and not is_argument
+        runs_foreign_jobs = read_policy(local / POLICY_FILE).foreign_jobs
+        if is_restricted and path not in CLASSES and not runs_foreign_jobs:
             raise UnsafeComponentError(
                 f"E_POLICY: {location}: {path!r} is not a class of flare_sparse; this site runs no others"
             )
         for class_path in _iterate_class_paths(config):
+            if class_path.startswith(_FLARE) and not runs_foreign_jobs:
+                raise UnsafeComponentError(f"E_POLICY: {location}: {class_path!r}: jobs name no classes of FLARE here")
             if class_path.startswith(PACKAGE) and class_path not in CLASSES:
                 raise UnsafeComponentError(f"E_POLICY: {location}: {class_path!r} is not a class that a job may name")
         if missing := find_missing_guard(local):
@@ -257,6 +266,26 @@ def _is_package_message(result: Shareable) -> bool:
     except FlareSparseError:
         return False
     return True
+
+
+def _select_metrics(
+    metrics: dict[str, float], policy: Policy, endpoint: SiteEndpoint, request: Request
+) -> dict[str, float]:
+    """Return the metrics that may leave: rounded or none, and none once the limit on evaluated models is reached."""
+    metrics, requests = policy.sanitize_metrics(metrics, endpoint.site.num_test_examples), endpoint.requests
+    is_limited = policy.max_evaluations is not None or policy.max_daily_evaluations is not None
+    if not metrics or not is_limited:
+        return metrics
+    # Without a record nothing can be counted, so nothing may leave.
+    if requests is None:
+        return {}
+    is_released = requests.release_metrics(
+        RequestId(request.kind, request.round),
+        endpoint.site.weights,
+        limit=policy.max_evaluations,
+        daily=policy.max_daily_evaluations,
+    )
+    return metrics if is_released else {}
 
 
 def _get_reference(update: Update, endpoint: SiteEndpoint) -> Any:

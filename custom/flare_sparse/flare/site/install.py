@@ -7,14 +7,13 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...policy.policy import POLICY_FILE, Policy, find_policy_file, read_policy
-from .allow_list import RESOURCES, find_local_folder, read_resources
+from .allow_list import LOG_STREAMING, RESOURCES, find_local_folder, read_resources
 from .guards import GATE, GUARDS, RESULT_POLICY
 from .kit_files import read_object, write_object, write_text
 
 PRIVACY = "privacy.json"
 AUTHORIZER = f"{GUARDS}SitePlanAuthorizer"
 SCOPE = "flare_sparse"
-LOG_STREAMING = "allow_log_streaming"
 
 
 def install_guards(kit: Path, name_or_file: Path | None = None) -> Policy:

@@ -24,6 +24,7 @@ from .allow_list import (
     CLASSES,
     EVERYTHING,
     LIST,
+    LOG_STREAMING,
     MODE,
     find_broad_entries,
     find_local_folder,
@@ -32,7 +33,6 @@ from .allow_list import (
 )
 from .byoc import list_code_senders, read_permissions
 from .guards import find_missing_guard
-from .install import LOG_STREAMING
 
 Verdict = Literal["PASS", "WARN", "FAIL"]
 FLARE_SERIES = "2.9"
@@ -77,6 +77,7 @@ def check_site(
     )
     yield _attempt("allow-list", lambda: _check_allow_list(kit))
     yield _attempt("code", lambda: _check_code(kit))
+    yield _attempt("log streaming", lambda: _check_log_streaming(kit))
     yield (policy := _attempt("policy", lambda: _check_policy(kit)))
     if job is None:
         yield _attempt("data", lambda: _check_data_path(kit, environment))
@@ -152,14 +153,18 @@ def _check_policy(kit: Path) -> tuple[Verdict, str]:
     policy = read_policy(local / POLICY_FILE)
     if missing := find_missing_guard(local):
         return "WARN", f"{missing}: this site does not check what leaves it. Run: flare-sparse site policy {kit}"
-    if read_resources(local).get(LOG_STREAMING, True):
-        return (
-            "WARN",
-            f"{LOG_STREAMING} is on: this site's logs are sent to the server. Run: flare-sparse site policy {kit}",
-        )
     settings = policy.model_dump(exclude_defaults=True)
     description = "; ".join(f"{name}: {value}" for name, value in settings.items())
     return "PASS", description or "everything that the package sends may leave"
+
+
+def _check_log_streaming(kit: Path) -> tuple[Verdict, str]:
+    if read_resources(find_local_folder(kit)).get(LOG_STREAMING, True):
+        return (
+            "FAIL",
+            f"{LOG_STREAMING} is on: a job can send this site's logs to the server. Run: {ALLOW_COMMAND} {kit}",
+        )
+    return "PASS", "off: the site's logs stay here"
 
 
 def _check_data_path(kit: Path, environment: Mapping[str, str]) -> tuple[Verdict, str]:

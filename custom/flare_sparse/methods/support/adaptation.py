@@ -65,6 +65,8 @@ AdaptationConfigT = TypeVar("AdaptationConfigT", bound=AdaptationConfig)
 class AdaptationMethod(Method[AdaptationConfigT, StateT]):
     """A method whose target sites adapt the final model and report metrics; their personal models stay there."""
 
+    final_kinds = frozenset({ADAPT})
+
     @abstractmethod
     def train(self, request: Request, site: Site) -> Update:
         """Return a site's update of an ordinary round."""

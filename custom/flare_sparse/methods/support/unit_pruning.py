@@ -79,6 +79,8 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         ConfigError: the network has no units to remove.
     """
 
+    round_kinds = frozenset({COUNT, TRAIN})
+
     def __init__(self, config: PruningConfigT, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
         self._layers = find_removable_layers(build_channel_graph(layout))

@@ -1,0 +1,263 @@
+"""A hostile server reads single patients out of answers: it succeeds without a policy and fails with each preset.
+
+The server builds models of its own instead of aggregated ones. The site is real: its endpoint, task and guards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from nvflare.apis.dxo import from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContextManager
+from nvflare.apis.utils.task_utils import apply_filters
+from torch import Tensor
+
+from flare_sparse.assemble import build_initial_model
+from flare_sparse.endpoints.request_log import RequestLog
+from flare_sparse.endpoints.server import ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
+from flare_sparse.errors import RequestRefused
+from flare_sparse.exchange import EVALUATE, Assignment, Contribution, Patch, Request
+from flare_sparse.flare.filters import EncodeUpdate
+from flare_sparse.flare.payload import UPDATE, update_to_dxo
+from flare_sparse.flare.session import SiteSession
+from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
+from flare_sparse.mask import Mask
+from flare_sparse.methods import METHODS
+from flare_sparse.policy.policy import PRESETS, read_policy
+from flare_sparse.task import SiteData
+from flare_sparse.tasks.mortality import Mortality, MortalityConfig
+from flare_sparse.training import Site
+from flare_sparse.wire.ledger import Ledger
+
+MEDICATIONS, UNITS, BITS = 240, 64, 10
+ROUNDS = 1000
+RUN = "0" * 16
+Oracle = Callable[[Tensor], float | None]
+
+
+class Victim:
+    """A hospital with 120 patients and the server of its job, which may send any model."""
+
+    def __init__(self, folder: Path, preset: str | None):
+        (folder / "local").mkdir()
+        (folder / "run").mkdir()
+        if preset:
+            (folder / "local" / "flare_sparse_policy.yaml").write_text(PRESETS[preset].read_text())
+        generator = np.random.default_rng(3)
+        codes = (generator.random((120, MEDICATIONS)) < 0.05).astype(np.uint8)
+        np.savez(folder / "stays.npz", med=codes, died=generator.integers(0, 2, 120), stay=np.arange(120))
+        task = Mortality(MortalityConfig(medications=MEDICATIONS))
+        examples = task.load(SiteData("site-1", folder / "stays.npz"), 1)
+        self.train_rows = {tuple(row.tolist()) for row in examples.train.tensors[0]}
+        self.test_rows = {tuple(row.tolist()) for row in examples.test.tensors[0]}
+        self.layout, self.weights = build_initial_model(task, 1)
+        config = METHODS["fedavg"].Config(
+            rounds=ROUNDS, training={"epochs": 1, "batch_size": 32, "optimizer": "sgd", "lr": 0.01}
+        )
+        method = METHODS["fedavg"](config, self.layout, 1)
+        self.server = ServerEndpoint(self.layout, RUN, "float32", Ledger())
+        max_starts = read_policy(folder / "local" / "flare_sparse_policy.yaml").max_starts
+        requests = RequestLog(RUN, method.count_requests, attempts=3, max_starts=max_starts)
+        session = SiteSession()
+        site = Site("site-1", task, examples, self.layout, 1)
+        self.endpoint = session._endpoint = SiteEndpoint(site, method, RUN, "float32", requests=requests)
+        workspace = SimpleNamespace(
+            get_site_config_dir=lambda: str(folder / "local"), get_run_dir=lambda job: str(folder / "run")
+        )
+        engine = SimpleNamespace(
+            get_component=lambda name: session, get_workspace=lambda: workspace, fire_event=lambda *event: None
+        )
+        self.fl_ctx = FLContextManager(engine=engine, identity_name="site-1", job_id="job").new_context()
+        self.fl_ctx.set_prop(FLContextKey.WORKSPACE_OBJECT, workspace, private=True, sticky=False)
+
+    def ask(self, kind: str, t: int, weights: Tensor) -> Contribution | None:
+        """Return the site's answer to a request, as it leaves the site; None if the site refuses."""
+        full = Mask.full(self.layout.size)
+        request = Request(kind, t, Patch.from_vector(weights, full), full)
+        attempt = self.server.encode_requests({"site-1": Assignment(request)})
+        try:
+            received = self.endpoint.receive(attempt.messages["site-1"])
+        except RequestRefused:
+            return None
+        update = self.endpoint.answer(received)
+        vector = torch.zeros(self.layout.size)
+        reply = update_to_dxo(update, self.layout, vector).to_shareable()
+        reply[UPDATE] = (received, update, vector)
+        scope = SimpleNamespace(task_result_filters={"out": [SiteResultPolicy()]})
+        self.fl_ctx.set_prop(FLContextKey.SCOPE_OBJECT, scope, private=True, sticky=False)
+        reply = apply_filters(
+            "task_result_filters", reply, self.fl_ctx, {"exchange/out": [EncodeUpdate()]}, "exchange", "out"
+        )
+        self.fl_ctx.set_prop(FLContextKey.TASK_RESULT, reply, private=True, sticky=False)
+        SiteLastGate().handle_event(EventType.AFTER_TASK_RESULT_FILTER, self.fl_ctx)
+        if reply.get_return_code() != ReturnCode.OK:
+            return None
+        dxo = from_shareable(reply)
+        return self.server.decode("site-1", dxo.data["message"], dxo.meta["examples"], dxo.meta["metrics"])
+
+
+def join_tensors(*tensors: Tensor) -> Tensor:
+    """Return the vector of a model with these tensors, in the order of the layout."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+class MetricsAttack:
+    """Reads test rows bit by bit from the Brier score of models that separate one patient from all others.
+
+    A logit of 0 contributes 0.25 whatever the outcome, so the score shows the contribution of the other patients only.
+    """
+
+    def __init__(self, victim: Victim, oracle: Oracle, patients: int):
+        self.victim, self.oracle, self.patients, self.questions = victim, oracle, patients, 0
+        generator = torch.Generator().manual_seed(5)
+        # Whole numbers, so that the sums are exact and every patient has another one.
+        self.direction = torch.randint(0, 512, (MEDICATIONS,), generator=generator).float()
+
+    def ask(self, model: Tensor) -> float:
+        """Return the sum of all contributions beyond 0.25; 0 without an answer."""
+        self.questions += 1
+        score = self.oracle(model)
+        return 0.0 if score is None else (score - 0.25) * self.patients
+
+    def count_above(self, threshold: float) -> int:
+        """Return how many patients have a larger sum than ``threshold``, a whole number and a half."""
+        model = self.build_model([(threshold, 1.0)], torch.zeros(0, dtype=torch.long), 0.0, torch.zeros(0))
+        total, risk = self.ask(model), 1 / (1 + math.exp(-1.0))
+        alive, dead = risk**2 - 0.25, (1 - risk) ** 2 - 0.25
+        counts = [(a, d) for a in range(self.patients + 1) for d in range(self.patients + 1 - a)]
+        return sum(min(counts, key=lambda count: abs(count[0] * alive + count[1] * dead - total)))
+
+    def find_sums(self, low: int, high: int, above_low: int, above_high: int) -> list[int]:
+        """Return the patients' sums in ``(low, high]`` by bisection."""
+        if above_low <= above_high:
+            return []
+        if high - low == 1:
+            return [high]
+        middle = (low + high) // 2
+        above = self.count_above(middle + 0.5)
+        return self.find_sums(low, middle, above_low, above) + self.find_sums(middle, high, above, above_high)
+
+    def read_codes(self, patient: int, codes: Tensor) -> list[int]:
+        """Return which medications the patient with a given sum takes."""
+        step = 2.0 ** -(BITS - 1)
+        factors = step * 2.0 ** torch.arange(len(codes))
+        model = self.build_model([(patient - 0.5, 4.0), (patient + 0.5, -4.0)], codes, -3.0, factors)
+        total = self.ask(model)
+        # A logit above 1 raises the score of a survivor and lowers that of a patient who died.
+        root = math.sqrt(max(0.25 + total, 0.0))
+        risk = min(max(root if total > 0 else 1 - root, 1e-6), 1 - 1e-6)
+        number = round((math.log(risk / (1 - risk)) - 1) / step)
+        return [number >> bit & 1 for bit in range(len(codes))]
+
+    def build_model(self, steps: list[tuple[float, float]], codes: Tensor, offset: float, factors: Tensor) -> Tensor:
+        """Return a model with the logit ``relu(sum of steps + sum of factors over codes + offset)``.
+
+        Args:
+            steps: threshold of the patients' sums and height of each step.
+            codes: medications.
+            offset: constant.
+            factors: factor of each medication.
+        """
+        first, first_bias = torch.zeros(UNITS, MEDICATIONS), torch.zeros(UNITS)
+        second, second_bias = torch.zeros(32, UNITS), torch.zeros(32)
+        unit = 0
+        for threshold, height in steps:
+            for shift, sign in ((0.25, 1.0), (-0.25, -1.0)):
+                first[unit], first_bias[unit] = self.direction, -threshold + shift
+                second[0, unit], unit = 2 * sign * height, unit + 1
+        for code, factor in zip(codes.tolist(), factors.tolist(), strict=True):
+            first[unit, code], second[0, unit], unit = 1.0, factor, unit + 1
+        second_bias[0], third = offset, torch.zeros(1, 32)
+        third[0, 0] = 1.0
+        return join_tensors(first, first_bias, second, second_bias, third, torch.zeros(1))
+
+    def run(self, sums: list[int] | None = None) -> set[tuple[int, ...]]:
+        """Return the reconstructed rows.
+
+        Args:
+            sums: the patients' sums, if the attacker knows them; None: found by bisection.
+        """
+        rows = set()
+        for patient in self.find_sums(0, 2**13, self.patients, 0) if sums is None else sums:
+            bits: list[int] = []
+            for codes in torch.arange(MEDICATIONS).split(BITS):
+                bits += self.read_codes(patient, codes)
+            rows.add(tuple(bits))
+        return rows
+
+
+def ask_by_evaluation(victim: Victim) -> Oracle:
+    """Return an oracle that repeats the request after the last round, each time with another model."""
+
+    def ask(model: Tensor) -> float | None:
+        reply = victim.ask(EVALUATE, ROUNDS + 1, model)
+        return reply.metrics.get("brier") if reply else None
+
+    return ask
+
+
+def ask_by_training(victim: Victim) -> Oracle:
+    """Return an oracle that sends a model in each round of training."""
+    rounds = iter(range(1, ROUNDS + 1))
+
+    def ask(model: Tensor) -> float | None:
+        reply = victim.ask("train", next(rounds), model)
+        return reply.metrics.get("brier") if reply else None
+
+    return ask
+
+
+@pytest.mark.parametrize("build_oracle", [ask_by_evaluation, ask_by_training])
+@pytest.mark.parametrize("preset", [None, "open", "careful", "strict"])
+def test_metrics_of_chosen_models_reveal_test_rows_only_without_a_policy(
+    preset: str | None, build_oracle: Callable[[Victim], Oracle], tmp_path: Path
+) -> None:
+    victim = Victim(tmp_path, preset)
+    attack = MetricsAttack(victim, build_oracle(victim), len(victim.test_rows))
+    if preset is None:
+        assert attack.run() == victim.test_rows
+        assert (len(victim.test_rows), attack.questions) == (24, 759)
+        return
+    # Even an attacker who knows how to separate the patients reads no row.
+    sums = [int(torch.tensor(row).float() @ attack.direction) for row in victim.test_rows]
+    assert not attack.run(sums) & victim.test_rows
+    assert attack.questions == 24 * MEDICATIONS / BITS
+
+
+def reconstruct_training_rows(victim: Victim) -> set[tuple[int, ...]]:
+    """Return the rows read from one training answer to a model whose units differ in single patients."""
+    generator = torch.Generator().manual_seed(5)
+    direction = 1e-4 * torch.randint(1, 500, (MEDICATIONS,), generator=generator)
+    # The attacker knows how many medications patients take, not which.
+    sample = (torch.rand(2000, MEDICATIONS, generator=generator) < 0.05).float() @ direction
+    thresholds = sample.quantile(torch.arange(UNITS) / UNITS)
+    second, third = torch.full((32, UNITS), 0.03), torch.full((1, 32), 1 / 32)
+    model = join_tensors(direction.expand(UNITS, -1), -thresholds, second, torch.zeros(32), third, torch.zeros(1))
+    reply = victim.ask("train", 1, model)
+    if reply is None:
+        return set()
+    changes = victim.layout.unflatten((reply.patch.to_vector() - model).double().float())
+    weight, bias = (changes[victim.layout.tensors[number].name] for number in (0, 1))
+    weight, bias = torch.cat([weight, torch.zeros(1, MEDICATIONS)]), torch.cat([bias, torch.zeros(1)])
+    first, second = torch.combinations(torch.arange(UNITS + 1)).T
+    quotients = (weight[first] - weight[second]) / (bias[first] - bias[second])[:, None]
+    return {tuple(row) for row in quotients[torch.isfinite(quotients).all(1)].round().int().tolist()}
+
+
+@pytest.mark.parametrize("preset", [None, "open", "careful", "strict"])
+def test_training_with_a_chosen_model_reveals_training_rows_only_without_a_policy(
+    preset: str | None, tmp_path: Path
+) -> None:
+    victim = Victim(tmp_path, preset)
+    found = reconstruct_training_rows(victim) & victim.train_rows
+    assert len(victim.train_rows) == 96
+    assert len(found) > 20 if preset is None else not found
