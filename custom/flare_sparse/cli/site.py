@@ -40,7 +40,7 @@ def allow(
 
     Adds the package's nine classes, one by one, to class_allow_list in local/resources.json. Removes the prefix
     [bold]flare_sparse.flare.[/] if it is listed, because FLARE would call every function below it. All other entries
-    stay. Restart the site afterwards.
+    stay. Turns off streaming of logs to the server. Restart the site afterwards.
 
     [dim]flare-sparse site allow /opt/flare/site-1[/]
     """
@@ -81,7 +81,7 @@ def no_code(kit: Kit) -> None:
 
     FLARE's startup kits let leads and project admins send code with a job; it runs in the site's own process, past
     allow-list and guards. This takes the right [bold]byoc[/] from every role in local/authorization.json; all other
-    rights stay. Restart the site afterwards.
+    rights stay. KIT may be the server's kit, too: its process runs the code of a job's server app. Restart afterwards.
 
     [dim]flare-sparse site no-code /opt/flare/site-1[/]
     """

@@ -95,7 +95,8 @@ def read_admissions(path: Path, names: AdmissionColumns) -> Admissions:
 def _read_arrays(path: Path, names: AdmissionColumns) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return the one-dimensional arrays of an npz file by name, and the medication codes."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here, because NumPy leaves a damaged file open.
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     # Whatever a damaged archive makes NumPy and zlib raise, from zlib.error to MemoryError for a damaged shape.
     except Exception as error:

@@ -152,9 +152,9 @@ class RequestLog:
             start += 1
         if self.max_starts is not None and start > self.max_starts:
             raise RequestRefused(
-                f"request {request.kind!r} of round {request.round}: it repeats an earlier one or returns to an earlier "
-                f"round, as after a new start of the job; this site's policy allows max_starts {self.max_starts}. If the coordinating "
-                f"centre explains why, raise max_starts or remove {self.file}"
+                f"request {request.kind!r} of round {request.round}: it repeats an earlier one or returns to an "
+                f"earlier round, as after a new start of the job; this site's policy allows max_starts "
+                f"{self.max_starts}. If the coordinating centre explains why, raise max_starts or remove {self.file}"
             )
         kind, t = request
         entry = AnsweredRequest(kind=kind, round=t, digest=digest, start=start, answers=1, time=time.time())
