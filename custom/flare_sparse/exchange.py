@@ -153,6 +153,20 @@ class Update:
 
 
 @dataclass(frozen=True)
+class SiteEvent:
+    """An event at a site that the run's record must show, such as a damaged checkpoint.
+
+    Attributes:
+        event: one of the codes in :mod:`flare_sparse.endpoints.events`.
+        sequence: number of the message or checkpoint that the event concerns; it tells a new event from a repeated
+            report.
+    """
+
+    event: str
+    sequence: int
+
+
+@dataclass(frozen=True)
 class Contribution:
     """A site's update as the server counts it.
 
@@ -162,6 +176,7 @@ class Contribution:
         num_examples: weight of the site in sums; at most the reported number.
         capped_from: reported number of examples, where ``num_examples`` is smaller; None: they are equal.
         max_share: largest share of a sum that one site may have.
+        events: events that the site reported beside the update.
     """
 
     site: str
@@ -171,6 +186,7 @@ class Contribution:
     metrics: dict[str, float] = field(default_factory=dict)
     capped_from: int | None = None
     max_share: float = 1.0
+    events: tuple[SiteEvent, ...] = ()
 
     @classmethod
     def from_update(cls, site: str, update: Update) -> Contribution:

@@ -32,10 +32,12 @@ STATE = ServerState(
     residuals_before={"all": None},
     pending={"a": OLD, "b": OLD},
     sent={"a": SPARSE, "b": DENSE},
+    acknowledged={"a": 5, "b": 2},
+    acknowledged_before={"a": 2},
     encrypted=FIRST_CIPHERTEXT,
 )
 
-SNAPSHOT = ServerSnapshot(9, 8, {"c": SiteBase(FULL, 9)}, {"c": NEXT_RESIDUAL}, NEXT_CIPHERTEXT)
+SNAPSHOT = ServerSnapshot(9, 8, {"c": SiteBase(FULL, 9)}, {"c": NEXT_RESIDUAL}, {"c": 9}, NEXT_CIPHERTEXT)
 
 ROWS = {
     "start": (
@@ -46,6 +48,7 @@ ROWS = {
             "previous_first_sequence": 6,
             "assignments": (NEW,),
             "residuals_before": {"all": RESIDUAL},
+            "acknowledged_before": {"a": 5, "b": 2},
             "pending": {"a": NEW, "c": NEW},
             "sent": {},
         },
@@ -57,7 +60,11 @@ ROWS = {
     ),
     "acknowledge": (
         STATE.acknowledge("b"),
-        {"bases": {"a": SiteBase(FULL, 5), "b": SiteBase(FULL, 7)}, "pending": {"a": OLD}},
+        {
+            "bases": {"a": SiteBase(FULL, 5), "b": SiteBase(FULL, 7)},
+            "pending": {"a": OLD},
+            "acknowledged": {"a": 5, "b": 7},
+        },
     ),
     "forget_base": (STATE.forget_base("a"), {"bases": {"b": SiteBase(HALF, 2)}}),
     "aggregate": (STATE.aggregate(NEXT_CIPHERTEXT), {"encrypted": NEXT_CIPHERTEXT}),
@@ -73,6 +80,8 @@ ROWS = {
             "residuals_before": {},
             "pending": {},
             "sent": {},
+            "acknowledged": {"c": 9},
+            "acknowledged_before": {},
             "encrypted": NEXT_CIPHERTEXT,
         },
     ),

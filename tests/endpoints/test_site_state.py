@@ -162,9 +162,9 @@ def test_retry_after_restart_has_the_memory_of_a_retry_without_restart() -> None
 
 @pytest.mark.parametrize(
     ("damaged", "before", "after"),
-    [([], BEFORE, AFTER), ([3], BEFORE, AFTER), ([9], BEFORE, EMPTY), ([6], EMPTY, AFTER), ([6, 9], EMPTY, EMPTY)],
+    [([], BEFORE, AFTER), ([3], BEFORE, AFTER), ([9], BEFORE, AFTER), ([6], EMPTY, AFTER), ([6, 9], EMPTY, AFTER)],
 )
-def test_memory_is_empty_if_the_checkpoint_of_a_later_update_is_damaged(
+def test_memory_before_is_empty_if_a_checkpoint_between_the_intact_ones_is_damaged(
     damaged: list[int], before: SiteMemory, after: SiteMemory
 ) -> None:
     """The intact checkpoints have the numbers 5 and 7."""

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import toy
 from damage import DAMAGES, copy_folder
-from local_federation import LocalFederation
+from local_federation import LocalFederation, Upload
 
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.endpoints.server import SERVER
 from flare_sparse.endpoints.site_state import SiteSnapshot
-from flare_sparse.federation import RoundRecord, RoundRules
+from flare_sparse.federation import Event, RoundRecord, RoundRules
 from flare_sparse.params import compute_digest
 from flare_sparse.seeds import limit_threads
 
@@ -92,6 +92,13 @@ def test_run_whose_server_checkpoints_are_damaged_starts_again_and_saves(
     assert [record.round for record in outcome.rounds][:5] == [1, 2, 3, 4, 5]
     assert store.list_numbers() == [4, 5]
     assert store.list_damaged() == sorted(damaged)
+    first = outcome.rounds[0]
+    assert [(event.round, event.site, event.event) for event in first.events] == [
+        (1, SERVER, "checkpoint_damaged"),
+        (1, SERVER, "checkpoint_damaged"),
+        (1, SERVER, "started_over"),
+    ]
+    assert outcome.events == first.events
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -101,7 +108,10 @@ def test_run_whose_newest_server_checkpoint_is_damaged_resumes_from_the_one_befo
     folder = copy_folder(killed, tmp_path / "run")
     damage_newest(Store(folder / SERVER, {}), (damage,))
     federation = build(folder)
-    assert compute_digest(federation.run(resume=True).weights) == digest
+    outcome = federation.run(resume=True)
+    assert compute_digest(outcome.weights) == digest
+    detail = f"checkpoint {COMMITS:08d} failed its checksums and is kept as damaged-{COMMITS:08d}"
+    assert outcome.events == [Event(COMMITS, SERVER, "checkpoint_damaged", detail)]
     assert min(number for number, _ in federation.requested) == COMMITS
 
 
@@ -119,29 +129,69 @@ def test_site_whose_checkpoints_are_damaged_contributes_and_saves(
     assert store.list_damaged() == sorted(damaged)
 
 
+LOSSES = {"damaged": 1, "newest removed": 1, "all removed": 2}
+"""How a site loses checkpoints: by name, how many of its two."""
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
-# A request over zeros, as those of fedavg, does not tell a site which of its updates the server has.
-@pytest.mark.parametrize(("name", "is_removed"), [("topk_ef", False), ("fedavg", False), ("topk_ef", True)])
+# A request over zeros, as those of fedavg, does not tell a site which vector the server expects it to hold.
+@pytest.mark.parametrize("name", ["topk_ef", "fedavg"])
 def test_site_without_its_newest_checkpoint_sends_nothing_twice(
-    name: str, values: str, is_removed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, values: str, loss: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The residual before the lost update holds what that update sent. The next update starts without it."""
     folder = run_until_killed(tmp_path / "run", name=name, values=values)
     store = Store(folder / SITE, {})
     newest = store.list_numbers()[-1]
-    if is_removed:
-        store.delete(newest)
-    else:
+    if loss == "damaged":
         DAMAGES["byte flipped"](store.folder / f"{newest:08d}")
+    else:
+        store.delete(newest + 1 - LOSSES[loss])
     resumed = build(folder, name, values)
     memories = []
     resumed.change_update = lambda upload: (
         (memories.append(upload.endpoint._state.memory) if upload.site == SITE else None) or upload
     )
-    resumed.run(resume=True)
+    outcome = resumed.run(resume=True)
     assert memories[0].residual is None
     assert memories[0].method == {}
-    assert "is lost; the next update starts without it" in caplog.text
+    expected = ["checkpoint_damaged"] * (loss == "damaged") + ["memory_dropped"]
+    events = [event for event in outcome.events if event.event != "base_lost"]
+    assert [(event.round, event.site, event.event) for event in events] == [
+        (COMMITS + 1, SITE, event) for event in expected
+    ]
+    assert all(event.detail in caplog.text for event in events)
     loaded = store.load(SiteSnapshot)
     assert loaded is not None
     assert bool(loaded[1].memory.method) == (name == "topk_ef"), "later updates are remembered again"
+
+
+def test_site_keeps_its_memory_if_the_damaged_update_was_never_committed(tmp_path: Path) -> None:
+    """The run is killed after a site's update and before the commit; the round is retried from the memory before it."""
+    undisturbed = build(tmp_path / "undisturbed", values="bfloat16").run()
+    folder = tmp_path / "run"
+    killed = build(folder, values="bfloat16")
+
+    def kill(upload: Upload) -> Upload:
+        if (upload.site, upload.attempt.round) == ("site-3", COMMITS):
+            raise Killed
+        return upload
+
+    killed.change_message = kill
+    with pytest.raises(Killed):
+        killed.run()
+    damage_newest(Store(folder / SITE, {}), ("byte flipped",))
+    outcome = build(folder, values="bfloat16").run(resume=True)
+    assert compute_digest(outcome.weights) == compute_digest(undisturbed.weights)
+    assert outcome.events == []
+
+
+def test_report_of_a_site_is_recorded_once_even_if_its_update_is_lost(tmp_path: Path) -> None:
+    folder = run_until_killed(tmp_path / "run")
+    Store(folder / SITE, {}).delete(COMMITS)
+    resumed = build(folder)
+    lost = iter([True])
+    resumed.change_message = lambda upload: None if upload.site == SITE and next(lost, False) else upload
+    outcome = resumed.run(resume=True)
+    assert [event.event for event in outcome.events if event.event != "base_lost"] == ["memory_dropped"]

@@ -11,6 +11,7 @@ from toy import Toy, ToyBench
 
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.encryption import KeyContexts, ServerCipher, SiteCipher
+from flare_sparse.endpoints.events import pack_events
 from flare_sparse.endpoints.server import SERVER, Attempt, ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import SiteExcluded, WireError
@@ -54,7 +55,8 @@ class Upload:
 
     def decode(self) -> Any:
         """Return the contribution that the server decodes from the message."""
-        return self.server.decode(self.site, self.message, self.examples, self.metrics)
+        events = pack_events(self.endpoint.events)
+        return self.server.decode(self.site, self.message, self.examples, self.metrics, events)
 
 
 class LocalFederation:
@@ -157,7 +159,7 @@ class LocalFederation:
             self.restart_site(name)
         self.requested.append((attempt.round, name))
         endpoint = self.endpoints[name]
-        request = endpoint.receive(attempt.messages[name])
+        request = endpoint.receive(attempt.messages[name], attempt.acknowledged[name])
         update = endpoint.answer(request)
         upload = self.change_update(
             Upload(name, attempt, request, update, update.num_examples, update.metrics, endpoint, self.server)

@@ -28,7 +28,7 @@ from ..errors import CheckpointError
 from .packing import pack, unpack
 from .writing import replace_atomically, sync_to_disk, write_new_file
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 FINISHED = "finished"
 DAMAGED = "damaged-"

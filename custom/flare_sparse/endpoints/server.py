@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ..wire.plan import ValueType
 from ..wire.values import is_representable
 from .bases import plan_request, plan_update
 from .encrypted import aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
+from .events import parse_events
 from .reported import validate_metrics, validate_num_examples
 from .server_state import EncryptedModel, ServerSnapshot, ServerState
 
@@ -35,12 +36,16 @@ class Attempt:
         kind: kind of the requests.
         round: round of the requests.
         messages: uint8 buffer per site.
+        acknowledged: number of the attempt with the last update of each site that the server has, of those that no
+            retry replaces; 0: none. It travels beside the message and tells a restarted site whether its newest
+            checkpoint is that of its last update.
     """
 
     sequence: int
     kind: str
     round: int
     messages: dict[str, np.ndarray]
+    acknowledged: dict[str, int] = field(default_factory=dict)
 
 
 class ServerEndpoint:
@@ -111,9 +116,10 @@ class ServerEndpoint:
             self.ledger.record_sent(encoded[key], plan, site, assignment.expected.content)
         self._state = self._state.send(patches, residuals)
         first = next(iter(assignments.values())).request
-        return Attempt(self._state.sequence, first.kind, first.round, messages)
+        acknowledged = {site: self._state.acknowledged_before.get(site, 0) for site in messages}
+        return Attempt(self._state.sequence, first.kind, first.round, messages, acknowledged)
 
-    def decode(self, site: str, data: Any, examples: Any, metrics: Any) -> Contribution:
+    def decode(self, site: str, data: Any, examples: Any, metrics: Any, events: Any = ()) -> Contribution:
         """Decode and validate an update of the last attempt.
 
         Args:
@@ -121,6 +127,7 @@ class ServerEndpoint:
             data: the message.
             examples: reported number of training examples.
             metrics: reported metrics by name.
+            events: reported events; malformed ones are ignored.
 
         Raises:
             RejectedMessage: the site has no request to answer, or the update breaks a rule; the code says which.
@@ -141,6 +148,7 @@ class ServerEndpoint:
             message.content,
             validate_num_examples(examples, site),
             validate_metrics(metrics, site),
+            events=parse_events(events, self._state.sequence),
         )
         self.ledger.record_received(message, plan, site, len(data))
         # Only a valid update acknowledges the request: an invalid one is no proof of the site's base.

@@ -29,6 +29,7 @@ class ServerSnapshot:
         first_sequence: number of the first attempt at the same assignments.
         bases: base of each site.
         residuals: rounding residual of each stream of messages.
+        acknowledged: number of the attempt with the last valid update of each site.
         encrypted: the encrypted model; None: the model is in the method's state.
     """
 
@@ -36,6 +37,7 @@ class ServerSnapshot:
     first_sequence: int
     bases: dict[str, SiteBase]
     residuals: dict[str, Tensor | None]
+    acknowledged: dict[str, int] = field(default_factory=dict)
     encrypted: EncryptedModel | None = None
 
 
@@ -49,20 +51,21 @@ class ServerState:
 
     Each row is a transition, each column a field. A cell is the field's next value; "." means that it is unchanged.
 
-    ============  =====  =======  =========  ===========  =====  =========  ==========  =======  ====  =========
-    transition    seq.   first_   previous_  assignments  bases  residuals  residuals_  pending  sent  encrypted
-                         seq.     first_seq.                                before
-    ============  =====  =======  =========  ===========  =====  =========  ==========  =======  ====  =========
-    start         + 1    seq.+1   first_seq  distinct     .      .          residuals   new      {}    .
-    retry         + 1    .        .          .            .      .          .           new      {}    .
-    send          .      .        .          .            .      updated    .           .        new   .
-    acknowledge   .      .        .          .            + site .          .           - site   .     .
-    forget_base   .      .        .          .            - site .          .           .        .     .
-    aggregate     .      .        .          .            .      .          .           .        .     new
-    restore       saved  saved    0          ()           saved  saved      {}          {}       {}    saved
-    ============  =====  =======  =========  ===========  =====  =========  ==========  =======  ====  =========
+    ===========  ====  ======  =========  ===========  =====  =========  ==========  =======  ====  ======  ======  ====
+    transition   seq.  first_  previous_  assignments  bases  residuals  residuals_  pending  sent  ackn.   ackn._  enc.
+                       seq.    first_seq.                                before                             before
+    ===========  ====  ======  =========  ===========  =====  =========  ==========  =======  ====  ======  ======  ====
+    start        + 1   seq.+1  first_seq  distinct     .      .          residuals   new      {}    .       ackn.   .
+    retry        + 1   .       .          .            .      .          .           new      {}    .       .       .
+    send         .     .       .          .            .      updated    .           .        new   .       .       .
+    acknowledge  .     .       .          .            + site .          .           - site   .     + site  .       .
+    forget_base  .     .       .          .            - site .          .           .        .     .       .       .
+    aggregate    .     .       .          .            .      .          .           .        .     .       .       new
+    restore      file  file    0          ()           file   file       {}          {}       {}    file    {}      file
+    ===========  ====  ======  =========  ===========  =====  =========  ==========  =======  ====  ======  ======  ====
 
-    "+ site" adds the entry of one site, "- site" removes it; "seq." stands for "sequence".
+    "+ site" adds the entry of one site, "- site" removes it; "file" is the value of the snapshot; "seq." stands for
+    "sequence", "ackn." for "acknowledged", "enc." for "encrypted".
 
     Attributes:
         sequence: number of the last attempt; attempts are counted over the whole run.
@@ -74,6 +77,9 @@ class ServerState:
         residuals_before: the residuals before the first attempt at the current assignments.
         pending: assignments by site that have no valid update yet; an update of another site is a replay.
         sent: patch of the last message to each site of the attempt.
+        acknowledged: number of the attempt with the last valid update of each site.
+        acknowledged_before: ``acknowledged`` before the first attempt at the current assignments: these updates are
+            decided, and no retry replaces them.
         encrypted: the model after the first encrypted sum; None: the server can read the model.
     """
 
@@ -86,6 +92,8 @@ class ServerState:
     residuals_before: Mapping[str, Tensor | None] = field(default_factory=dict)
     pending: Mapping[str, Assignment] = field(default_factory=dict)
     sent: Mapping[str, Patch] = field(default_factory=dict)
+    acknowledged: Mapping[str, int] = field(default_factory=dict)
+    acknowledged_before: Mapping[str, int] = field(default_factory=dict)
     encrypted: EncryptedModel | None = None
 
     def is_retry(self, assignments: Mapping[str, Assignment]) -> bool:
@@ -105,6 +113,7 @@ class ServerState:
             previous_first_sequence=self.first_sequence,
             assignments=tuple({id(assignment): assignment for assignment in assignments.values()}.values()),
             residuals_before=self.residuals,
+            acknowledged_before=self.acknowledged,
             pending=dict(assignments),
             sent={},
         )
@@ -133,6 +142,7 @@ class ServerState:
         return replace(
             self,
             bases={**self.bases, site: SiteBase(mask, self.sequence)},
+            acknowledged={**self.acknowledged, site: self.sequence},
             pending={name: assignment for name, assignment in self.pending.items() if name != site},
         )
 
@@ -155,7 +165,12 @@ class ServerState:
         """Return the part of this state that a checkpoint contains."""
         # Attempts in progress are left out: a resumed run starts its round again, with a higher sequence number.
         return ServerSnapshot(
-            self.sequence, self.first_sequence, dict(self.bases), dict(self.residuals), self.encrypted
+            self.sequence,
+            self.first_sequence,
+            dict(self.bases),
+            dict(self.residuals),
+            dict(self.acknowledged),
+            self.encrypted,
         )
 
     @classmethod
@@ -166,5 +181,6 @@ class ServerState:
             first_sequence=snapshot.first_sequence,
             bases=dict(snapshot.bases),
             residuals=dict(snapshot.residuals),
+            acknowledged=dict(snapshot.acknowledged),
             encrypted=snapshot.encrypted,
         )

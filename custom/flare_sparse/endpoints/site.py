@@ -9,21 +9,18 @@ from typing import Any
 
 from ..checkpoint.store import Store
 from ..encryption import SiteCipher
-from ..errors import FlareSparseError, MissingBase, RejectedMessage, RequestRefused, TaskFailed
-from ..exchange import EVALUATE, Patch, Request, Update
+from ..errors import FlareSparseError, MissingBase, RejectedMessage, RequestRefused, TaskFailed, abbreviate
+from ..exchange import EVALUATE, Patch, Request, SiteEvent, Update
 from ..methods import Method
 from ..training import Site
 from ..wire.codec import Decoded, Encoded, decode, encode, read_sequence
 from ..wire.plan import ValueType
 from .bases import SiteBase, plan_request, plan_update
+from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, describe_event
 from .request_log import RequestLog
 from .site_state import RequestId, SiteMemory, SiteSnapshot, SiteState
 
 _LOG = logging.getLogger(__name__)
-_MEMORY_LOST = (
-    "%s: what this site added to its next update (a rounding residual, the method's memory) is lost; the next update "
-    "starts without it"
-)
 
 
 class SiteEndpoint:
@@ -44,6 +41,8 @@ class SiteEndpoint:
 
     Attributes:
         request: the last accepted request; None before the first.
+        events: what this site reports beside each of its updates. The server ignores repeated reports, so a report
+            is not lost with an update.
     """
 
     def __init__(
@@ -59,10 +58,16 @@ class SiteEndpoint:
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
         self.cipher, self.requests = cipher, requests
         self.request: Request | None = None
+        self.events: tuple[SiteEvent, ...] = ()
         self._state = SiteState()
 
-    def receive(self, data: Any) -> Request:
+    def receive(self, data: Any, acknowledged: int | None = None) -> Request:
         """Decode a request and write its model into ``site.weights``.
+
+        Args:
+            data: the message.
+            acknowledged: number of the attempt with this site's last update that the server has, see
+                :class:`~flare_sparse.endpoints.server.Attempt`; None: unknown.
 
         Raises:
             MissingBase: this site does not hold the vector that the patch applies to; the server must send the full
@@ -73,18 +78,13 @@ class SiteEndpoint:
         """
         # Checkpoints are loaded here and not in the constructor: the sequence number of the first message after the
         # start decides which of them are still valid.
-        is_restart = self._state.sequence == 0 and self.store is not None
-        if is_restart and self.store is not None:
-            self._load_checkpoints(self.store, read_sequence(data, "server"))
-        try:
-            message = self._decode_request(data)
-        except MissingBase:
-            # The server has an update of this site that is later than the newest checkpoint, for example because its
-            # folder is gone. What the checkpoint's memory holds may have been sent with that update.
-            if is_restart and self._state.sequence:
-                _LOG.warning(_MEMORY_LOST, "the server has a later update than the newest checkpoint")
-                self._state = self._state.forget_memory()
-            raise
+        if self._state.sequence == 0:
+            sequence = read_sequence(data, "server")
+            # The number travels beside the message, without a checksum: a wrong one would cost the site its residual.
+            if acknowledged is not None and (type(acknowledged) is not int or not 0 <= acknowledged < sequence):
+                raise RejectedMessage("E_KIND", "acknowledged", f"below {sequence}", abbreviate(acknowledged), "server")
+            self._restart(sequence, acknowledged)
+        message = self._decode_request(data)
         if message.sequence <= self._state.sequence:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._state.sequence}", message.sequence, "server")
         if message.trainable is None:
@@ -210,22 +210,42 @@ class SiteEndpoint:
         patch.write_into(self.site.weights)
         return SiteBase(mask, sequence)
 
-    def _load_checkpoints(self, store: Store, sequence: int) -> None:
-        """Restart from the checkpoints before message ``sequence``."""
+    def _restart(self, sequence: int, acknowledged: int | None) -> None:
+        """Restart from the checkpoints before message ``sequence``, and record what is lost.
+
+        Args:
+            sequence: number of the first message of this process.
+            acknowledged: as in :meth:`receive`.
+        """
+        damaged = self._load_checkpoints(self.store, sequence) if self.store is not None else []
+        events = [SiteEvent(CHECKPOINT_DAMAGED, number) for number in damaged]
+        # A checkpoint is written before its update is sent, so a damaged one stands for an update that an unknowing
+        # server may have.
+        latest = max([0, *damaged]) if acknowledged is None else acknowledged
+        # The residual before a lost update holds values that the update sent. Used again, they would be sent twice.
+        if latest > self._state.sequence:
+            self._state = self._state.forget_memory()
+            events.append(SiteEvent(MEMORY_DROPPED, latest))
+        self.events = tuple(events)
+        for event in events:
+            _LOG.warning(describe_event(event))
+
+    def _load_checkpoints(self, store: Store, sequence: int) -> list[int]:
+        """Load the state before message ``sequence`` and return the numbers of the damaged checkpoints."""
         # Checkpoints with this number or a higher one belong to updates that the server discarded when it resumed.
         store.delete(sequence)
         newest = store.load(SiteSnapshot)
-        if any(number > (newest[0] if newest else 0) for number in store.list_damaged()):
-            _LOG.warning(_MEMORY_LOST, "the newest checkpoint is damaged")
         if newest is None:
-            return
+            return store.list_damaged()
         _, snapshot = newest
         # Each attempt at a request has its own checkpoint; a retry starts from the one before the first of them.
         fallback: tuple[int, SiteSnapshot] | None = newest
         while fallback is not None and fallback[1].request == snapshot.request:
             fallback = store.load(SiteSnapshot, below=fallback[0])
         self.site.weights = snapshot.weights
-        self._state = SiteState.restart(snapshot, fallback[1] if fallback else None, store.list_damaged())
+        damaged = store.list_damaged()
+        self._state = SiteState.restart(snapshot, fallback[1] if fallback else None, damaged)
+        return damaged
 
     def _record_answer(self, request: RequestId, memory: SiteMemory) -> None:
         """Write the checkpoint of an update, then change the state.

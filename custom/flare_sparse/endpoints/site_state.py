@@ -82,8 +82,8 @@ class SiteState:
     forget memory              .     .         .            .         .       .        empty    .           .
     =========================  ====  ========  ===========  ========  ======  =======  =======  ==========  ==========
 
-    [1] is the newest checkpoint, [2] the newest one of another request than [1]. If a damaged checkpoint is newer than
-    [1], "memory" and "after" are empty; if one lies between [2] and [1], "before" is empty.
+    [1] is the newest checkpoint, [2] the newest one of another request than [1]. If a damaged checkpoint lies between
+    [2] and [1], "before" is empty.
 
     Attributes:
         base: base that the site holds; None: none.
@@ -176,9 +176,9 @@ class SiteState:
             damaged: numbers of the damaged checkpoints.
         """
         # A checkpoint is written before its update is sent: a damaged one stands for an update that the server may
-        # have. The memory before that update holds values that the update sent, and would send them twice.
+        # have. The memory before that update holds values that the update sent, and would send them twice. Whether the
+        # server has an update later than ``newest`` is for the caller to decide, see forget_memory.
         first, last = fallback.base.sequence if fallback else 0, newest.base.sequence
-        after = SiteMemory() if any(number > last for number in damaged) else newest.memory
         is_before_lost = any(first < number < last for number in damaged)
         # A restarted site cannot know whether the server committed the round of ``newest`` or will retry it. The state
         # therefore keeps the memory and the base of both cases.
@@ -187,9 +187,9 @@ class SiteState:
             received=newest.request,
             earlier_bases=(fallback.base if fallback else None,),
             answered=newest.request,
-            memory=after,
+            memory=newest.memory,
             memory_before=fallback.memory if fallback and not is_before_lost else SiteMemory(),
-            memory_after=after,
+            memory_after=newest.memory,
             checkpoint=newest.base.sequence,
             fallback=fallback.base.sequence if fallback else None,
         )

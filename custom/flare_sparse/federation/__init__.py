@@ -2,6 +2,7 @@
 
 from .census import Handshake
 from .evaluation import BestModel, Evaluation
+from .events import Event
 from .loop import Federation
 from .progress import Snapshot
 from .records import Outcome, RoundRecord
@@ -11,6 +12,7 @@ from .rules import RoundRules
 __all__ = [
     "BestModel",
     "Evaluation",
+    "Event",
     "Federation",
     "Handshake",
     "Outcome",

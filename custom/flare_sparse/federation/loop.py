@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,13 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from ..checkpoint.store import Store
-from ..endpoints.server import ServerEndpoint
+from ..endpoints.server import SERVER, ServerEndpoint
 from ..errors import SiteExcluded
 from ..exchange import EVALUATE, EncryptedValues
 from ..methods import Method
 from ..task import Metric
 from .census import Census, Handshake
 from .evaluation import BestModel, Evaluation
+from .events import EventLog
 from .learning import HasQuorum, LearnResult, learn_from
 from .participants import Admission, Participants
 from .progress import Progress, Snapshot
@@ -25,6 +27,8 @@ from .records import Outcome, RoundRecord
 from .replies import AttemptResult, Transport
 from .rounds import RoundResult, RoundRunner
 from .rules import Roster, RoundRules
+
+_LOG = logging.getLogger(__name__)
 
 
 class Federation:
@@ -60,7 +64,8 @@ class Federation:
         self.method, self.endpoint, self.metric = method, endpoint, metric
         self.rules, self.on_round, self.store = rules or RoundRules(), on_round, store
         self._admission = Admission(connected, Census(handshake, on_excluded), self.rules)
-        self._rounds = RoundRunner(endpoint, self.rules, self._admission, transport)
+        self._events = EventLog()
+        self._rounds = RoundRunner(endpoint, self.rules, self._admission, transport, self._events)
 
     def run(self, weights: Tensor, *, resume: bool = False) -> Outcome:
         """Run all rounds, from the initial model or from the newest checkpoint.
@@ -112,6 +117,7 @@ class Federation:
             progress.best,
             [*progress.records, record],
             self._get_encrypted_values(),
+            sorted({*self._admission.seen, *self.rules.examples}),
         )
 
     def _commit(self, result: RoundResult, progress: Progress, method: Method[Any, Any]) -> Progress:
@@ -162,6 +168,7 @@ class Federation:
             evaluated_round=previous.committed,
             mask=method.model(state).mask,
             committed_at=time.time(),
+            events=self._events.take(result.last.attempt.round),
         )
 
     def _get_encrypted_values(self) -> EncryptedValues | None:
@@ -171,6 +178,10 @@ class Federation:
     def _load_progress(self, store: Store, start: Progress) -> Progress:
         """Return the progress of the newest checkpoint, or ``start`` without one; report its rounds again."""
         checkpoint = store.load(Snapshot[type(start.state)])  # type: ignore[misc]
+        if checkpoint is not None:
+            self._events.restore(event for record in checkpoint[1].records for event in record.events)
+        for detail in self._events.add_damages(store.list_damaged(), is_empty=checkpoint is None):
+            _LOG.warning("%s: %s", SERVER, detail)
         if checkpoint is None:
             return start
         _, snapshot = checkpoint

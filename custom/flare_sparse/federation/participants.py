@@ -48,10 +48,14 @@ class Admission:
         connected: returns the names of the sites that are connected now.
         census: capabilities of the sites.
         rules: quorum and number of retries.
+
+    Attributes:
+        seen: sites that were connected at any time.
     """
 
     def __init__(self, connected: Callable[[], list[str]], census: Census, rules: RoundRules):
         self.connected, self.census, self.rules = connected, census, rules
+        self.seen: set[str] = set()
 
     def admit(self, previous: Participants, roster: Roster) -> Participants:
         """Return the participants of the next round.
@@ -65,6 +69,7 @@ class Admission:
         """
         for _ in range(self.rules.retries + 1):
             connected = self.connected()
+            self.seen.update(connected)
             # Sites of another version are removed first. If they counted as available, the roster would leave out
             # quarantined sites even where too few other sites can take part.
             incompatible = self.census.find_incompatible_sites()

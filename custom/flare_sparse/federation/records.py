@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import RoundFailed
-from ..exchange import EncryptedValues
+from ..exchange import EVALUATE, EncryptedValues
 from ..mask import Mask
 from .evaluation import BestModel, Evaluation
+from .events import Event
 from .rounds import RoundResult
+
+CONTRIBUTED = "contributed"
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class RoundRecord:
         sparsity: share of the entries that are off in the committed model.
         seconds: time for requests, the sites' work and the replies.
         committed_at: seconds since 1970.
+        events: damages, dropped memories and the like since the previous record, at the server and at the sites.
     """
 
     kind: str
@@ -66,10 +72,18 @@ class RoundRecord:
     sparsity: float
     seconds: float
     committed_at: float
+    events: list[Event] = field(default_factory=list)
 
     @classmethod
     def from_result(
-        cls, result: RoundResult, evaluation: Evaluation, *, evaluated_round: int, mask: Mask, committed_at: float
+        cls,
+        result: RoundResult,
+        evaluation: Evaluation,
+        *,
+        evaluated_round: int,
+        mask: Mask,
+        committed_at: float,
+        events: Sequence[Event] = (),
     ) -> RoundRecord:
         """Return the record of a round.
 
@@ -79,6 +93,7 @@ class RoundRecord:
             evaluated_round: round of that model.
             mask: live entries of the committed model.
             committed_at: seconds since 1970.
+            events: events since the previous record.
 
         Raises:
             RoundFailed: a site asked is in none of the fields, or in two.
@@ -106,11 +121,25 @@ class RoundRecord:
             sparsity=1 - mask.count / max(mask.size, 1),
             seconds=result.seconds,
             committed_at=committed_at,
+            events=list(events),
         )
         # A site that is counted twice or not at all is a defect of this package, and a record must not hide it.
         if not record.is_balanced:
             raise RoundFailed(f"round {record.round}: not every site asked has exactly one outcome: {record}")
         return record
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        """``"contributed"``, or the reason why not, of every site asked or left out."""
+        # Later entries replace earlier ones: a quarantined site is asked all the same where too few others remain.
+        return {
+            **dict.fromkeys(self.quarantined, "quarantined"),
+            **dict.fromkeys(self.excluded, "excluded"),
+            **dict.fromkeys(self.timed_out, "timed_out"),
+            **dict.fromkeys(self.abstained, "abstained"),
+            **self.rejected,
+            **dict.fromkeys(self.sites_contributed, CONTRIBUTED),
+        }
 
     @property
     def is_balanced(self) -> bool:
@@ -132,6 +161,7 @@ class Outcome:
         best: best committed model.
         rounds: records of all rounds.
         encrypted: values of the last model, if the server cannot read them.
+        sites: sites that were connected at any time or are expected by the settings.
     """
 
     state: Any
@@ -141,3 +171,40 @@ class Outcome:
     best: BestModel
     rounds: list[RoundRecord]
     encrypted: EncryptedValues | None = None
+    sites: list[str] = field(default_factory=list)
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of all rounds."""
+        return [event for record in self.rounds for event in record.events]
+
+    def count_contributions(self) -> dict[str, Participation]:
+        """Return how each site took part in the rounds that changed the model, in name order."""
+        # The record after the last round only evaluates.
+        rounds = [record for record in self.rounds[:-1] if record.kind != EVALUATE]
+        names = {*self.sites, *(site for record in rounds for site in record.outcomes)}
+        return {site: Participation.from_records(site, rounds) for site in sorted(names)}
+
+
+@dataclass(frozen=True)
+class Participation:
+    """How one site took part in the rounds that changed the model.
+
+    Attributes:
+        asked: rounds in which the site received a request.
+        contributed: rounds in which its contribution counted.
+        missed: rounds without its contribution, by reason: an error code, ``"timed_out"``, ``"abstained"``,
+            ``"excluded"`` or ``"quarantined"``.
+    """
+
+    asked: int
+    contributed: int
+    missed: dict[str, int]
+
+    @classmethod
+    def from_records(cls, site: str, records: Sequence[RoundRecord]) -> Participation:
+        """Return the participation of ``site`` in the rounds of ``records``."""
+        outcomes = Counter(record.outcomes[site] for record in records if site in record.outcomes)
+        # Not the number of outcomes: an excluded or quarantined site has an outcome without a request.
+        asked = sum(site in record.sites_asked for record in records)
+        return cls(asked, outcomes.pop(CONTRIBUTED, 0), dict(sorted(outcomes.items())))

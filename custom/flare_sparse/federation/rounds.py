@@ -10,6 +10,7 @@ from ..endpoints.server import Attempt, ServerEndpoint
 from ..errors import MissingBase, RoundFailed
 from ..exchange import Assignment, Contribution
 from ..wire.ledger import LedgerLine
+from .events import BASE_LOST, EventLog
 from .learning import HasQuorum, LearnResult
 from .participants import Admission
 from .replies import AttemptResult, Reply, Transport, get_reason_code
@@ -56,10 +57,19 @@ class RoundRunner:
         rules: quorum, retries and limits of a round.
         admission: excludes sites with an upload cap that is too small.
         transport: carries requests and replies.
+        events: receives what sites report and which of them lost their base.
     """
 
-    def __init__(self, endpoint: ServerEndpoint, rules: RoundRules, admission: Admission, transport: Transport):
+    def __init__(
+        self,
+        endpoint: ServerEndpoint,
+        rules: RoundRules,
+        admission: Admission,
+        transport: Transport,
+        events: EventLog,
+    ):
         self.endpoint, self.rules, self.admission, self.transport = endpoint, rules, admission, transport
+        self.events = events
 
     def run(
         self, assignments: Mapping[str, Assignment], silent: list[str], roster: Roster, learn: Learn | None = None
@@ -127,6 +137,11 @@ class RoundRunner:
         lost_base = {site: assignments[site] for site, reply in replies.items() if isinstance(reply, MissingBase)}
         for site in lost_base:
             self.endpoint.forget_base(site)
+            self.events.add(
+                site,
+                BASE_LOST,
+                f"the site did not hold the model that message {attempt.sequence} builds on; the full model was sent",
+            )
         if lost_base:
             attempt = self.endpoint.encode_requests(lost_base)
             replies |= self.transport(attempt)
@@ -140,6 +155,7 @@ class RoundRunner:
             else:
                 roster = roster.register(reply)
         accepted = [reply for reply in replies.values() if isinstance(reply, Contribution)]
+        self.events.add_reports(sorted(accepted, key=lambda contribution: contribution.site))
         for site in self.endpoint.find_sites_with_wrong_key(accepted):
             replies[site] = "E_KEY"
         return _group_replies(attempt, assignments, replies), roster

@@ -30,7 +30,7 @@ from ..runs.model_files import ENCRYPTED
 from ..runs.progress import format_progress
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
-from .payload import HELLO, REPLY, TASK, extract_hello, message_to_shareable
+from .payload import ACKNOWLEDGED, HELLO, REPLY, TASK, extract_hello, message_to_shareable
 from .polling import TaskPolling
 from .session import AGGREGATOR_ID, get_server_session, get_workspace
 
@@ -196,14 +196,17 @@ class FederatedController(Controller):
     ) -> Mapping[str, Reply]:
         """Send the messages of an attempt and return the replies that arrive before the timeout."""
         self._aggregator.reset(fl_ctx)
-        # One FLARE task per distinct buffer, so that a broadcast is stored and streamed once for all its sites.
-        sites_by_message: dict[int, tuple[np.ndarray, list[str]]] = {}
+        # One FLARE task per distinct buffer, so that a broadcast is stored and streamed once for all its sites. The
+        # number of the last known update differs only for sites that missed a round.
+        sites_by_message: dict[tuple[int, int], tuple[np.ndarray, list[str]]] = {}
         for site, message in attempt.messages.items():
-            sites_by_message.setdefault(id(message), (message, []))[1].append(site)
+            key = (id(message), attempt.acknowledged[site])
+            sites_by_message.setdefault(key, (message, []))[1].append(site)
         tasks = []
         self._polling.restart()
-        for message, sites in sites_by_message.values():
-            data = message_to_shareable(message, {"kind": attempt.kind, "round": attempt.round})
+        for (_, acknowledged), (message, sites) in sites_by_message.items():
+            meta = {"kind": attempt.kind, "round": attempt.round, ACKNOWLEDGED: acknowledged}
+            data = message_to_shareable(message, meta)
             # FLARE accepts whole seconds only. With min_responses=0 it waits for every target until the timeout.
             task = Task(name=TASK, data=data, timeout=math.ceil(timeout_s), result_received_cb=self._receive_result)
             self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)

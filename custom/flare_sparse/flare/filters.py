@@ -15,6 +15,8 @@ from nvflare.apis.shareable import Shareable
 from ..errors import MissingBase, RejectedMessage, WireError, get_failure_code
 from ..federation import Reply
 from .payload import (
+    ACKNOWLEDGED,
+    EVENTS,
     MISSING_BASE_HEADER,
     REPLY,
     REQUEST,
@@ -35,8 +37,9 @@ class DecodeRequest(Filter):
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Put the request, or the error of decoding it, into the shareable. This never raises."""
         try:
-            message, _ = shareable_to_message(shareable, "server")
-            shareable[REQUEST] = get_site_session(fl_ctx).get_endpoint(fl_ctx).receive(message)
+            message, meta = shareable_to_message(shareable, "server")
+            endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
+            shareable[REQUEST] = endpoint.receive(message, meta.get(ACKNOWLEDGED))
         # FLARE would log an error raised here with its text, and it streams logs to the server. The executor answers
         # with the error's code instead.
         except Exception as error:  # noqa: BLE001
@@ -69,7 +72,7 @@ class EncodeUpdate(Filter):
             code = get_failure_code(error)
             write_site_error(error, code, fl_ctx)
             return build_refusal(code, ReturnCode.TASK_RESULT_FILTER_ERROR)
-        return update_to_shareable(encoded.data, update)
+        return update_to_shareable(encoded.data, update, endpoint.events)
 
 
 class DecodeUpdate(Filter):
@@ -92,7 +95,8 @@ class DecodeUpdate(Filter):
     def _decode(self, shareable: Shareable, site: str, fl_ctx: FLContext) -> Reply:
         try:
             message, meta = shareable_to_message(shareable, site)
-            return get_server_session(fl_ctx).endpoint.decode(site, message, meta.get("examples"), meta.get("metrics"))
+            endpoint = get_server_session(fl_ctx).endpoint
+            return endpoint.decode(site, message, meta.get("examples"), meta.get("metrics"), meta.get(EVENTS))
         except WireError as error:
             self.log_warning(fl_ctx, f"update rejected: {error}")
             return error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.fl_constant import ReturnCode, ServerCommandKey
 from nvflare.apis.shareable import Shareable, make_reply
 
+from ..endpoints.events import pack_events
 from ..errors import RejectedMessage
-from ..exchange import Content, Patch, Update
+from ..exchange import Content, Patch, SiteEvent, Update
 from ..params import Layout
 
 TASK = "exchange"
@@ -29,6 +30,9 @@ TASK = "exchange"
 
 HELLO = "hello"
 """Name of the FLARE task in which a site introduces itself; also the only key in its answer."""
+
+EVENTS, ACKNOWLEDGED = "events", "acknowledged"
+"""Keys beside a message: a site's events with its update, and the site's last known update with a request."""
 
 CODE_HEADER = "flare_sparse_code"
 MISSING_BASE_HEADER = "flare_sparse_not_held"
@@ -49,11 +53,14 @@ def message_to_shareable(message: np.ndarray, meta: dict[str, Any]) -> Shareable
     return DXO(DataKind.APP_DEFINED, data={"message": message}, meta=meta).to_shareable()
 
 
-def update_to_shareable(message: np.ndarray, update: Update) -> Shareable:
-    """Wrap an encoded update with its number of examples and its metrics."""
+def update_to_shareable(message: np.ndarray, update: Update, events: Sequence[SiteEvent] = ()) -> Shareable:
+    """Wrap an encoded update with its number of examples, its metrics and, if there are any, the site's events."""
     # Plain int and float: a NumPy scalar has more bits than its value needs, which could carry other data.
     metrics = {str(name): float(value) for name, value in update.metrics.items()}
-    return message_to_shareable(message, {"examples": operator.index(update.num_examples), "metrics": metrics})
+    meta: dict[str, Any] = {"examples": operator.index(update.num_examples), "metrics": metrics}
+    if events:
+        meta[EVENTS] = pack_events(events)
+    return message_to_shareable(message, meta)
 
 
 def shareable_to_message(shareable: Shareable, site: str) -> tuple[np.ndarray, dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..capabilities import local_capabilities
 from ..checkpoint.store import Store
 from ..encryption import KeyContexts, ServerCipher, SiteCipher
+from ..endpoints.events import pack_events
 from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
 from ..errors import MissingBase, WireError, format_site_error, get_failure_code
@@ -102,7 +103,7 @@ def deliver(
     """Deliver an attempt's requests to the sites; yield the reply of each site by name."""
     for name, message in attempt.messages.items():
         try:
-            update, data = _answer(endpoints[name], message)
+            update, data, events = _answer(endpoints[name], message, attempt.acknowledged.get(name))
         except MissingBase as error:
             # Not a failure: the server sends the full model.
             yield name, error
@@ -113,18 +114,19 @@ def deliver(
             yield name, get_failure_code(error)
             continue
         try:
-            yield name, server.decode(name, data, update.num_examples, update.metrics)
+            yield name, server.decode(name, data, update.num_examples, update.metrics, events)
         except WireError as error:
             yield name, error
 
 
-def _answer(endpoint: SiteEndpoint | Exception, message: Any) -> tuple[Update, Any]:
-    """Return a site's update and its encoded message."""
+def _answer(endpoint: SiteEndpoint | Exception, message: Any, acknowledged: int | None) -> tuple[Update, Any, str]:
+    """Return a site's update, its encoded message and its events."""
     if isinstance(endpoint, Exception):
         raise endpoint
-    request = endpoint.receive(message)
+    request = endpoint.receive(message, acknowledged)
     update = endpoint.answer(request)
-    return update, endpoint.encode(request, update).data
+    data = endpoint.encode(request, update).data
+    return update, data, pack_events(endpoint.events)
 
 
 def _build_hello(endpoint: SiteEndpoint | Exception) -> dict[str, str | int | float]:

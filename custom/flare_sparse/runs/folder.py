@@ -139,6 +139,8 @@ class RunFolder:
             "note": facts.note,
             "seed": facts.seed,
             "rounds": facts.rounds,
+            "contributions": {site: asdict(part) for site, part in outcome.count_contributions().items()},
+            "events": [asdict(event) for event in outcome.events],
             "sites": sorted({site for record in outcome.rounds for site in record.sites_asked}),
             "metric": asdict(metric),
             "final": _to_dict(outcome.evaluation),

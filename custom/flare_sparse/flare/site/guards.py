@@ -37,6 +37,7 @@ from ...wire.codec import Decoded, decode
 from ...wire.plan import Plan, ValueFormat
 from ..payload import (
     CODE_HEADER,
+    EVENTS,
     MISSING_BASE_HEADER,
     UPDATE,
     build_refusal,
@@ -154,7 +155,7 @@ class SiteLastGate(FLComponent):
                 "Run: flare-sparse site policy KIT"
             )
         message, meta = shareable_to_message(result, endpoint.site.name)
-        if set(meta) - {"examples", "metrics"} or set(from_shareable(result).data) != {"message"}:
+        if set(meta) - {"examples", "metrics", EVENTS} or set(from_shareable(result).data) != {"message"}:
             raise PolicyRefusal(
                 "this site's policy: a filter of the job added something to the message, the examples and the metrics"
             )
@@ -170,7 +171,8 @@ class SiteLastGate(FLComponent):
         refusals = policy.find_refusals(decoded.content, endpoint.site.usage, mask, values, layout, len(message))
         raise_refusals(refusals)
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
-        return update_to_shareable(np.asarray(message), replace(approved, metrics=metrics))
+        # The endpoint's own events: a filter of the job may have changed those of the message.
+        return update_to_shareable(np.asarray(message), replace(approved, metrics=metrics), endpoint.events)
 
 
 class SitePlanAuthorizer(FLComponent):
