@@ -12,7 +12,7 @@ from ..errors import RoundFailed, SiteExcluded
 from ..exchange import Assignment
 from ..methods import Method
 from .census import Census
-from .rules import Roster, RoundRules
+from .rules import Roster, RoundRules, require_min_sites
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,13 @@ class Admission:
         for _ in range(self.rules.retries + 1):
             connected = self.connected()
             self.seen.update(connected)
+            require_min_sites(connected, self.rules.min_sites)
             # Sites of another version are removed first. If they counted as available, the roster would leave out
             # quarantined sites even where too few other sites can take part.
             incompatible = self.census.find_incompatible_sites()
             available = roster.select_available([site for site in connected if site not in incompatible], self.rules)
             admitted = self.census.admit(available)
-            if len(admitted) >= min(self.rules.min_sites, len(connected)):
+            if len(admitted) >= self.rules.min_sites:
                 capabilities = dict(self.census.capabilities)
                 silent = sorted(set(available) - set(admitted))
                 return Participants(previous.configure(capabilities), admitted, silent, capabilities)
@@ -114,7 +115,7 @@ class Admission:
         """
         over_cap = self.census.find_sites_over_cap(assignments, endpoint)
         remaining = {site: assignment for site, assignment in assignments.items() if site not in over_cap}
-        if over_cap and len(remaining) < max(1, min(self.rules.min_sites, len(assignments))):
+        if over_cap and len(remaining) < max(1, self.rules.min_sites):
             raise RoundFailed(
                 f"{len(remaining)} of {len(assignments)} sites can answer, {self.rules.min_sites} are needed: "
                 + "; ".join(str(reason) for _, reason in sorted(over_cap.items()))

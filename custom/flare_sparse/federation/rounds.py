@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..endpoints.server import Attempt, ServerEndpoint
 from ..errors import MissingBase, RoundFailed
@@ -89,6 +89,12 @@ class RoundRunner:
             raise RoundFailed(
                 "none of the connected sites has a part in the last request. The last committed model is intact."
             )
+        if learn is None:
+            # An evaluation commits no model: the sites that have a part in it suffice.
+            rules = replace(self.rules, min_sites=min(self.rules.min_sites, len(assignments)))
+        else:
+            rules = self.rules
+            _require_enough_asked(assignments, rules)
         # Upload caps are checked before anything is sent: a site must not train for an update that it may not upload.
         start, first_message = time.monotonic(), len(self.endpoint.ledger.lines)
         assignments, over_cap = self.admission.exclude_over_cap(assignments, self.endpoint)
@@ -100,7 +106,7 @@ class RoundRunner:
             result, roster = self._collect(assignments, roster)
             # Measured before aggregation: the record gives the time of sites and network, without that of the server.
             seconds = time.monotonic() - start
-            has_quorum = _build_quorum(roster, assignments, self.rules)
+            has_quorum = _build_quorum(roster, assignments, rules)
             result, learned = learn(result, has_quorum) if learn else (result, None)
             contributions = result.contributed if learn else result.accepted
             # The quorum is checked again: learning rejects contributions that make the next state unusable.
@@ -167,6 +173,21 @@ class RoundRunner:
             f"last of {self.rules.retries + 1} attempts, {self.rules.min_sites} are needed"
             f"{by_weight if self.rules.min_weight else ''}; rejected: {result.rejected or 'none'}, timed out: "
             f"{result.timed_out or 'none'}. The last committed model is intact."
+        )
+
+
+def _require_enough_asked(assignments: Mapping[str, Assignment], rules: RoundRules) -> None:
+    """Raise if a round asks fewer sites than it needs: no reply could make up for that.
+
+    Raises:
+        RoundFailed: the method asks too few sites.
+    """
+    if len(assignments) < rules.min_sites:
+        request = next(iter(assignments.values())).request
+        raise RoundFailed(
+            f"round {request.round} ({request.kind}): federation.min_sites is {rules.min_sites}, but the method asks "
+            f"only {len(assignments)} of the sites to contribute: {', '.join(sorted(assignments))}. Lower "
+            "federation.min_sites, raise method.participation or add sites. The last committed model is intact."
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..aggregation.weighted import compute_common_cap
+from ..errors import RoundFailed
 from ..exchange import Contribution
 
 MAX_QUARANTINE_ROUNDS = 16
@@ -132,10 +133,29 @@ class Roster:
 
     def has_quorum(self, contributed: Collection[str], asked: Collection[str], rules: RoundRules) -> bool:
         """Whether a round may be committed, by sites and by weight; zero contributions never meet the quorum."""
-        # If fewer sites than ``min_sites`` received the request, all of them must contribute.
-        if not contributed or len(contributed) < min(rules.min_sites, len(asked)):
+        # Never capped by the number of sites asked: a hospital that requires five contributions must not find itself
+        # in a sum of two because three sites are away.
+        if not contributed or len(contributed) < rules.min_sites:
             return False
         return self.compute_share(contributed, asked, rules.max_share) >= rules.min_weight
+
+
+def require_min_sites(sites: Collection[str], min_sites: int) -> None:
+    """Raise unless a run has enough sites to commit a round.
+
+    Args:
+        sites: sites that can take part.
+        min_sites: setting ``federation.min_sites``.
+
+    Raises:
+        RoundFailed: too few sites; the text names them and the setting.
+    """
+    if len(sites) < max(1, min_sites):
+        raise RoundFailed(
+            f"federation.min_sites is {min_sites}, but only {len(sites)} "
+            f"{'site is' if len(sites) == 1 else 'sites are'} there: {', '.join(sorted(sites)) or 'none'}. Start or "
+            "add the missing sites, or lower federation.min_sites"
+        )
 
 
 def _is_near(value: float, registered: float, rules: RoundRules) -> bool:

@@ -119,7 +119,7 @@ def deliver(
             yield name, error
 
 
-def _answer(endpoint: SiteEndpoint | Exception, message: Any, acknowledged: int | None) -> tuple[Update, Any, str]:
+def _answer(endpoint: SiteEndpoint | Exception, message: Any, acknowledged: int | None) -> tuple[Update, Any, Any]:
     """Return a site's update, its encoded message and its events."""
     if isinstance(endpoint, Exception):
         raise endpoint
