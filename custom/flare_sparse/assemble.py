@@ -74,6 +74,7 @@ def build_rules(job: JobConfig) -> RoundRules:
         retries=settings.retries,
         max_share=settings.max_share,
         clip_norm=settings.clip_norm,
+        max_norm_ratio=settings.max_norm_ratio,
         examples_tolerance=settings.examples_tolerance,
         quarantine_after=settings.quarantine_after,
         examples=settings.examples,

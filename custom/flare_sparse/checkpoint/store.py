@@ -3,6 +3,7 @@
     <folder>/00000007/manifest.json        identity of the run, packed values, sha256 of everything
     <folder>/00000007/tensors.safetensors
     <folder>/damaged-00000006              evidence: a checkpoint that failed its checksums
+    <folder>/stepped-back-00000005         an intact checkpoint that the run does not continue from
     <folder>/finished                      exists after the end of the run: path of its result folder
 
 A checkpoint is written under a temporary name, flushed to disk with its folder, and renamed: the rename is the commit.
@@ -32,6 +33,7 @@ FORMAT = 3
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 FINISHED = "finished"
 DAMAGED = "damaged-"
+STEPPED_BACK = "stepped-back-"
 
 _LOG = logging.getLogger(__name__)
 
@@ -161,7 +163,9 @@ class Store:
                 continue
             manifest = self._read_manifest(self.folder / f"{number:08d}")
             if manifest is None:
-                self._set_aside(number)
+                self._set_aside(number, DAMAGED)
+                # FLARE may stream a site's log to the server: the text names no path.
+                _LOG.warning("checkpoint %08d is damaged and not used; it is kept as %s%08d", number, DAMAGED, number)
                 continue
             self._check_identity(manifest)
             tensors = safetensors.torch.load((self.folder / f"{number:08d}" / TENSORS).read_bytes())
@@ -180,8 +184,8 @@ class Store:
         return None
 
     def delete(self, at_least: int = 0) -> None:
-        """Delete the checkpoints with this number and above, and the damaged ones among them."""
-        for prefix in ("", DAMAGED):
+        """Delete the checkpoints with this number and above, also those that were set aside."""
+        for prefix in ("", DAMAGED, STEPPED_BACK):
             for number in self._list_numbers(prefix):
                 if number >= at_least:
                     shutil.rmtree(self.folder / f"{prefix}{number:08d}", ignore_errors=True)
@@ -194,21 +198,37 @@ class Store:
         """Return the numbers of the damaged checkpoints that :meth:`load` has set aside, ascending."""
         return self._list_numbers(DAMAGED)
 
+    def list_stepped_back(self) -> list[int]:
+        """Return the numbers of the checkpoints that :meth:`step_back` has set aside, ascending."""
+        return self._list_numbers(STEPPED_BACK)
+
+    def step_back(self) -> int:
+        """Set the newest checkpoint aside, so that the run continues from the one before; return its number.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it cannot be renamed.
+        """
+        numbers = self.list_numbers()
+        if not numbers:
+            raise CheckpointError(f"{self.folder}: there is no checkpoint to step back from")
+        self._set_aside(numbers[-1], STEPPED_BACK)
+        return numbers[-1]
+
     def _list_numbers(self, prefix: str) -> list[int]:
         if not self.folder.is_dir():
             return []
         names = (path.name for path in self.folder.iterdir() if path.name.startswith(prefix))
         return sorted(int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdigit())
 
-    def _set_aside(self, number: int) -> None:
-        """Rename a damaged checkpoint to ``damaged-<number>``.
+    def _set_aside(self, number: int, prefix: str) -> None:
+        """Rename a checkpoint to ``<prefix><number>``.
 
         Raises:
             CheckpointError: it cannot be renamed.
         """
         # Under its number it would count as one of the newest: pruning would keep it in place of an intact one, and the
         # run could not write its own checkpoint of that number.
-        path, aside = self.folder / f"{number:08d}", self.folder / f"{DAMAGED}{number:08d}"
+        path, aside = self.folder / f"{number:08d}", self.folder / f"{prefix}{number:08d}"
         try:
             # Evidence of an earlier restart: a folder cannot be renamed over one that is not empty.
             shutil.rmtree(aside, ignore_errors=True)
@@ -216,10 +236,8 @@ class Store:
             sync_to_disk(self.folder)
         except OSError as error:
             raise CheckpointError(
-                f"{path}: damaged, and cannot be renamed to {aside.name}: {error.strerror or error}. Remove it by hand"
+                f"{path}: cannot be renamed to {aside.name}: {error.strerror or error}. Remove it by hand"
             ) from error
-        # FLARE may stream a site's log to the server: the text names no path.
-        _LOG.warning("checkpoint %08d is damaged and not used; it is kept as %s", number, aside.name)
 
     def _read_manifest(self, folder: Path) -> dict[str, Any] | None:
         """Return the manifest if the checksums of both files match; None for a damaged checkpoint."""

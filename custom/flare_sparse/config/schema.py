@@ -45,6 +45,13 @@ class FederationConfig(Section):
     clip_norm: float | None = Field(
         None, gt=0, description="largest L2 norm of a site's delta; a longer one is clipped, and clipping is recorded"
     )
+    max_norm_ratio: float | None = Field(
+        1000.0,
+        ge=10,
+        allow_inf_nan=False,
+        description="largest L2 norm of a site's delta, as a multiple of the median of the round's; a longer one is "
+        "rejected (E_NORM); from three updates on, not for encrypted ones; null: no bound",
+    )
     examples_tolerance: float = Field(
         0.1, ge=0, description="largest relative change of a site's number of examples from the one it first reported"
     )

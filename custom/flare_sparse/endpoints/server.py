@@ -197,6 +197,10 @@ class ServerEndpoint:
         """Continue from :meth:`snapshot`. A site without its base replies MissingBase and receives the full model."""
         self._state = ServerState.restore(snapshot)
 
+    def step_back(self, snapshot: ServerSnapshot) -> None:
+        """Continue from an older snapshot while the sites' processes run on; every site receives the full model."""
+        self._state = ServerState.restore(self._state.step_back(snapshot))
+
     def _select_patch(self, site: str, assignment: Assignment) -> Patch:
         """Return the request's patch, or the full model for a site without the base that the patch applies to."""
         patch = assignment.request.model

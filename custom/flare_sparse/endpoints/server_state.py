@@ -173,6 +173,12 @@ class ServerState:
             self.encrypted,
         )
 
+    def step_back(self, snapshot: ServerSnapshot) -> ServerSnapshot:
+        """Return an older snapshot with this state's sequence numbers and without bases."""
+        # Sequence numbers never go back: a running site refuses a message that is not newer than its last one. The
+        # sites hold later vectors than the snapshot's, so none of its bases is valid.
+        return replace(snapshot, sequence=self.sequence, first_sequence=self.sequence, bases={})
+
     @classmethod
     def restore(cls, snapshot: ServerSnapshot) -> ServerState:
         """Return the state of a server that continues from a checkpoint."""

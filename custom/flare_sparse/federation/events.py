@@ -12,6 +12,8 @@ from ..exchange import Contribution
 CHECKPOINT_DAMAGED = "checkpoint_damaged"
 STARTED_OVER = "started_over"
 BASE_LOST = "base_lost"
+STEPPED_BACK = "stepped_back"
+UPDATE_DISCARDED = "update_discarded"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class EventLog:
             detail = "no checkpoint is intact: the run starts again at round 1, from the initial model"
             events.append((STARTED_OVER, detail))
         return [detail for event, detail in events if self.add(SERVER, event, detail)]
+
+    def add_steps_back(self, numbers: Iterable[int]) -> None:
+        """Add the checkpoints of the server that were set aside intact."""
+        for number in numbers:
+            self.add(SERVER, STEPPED_BACK, f"checkpoint {number:08d} is set aside as stepped-back-{number:08d}")
 
     def take(self, number: int) -> list[Event]:
         """Return the events for the record of round ``number``, which are then reported."""

@@ -14,6 +14,7 @@ from ..endpoints.server import ServerEndpoint
 from ..errors import UndefinedScores
 from ..exchange import Contribution
 from ..methods import Method
+from .outliers import reject_outliers
 from .replies import AttemptResult
 from .rules import RoundRules, cap_contributions
 
@@ -59,6 +60,7 @@ def learn_from(
     Returns:
         The replies, with rejected contributions moved; and what was learned, None below the quorum.
     """
+    result = reject_outliers(result, lambda: method.model(state).to_vector(), rules.max_norm_ratio)
     # Each contribution is finite, but their sum or a factorization may not be. A model that cannot be encoded would
     # stop the run in the next round, so this is checked before the commit, and the likeliest cause is rejected.
     while has_quorum(result.contributed):

@@ -13,19 +13,20 @@ from torch import Tensor
 
 from ..checkpoint.store import Store
 from ..endpoints.server import SERVER, ServerEndpoint
+from ..endpoints.server_state import ServerSnapshot
 from ..errors import SiteExcluded
 from ..exchange import EVALUATE, EncryptedValues
 from ..methods import Method
 from ..task import Metric
 from .census import Census, Handshake
 from .evaluation import BestModel, Evaluation
-from .events import EventLog
+from .events import UPDATE_DISCARDED, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
 from .participants import Admission, Participants
 from .progress import Progress, Snapshot
 from .records import Outcome, RoundRecord
 from .replies import AttemptResult, Transport
-from .rounds import RoundResult, RoundRunner
+from .rounds import QuorumMissed, RoundResult, RoundRunner
 from .rules import Roster, RoundRules
 
 _LOG = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Federation:
         self.rules, self.on_round, self.store = rules or RoundRules(), on_round, store
         self._admission = Admission(connected, Census(handshake, on_excluded), self.rules)
         self._events = EventLog()
+        self._stepped_back: set[int] = set()
         self._rounds = RoundRunner(endpoint, self.rules, self._admission, transport, self._events)
 
     def run(self, weights: Tensor, *, resume: bool = False) -> Outcome:
@@ -75,11 +77,11 @@ class Federation:
             resume: continue from the newest checkpoint if there is one; otherwise all checkpoints are deleted.
 
         Raises:
-            RoundFailed: a round stayed below the quorum in every attempt; the last commit is intact.
+            RoundFailed: too few sites can take part, or a round stayed below the quorum in every attempt; the last commit is intact.
             CheckpointError: a checkpoint could not be written, or belongs to another run.
         """
         participants = self._admission.admit(Participants(self.method), Roster())
-        progress = Progress(participants.method.init(weights, participants.sites))
+        start = progress = Progress(participants.method.init(weights, participants.sites))
         if self.store is not None:
             if resume:
                 progress = self._load_progress(self.store, progress)
@@ -89,13 +91,53 @@ class Federation:
             participants = participants.select_available(progress.roster, self.rules)
         while True:
             participants, assignments = self._admission.assign(progress.state, participants, progress.roster)
-            if assignments is None:
-                break
             learn = partial(self._learn, participants.method, progress.state)
-            result = self._rounds.run(assignments, participants.silent, progress.roster, learn)
-            progress = self._commit(result, progress, participants.method)
+            try:
+                if assignments is None:
+                    return self._finish(progress, participants)
+                result = self._rounds.run(assignments, participants.silent, progress.roster, learn)
+            except QuorumMissed as failure:
+                progress = self._step_back(failure, progress, start)
+            else:
+                progress = self._commit(result, progress, participants.method)
             participants = self._admission.admit(participants, progress.roster)
-        return self._finish(progress, participants)
+
+    def _step_back(self, failure: QuorumMissed, progress: Progress, start: Progress) -> Progress:
+        """Return the progress before the last commit, if most sites diverge from the model of that commit.
+
+        Raises:
+            QuorumMissed: the round failed for another reason, or the run already stepped back from this round.
+        """
+        if not failure.diverged or self.store is None or not progress.records:
+            raise failure
+        last = progress.records[-1]
+        diverged, contributed = ", ".join(failure.diverged), ", ".join(last.sites_contributed)
+        # Once per round: a site that sends a harmful update again would let the run repeat the round forever.
+        if last.round in self._stepped_back:
+            raise QuorumMissed(
+                f"round {last.round} was committed twice, and both times most sites ({diverged}) diverged from its "
+                f"model. One of the updates in it, of {contributed}, is harmful: run again without that site, or set "
+                "federation.clip_norm. A run that is resumed steps back from this commit by itself.",
+                failure.result,
+            ) from failure
+        self._stepped_back.add(last.round)
+        self._events.add_steps_back([self.store.step_back()])
+        for site in last.sites_contributed:
+            detail = f"its update of round {last.round} is discarded with that commit, from which sites diverged: "
+            self._events.add(site, UPDATE_DISCARDED, detail + diverged)
+        _LOG.warning(
+            "most sites (%s) diverged from the model of round %d: the run steps back by one commit and discards the "
+            "updates of %s",
+            diverged,
+            last.round,
+            contributed,
+        )
+        checkpoint = self.store.load(Snapshot[type(start.state)])  # type: ignore[misc]
+        if checkpoint is None:
+            self.endpoint.step_back(ServerSnapshot(0, 0, {}, {}))
+            return start
+        self.endpoint.step_back(checkpoint[1].endpoint)
+        return Progress.from_snapshot(checkpoint[1])
 
     def _finish(self, progress: Progress, participants: Participants) -> Outcome:
         """Evaluate the last model and return the outcome."""
@@ -180,6 +222,7 @@ class Federation:
         checkpoint = store.load(Snapshot[type(start.state)])  # type: ignore[misc]
         if checkpoint is not None:
             self._events.restore(event for record in checkpoint[1].records for event in record.events)
+        self._events.add_steps_back(store.list_stepped_back())
         for detail in self._events.add_damages(store.list_damaged(), is_empty=checkpoint is None):
             _LOG.warning("%s: %s", SERVER, detail)
         if checkpoint is None:

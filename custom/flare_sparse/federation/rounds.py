@@ -49,6 +49,30 @@ class RoundResult:
     seconds: float
 
 
+DIVERGENCE_CODES = frozenset({"E_DIVERGED", "E_FINITE", "E_METRICS"})
+"""Codes with which a site answers that cannot compute with the model that it received."""
+
+
+class QuorumMissed(RoundFailed):
+    """A round stayed below the quorum in every attempt.
+
+    Attributes:
+        result: replies of the last attempt.
+    """
+
+    def __init__(self, text: str, result: AttemptResult):
+        super().__init__(text)
+        self.result = result
+
+    @property
+    def diverged(self) -> list[str]:
+        """Sites that could not compute with the model, if they are more than half of the sites that replied."""
+        replied = len(self.result.accepted) + len(self.result.rejected)
+        diverged = sorted(site for site, code in self.result.rejected.items() if code in DIVERGENCE_CODES)
+        # A minority must not be able to discard a commit of the others by claiming to diverge.
+        return diverged if len(diverged) > replied / 2 else []
+
+
 class RoundRunner:
     """Runs rounds over a transport.
 
@@ -130,7 +154,7 @@ class RoundRunner:
                     messages=self.endpoint.ledger.lines[first_message:],
                     seconds=seconds,
                 )
-        raise RoundFailed(self._describe_failure(result, len(contributions), len(assignments)))
+        raise QuorumMissed(self._describe_failure(result, len(contributions), len(assignments)), result)
 
     def _collect(self, assignments: Mapping[str, Assignment], roster: Roster) -> tuple[AttemptResult, Roster]:
         """Make one attempt and return its replies, and the roster with newly registered numbers of examples."""

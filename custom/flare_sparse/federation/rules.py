@@ -23,6 +23,7 @@ class RoundRules:
         retries: further attempts at a round before the run stops.
         max_share: largest share of a round's weight that one site may have.
         clip_norm: largest L2 norm of a site's delta; longer deltas are clipped; None: no bound.
+        max_norm_ratio: largest ratio of the L2 norm of a site's delta to the median of the round's; None: no bound.
         examples_tolerance: relative deviation from the registered number of examples that is accepted.
         quarantine_after: rounds in a row without an accepted update after which a site is quarantined; 0: never.
         examples: known numbers of training examples by site; a site that reports more is rejected, with the tolerance.
@@ -33,6 +34,7 @@ class RoundRules:
     retries: int = 2
     max_share: float = 1.0
     clip_norm: float | None = None
+    max_norm_ratio: float | None = 1000.0
     examples_tolerance: float = 0.1
     quarantine_after: int = 3
     examples: Mapping[str, int] = field(default_factory=dict)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..assemble import Assembly
-from ..checkpoint.writing import sync_to_disk, write_json
+from ..checkpoint.writing import replace_atomically, sync_to_disk, write_json
 from ..config import JobConfig, dump_config
 from ..exchange import EncryptedValues
 from ..federation import Evaluation, Outcome, RoundRecord
+from ..federation.events import STEPPED_BACK
 from ..mask import Mask
 from ..params import Layout, compute_digest
 from ..task import Metric
@@ -90,9 +91,19 @@ class RunFolder:
                 file.write(json.dumps(asdict(line)) + "\n")
         self._lines_written = len(self.ledger.lines)
         entry = self._build_line(record)
+        # The run stepped back: the lines of the commits that it discarded go, as they do when it is resumed.
+        if any(event.event == STEPPED_BACK for event in record.events):
+            self._drop_rounds(record.round)
         with (self.path / "rounds.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
         return entry
+
+    def _drop_rounds(self, first: int) -> None:
+        """Remove the lines of round ``first`` and later ones from ``rounds.jsonl``."""
+        path = self.path / "rounds.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        with replace_atomically(path) as part:
+            part.write_text("".join(line for line in lines if json.loads(line)["round"] < first))
 
     def _build_line(self, record: RoundRecord) -> dict[str, Any]:
         line = asdict(record)
