@@ -72,6 +72,7 @@ def build_rules(job: JobConfig) -> RoundRules:
         min_sites=settings.min_sites,
         min_weight=settings.min_weight,
         retries=settings.retries,
+        round_s=settings.round_s,
         max_share=settings.max_share,
         clip_norm=settings.clip_norm,
         max_norm_ratio=settings.max_norm_ratio,

@@ -77,7 +77,7 @@ def test_run_steps_back_from_a_poisoned_commit_and_ends_as_without_it(name: str,
 
 
 def test_round_that_is_poisoned_again_stops_the_run_and_names_the_sites(tmp_path: Path) -> None:
-    with pytest.raises(RoundFailed, match="round 2 was committed twice.*of site-1, site-2, site-3, is harmful"):
+    with pytest.raises(RoundFailed, match=r"round 2 was committed twice.*of site-1, site-2, site-3, is harmful"):
         build(tmp_path / "run", poisons=2).run()
     resumed = build(tmp_path / "run").run(resume=True)
     assert compute_digest(resumed.weights) == compute_digest(build(tmp_path / "clean").run().weights)

@@ -65,6 +65,13 @@ class FederationConfig(Section):
     task_timeout_s: float = Field(
         3600, gt=0, description="seconds that a site has to reply to a request, training included"
     )
+    round_minutes: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="minutes after which an attempt at a round ends with the sites that have replied, if they meet the "
+        "quorum; at most task_timeout_s; null: task_timeout_s alone ends it",
+    )
     retries: int = Field(2, ge=0, description="number of times a failed round is retried before the run stops")
     request_interval_s: float = Field(
         0.05,
@@ -81,13 +88,26 @@ class FederationConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_request_interval(self) -> FederationConfig:
-        if self.request_interval_s >= self.task_timeout_s:
+    def _check_times(self) -> FederationConfig:
+        round_s = self.round_s
+        # A longer bound would have no effect: the sites' requests would have expired.
+        if round_s is not None and round_s > self.task_timeout_s:
             raise ValueError(
-                f"request_interval_s {self.request_interval_s:g}: a request expires after task_timeout_s "
-                f"{self.task_timeout_s:g}, before a site polls for it"
+                f"round_minutes {self.round_minutes:g}: a request expires after task_timeout_s "
+                f"{self.task_timeout_s:g} already; raise task_timeout_s to {round_s:g} or more, or lower round_minutes"
+            )
+        name, shortest = ("task_timeout_s", self.task_timeout_s) if round_s is None else ("round_minutes", round_s)
+        if self.request_interval_s >= shortest:
+            raise ValueError(
+                f"request_interval_s {self.request_interval_s:g}: a request expires after {name} "
+                f"({shortest:g} s), before a site polls for it"
             )
         return self
+
+    @property
+    def round_s(self) -> float | None:
+        """``round_minutes`` in seconds."""
+        return None if self.round_minutes is None else 60 * self.round_minutes
 
     @property
     def note(self) -> str:

@@ -39,6 +39,7 @@ class Attempt:
         acknowledged: number of the attempt with the last update of each site that the server has, of those that no
             retry replaces; 0: none. It travels beside the message and tells a restarted site whether its newest
             checkpoint is that of its last update.
+        seconds: time for the replies; None: the transport decides.
     """
 
     sequence: int
@@ -46,6 +47,7 @@ class Attempt:
     round: int
     messages: dict[str, np.ndarray]
     acknowledged: dict[str, int] = field(default_factory=dict)
+    seconds: float | None = None
 
 
 class ServerEndpoint:

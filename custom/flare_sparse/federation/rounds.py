@@ -158,10 +158,9 @@ class RoundRunner:
 
     def _collect(self, assignments: Mapping[str, Assignment], roster: Roster) -> tuple[AttemptResult, Roster]:
         """Make one attempt and return its replies, and the roster with newly registered numbers of examples."""
+        deadline = None if self.rules.round_s is None else time.monotonic() + self.rules.round_s
         attempt = self.endpoint.encode_requests(assignments)
-        replies: dict[str, Reply] = {
-            site: reply for site, reply in self.transport(attempt).items() if site in assignments
-        }
+        replies = self._send(attempt, deadline, assignments)
         # A site that lost its base (after a crash of its process or disk) receives the full model within the same
         # attempt, once: it costs one more message, and the site still takes part in the round.
         lost_base = {site: assignments[site] for site, reply in replies.items() if isinstance(reply, MissingBase)}
@@ -174,7 +173,8 @@ class RoundRunner:
             )
         if lost_base:
             attempt = self.endpoint.encode_requests(lost_base)
-            replies |= self.transport(attempt)
+            # Within the same deadline: an attempt must not last twice as long because one site lost its base.
+            replies |= self._send(attempt, deadline, lost_base)
         for site, reply in replies.items():
             if not isinstance(reply, Contribution):
                 continue
@@ -189,6 +189,14 @@ class RoundRunner:
         for site in self.endpoint.find_sites_with_wrong_key(accepted):
             replies[site] = "E_KEY"
         return _group_replies(attempt, assignments, replies), roster
+
+    def _send(
+        self, attempt: Attempt, deadline: float | None, assignments: Mapping[str, Assignment]
+    ) -> dict[str, Reply]:
+        """Return the replies of the sites asked that arrive before the deadline."""
+        if deadline is not None:
+            attempt = replace(attempt, seconds=max(deadline - time.monotonic(), 0.0))
+        return {site: reply for site, reply in self.transport(attempt).items() if site in assignments}
 
     def _describe_failure(self, result: AttemptResult, contributed: int, asked: int) -> str:
         by_weight = f" with {self.rules.min_weight:.0%} of the examples of the sites asked"

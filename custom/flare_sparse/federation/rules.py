@@ -21,6 +21,7 @@ class RoundRules:
         min_sites: fewest contributions that commit a round.
         min_weight: smallest share of the registered examples of the sites asked that commits a round.
         retries: further attempts at a round before the run stops.
+        round_s: seconds after which an attempt ends with the replies that have arrived; None: the transport decides.
         max_share: largest share of a round's weight that one site may have.
         clip_norm: largest L2 norm of a site's delta; longer deltas are clipped; None: no bound.
         max_norm_ratio: largest ratio of the L2 norm of a site's delta to the median of the round's; None: no bound.
@@ -32,6 +33,7 @@ class RoundRules:
     min_sites: int = 1
     min_weight: float = 0.0
     retries: int = 2
+    round_s: float | None = None
     max_share: float = 1.0
     clip_norm: float | None = None
     max_norm_ratio: float | None = 1000.0

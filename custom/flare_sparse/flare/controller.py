@@ -118,10 +118,12 @@ class FederatedController(Controller):
             self.logger.info(self._lines[-1])
 
         def exchange(attempt: Attempt) -> Mapping[str, Reply]:
-            return self._exchange(attempt, job.federation.task_timeout_s, fl_ctx, abort_signal)
+            timeout_s = job.federation.task_timeout_s if attempt.seconds is None else attempt.seconds
+            return self._exchange(attempt, timeout_s, fl_ctx, abort_signal)
 
         def handshake(sites: list[str]) -> Mapping[str, Any]:
-            return self._collect_hellos(sites, job.federation.task_timeout_s, fl_ctx, abort_signal)
+            timeout_s = job.federation.round_s or job.federation.task_timeout_s
+            return self._collect_hellos(sites, timeout_s, fl_ctx, abort_signal)
 
         federation = Federation(
             assembly.method,
@@ -170,7 +172,7 @@ class FederatedController(Controller):
             hellos[client_task.client.name] = extract_hello(client_task.result)
             client_task.result = None
 
-        task = Task(name=HELLO, data=Shareable(), timeout=math.ceil(timeout_s), result_received_cb=receive)
+        task = Task(name=HELLO, data=Shareable(), timeout=_to_whole_seconds(timeout_s), result_received_cb=receive)
         self._polling.restart()
         self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
         self._wait([task], abort_signal)
@@ -207,8 +209,10 @@ class FederatedController(Controller):
         for (_, acknowledged), (message, sites) in sites_by_message.items():
             meta = {"kind": attempt.kind, "round": attempt.round, ACKNOWLEDGED: acknowledged}
             data = message_to_shareable(message, meta)
-            # FLARE accepts whole seconds only. With min_responses=0 it waits for every target until the timeout.
-            task = Task(name=TASK, data=data, timeout=math.ceil(timeout_s), result_received_cb=self._receive_result)
+            # With min_responses=0 FLARE waits for every target until the timeout.
+            task = Task(
+                name=TASK, data=data, timeout=_to_whole_seconds(timeout_s), result_received_cb=self._receive_result
+            )
             self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
             tasks.append(task)
         self._wait(tasks, abort_signal)
@@ -222,3 +226,8 @@ class FederatedController(Controller):
         self._aggregator.accept(result, fl_ctx)
         # FLARE keeps every result until the task is complete; dropping it here frees its memory.
         client_task.result = None
+
+
+def _to_whole_seconds(seconds: float) -> int:
+    """Return a timeout as FLARE accepts it: whole seconds, and at least 1, because FLARE reads 0 as no timeout."""
+    return max(math.ceil(seconds), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -100,8 +101,9 @@ def deliver(
     endpoints: Mapping[str, SiteEndpoint | Exception],
     on_site_error: Callable[[str, Exception], None],
 ) -> Iterator[tuple[str, Reply]]:
-    """Deliver an attempt's requests to the sites; yield the reply of each site by name."""
+    """Deliver an attempt's requests to the sites; yield the reply of each site that answers in time, by name."""
     for name, message in attempt.messages.items():
+        start = time.monotonic()
         try:
             update, data, events = _answer(endpoints[name], message, attempt.acknowledged.get(name))
         except MissingBase as error:
@@ -112,6 +114,9 @@ def deliver(
         except Exception as error:  # noqa: BLE001
             on_site_error(name, error)
             yield name, get_failure_code(error)
+            continue
+        # The sites of this process take turns, and each has the whole time, as if they worked at the same time.
+        if attempt.seconds is not None and time.monotonic() - start > attempt.seconds:
             continue
         try:
             yield name, server.decode(name, data, update.num_examples, update.metrics, events)
