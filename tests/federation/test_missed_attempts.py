@@ -13,7 +13,16 @@ from flare_sparse.checkpoint.store import Store
 from flare_sparse.federation import RoundRules
 from flare_sparse.params import compute_digest
 
-METHODS = {"topk_ef": {"fraction": 0.1}, "dssgd": {"rate": 0.1}, "scbf": {"rate": 0.1}}
+METHODS: dict[str, dict[str, Any]] = {
+    "topk_ef": {"fraction": 0.1},
+    "dssgd": {"rate": 0.1},
+    "scbf": {"rate": 0.1},
+    "ffa_lora": {},
+    "lora_a2": {},
+}
+"""The methods whose training requests build on the previous model."""
+ADAPTED = ("ffa_lora", "lora_a2")
+VALUES = ("float32", "bfloat16", "float16")
 MISSED = 2
 """Number of the attempt that is disturbed: the first one of round 2. Every round takes one attempt otherwise."""
 
@@ -22,7 +31,13 @@ def build(name: str, values: Any, folder: Path | None = None) -> LocalFederation
     """Return a run of four rounds that need all three sites."""
     stores = (lambda end: Store(folder / end, {})) if folder else (lambda end: None)
     return LocalFederation(
-        name, toy.ToyBench(), rules=RoundRules(min_sites=3), values=values, stores=stores, rounds=4, **METHODS[name]
+        name,
+        toy.ToyBench(toy.Adapted()) if name in ADAPTED else toy.ToyBench(),
+        rules=RoundRules(min_sites=3),
+        values=values,
+        stores=stores,
+        rounds=4,
+        **METHODS[name],
     )
 
 
@@ -44,9 +59,10 @@ def list_requests(federation: LocalFederation, number: int) -> list[tuple[str, i
     ]
 
 
-@pytest.mark.parametrize("is_delivered", [True, False], ids=["reply lost", "request lost"])
-@pytest.mark.parametrize("site", ["site-1", "site-3"])
-@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("site", "is_delivered"), [("site-1", True), ("site-3", False)], ids=["reply lost", "request lost"]
+)
+@pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", METHODS)
 def test_missed_attempt_changes_no_bit_and_no_later_message(
     name: str, values: str, site: str, is_delivered: bool
@@ -68,7 +84,7 @@ def test_missed_attempt_changes_no_bit_and_no_later_message(
     assert max(scalars for _, scalars, _ in list_requests(planned, MISSED + 1)) < planned.method.layout.size
 
 
-@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+@pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", METHODS)
 def test_site_that_lost_its_checkpoints_is_sent_the_full_model_once(name: str, values: str, tmp_path: Path) -> None:
     """The message with the full model has a number of its own, so the site's base is newer than that of the others."""
@@ -82,8 +98,19 @@ def test_site_that_lost_its_checkpoints_is_sent_the_full_model_once(name: str, v
         restart(site)
 
     disturbed.restart_site = restart_without_checkpoints  # type: ignore[method-assign]
+    residuals: dict[int, Any] = {}
+    deliver = disturbed.deliver
+
+    def record(attempt: Any) -> Any:
+        residuals[attempt.sequence] = dict(disturbed.server._state.residuals)
+        return deliver(attempt)
+
+    disturbed.deliver = record  # type: ignore[method-assign]
     planned.run()
     disturbed.run()
+    # The full model is rounded on its own: the residual that the other sites' messages build on stays.
+    assert residuals[MISSED].keys() == residuals[MISSED + 1].keys()
+    assert all(residuals[MISSED][stream] is residuals[MISSED + 1][stream] for stream in residuals[MISSED])
     size = planned.method.layout.size
     assert [site for site, scalars, _ in list_requests(disturbed, MISSED) if scalars == size] == ["site-2"]
     for number in (3, 4):

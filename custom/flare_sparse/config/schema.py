@@ -50,7 +50,7 @@ class FederationConfig(Section):
         ge=10,
         allow_inf_nan=False,
         description="largest L2 norm of a site's delta, as a multiple of the median of the round's; a longer one is "
-        "rejected (E_NORM); from three updates on, not for encrypted ones; null: no bound",
+        "rejected (E_NORM); from three updates on, not for encrypted ones and not with clip_norm; null: no bound",
     )
     examples_tolerance: float = Field(
         0.1, ge=0, description="largest relative change of a site's number of examples from the one it first reported"

@@ -113,12 +113,12 @@ class RoundRunner:
             raise RoundFailed(
                 "none of the connected sites has a part in the last request. The last committed model is intact."
             )
-        if learn is None:
-            # An evaluation commits no model: the sites that have a part in it suffice.
-            rules = replace(self.rules, min_sites=min(self.rules.min_sites, len(assignments)))
-        else:
-            rules = self.rules
-            _require_enough_asked(assignments, rules)
+        rules = self.rules
+        if learn is None or _asks_for_scores(assignments):
+            # An evaluation commits no model, and some methods take scores from one designated site: the sites that
+            # have a part in such a round suffice.
+            rules = replace(rules, min_sites=min(rules.min_sites, len(assignments)))
+        _require_enough_asked(assignments, rules)
         # Upload caps are checked before anything is sent: a site must not train for an update that it may not upload.
         start, first_message = time.monotonic(), len(self.endpoint.ledger.lines)
         assignments, over_cap = self.admission.exclude_over_cap(assignments, self.endpoint)
@@ -206,6 +206,10 @@ class RoundRunner:
             f"{by_weight if self.rules.min_weight else ''}; rejected: {result.rejected or 'none'}, timed out: "
             f"{result.timed_out or 'none'}. The last committed model is intact."
         )
+
+
+def _asks_for_scores(assignments: Mapping[str, Assignment]) -> bool:
+    return all(assignment.expected.content == "scores" for assignment in assignments.values())
 
 
 def _require_enough_asked(assignments: Mapping[str, Assignment], rules: RoundRules) -> None:

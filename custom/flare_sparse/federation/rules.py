@@ -25,6 +25,7 @@ class RoundRules:
         max_share: largest share of a round's weight that one site may have.
         clip_norm: largest L2 norm of a site's delta; longer deltas are clipped; None: no bound.
         max_norm_ratio: largest ratio of the L2 norm of a site's delta to the median of the round's; None: no bound.
+            It does not apply with ``clip_norm``.
         examples_tolerance: relative deviation from the registered number of examples that is accepted.
         quarantine_after: rounds in a row without an accepted update after which a site is quarantined; 0: never.
         examples: known numbers of training examples by site; a site that reports more is rejected, with the tolerance.
