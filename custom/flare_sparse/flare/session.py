@@ -163,6 +163,9 @@ def write_site_error(error: Exception, code: str, fl_ctx: FLContext) -> None:
     The text may name subjects and files, so it must not go to a log: FLARE streams logs to the server.
     """
     report = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())) / "site_error.txt"
+    # The owner's alone, before the text is in it: it may name subjects.
+    report.touch(mode=0o600)
+    report.chmod(0o600)
     report.write_text(format_site_error(error, code))
 
 
