@@ -258,3 +258,23 @@ def test_hello_holds_only_versions_and_limits() -> None:
     assert endpoint.build_hello() == local_capabilities().to_message()
     assert endpoint.build_hello(max_upload_bytes=5) == {**local_capabilities().to_message(), "max_upload_bytes": 5}
     assert torch.equal(endpoint.site.weights, torch.zeros(endpoint.site.layout.size))
+
+
+def test_quarantined_site_that_sends_a_hello_takes_part_in_the_next_round_once() -> None:
+    """Rounds 1 and 2 are missed. The hello after them is answered each time, the requests only from round 6 on."""
+    federation = LocalFederation("fedavg", rules=RoundRules(quarantine_after=2), rounds=8)
+    federation.is_silent = lambda site, attempt: site == "site-2" and attempt.round < 6
+    admission: list[list[str]] = []
+
+    def list_returned(sites: list[str]) -> list[str]:
+        admission.append(sites)
+        return sites
+
+    federation.returned = list_returned
+    outcome = federation.run()
+    asked = [record.round for record in outcome.rounds if "site-2" in record.sites_asked]
+    left_out = [record.round for record in outcome.rounds if record.quarantined == ["site-2"]]
+    # Quarantined for 1 round from round 3 on and released; then for 2 rounds, 4 and 5.
+    assert asked == [1, 2, 3, 6, 7, 8, 9]
+    assert left_out == [4, 5]
+    assert admission[0] == ["site-2"]

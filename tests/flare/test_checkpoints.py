@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from nvflare.apis.workspace import Workspace
 
 from flare_sparse.checkpoint.store import Store
-from flare_sparse.flare.checkpoints import delete_archived, mark_job_finished
+from flare_sparse.flare.checkpoints import KEPT_DAYS, delete_archived, delete_ended, mark_job_finished
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,36 @@ def test_checkpoints_of_a_resumed_run_are_kept(workspace: Workspace, tmp_path: P
     shutil.rmtree(tmp_path / "job-1")
     delete_archived(tmp_path / "checkpoints")
     assert store.list_numbers() == [1]
+
+
+DAY_S = 86_400
+
+
+def build_site_store(root: Path, job: str) -> Store:
+    store = Store(root / job / "site-1", {})
+    store.claim()
+    store.save(1, Content(1))
+    return store
+
+
+def test_site_deletes_checkpoints_of_ended_and_forgotten_jobs_only(tmp_path: Path) -> None:
+    """Those of a running job, of an interrupted one and of another site stay."""
+    for job in ("ended", "interrupted", "forgotten", "running"):
+        store = build_site_store(tmp_path, job)
+        if job != "running":
+            store.release()
+        if job == "ended":
+            store.mark_finished(store.folder)
+    other = Store(tmp_path / "ended" / "site-2", {})
+    other.save(1, Content(1))
+    now = time.time()
+    long_ago = now - (KEPT_DAYS + 1) * DAY_S
+    for job in ("forgotten", "running"):
+        os.utime(tmp_path / job / "site-1", (long_ago, long_ago))
+    delete_ended(tmp_path, "site-1", now)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == [
+        "ended/site-2",
+        "interrupted/site-1",
+        "running/site-1",
+    ]
+    assert other.list_numbers() == [1]

@@ -77,6 +77,7 @@ class LocalFederation:
         change_update: changes an upload before it is encoded.
         change_message: changes an upload after it is encoded; returns an :class:`Upload`, a reply as the server would
             see it, or None for a lost message.
+        returned: returns those of the given quarantined sites that have sent another hello.
         restarts: (sequence, site) pairs: the site loses its memory before it receives this attempt.
         order: order in which the sites are listed and replies arrive; None: by name.
         requested: (round, site) of every message that was delivered.
@@ -112,6 +113,7 @@ class LocalFederation:
         self.is_silent: Callable[[str, Attempt], bool] = lambda site, attempt: False
         self.change_update: Callable[[Upload], Upload] = lambda upload: upload
         self.change_message: Callable[[Upload], Upload | Reply | None] = lambda upload: upload
+        self.returned: Callable[[list[str]], list[str]] = lambda sites: []
         self.restarts: set[tuple[int, str]] = set()
         self.order: Sequence[str] | None = None
         self.on_round: Callable[[RoundRecord], None] = lambda record: None
@@ -195,5 +197,6 @@ class LocalFederation:
             on_round=record_round,
             store=self.stores(SERVER),
             on_excluded=self.warnings.append,
+            returned=self.returned,
         )
         return federation.run(self.bench.weights, resume=resume)

@@ -22,7 +22,7 @@ from .census import Census, Handshake
 from .evaluation import BestModel, Evaluation
 from .events import UPDATE_DISCARDED, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
-from .participants import Admission, Participants
+from .participants import Admission, Participants, Returned
 from .progress import Progress, Snapshot
 from .records import Outcome, RoundRecord
 from .replies import AttemptResult, Transport
@@ -46,6 +46,7 @@ class Federation:
         on_round: called with each record after its round is committed.
         store: receives a checkpoint with every commit; None: a crash loses the run.
         on_excluded: called once per site and reason with the error that keeps a site from taking part.
+        returned: returns those of the given quarantined sites that have sent another hello.
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class Federation:
         on_round: Callable[[RoundRecord], None] = lambda record: None,
         store: Store | None = None,
         on_excluded: Callable[[SiteExcluded], None] = lambda reason: None,
+        returned: Returned = lambda sites: frozenset(),
     ):
         self.method, self.endpoint, self.metric = method, endpoint, metric
         self.rules, self.on_round, self.store = rules or RoundRules(), on_round, store
-        self._admission = Admission(connected, Census(handshake, on_excluded), self.rules)
+        self._admission = Admission(connected, Census(handshake, on_excluded), self.rules, returned)
         self._events = EventLog()
         self._stepped_back: set[int] = set()
         self._rounds = RoundRunner(endpoint, self.rules, self._admission, transport, self._events)
@@ -77,7 +79,8 @@ class Federation:
             resume: continue from the newest checkpoint if there is one; otherwise all checkpoints are deleted.
 
         Raises:
-            RoundFailed: too few sites can take part, or a round stayed below the quorum in every attempt; the last commit is intact.
+            RoundFailed: too few sites can take part, or a round stayed below the quorum in every attempt; the last
+                commit is intact.
             CheckpointError: a checkpoint could not be written, or belongs to another run.
         """
         participants = self._admission.admit(Participants(self.method), Roster())

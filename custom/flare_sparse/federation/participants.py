@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,9 @@ from ..exchange import Assignment
 from ..methods import Method
 from .census import Census
 from .rules import Roster, RoundRules, require_min_sites
+
+Returned = Callable[[list[str]], Collection[str]]
+"""Returns those of the given quarantined sites that have sent a hello since their quarantine began."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,22 @@ class Admission:
         connected: returns the names of the sites that are connected now.
         census: capabilities of the sites.
         rules: quorum and number of retries.
+        returned: returns those of given sites that have sent another hello, by default none.
 
     Attributes:
         seen: sites that were connected at any time.
     """
 
-    def __init__(self, connected: Callable[[], list[str]], census: Census, rules: RoundRules):
-        self.connected, self.census, self.rules = connected, census, rules
+    def __init__(
+        self,
+        connected: Callable[[], list[str]],
+        census: Census,
+        rules: RoundRules,
+        returned: Returned = lambda sites: frozenset(),
+    ):
+        self.connected, self.census, self.rules, self.returned = connected, census, rules, returned
         self.seen: set[str] = set()
+        self._released: set[str] = set()
 
     def admit(self, previous: Participants, roster: Roster) -> Participants:
         """Return the participants of the next round.
@@ -74,6 +85,7 @@ class Admission:
             # Sites of another version are removed first. If they counted as available, the roster would leave out
             # quarantined sites even where too few other sites can take part.
             incompatible = self.census.find_incompatible_sites()
+            roster = self._release_returned(roster, connected)
             available = roster.select_available([site for site in connected if site not in incompatible], self.rules)
             admitted = self.census.admit(available)
             if len(admitted) >= self.rules.min_sites:
@@ -84,6 +96,18 @@ class Admission:
             f"{len(admitted)} of {len(connected)} sites can take part, {self.rules.min_sites} are needed: "
             + "; ".join(str(reason) for _, reason in sorted(self.census.excluded.items()))
         )
+
+    def _release_returned(self, roster: Roster, connected: Sequence[str]) -> Roster:
+        """Return the roster without the quarantine of sites that have sent another hello."""
+        quarantined = [site for site in connected if roster.quarantined.get(site)]
+        returned = set(self.returned(quarantined)) if quarantined else set()
+        # Once until the site contributes: a site that is merely slow answers every hello, and would be waited for in
+        # every round.
+        self._released &= roster.missed.keys()
+        released = returned - self._released
+        self._released |= released
+        remaining = {site: rounds for site, rounds in roster.quarantined.items() if site not in released}
+        return replace(roster, quarantined=remaining)
 
     def assign(
         self, state: Any, participants: Participants, roster: Roster

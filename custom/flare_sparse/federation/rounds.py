@@ -125,7 +125,8 @@ class RoundRunner:
         excluded = {
             site: str(reason) for site, reason in sorted({**self.admission.census.excluded, **over_cap}.items())
         }
-        quarantined = sorted(roster.quarantined)
+        # A quarantined site is asked after another hello, or if too few others remain.
+        quarantined = sorted(site for site in roster.quarantined if site not in assignments)
         for attempt_number in range(1, self.rules.retries + 2):
             result, roster = self._collect(assignments, roster)
             # Measured before aggregation: the record gives the time of sites and network, without that of the server.

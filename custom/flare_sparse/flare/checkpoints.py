@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +20,9 @@ from ..errors import CheckpointError, ConfigError
 
 CHECKPOINTS_VARIABLE = "FLARE_SPARSE_CHECKPOINTS"
 OFF = "off"
+
+KEPT_DAYS = 90
+"""Days after which a site deletes the checkpoints of a job that was interrupted and never submitted again."""
 
 
 def find_checkpoint_folder(
@@ -53,6 +58,29 @@ def delete_archived(root: Path) -> None:
                 store.delete()
                 store.unmark_finished()
             store.release()
+
+
+def delete_ended(root: Path, site: str, now: float | None = None) -> None:
+    """Delete a site's checkpoints of jobs that have ended, and those that no job has used for ``KEPT_DAYS`` days.
+
+    Args:
+        root: checkpoint folder of the site.
+        site: name of the site.
+        now: Unix time; None: the current one.
+    """
+    oldest = (time.time() if now is None else now) - KEPT_DAYS * 86_400
+    for folder in root.glob(f"*/{site}"):
+        store = Store(folder, {})
+        # A store that cannot be claimed belongs to a running job, such as the one that calls this.
+        with suppress(CheckpointError):
+            store.claim()
+            # An interrupted job may be submitted again, so its checkpoints stay until they are old.
+            if (folder / FINISHED).is_file() or folder.stat().st_mtime < oldest:
+                shutil.rmtree(folder, ignore_errors=True)
+            store.release()
+            # The job's folder may hold checkpoints of other sites on the same machine.
+            with suppress(OSError):
+                folder.parent.rmdir()
 
 
 def mark_job_finished(store: Store, workspace: Workspace, job_id: str) -> None:

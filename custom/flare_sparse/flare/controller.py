@@ -64,6 +64,8 @@ class FederatedController(Controller):
     def __init__(self, task_check_period: float = 0.02):
         super().__init__(task_check_period=task_check_period)
         self._lines: list[str] = []
+        self._invitations: dict[str, Task] = {}
+        self._returned: set[str] = set()
 
     def start_controller(self, fl_ctx: FLContext) -> None:
         aggregator = fl_ctx.get_engine().get_component(AGGREGATOR_ID)
@@ -136,6 +138,7 @@ class FederatedController(Controller):
             on_round=commit,
             store=session.store,
             on_excluded=lambda warning: self.logger.warning(str(warning)),
+            returned=lambda sites: self._list_returned(sites, job.federation.task_timeout_s, fl_ctx),
         )
         # resume=True always: FLARE gives a job that is submitted again a new id, and only the checkpoints tell whether
         # it was interrupted. Without checkpoints the run starts from round 0.
@@ -177,6 +180,27 @@ class FederatedController(Controller):
         self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
         self._wait([task], abort_signal)
         return dict(hellos)
+
+    def _list_returned(self, sites: list[str], timeout_s: float, fl_ctx: FLContext) -> set[str]:
+        """Return the quarantined sites that have sent a hello, and leave an invitation for the others."""
+
+        def receive(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001
+            if extract_hello(client_task.result) is not None:
+                self._returned.add(client_task.client.name)
+            client_task.result = None
+
+        returned = self._returned & set(sites)
+        for site in sites:
+            task = self._invitations.get(site)
+            # Nothing waits for an invitation: a site takes it when it polls again, after a pause of any length.
+            if site not in returned and (task is None or task.completion_status is not None):
+                task = Task(HELLO, Shareable(), timeout=_to_whole_seconds(timeout_s), result_received_cb=receive)
+                self.broadcast(task, fl_ctx, targets=[site], min_responses=0)
+                self._invitations[site] = task
+        for site in returned:
+            self._returned.discard(site)
+            self._invitations.pop(site, None)
+        return returned
 
     def _wait(self, tasks: list[Task], abort_signal: Signal) -> None:
         """Wait until all tasks are complete.

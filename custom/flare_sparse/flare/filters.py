@@ -6,13 +6,15 @@ So the site's own filters see ordinary named arrays, and ``EncodeUpdate`` encode
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from ..errors import MissingBase, RejectedMessage, WireError, get_failure_code
+from ..errors import CheckpointError, MissingBase, RejectedMessage, WireError, get_failure_code
 from ..federation import Reply
 from .payload import (
     ACKNOWLEDGED,
@@ -72,6 +74,11 @@ class EncodeUpdate(Filter):
             code = get_failure_code(error)
             write_site_error(error, code, fl_ctx)
             return build_refusal(code, ReturnCode.TASK_RESULT_FILTER_ERROR)
+        if request.round > endpoint.method.config.rounds and endpoint.store is not None:
+            # The last request of a run: the next job that starts here deletes the checkpoints of this one. Without the
+            # mark they are deleted later, so a full disk must not cost the answer.
+            with suppress(CheckpointError):
+                endpoint.store.mark_finished(endpoint.store.folder)
         return update_to_shareable(encoded.data, update, endpoint.events)
 
 

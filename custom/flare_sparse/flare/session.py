@@ -21,7 +21,7 @@ from ..errors import ConfigError, format_site_error
 from ..policy.policy import POLICY_FILE, Policy, read_policy
 from ..task import Task
 from ..wire.ledger import Ledger
-from .checkpoints import delete_archived, find_checkpoint_folder
+from .checkpoints import delete_archived, delete_ended, find_checkpoint_folder
 from .he_keys import load_server_cipher, load_site_cipher
 
 JOB_FILE = "flare_sparse.yaml"
@@ -113,8 +113,10 @@ class SiteSession(FLComponent):
             site = open_site(assembly, find_site_data(name, local))
             root = find_checkpoint_folder(get_workspace(fl_ctx), name)
             store = open_checkpoints(job, assembly, root, name) if root else None
-            if store is not None:
+            if root is not None and store is not None:
                 store.claim()
+                store.unmark_finished()
+                delete_ended(root, name)
             cipher = load_site_cipher(fl_ctx) if job.encrypted else None
             requests = _open_request_log(fl_ctx, job, assembly)
             self._endpoint = SiteEndpoint(
