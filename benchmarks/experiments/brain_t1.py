@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib as mpl
 from rich.console import Console
 
-from flare_sparse.cli.run import run_in_simulator
+from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.config import load_config
 from flare_sparse.runs.progress import format_bytes
 

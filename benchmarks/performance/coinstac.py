@@ -35,8 +35,9 @@ from round_time import CLIENT, parse_round_starts
 
 from flare_sparse.config import RunConfig
 from flare_sparse.config.schema import FederationConfig
+from flare_sparse.flare.launch.connection import open_session
 from flare_sparse.flare.launch.simulator import redirect_output, simulate
-from flare_sparse.flare.launch.submission import open_session, run_deployed
+from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.recipe import SparseRecipe
 
 SITES = tuple(f"site-{i}" for i in range(1, 6))

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flare_sparse.cli.run import run_in_simulator
+from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]

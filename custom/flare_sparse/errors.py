@@ -96,6 +96,12 @@ class CheckpointError(FlareSparseError):
     code = "E_CHECKPOINT"
 
 
+class DiskFull(FlareSparseError):
+    """A disk is full. The message names the disk, the path and the free bytes."""
+
+    code = "E_DISK"
+
+
 class PolicyRefusal(FlareSparseError):
     """A site's policy forbids an update or a part of the job. Only the code leaves the site."""
 

@@ -168,7 +168,7 @@ def test_phantom_refuses_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--env", "prod"), "--kit"),
-        (("--env", "prod", "--kit", "kit", "--resume"), "--resume"),
+        (("--resume", "--overwrite"), "--overwrite replaces it"),
         (("--env", "prod", "--kit", "kit", "--sites", "3"), "--sites"),
         (("--kit", "kit"), "--kit is for --env prod"),
         (("--env", "poc", "--byoc"), "--byoc is for --env prod"),

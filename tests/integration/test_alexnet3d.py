@@ -9,7 +9,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from flare_sparse.cli.run import run_in_simulator
+from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.config import load_config
 
 LIVE = 256_806

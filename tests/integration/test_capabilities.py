@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 
 HERE = Path(__file__).parent

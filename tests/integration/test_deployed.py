@@ -25,7 +25,7 @@ from flare_sparse.assemble import assemble, build_rules, open_site
 from flare_sparse.cli import app
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import build_task, import_task_class, load_config
-from flare_sparse.flare.launch.simulator import JobFailed
+from flare_sparse.flare.launch.ending import JobFailed
 from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
@@ -183,6 +183,11 @@ def test_provisioned_job_ends_with_the_bits_of_a_local_run_and_leaks_nothing(
     assert summary["model_sha256"] == local["model_sha256"]
     assert summary["traffic"] == local["traffic"]
     assert summary["sites"] == list(SITES)
+    # Polling a job that is still starting would leave tracebacks in the server's log.
+    server = federation / "workspace" / "sparse" / "prod_00" / "localhost"
+    logs = "".join(file.read_text(errors="replace") for file in server.glob("*.log"))
+    assert "Server runner starting" in logs
+    assert "get_widget" not in logs
     exported = next((tmp_path / "prod" / "job").glob("*/job/hospitals/app"))
     assert [folder.name for folder in exported.iterdir() if folder.name == "custom"] == []
     assert list_leaks(federation) == []

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from flare_sparse.assemble import assemble
 from flare_sparse.cli import app
+from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 from flare_sparse.endpoints.server import ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint

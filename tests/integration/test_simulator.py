@@ -12,8 +12,8 @@ import pytest
 import yaml
 from rich.console import Console
 
+from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.cli.run import run_in_simulator
 from flare_sparse.config import load_config
 from flare_sparse.errors import ConfigError
 from flare_sparse.flare.polling import SHARE

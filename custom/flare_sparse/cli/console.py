@@ -1,4 +1,7 @@
-"""The command line's consoles and exit codes: 0 success, 1 failure, 2 a wrong configuration."""
+"""The command line's consoles and exit codes: 0 success, 1 failure, 2 a wrong configuration.
+
+``flare-sparse run`` has more: see its help.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ def get_exit_code(error: FlareSparseError) -> int:
 
 
 def print_error(error: FlareSparseError) -> None:
-    """Print an error without a traceback: its code, then the cause and the way out."""
+    """Print an error without a traceback: its code, then the cause and the way out, then the notes."""
     err.print(f"[bold red]error[/] {error.code} (docs/troubleshooting.md)")
-    err.print(str(error), markup=False)
+    for text in (str(error), *getattr(error, "__notes__", ())):
+        err.print(text, markup=False)
 
 
 class Commands(TyperGroup):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,13 @@ ERRORS = "site_errors"
 
 
 def run_config_locally(
-    config: RunConfig, file: Path, out: Path, *, resume: bool = False, console: Console = stdout
+    config: RunConfig,
+    file: Path,
+    out: Path,
+    *,
+    resume: bool = False,
+    console: Console = stdout,
+    on_line: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run a configuration in this process and write its record.
 
@@ -43,6 +50,7 @@ def run_config_locally(
         out: result folder.
         resume: continue from the checkpoints in ``out``.
         console: receives one line per round.
+        on_line: called with each line of ``rounds.jsonl``.
 
     Returns:
         The summary of the run.
@@ -64,7 +72,9 @@ def run_config_locally(
     folder = RunFolder(out, facts, assembly.layout, ledger)
 
     def commit(record: RoundRecord) -> None:
-        console.print(format_progress(folder.commit(record)))
+        line = folder.commit(record)
+        on_line(line)
+        console.print(format_progress(line), markup=False)
 
     outcome = run_locally(
         assembly.method,

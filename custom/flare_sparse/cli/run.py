@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from ..assemble import assemble
-from ..config import RunConfig, dump_config, load_task, load_user_task_class
-from ..data.source import write_site_files
 from ..errors import ConfigError
-from ..report.card import write_card
-from ..runs.progress import format_progress
-from ..runs.results import RunResult
-from ..task import SiteData
 from .console import out as stdout
-from .keys import FOLDER as KEYS
-from .keys import decrypt_record, prepare_key_contexts
-from .local import run_config_locally
+from .environments import run_in_environment
 from .options import ConfigFile, Overrides, load_with_options
-from .resume import FOLDER, Resume, prepare_checkpoints
-from .sites import prepare_site_data
-from .summary import show_result
-from .user_modules import copy_user_module, list_user_modules
-
-if TYPE_CHECKING:
-    from ..flare.recipe import SparseRecipe
-
-Env = Literal["local", "sim", "poc", "prod"]
+from .outcome import Env, RunCommand, explain_outcome
+from .result_folder import choose_default_folder, prepare_result_folder
+from .resume import Resume
+from .summary import PARTIAL, find_idle_sites, show_result
 
 
 def run(
@@ -57,15 +43,26 @@ def run(
         int | None, typer.Option(help="Seed of all random numbers of the run; default: as configured")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Result folder; default: runs/<name>, with --env local runs/<name>-local")
+        Path | None,
+        typer.Option(
+            help="Result folder; default: runs/<name>, with --env local runs/<name>-local; with -2, -3, ... if that "
+            "holds a finished run"
+        ),
     ] = None,
     resume: Resume = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the finished or interrupted run that the result folder holds")
+    ] = False,
     set_: Overrides = None,
 ) -> None:
     """Run a job, show a line for each round, and write model and record to the result folder.
 
     The same settings end with the same model in every environment, bit for bit. Unless --env is given, the job runs in
-    FLARE's simulator.
+    FLARE's simulator. Ctrl-C stops the run after its last committed round and prints the command that continues it.
+
+    Exit codes: 0: finished, every site contributed to at least one round. 3: finished, but a site contributed to no
+    round; the last lines name it and the reason. 1: failed. 2: wrong configuration or option, nothing was started.
+    130: stopped by Ctrl-C.
 
     Examples:
 
@@ -79,137 +76,49 @@ def run(
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
-    _check_options(env, sites=sites, resume=resume, kit=kit, byoc=byoc)
+    _check_options(env, sites=sites, resume=resume, overwrite=overwrite, kit=kit, byoc=byoc)
     resolved = load_with_options(config, sites, rounds, seed, set_)
     name = f"{resolved.name}-local" if env == "local" else resolved.name
-    folder = (out or Path("runs") / name).resolve()
+    chosen = out or choose_default_folder(name, resume=resume, overwrite=overwrite)
+    options = {"env": env, "kit": kit, "byoc": byoc, "sites": sites, "rounds": rounds, "seed": seed}
+    command = RunCommand(config, chosen, options, tuple(set_ or ()))
+    folder = prepare_result_folder(command, resume=resume, overwrite=overwrite, is_deployed=env == "prod")
+    with open_screen(env) as console:
+        if out is None and chosen.name != name and not resume:
+            console.print(f"runs/{name} holds a finished run; this one is written to {chosen}")
+        # FLARE makes new keys for every POC federation, so an encrypted run there starts again.
+        restarts = env == "poc" and resolved.encrypted
+        with explain_outcome(command, env, restarts=restarts) as progress:
+            summary = run_in_environment(
+                env, resolved, config, folder, console, resume=resume, kit=kit, byoc=byoc, on_line=progress.record
+            )
+        show_result(console, summary, folder)
+    if find_idle_sites(summary):
+        raise typer.Exit(PARTIAL)
+
+
+@contextmanager
+def open_screen(env: Env) -> Iterator[Console]:
+    """Yield a console that reaches the screen while FLARE's output goes to a log file."""
     if env == "local":
-        show_result(stdout, run_config_locally(resolved, config, folder, resume=resume), folder)
+        yield stdout
         return
     # FLARE's simulator prints to this process's own standard output, which is sent to a log file meanwhile
     # (flare/launch/simulator.py); the duplicate still reaches the screen.
     with os.fdopen(os.dup(1), "w") as screen:
-        console = Console(file=screen, highlight=False)
-        if env == "sim":
-            summary = run_in_simulator(resolved, config, folder, console, resume=resume)
-        elif kit is None:
-            summary = run_in_poc(resolved, config, folder, console, resume=resume)
-        else:
-            summary = run_in_federation(resolved, config, folder, console, kit, byoc=byoc)
-        show_result(console, summary, folder)
+        yield Console(file=screen, highlight=False, soft_wrap=True)
 
 
-def _check_options(env: str, *, sites: int | None, resume: bool, kit: Path | None, byoc: bool) -> None:
+def _check_options(env: str, *, sites: int | None, resume: bool, overwrite: bool, kit: Path | None, byoc: bool) -> None:
     """Raises:
     ConfigError: an option does not apply to the environment.
     """
+    if resume and overwrite:
+        raise ConfigError("--resume continues the run in --out, --overwrite replaces it; leave one of them out")
     if env == "prod":
         if kit is None:
             raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
-        if resume:
-            raise ConfigError("--resume does not apply to --env prod; submit the job again, it resumes by itself")
         if sites is not None:
             raise ConfigError("--sites does not apply to --env prod, where the connected sites take part; leave it out")
     elif kit is not None or byoc:
         raise ConfigError(f"{'--kit' if kit else '--byoc'} is for --env prod, not for --env {env}; leave it out")
-
-
-def run_in_simulator(
-    config: RunConfig, file: Path, out: Path, console: Console, *, resume: bool = False
-) -> dict[str, Any]:
-    """Prepare the sites' data, run the job in FLARE's simulator and return its summary."""
-    # FLARE takes seconds to import; --help must not wait for it.
-    from ..flare.launch.simulator import simulate
-
-    checkpoints = _prepare_checkpoints(config, file, out, resume=resume)
-    contexts = prepare_key_contexts(config, out, resume=resume)
-    sites = _prepare_sites(config, file, out, console)
-    site_files = write_site_files(out / "sites", sites.values())
-    _announce(console, config, f"{len(sites)} sites in FLARE's simulator")
-    summary = simulate(
-        _build_recipe(config, file, tensorboard=_has_tensorboard()),
-        sorted(sites),
-        site_files,
-        out,
-        checkpoints=checkpoints,
-        keys=out / KEYS if contexts else None,
-        on_round=lambda line: console.print(format_progress(line)),
-    )
-    if contexts:
-        summary = decrypt_record(config, load_task(config, file.parent), out, contexts.client)
-    return _complete_record(config, file, out, summary)
-
-
-def run_in_poc(config: RunConfig, file: Path, out: Path, console: Console, *, resume: bool = False) -> dict[str, Any]:
-    """Run the job in a POC federation: FLARE provisions and starts a server and sites as separate processes.
-
-    Raises:
-        ConfigError: an encrypted run cannot be resumed here, because FLARE makes new keys for every POC federation.
-    """
-    from ..flare.launch.poc import read_client_context, start_poc
-    from ..flare.launch.submission import run_deployed
-
-    if resume and config.encrypted:
-        raise ConfigError(
-            "--resume: an encrypted run cannot be resumed with --env poc, where every federation has new keys; leave "
-            "--resume out, or use --env sim"
-        )
-    checkpoints = _prepare_checkpoints(config, file, out, resume=resume)
-    sites = _prepare_sites(config, file, out, console)
-    _announce(console, config, f"{len(sites)} sites as separate processes (nvflare poc, mTLS)")
-    with start_poc(out / "poc", sites, checkpoints, encrypted=config.encrypted) as kit:
-        summary = run_deployed(_build_recipe(config, file), kit, out, on_line=console.print)
-    if config.encrypted:
-        client_context = read_client_context(out / "poc", next(iter(sites)))
-        summary = decrypt_record(config, load_task(config, file.parent), out, client_context)
-    return _complete_record(config, file, out, summary)
-
-
-def run_in_federation(
-    config: RunConfig, file: Path, out: Path, console: Console, kit: Path, *, byoc: bool
-) -> dict[str, Any]:
-    """Submit the job to a running federation and wait for its result; each site reads its own data."""
-    from ..flare.launch.submission import run_deployed
-
-    out.mkdir(parents=True, exist_ok=True)
-    _announce(console, config, f"submitted with {kit}")
-    summary = run_deployed(_build_recipe(config, file, byoc=byoc), kit.resolve(), out, on_line=console.print)
-    return _complete_record(config, file, out, summary)
-
-
-def _prepare_sites(config: RunConfig, file: Path, out: Path, console: Console) -> dict[str, SiteData]:
-    out.mkdir(parents=True, exist_ok=True)
-    with console.status("preparing the sites' data ..."):
-        return prepare_site_data(config, load_task(config, file.parent), out)
-
-
-def _prepare_checkpoints(config: RunConfig, file: Path, out: Path, *, resume: bool) -> Path:
-    return prepare_checkpoints(config, assemble(config, load_task(config, file.parent)), out, resume=resume)
-
-
-def _build_recipe(config: RunConfig, file: Path, *, byoc: bool = False, tensorboard: bool = False) -> SparseRecipe:
-    """Build the job; a user task travels as code, and then the package's source travels, too."""
-    from ..flare.recipe import SparseRecipe
-
-    modules = list_user_modules(config, file)
-    return SparseRecipe(
-        config, packaging="byoc" if modules or byoc else "installed", modules=modules, tensorboard=tensorboard
-    )
-
-
-def _announce(console: Console, config: RunConfig, environment: str) -> None:
-    console.print(f"{config.name}: {config.method.name}, {config.method.config.rounds} rounds, {environment}")
-
-
-def _complete_record(config: RunConfig, file: Path, out: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    copy_user_module(load_user_task_class(config, file.parent), out)
-    # FLARE's own record holds the job part only; with the simulator section the file can be run again.
-    (out / "config.yaml").write_text(dump_config(config))
-    write_card(RunResult.read(out))
-    # Last: until here --resume can continue the run; a finished run cannot be resumed.
-    shutil.rmtree(out / FOLDER, ignore_errors=True)
-    return summary
-
-
-def _has_tensorboard() -> bool:
-    return importlib.util.find_spec("tensorboard") is not None

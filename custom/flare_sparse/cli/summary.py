@@ -1,7 +1,9 @@
-"""The summary of a finished run on the screen: metrics per site, bytes, files, and a next step."""
+"""The summary of a finished run on the screen: metrics per site, bytes, who contributed, files, and a next step."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ from rich.table import Table
 
 from ..runs.progress import format_bytes
 
+PARTIAL = 3
+"""Exit code of a finished run to which a site contributed in no round."""
+
 
 def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
     """Print a finished run's summary."""
     metric = summary["metric"]
     name, unit = metric["name"], metric["unit"]
-    console.print(_build_sites_table(summary, name, unit))
+    console.print(_build_sites_table(summary, name, unit, read_last_round(out)))
     console.print(_build_bytes_table(summary))
     if summary["note"]:
         console.print(f"{summary['method']}: {summary['note']}", markup=False)
@@ -35,16 +40,75 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
     console.print(f"record: {out / 'summary.json'}, rounds.jsonl, ledger.jsonl, config.yaml, model_card.md{log}")
     console.print(f"report: flare-sparse report {out}")
     console.print(_suggest_next_step(summary))
+    for line in describe_contributions(summary):
+        console.print(line, markup=False)
 
 
-def _build_sites_table(summary: dict[str, Any], name: str, unit: str) -> Table:
+def describe_contributions(summary: Mapping[str, Any]) -> list[str]:
+    """Return the last lines of a run: in how many rounds each site contributed, damages, and a warning.
+
+    The counts are those of ``contributions`` in ``summary.json``: over the committed rounds that changed the model.
+    """
+    parts = summary.get("contributions", {})
+    lines = []
+    if any(_count_rounds(part) for part in parts.values()):
+        lines.append("contributed: " + ", ".join(_describe_site(site, part) for site, part in sorted(parts.items())))
+    lines += [
+        f"note: round {event['round']}, {event.get('site') or 'server'}: {event['detail']}"
+        for event in summary.get("events", ())
+    ]
+    if idle := find_idle_sites(summary):
+        lines.append(
+            f"warning: the model was trained without {', '.join(idle)}: no contribution in any round (exit code "
+            f"{PARTIAL}). site_error.txt and the log at the site give the reason; docs/troubleshooting.md lists the "
+            "codes"
+        )
+    return lines
+
+
+def find_idle_sites(summary: Mapping[str, Any]) -> list[str]:
+    """Return the sites that were to contribute and did so in no round.
+
+    A site that the method itself never asks, such as one that only adapts the final model, is not among them.
+    """
+    parts = summary.get("contributions", {})
+    if parts and not any(_count_rounds(part) for part in parts.values()):
+        # A method whose only request is also the evaluation, such as local_only.
+        return sorted(site for site in summary["sites"] if site not in summary["final"]["sites"])
+    return sorted(site for site, part in parts.items() if not part["contributed"] and part["missed"])
+
+
+def _count_rounds(part: Mapping[str, Any]) -> int:
+    return int(part["contributed"]) + sum(part["missed"].values())
+
+
+def _describe_site(site: str, part: Mapping[str, Any]) -> str:
+    rounds = _count_rounds(part)
+    if not rounds:
+        return f"{site} (never asked)"
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(part["missed"].items()))
+    return f"{site} {part['contributed']}/{rounds}" + (f" ({reasons})" if reasons else "")
+
+
+def read_last_round(out: Path) -> dict[str, Any]:
+    """Return the last line of ``rounds.jsonl``, that of the final evaluation; empty without the file."""
+    file = out / "rounds.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return last
+
+
+def _build_sites_table(summary: dict[str, Any], name: str, unit: str, last: Mapping[str, Any]) -> Table:
     table = Table(title=f"{summary['name']}: final model at each site", title_justify="left")
-    table.add_column("site")
-    table.add_column(f"{name} ({unit})" if unit else name, justify="right")
-    table.add_column("test examples", justify="right")
-    for site, figures in sorted(summary["final"]["sites"].items()):
+    table.add_column("site", overflow="fold")
+    table.add_column(f"{name} ({unit})" if unit else name, justify="right", overflow="fold")
+    table.add_column("test examples", justify="right", overflow="fold")
+    rows = summary["final"]["sites"]
+    absent = find_absent_sites(summary, last)
+    for site in sorted({*rows, *absent}):
+        figures = rows.get(site, {})
         value = f"{figures[name]:.3f}" if name in figures else "-"
-        table.add_row(site, value, f"{figures.get('test_examples', 0):.0f}")
+        table.add_row(site, value, absent.get(site) or f"{figures.get('test_examples', 0):.0f}")
     overall = summary["final"]["metrics"]
     if name in overall:
         table.add_section()
@@ -52,10 +116,30 @@ def _build_sites_table(summary: dict[str, Any], name: str, unit: str) -> Table:
     return table
 
 
+def find_absent_sites(summary: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, str]:
+    """Return why a site has no figure of the final model, by site.
+
+    Args:
+        summary: summary of the run.
+        last: the record of the final evaluation.
+    """
+    reasons = {
+        **dict.fromkeys(find_idle_sites(summary), "not evaluated"),
+        **dict.fromkeys(last.get("quarantined", ()), "quarantined"),
+        **{site: str(reason).partition(":")[0] for site, reason in last.get("excluded", {}).items()},
+        **dict.fromkeys(last.get("timed_out", ()), "did not reply"),
+        **last.get("rejected", {}),
+        **dict.fromkeys(last.get("abstained", ()), "no test examples"),
+        **dict.fromkeys(last.get("sites_contributed", ()), "no test examples"),
+    }
+    return {site: reason for site, reason in reasons.items() if site not in summary["final"]["sites"]}
+
+
 def _build_bytes_table(summary: dict[str, Any]) -> Table:
     table = Table(title="bytes on the wire, all rounds", title_justify="left")
     for column in ("direction", "messages", "sent", "dense FedAvg", "dense / sent", "floor"):
-        table.add_column(column, justify="left" if column == "direction" else "right")
+        is_label = column == "direction"
+        table.add_column(column, justify="left" if is_label else "right", overflow="fold", no_wrap=is_label)
     for direction, label in (("down", "server to sites"), ("up", "sites to server")):
         sums = summary["traffic"][direction]
         sent, dense = sums["payload_bytes"], sums["dense_bytes"]
@@ -64,7 +148,8 @@ def _build_bytes_table(summary: dict[str, Any]) -> Table:
             f"{sums['messages']}",
             format_bytes(sent),
             format_bytes(dense),
-            f"{dense / max(sent, 1):.1f}x",
+            # No ratio where dense FedAvg has no such message: "0.0x" would read as a loss.
+            f"{dense / sent:.1f}x" if sent and dense else "-",
             format_bytes(sums["floor_bytes"]),
         )
     return table

@@ -40,6 +40,9 @@ RESULTS = "flare_sparse"
 STATS = "flare_sparse"
 """Group of a running job's statistics (``show_stats``) that holds the lines of the rounds so far."""
 
+READY = "the controller of flare-sparse has started"
+"""Line of the server's log from which on a job's statistics can be read."""
+
 UNARCHIVED = (
     "this job has already finished, but FLARE never archived its result (%s): the same model is delivered now. To run "
     "the job from the start, choose another seed or remove %s"
@@ -74,6 +77,7 @@ class FederatedController(Controller):
             self.system_panic(f"the server app has no component {AGGREGATOR_ID!r}; export the job again", fl_ctx)
             return
         self._aggregator = aggregator
+        self.log_info(fl_ctx, READY)
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Required by FLARE; there is nothing to release."""

@@ -31,13 +31,14 @@ def format_progress(line: Mapping[str, Any]) -> str:
         format_bytes(sent)
         + (f" ({line['dense_bytes'] / max(sent, 1):.1f}x less than dense)" if line["dense_bytes"] else ""),
         f"{line['seconds']:.1f} s",
-        f"rejected: {line['rejected']}" if line["rejected"] else "",
-        f"excluded: {_extract_codes(line['excluded'])}" if line.get("excluded") else "",
+        f"rejected: {_list_reasons(line['rejected'])}" if line["rejected"] else "",
+        f"excluded: {_list_reasons(line['excluded'])}" if line.get("excluded") else "",
         f"did not reply: {', '.join(line['timed_out'])}" if line["timed_out"] else "",
+        f"in quarantine: {', '.join(line['quarantined'])}" if line.get("quarantined") else "",
     ]
     return "  ".join(part for part in parts if part)
 
 
-def _extract_codes(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return the code that each reason begins with, by site."""
-    return {site: reason.split(":")[0] for site, reason in reasons.items()}
+def _list_reasons(reasons: Mapping[str, str]) -> str:
+    """Return each site with the code that its reason begins with."""
+    return ", ".join(f"{site} {reason.partition(':')[0]}" for site, reason in sorted(reasons.items()))

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...task import SiteData
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..site.allow_list import allow_classes
-from .simulator import JobFailed
+from .ending import JobFailed
 
 PORTS = (8002, 8003)
 START_TIMEOUT_S = 90

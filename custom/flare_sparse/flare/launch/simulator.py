@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,19 +16,14 @@ from typing import Any
 from nvflare.recipe import SimEnv
 
 from ...data.source import SITE_FILE_VARIABLE
-from ...errors import ConfigError, FlareSparseError
+from ...errors import ConfigError
 from ...runs.model_files import delete_models
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
 from ..he_keys import KEYS_VARIABLE
 from ..recipe import SparseRecipe
 from ..site.allow_list import allow_classes
-
-
-class JobFailed(FlareSparseError):
-    """The job ended without a result; the text holds the first errors of the logs."""
-
-    code = "E_JOB"
+from .ending import JobFailed
 
 
 def simulate(
@@ -87,7 +83,7 @@ def simulate(
                     SimEnv(clients=list(sites), num_threads=processes, workspace_root=str(out / "workspace"))
                 )
             except RuntimeError as error:
-                raise JobFailed(_describe_failure(log, workspace)) from error
+                raise JobFailed(_describe_failure(log, workspace, str(error))) from error
     # The simulator's exit code does not tell whether the job ended well: only the summary proves a result.
     if not (record / "summary.json").is_file():
         raise JobFailed(_describe_failure(log, workspace))
@@ -103,12 +99,21 @@ def simulate(
     return summary
 
 
-def _describe_failure(log: Path, workspace: Path) -> str:
-    """Return the first error of the server and the error reports of the sites, with the path of the log."""
+def _describe_failure(log: Path, workspace: Path, cause: str = "") -> str:
+    """Return the first error of the server and the error reports of the sites, with the path of the log.
+
+    Args:
+        log: FLARE's log.
+        workspace: FLARE's workspace.
+        cause: FLARE's own error.
+    """
     reports = [f"{p.parts[-3]}: {p.read_text().strip()}" for p in sorted(workspace.glob("*/*/site_error.txt"))]
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     server = [line for line in lines if "FATAL_SYSTEM_ERROR" in line] or [line for line in lines if "ERROR" in line]
-    errors = [*server[:1], *reports] or ["no error was logged"]
+    # FLARE reports a killed process by the negative number of the signal.
+    is_killed = f"return code -{int(signal.SIGKILL)}" in cause
+    unlogged = "FLARE's simulator was killed, most often because memory ran out" if is_killed else "no error was logged"
+    errors = [*server[:1], *reports] or [unlogged]
     return "the job ended without a result.\n  " + "\n  ".join(errors) + f"\nFLARE's log: {log}"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
 import shutil
 import tempfile
 import time
@@ -12,23 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nvflare.fuel.flare_api.api_spec import TargetType
-from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+from nvflare.fuel.flare_api.api_spec import JobNotFound
 
-from ...errors import ConfigError
 from ...runs.model_files import delete_models
 from ...runs.progress import format_progress
-from ..controller import RESULTS, STATS
+from ..controller import RESULTS
 from ..recipe import SparseRecipe
-from .simulator import JobFailed
+from .connection import LOST, ServerConnection, open_connection
+from .ending import JobFailed, describe_end, describe_silent_server, find_reason
+from .following import POLL_S, JobFollower, is_lost
 
-LOGIN_TIMEOUT_S = 20.0
-POLL_S = 2.0
-_REASON = re.compile(r"Component '.*is not in allow_list|FATAL_SYSTEM_ERROR.*|ModuleNotFoundError: .*|\bE_[A-Z_]+: .*")
-_NO_REASON = (
-    "The server's log holds no error. Most often a site that the job needs has refused it: see that site's log, and "
-    "run there flare-sparse site preflight KIT, which finds the usual reasons (classes not allowed, no data)"
-)
+JOB_FILE = "job_id.txt"
+"""File of the result folder that names the job that was submitted last."""
+ABORT_S = 120.0
+"""Seconds to wait for the end of an aborted job."""
 
 
 def run_deployed(
@@ -38,15 +35,21 @@ def run_deployed(
     *,
     timeout_s: float = 0.0,
     on_line: Callable[[str], None] = lambda line: None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Submit a recipe, follow its rounds, and collect its record in ``out``.
+
+    The server resumes a job that is submitted again from its last committed round. If the job that was last submitted
+    from ``out`` is still listed, it is aborted first, because two processes of one job cannot run at a time.
 
     Args:
         recipe: the job.
         kit: startup kit of an admin who may submit jobs.
-        out: result folder; the downloaded job is kept in ``out/job``.
+        out: result folder; the downloaded job is kept in ``out/job``, FLARE's messages in ``out/flare.log``.
         timeout_s: seconds to wait for the job; 0: no limit. The job continues at the server after the timeout.
         on_line: called with a line of text for each change of the job's status and for each round.
+        resume: follow the job that was last submitted from ``out``, or download its result, instead of submitting the
+            recipe; it is submitted if there is no such job, or it ended without a result.
 
     Returns:
         The summary of the run.
@@ -55,98 +58,134 @@ def run_deployed(
         ConfigError: this is no admin's startup kit, or the login at the server failed.
         JobFailed: the job was refused, ended without a result, or is still running after ``timeout_s``.
     """
-    with open_session(kit) as session, tempfile.TemporaryDirectory() as folder:
-        recipe.export(folder)
-        job = session.submit_job(str(Path(folder) / recipe.name))
-        on_line(f"job {job}: submitted")
-        status, num_printed = _follow_job(session, job, timeout_s, on_line)
-        refusals = _describe_refusals(session, job)
-        downloaded = Path(session.download_job_result(job, str(out / "job")))
-    _collect_record(downloaded, out, f"job {job} ended as {status}", refusals)
+    out.mkdir(parents=True, exist_ok=True)
+    with redirect_messages(out / "flare.log"), open_connection(kit, on_line) as connection:
+        job = _find_job(connection, out, on_line, is_followed=resume)
+        if job is None:
+            job = _submit(connection, recipe)
+            (out / JOB_FILE).write_text(f"{job}\n", encoding="utf-8")
+            on_line(f"job {job}: submitted")
+        follower = JobFollower(connection, job, on_line)
+        status = follower.follow(timeout_s)
+        refusals = connection.ask(lambda session: _list_refusals(session.get_job_meta(job)))
+        downloaded = _download(connection, job, out)
+    _collect_record(downloaded, out, lambda reason: describe_end(
+        job, status, reason=reason, refusals=refusals, rounds=follower.num_shown
+    ))  # fmt: skip
     # Rounds that ended between the last poll and the end of the job.
-    for line in (out / "rounds.jsonl").read_text(encoding="utf-8").splitlines()[num_printed:]:
-        on_line(format_progress(json.loads(line)))
+    for line in (out / "rounds.jsonl").read_text(encoding="utf-8").splitlines()[follower.num_shown :]:
+        follower.show(format_progress(json.loads(line)))
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return summary
 
 
 @contextmanager
-def open_session(kit: Path) -> Iterator[Session]:
-    """Log in at the server with an admin's startup kit; log out at the end of the block.
+def redirect_messages(path: Path) -> Iterator[None]:
+    """Append to a file what FLARE's admin client prints: tracebacks of every request that a dead server misses."""
+    with path.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
+        yield
+
+
+def _submit(connection: ServerConnection, recipe: SparseRecipe) -> str:
+    """Submit a recipe once and return the id of the job.
 
     Raises:
-        ConfigError: this is no admin's startup kit, or the login failed.
+        JobFailed: the server does not reply. The request is not repeated, because the server may have taken the job.
     """
-    try:
-        admin = json.loads((kit / "startup" / "fed_admin.json").read_text(encoding="utf-8"))["admin"]
-        name, address = str(admin["username"]), f"{admin['host']}:{admin['port']}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"--kit {kit}: this is no startup kit of an admin: startup/fed_admin.json: {error!r}"
-        ) from error
-    try:
-        session = new_secure_session(name, str(kit), timeout=LOGIN_TIMEOUT_S)
-    # FLARE raises several kinds of exceptions here, some without a common base class.
-    except Exception as error:
-        raise ConfigError(
-            f"{name} cannot log in at {address}: {error}. Is the server running, and is this a kit of its project?"
-        ) from error
-    try:
-        yield session
-    finally:
-        session.close()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe.export(folder)
+        session = connection.ask(lambda session: session)
+        try:
+            return str(session.submit_job(str(Path(folder) / recipe.name)))
+        except LOST as error:
+            raise describe_silent_server(connection.address, 0.0) from error
+        # FLARE has a class for each reason: no right to submit, an invalid job, an error inside the server.
+        except Exception as error:
+            raise JobFailed(f"the server did not take the job: {error}", is_at_server=True) from error
 
 
-def _follow_job(session: Session, job: str, timeout_s: float, on_line: Callable[[str], None]) -> tuple[str, int]:
-    """Wait for the end of a job; return its last status and the number of rounds shown."""
-    began, num_printed, status = time.monotonic(), 0, ""
-    while True:
-        previous, status = status, str(session.get_job_status(job))
-        rounds = _read_rounds(session, job) if status == "RUNNING" else []
-        for line in rounds[num_printed:]:
-            on_line(line)
-        num_printed = max(num_printed, len(rounds))
-        if status != previous:
-            on_line(f"job {job}: {status.lower()}")
-        if status.startswith("FINISHED"):
-            return status, num_printed
-        if timeout_s and time.monotonic() - began > timeout_s:
+def _find_job(
+    connection: ServerConnection, out: Path, on_line: Callable[[str], None], *, is_followed: bool
+) -> str | None:
+    """Return the job that was last submitted from ``out`` if it is to be followed; abort it otherwise.
+
+    Returns:
+        None: a job is to be submitted.
+    """
+    file = out / JOB_FILE
+    job = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    if not job:
+        return None
+    try:
+        meta = connection.ask(lambda session: session.get_job_meta(job))
+    except JobNotFound:
+        return None
+    if str(meta.get("status")).startswith("FINISHED"):
+        # A job that died after its last round has a result all the same; one without a result is submitted again.
+        has_result = is_followed and _find_record(_download(connection, job, out)) is not None
+        return job if has_result else None
+    if connection.ask(lambda session: is_lost(session, meta)):
+        on_line(f"job {job} died with its server; it is submitted again and resumes from its last committed round")
+        return None
+    if is_followed:
+        on_line(f"job {job}: still at the server; following it")
+        return job
+    on_line(f"job {job}, submitted from this folder, has not ended: aborting it; its committed rounds are safe")
+    _abort(connection, job)
+    return None
+
+
+def _abort(connection: ServerConnection, job: str) -> None:
+    """Abort a job and wait for its end: while it runs, a second job with the same checkpoints is refused."""
+    # FLARE refuses to abort a job that has just ended.
+    with contextlib.suppress(Exception):
+        connection.ask(lambda session: session.abort_job(job))
+    deadline = time.monotonic() + ABORT_S
+    while not connection.ask(lambda session: str(session.get_job_status(job))).startswith("FINISHED"):
+        if time.monotonic() > deadline:
             raise JobFailed(
-                f"job {job} is {status.lower()} after {timeout_s:.0f} s and continues at the server. Download the "
-                f"result later: nvflare job download {job} --startup-kit KIT"
+                f"job {job} was aborted {ABORT_S:.0f} s ago and has not ended",
+                remedy="Wait for its end.",
+                is_at_server=True,
             )
         time.sleep(POLL_S)
 
 
-def _read_rounds(session: Session, job: str) -> list[str]:
-    """Return the lines of the rounds so far; empty while the job starts or ends."""
-    # FLARE raises several kinds of exceptions while a job starts or ends. The lines are for display only: the record
-    # that is downloaded at the end holds all rounds.
-    try:
-        lines = session.show_stats(job, TargetType.SERVER)["server"][STATS]["rounds"]
-    except Exception:  # noqa: BLE001
-        return []
-    return [str(line) for line in lines]
+def _list_refusals(meta: dict[str, Any]) -> list[str]:
+    """Return which participants refused the job when the server deployed it, and why."""
+    answers = map(str, meta.get("job_deploy_detail") or [])
+    return [answer for answer in answers if not answer.endswith(": OK")]
 
 
-def _describe_refusals(session: Session, job: str) -> str:
-    """Return which participants refused the job when the server deployed it, and why; empty when none did."""
-    answers = session.get_job_meta(job).get("job_deploy_detail") or []
-    return ", ".join(str(answer) for answer in answers if not str(answer).endswith(": OK"))
+def _download(connection: ServerConnection, job: str, out: Path) -> Path:
+    """Download a finished job to ``out/job`` and return its folder."""
+    # FLARE would put a second download of a job inside the first.
+    shutil.rmtree(out / "job" / job, ignore_errors=True)
+    return Path(connection.ask(lambda session: session.download_job_result(job, str(out / "job"))))
 
 
-def _collect_record(job: Path, out: Path, outcome: str, refusals: str) -> None:
+def _find_record(job: Path) -> Path | None:
+    """Return the folder of the record in a downloaded job; None: the job has none."""
+    return next((file.parent for file in sorted(job.glob(f"**/app_server/{RESULTS}/summary.json"))), None)
+
+
+def _collect_record(job: Path, out: Path, describe: Callable[[str], JobFailed]) -> None:
     """Copy the record of a downloaded job to ``out``.
 
+    Args:
+        job: folder of the downloaded job.
+        out: result folder.
+        describe: returns the error of a job without a record, from the first error in the server's log.
+
     Raises:
-        JobFailed: the job has no record; the text holds the first error in the server's log.
+        JobFailed: the job has no record.
     """
-    record = next(iter(sorted(job.glob(f"**/app_server/{RESULTS}"))), None)
-    if record is None or not (record / "summary.json").is_file():
+    record = _find_record(job)
+    if record is None:
         log = "".join(file.read_text(errors="replace") for file in sorted(job.glob("**/log.txt"))[:1])
-        matches = map(_REASON.search, log.splitlines())
-        reason = next((match.group() for match in matches if match), refusals or _NO_REASON)
-        raise JobFailed(f"{outcome} without a result.\n  {reason}\nThe job's downloaded files: {job}")
+        error = describe(find_reason(log))
+        error.remedy = f"{error.remedy} The job's downloaded files: {job}".strip()
+        raise error
     delete_models(out)
     for file in sorted(record.iterdir()):
         shutil.copy2(file, out / file.name)

@@ -1,0 +1,201 @@
+"""A configuration runs in one of four environments: this process, FLARE's simulator, POC mode, or a federation."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from ..assemble import assemble
+from ..config import RunConfig, dump_config, load_task, load_user_task_class
+from ..data.source import write_site_files
+from ..errors import ConfigError
+from ..report.card import write_card
+from ..runs.progress import format_progress
+from ..runs.results import RunResult
+from ..task import SiteData
+from .keys import FOLDER as KEYS
+from .keys import decrypt_record, prepare_key_contexts
+from .local import run_config_locally
+from .outcome import Env
+from .resume import FOLDER, prepare_checkpoints
+from .sites import prepare_site_data
+from .user_modules import copy_user_module, list_user_modules
+
+if TYPE_CHECKING:
+    from ..flare.recipe import SparseRecipe
+
+OnLine = Callable[[dict[str, Any] | str], None]
+"""Called with each line of ``rounds.jsonl`` or of display text, before it is shown."""
+
+
+def run_in_environment(
+    env: Env,
+    config: RunConfig,
+    file: Path,
+    out: Path,
+    console: Console,
+    *,
+    resume: bool,
+    kit: Path | None,
+    byoc: bool,
+    on_line: OnLine,
+) -> dict[str, Any]:
+    """Run a configuration in an environment and return its summary."""
+    if env == "local":
+        return run_config_locally(config, file, out, resume=resume, console=console, on_line=on_line)
+    if env == "sim":
+        return run_in_simulator(config, file, out, console, resume=resume, on_line=on_line)
+    if env == "poc":
+        return run_in_poc(config, file, out, console, resume=resume, on_line=on_line)
+    assert kit is not None, "the options were checked"
+    return run_in_federation(config, file, out, console, kit, byoc=byoc, resume=resume, on_line=on_line)
+
+
+def ignore_line(line: dict[str, Any] | str) -> None:
+    """Do nothing with the line of a round."""
+
+
+def run_in_simulator(
+    config: RunConfig,
+    file: Path,
+    out: Path,
+    console: Console,
+    *,
+    resume: bool = False,
+    on_line: OnLine = ignore_line,
+) -> dict[str, Any]:
+    """Prepare the sites' data, run the job in FLARE's simulator and return its summary."""
+    # FLARE takes seconds to import; --help must not wait for it.
+    from ..flare.launch.simulator import simulate
+
+    checkpoints = _prepare_checkpoints(config, file, out, resume=resume)
+    contexts = prepare_key_contexts(config, out, resume=resume)
+    sites = _prepare_sites(config, file, out, console)
+    site_files = write_site_files(out / "sites", sites.values())
+    _announce(console, config, f"{len(sites)} sites in FLARE's simulator")
+
+    def show_round(line: dict[str, Any]) -> None:
+        on_line(line)
+        console.print(format_progress(line), markup=False)
+
+    summary = simulate(
+        _build_recipe(config, file, tensorboard=_has_tensorboard()),
+        sorted(sites),
+        site_files,
+        out,
+        checkpoints=checkpoints,
+        keys=out / KEYS if contexts else None,
+        on_round=show_round,
+    )
+    if contexts:
+        summary = decrypt_record(config, load_task(config, file.parent), out, contexts.client)
+    return _complete_record(config, file, out, summary)
+
+
+def run_in_poc(
+    config: RunConfig,
+    file: Path,
+    out: Path,
+    console: Console,
+    *,
+    resume: bool = False,
+    on_line: OnLine = ignore_line,
+) -> dict[str, Any]:
+    """Run the job in a POC federation: FLARE provisions and starts a server and sites as separate processes.
+
+    Raises:
+        ConfigError: an encrypted run cannot be resumed here, because FLARE makes new keys for every POC federation.
+    """
+    from ..flare.launch.poc import read_client_context, start_poc
+    from ..flare.launch.submission import run_deployed
+
+    if resume and config.encrypted:
+        raise ConfigError(
+            "--resume: an encrypted run cannot be resumed with --env poc, where every federation has new keys; leave "
+            "--resume out, or use --env sim"
+        )
+    checkpoints = _prepare_checkpoints(config, file, out, resume=resume)
+    sites = _prepare_sites(config, file, out, console)
+    _announce(console, config, f"{len(sites)} sites as separate processes (nvflare poc, mTLS)")
+    with start_poc(out / "poc", sites, checkpoints, encrypted=config.encrypted) as kit:
+        summary = run_deployed(_build_recipe(config, file), kit, out, on_line=_build_printer(console, on_line))
+    if config.encrypted:
+        client_context = read_client_context(out / "poc", next(iter(sites)))
+        summary = decrypt_record(config, load_task(config, file.parent), out, client_context)
+    return _complete_record(config, file, out, summary)
+
+
+def run_in_federation(
+    config: RunConfig,
+    file: Path,
+    out: Path,
+    console: Console,
+    kit: Path,
+    *,
+    byoc: bool,
+    resume: bool = False,
+    on_line: OnLine = ignore_line,
+) -> dict[str, Any]:
+    """Submit the job to a running federation and wait for its result; each site reads its own data.
+
+    With ``resume`` the job that was last submitted from ``out`` is followed if the server still runs it.
+    """
+    from ..flare.launch.submission import run_deployed
+
+    out.mkdir(parents=True, exist_ok=True)
+    _announce(console, config, f"submitted with {kit}")
+    show = _build_printer(console, on_line)
+    recipe = _build_recipe(config, file, byoc=byoc)
+    summary = run_deployed(recipe, kit.resolve(), out, on_line=show, resume=resume)
+    return _complete_record(config, file, out, summary)
+
+
+def _prepare_sites(config: RunConfig, file: Path, out: Path, console: Console) -> dict[str, SiteData]:
+    out.mkdir(parents=True, exist_ok=True)
+    with console.status("preparing the sites' data ..."):
+        return prepare_site_data(config, load_task(config, file.parent), out)
+
+
+def _prepare_checkpoints(config: RunConfig, file: Path, out: Path, *, resume: bool) -> Path:
+    return prepare_checkpoints(config, assemble(config, load_task(config, file.parent)), out, resume=resume)
+
+
+def _build_recipe(config: RunConfig, file: Path, *, byoc: bool = False, tensorboard: bool = False) -> SparseRecipe:
+    """Build the job; a user task travels as code, and then the package's source travels, too."""
+    from ..flare.recipe import SparseRecipe
+
+    modules = list_user_modules(config, file)
+    return SparseRecipe(
+        config, packaging="byoc" if modules or byoc else "installed", modules=modules, tensorboard=tensorboard
+    )
+
+
+def _build_printer(console: Console, on_line: OnLine) -> Callable[[str], None]:
+    def show(line: str) -> None:
+        on_line(line)
+        console.print(line, markup=False)
+
+    return show
+
+
+def _announce(console: Console, config: RunConfig, environment: str) -> None:
+    console.print(f"{config.name}: {config.method.name}, {config.method.config.rounds} rounds, {environment}")
+
+
+def _complete_record(config: RunConfig, file: Path, out: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    copy_user_module(load_user_task_class(config, file.parent), out)
+    # FLARE's own record holds the job part only; with the simulator section the file can be run again.
+    (out / "config.yaml").write_text(dump_config(config))
+    write_card(RunResult.read(out))
+    # Last: until here --resume can continue the run; a finished run cannot be resumed.
+    shutil.rmtree(out / FOLDER, ignore_errors=True)
+    return summary
+
+
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None

@@ -1,0 +1,285 @@
+"""What the user of ``flare-sparse run`` reads when a run stops: what happened, what is safe, and what to type."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shlex
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import psutil
+import typer
+from rich.console import Console
+
+from ..errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
+from .console import err
+from .resume import FOLDER
+
+Env = Literal["local", "sim", "poc", "prod"]
+
+LEAST_FREE = 10_000_000
+"""Bytes that must be free in the result folder before a run starts."""
+PATIENCE_S = 30.0
+"""Seconds after Ctrl-C in which another Ctrl-C does not disturb the end of the run's processes."""
+_ROUND = re.compile(r"round (\d+)/")
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """The command that the user typed, so that it can be printed with other flags.
+
+    Attributes:
+        config: configuration file.
+        out: result folder as the user typed it, or the default.
+        options: every other option and its value as given; None or False: not given.
+        overrides: values of ``--set``.
+    """
+
+    config: Path
+    out: Path
+    options: Mapping[str, str | int | Path | bool | None]
+    overrides: tuple[str, ...] = ()
+
+    def format(self, *flags: str) -> str:
+        """Return the command with further flags, quoted for a shell."""
+        words = ["flare-sparse", "run", str(self.config)]
+        for name, value in self.options.items():
+            if name == "env" and value == "sim":
+                continue
+            if value is True:
+                words.append(f"--{name}")
+            elif value is not None and value is not False:
+                words += [f"--{name}", str(value)]
+        for override in self.overrides:
+            words += ["--set", override]
+        return shlex.join([*words, "--out", str(self.out), *flags])
+
+
+@dataclass
+class RunProgress:
+    """Rounds of a run as far as the command has seen them.
+
+    Attributes:
+        committed: last committed round; None: none was seen.
+    """
+
+    committed: int | None = None
+
+    def record(self, line: Mapping[str, Any] | str) -> None:
+        """Note a round.
+
+        Args:
+            line: a line of ``rounds.jsonl``, or the display text of a round; any other text is ignored.
+        """
+        if isinstance(line, str):
+            match = _ROUND.match(line)
+            number = int(match.group(1)) if match else None
+        else:
+            number = min(int(line["round"]), int(line["rounds"]))
+        if number is not None:
+            self.committed = max(number, self.committed or 0)
+
+
+@dataclass
+class Interruption:
+    """A signal that asked the command to stop.
+
+    Attributes:
+        number: the signal; None: there was none.
+        processes: processes that the command had started when it arrived.
+    """
+
+    number: int | None = None
+    processes: list[psutil.Process] = field(default_factory=list)
+
+
+@contextmanager
+def watch_signals() -> Iterator[Interruption]:
+    """Raise KeyboardInterrupt for the first SIGINT or SIGTERM in the block, and note which one it was."""
+    interruption = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+    first = 0.0
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        nonlocal first
+        if interruption.number is None:
+            first, interruption.number = time.monotonic(), number
+            # Listed now: a grandchild can no longer be found once FLARE has killed its parent.
+            interruption.processes = psutil.Process().children(recursive=True)
+            # Ending a POC federation takes half a minute.
+            os.write(2, b"\nstopping ...\n")
+        elif time.monotonic() - first < PATIENCE_S:
+            return
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interruption
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def explain_outcome(
+    command: RunCommand, env: Env, *, console: Console = err, restarts: bool = False
+) -> Iterator[RunProgress]:
+    """Turn an interruption or an error of a run into what happened, what is safe and what to type.
+
+    Args:
+        command: the user's command.
+        env: environment of the run.
+        console: receives the text on an interruption.
+        restarts: the run cannot be resumed, only started again.
+
+    Yields:
+        The progress of the run; the block records every round in it.
+
+    Raises:
+        typer.Exit: the run was interrupted: exit code 130 for Ctrl-C, 143 for SIGTERM.
+        DiskFull: the run failed because its disk is full.
+        FlareSparseError: the run's own error, with what is safe and what to type as notes.
+    """
+    progress = RunProgress()
+    with watch_signals() as interruption:
+        try:
+            yield progress
+        except (KeyboardInterrupt, FlareSparseError, OSError) as error:
+            if isinstance(error, KeyboardInterrupt) or interruption.number is not None:
+                end_processes(interruption.processes)
+                number = interruption.number or signal.SIGINT
+                for line in describe_interruption(command, env, progress, number, restarts=restarts):
+                    console.print(line, markup=False)
+                raise typer.Exit(128 + number) from None
+            failure = find_full_disk(error, command.out) or error
+            if isinstance(failure, (ConfigError, CheckpointError)):
+                raise
+            # An error before the first round, such as unreadable data, leaves nothing to continue.
+            if env == "prod" or progress.committed is not None or has_checkpoint(command.out):
+                for note in describe_way_on(command, env, progress, failure, restarts=restarts):
+                    failure.add_note(note)
+            if failure is error:
+                raise
+            raise failure from error
+
+
+def describe_interruption(
+    command: RunCommand, env: Env, progress: RunProgress, number: int, *, restarts: bool = False
+) -> list[str]:
+    """Return what happened, what is safe, and what to type after a signal ended the command."""
+    cause = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    if env == "prod":
+        happened = f"stopped by {cause}; the job itself continues at the server"
+        return [happened, _describe_safe(env, progress, command.out), f"follow it again: {command.format('--resume')}"]
+    happened = f"stopped by {cause}; the processes of the run are ended"
+    return [happened, *describe_way_on(command, env, progress, None, restarts=restarts)]
+
+
+def describe_way_on(
+    command: RunCommand, env: Env, progress: RunProgress, error: BaseException | None, *, restarts: bool = False
+) -> list[str]:
+    """Return what is safe and what to type.
+
+    Args:
+        command: the user's command.
+        env: environment of the run.
+        progress: rounds seen so far.
+        error: why the run ended; None: the user ended it.
+        restarts: the run cannot be resumed, only started again.
+    """
+    remedy = str(getattr(error, "remedy", ""))
+    has_commit = progress.committed is not None or has_checkpoint(command.out)
+    flag = "--overwrite" if restarts else "--resume"
+    flags = [flag] if env == "prod" or has_commit else []
+    way = "to go on" if error is None else "to go on, once the cause is removed"
+    return [
+        *([f"remedy: {remedy}"] if remedy else []),
+        _describe_safe(env, progress, command.out),
+        f"{way}: {command.format(*flags)}",
+    ]
+
+
+def _describe_safe(env: Env, progress: RunProgress, out: Path) -> str:
+    where = "at the server" if env == "prod" else f"in {out / FOLDER}"
+    if progress.committed is not None:
+        return f"safe: round {progress.committed} is committed {where}"
+    if env == "prod":
+        return "safe: every round that was committed before, at the server"
+    if has_checkpoint(out):
+        return f"safe: the rounds that were committed before, {where}"
+    return "safe: no round was committed yet, so there is nothing to lose"
+
+
+def has_checkpoint(out: Path) -> bool:
+    """Return whether a result folder holds a checkpoint of an unfinished run."""
+    return any(path.name.isdigit() for path in out.glob(f"{FOLDER}/*/server/*"))
+
+
+def end_processes(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
+    """End processes: SIGTERM, then SIGKILL for those that are left."""
+    for process in processes:
+        _send(process, signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=patience_s)
+    for process in alive:
+        _send(process, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=patience_s)
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        # It has ended in the meantime.
+        return
+
+
+def find_full_disk(error: BaseException, out: Path) -> DiskFull | None:
+    """Return the error of a full disk if it is what made a run fail.
+
+    FLARE's processes report it in many ways, or not at all where the log is on the same disk, so an almost full disk
+    counts as the cause of any failure.
+    """
+    cause: BaseException | None = error
+    is_full = False
+    while cause is not None and not is_full:
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_full = is_full or os.strerror(errno.ENOSPC) in str(cause)
+        cause = cause.__cause__ or cause.__context__
+    free = measure_free(out)
+    if not is_full and (free is None or free >= LEAST_FREE // 10):
+        return None
+    return DiskFull(describe_disk(out, free))
+
+
+def describe_disk(path: Path, free: int | None) -> str:
+    """Return which disk is full, for which path, and how many bytes are free."""
+    mount = path.resolve()
+    while not mount.is_mount():
+        mount = mount.parent
+    return (
+        f"the disk {mount} is full: {'?' if free is None else f'{free:,}'} bytes free for {path}. Free some space, or "
+        "choose another --out"
+    )
+
+
+def measure_free(path: Path) -> int | None:
+    """Return the free bytes of the disk of a path that may not exist yet; None: it cannot be told."""
+    folder = path.resolve()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None

@@ -1,0 +1,102 @@
+"""The result folder of ``flare-sparse run``: which one is used, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+from ..errors import ConfigError, DiskFull
+from ..runs.folder import APPENDED_FILES
+from ..runs.model_files import delete_models
+from .outcome import LEAST_FREE, RunCommand, describe_disk, has_checkpoint, measure_free
+
+RECORD = ("summary.json", *APPENDED_FILES, "model_card.md", "metrics_summary.json", "round_metrics.jsonl", "job_id.txt")
+"""Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
+
+
+def is_finished(out: Path) -> bool:
+    """Return whether a result folder holds a finished run."""
+    return (out / "summary.json").is_file()
+
+
+def choose_default_folder(name: str, *, resume: bool, overwrite: bool) -> Path:
+    """Return the result folder of a run without ``--out``: ``runs/NAME``, or ``runs/NAME-2`` if that run has finished.
+
+    Args:
+        name: name of the run.
+        resume: the run is continued: the newest folder of this name is used.
+        overwrite: the first folder is used whatever it holds.
+    """
+    base = Path("runs") / name
+    if overwrite:
+        return base
+    number, folder = 1, base
+    while is_finished(folder):
+        following = base.with_name(f"{name}-{number + 1}")
+        if resume and not following.exists():
+            return folder
+        number, folder = number + 1, following
+    return folder
+
+
+def prepare_result_folder(command: RunCommand, *, resume: bool, overwrite: bool, is_deployed: bool) -> Path:
+    """Create the result folder and return its absolute path.
+
+    Args:
+        command: the user's command, with the result folder.
+        resume: the run that the folder holds is continued.
+        overwrite: the run that the folder holds is deleted.
+        is_deployed: the run's state is kept at a server, which resumes the job by itself.
+
+    Raises:
+        ConfigError: the folder cannot be written, or it holds a run that would be lost.
+        DiskFull: its disk has too little space.
+    """
+    out = command.out
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: this is a file; choose a folder, or a name that does not exist")
+    if not resume and not overwrite:
+        _check_for_a_run(command, is_deployed=is_deployed)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(bytes(100_000))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(describe_disk(out, measure_free(out))) from error
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
+    _check_space(out)
+    if overwrite and not resume:
+        delete_record(out)
+    return out.resolve()
+
+
+def delete_record(out: Path) -> None:
+    """Delete the record and the models of an earlier run, so that nothing of it is taken for the new one's."""
+    delete_models(out)
+    for name in RECORD:
+        (out / name).unlink(missing_ok=True)
+
+
+def _check_for_a_run(command: RunCommand, *, is_deployed: bool) -> None:
+    out = command.out
+    if is_finished(out):
+        raise ConfigError(
+            f"--out {out}: holds a finished run, which would be lost. Choose another folder, or replace it: "
+            f"{command.format('--overwrite')}"
+        )
+    if not is_deployed and has_checkpoint(out):
+        raise ConfigError(
+            f"--out {out}: holds an interrupted run. Continue it from its last committed round: "
+            f"{command.format('--resume')}\nor start again from the beginning: {command.format('--overwrite')}"
+        )
+
+
+def _check_space(out: Path) -> None:
+    free = measure_free(out)
+    if free is not None and free < LEAST_FREE:
+        raise DiskFull(describe_disk(out, free))

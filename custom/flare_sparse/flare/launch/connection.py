@@ -1,0 +1,139 @@
+"""The connection of an admin to a server that may be away for a while: it is made again until the server replies."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from nvflare.fuel.flare_api.api_spec import AuthenticationError, NoConnection, SessionClosed
+from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+
+from ...errors import ConfigError
+from .ending import describe_silent_server
+
+T = TypeVar("T")
+
+LOGIN_TIMEOUT_S = 20.0
+RECONNECT_S = 300.0
+"""Seconds for which a server that stopped replying is asked again; its supervisor restarts it within seconds."""
+RETRY_S = 5.0
+# A restarted server does not know the old session: it answers that the session is closed or not authenticated.
+LOST = (NoConnection, SessionClosed, AuthenticationError)
+
+
+class ServerConnection:
+    """Runs questions to the server, and logs in again when the connection is lost.
+
+    Args:
+        kit: startup kit of an admin who may submit jobs.
+        on_line: called with a line of text when the server stops replying, and when it replies again.
+
+    Raises:
+        ConfigError: this is no admin's startup kit, or the login failed.
+    """
+
+    def __init__(self, kit: Path, on_line: Callable[[str], None] = lambda line: None):
+        self._kit, self._on_line = kit, on_line
+        self.user, self.address = _read_admin(kit)
+        self._session: Session | None = self._log_in()
+
+    def ask(self, question: Callable[[Session], T]) -> T:
+        """Return the answer to a question; while the server does not reply, connect again for ``RECONNECT_S``.
+
+        Raises:
+            JobFailed: the server has not replied for ``RECONNECT_S``.
+        """
+        lost_at: float | None = None
+        while True:
+            try:
+                if self._session is None:
+                    self._session = self._open()
+                answer = question(self._session)
+            except LOST as error:
+                self.close()
+                if lost_at is None:
+                    lost_at = time.monotonic()
+                    self._on_line(
+                        f"the server at {self.address} does not reply; trying again for {RECONNECT_S:.0f} s. "
+                        "Committed rounds are safe at the server"
+                    )
+                if time.monotonic() - lost_at >= RECONNECT_S:
+                    raise describe_silent_server(self.address, RECONNECT_S) from error
+                time.sleep(RETRY_S)
+                continue
+            if lost_at is not None:
+                self._on_line(f"the server at {self.address} replies again")
+            return answer
+
+    def close(self) -> None:
+        """Log out; a server that does not reply is left alone."""
+        session, self._session = self._session, None
+        if session is not None:
+            # Logging out of a dead server raises, and the connection is closed all the same.
+            with contextlib.suppress(Exception):
+                session.close()
+
+    def _log_in(self) -> Session:
+        try:
+            return self._open()
+        # FLARE raises several kinds of exceptions here, some without a common base class.
+        except Exception as error:
+            raise ConfigError(
+                f"{self.user} cannot log in at {self.address}: {error}. Is the server running (startup/start.sh in its "
+                "kit), and is this a kit of its project?"
+            ) from error
+
+    def _open(self) -> Session:
+        try:
+            # FLARE prints a line for every login, which would fill the screen while the server is away.
+            with contextlib.redirect_stdout(io.StringIO()):
+                return new_secure_session(self.user, str(self._kit), timeout=LOGIN_TIMEOUT_S)
+        # While a server starts, a login may fail in ways that FLARE gives no class of their own.
+        except (RuntimeError, OSError) as error:
+            raise NoConnection(str(error)) from error
+
+
+@contextmanager
+def open_connection(kit: Path, on_line: Callable[[str], None] = lambda line: None) -> Iterator[ServerConnection]:
+    """Log in at the server with an admin's startup kit; log out at the end of the block.
+
+    Raises:
+        ConfigError: this is no admin's startup kit, or the login failed.
+    """
+    connection = ServerConnection(kit, on_line)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+@contextmanager
+def open_session(kit: Path) -> Iterator[Session]:
+    """Yield one session of FLARE's own, without reconnecting.
+
+    Raises:
+        ConfigError: this is no admin's startup kit, or the login failed.
+    """
+    with open_connection(kit) as connection:
+        yield connection.ask(lambda session: session)
+
+
+def _read_admin(kit: Path) -> tuple[str, str]:
+    """Return the name of the admin and the address of the server.
+
+    Raises:
+        ConfigError: this is no admin's startup kit.
+    """
+    try:
+        admin = json.loads((kit / "startup" / "fed_admin.json").read_text(encoding="utf-8"))["admin"]
+        return str(admin["username"]), f"{admin['host']}:{admin['port']}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--kit {kit}: this is no startup kit of an admin: startup/fed_admin.json: {error!r}"
+        ) from error

@@ -1,0 +1,251 @@
+"""What the user of ``flare-sparse run`` reads: interruptions, full disks, folders that hold a run, exit codes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner, Result
+
+from flare_sparse.checkpoint.store import Store
+from flare_sparse.cli import app
+from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.tasks import TASKS
+
+EVENTS: dict[str, Any] = {}
+"""What ``CountTask`` does when a site trains for the first time in a round, by number of the call of ``loss``."""
+
+
+class CountTask(Task):
+    """Predict the sum of two numbers; ``EVENTS`` may interrupt the training."""
+
+    metric = Metric("mae", "", "min")
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        x = torch.rand(10, 2, generator=torch.Generator().manual_seed(seed))
+        return Examples(TensorDataset(x[:8], x[:8].sum(1)), TensorDataset(x[8:], x[8:].sum(1)))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        EVENTS["calls"] = EVENTS.get("calls", 0) + 1
+        if EVENTS["calls"] == EVENTS.get("at"):
+            EVENTS["do"]()
+        return nn.functional.l1_loss(model(batch[0]).squeeze(1), batch[1])
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]).squeeze(1), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mae": float((predictions - targets).abs().mean())}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration of two sites and three rounds, each of two calls of ``loss``; the current folder is empty."""
+    monkeypatch.setitem(TASKS, "count", CountTask)
+    EVENTS.clear()
+    for site in ("site-1", "site-2"):
+        (tmp_path / site).mkdir()
+    monkeypatch.chdir(tmp_path)
+    file = Path("count.yaml")
+    file.write_text(
+        "name: count\nmethod: {name: fedavg, rounds: 3, training: {lr: 0.01, batch_size: 8}}\ntask: {name: count}\n"
+        "simulator: {sites: 2, data: {path: '{site}'}}\n"
+    )
+    return file
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def run(config: Path, *options: str) -> Result:
+    return call("run", config, "--env", "local", *options)
+
+
+def follow(line: str) -> Result:
+    """Type the command at the end of a line that the terminal shows."""
+    words = shlex.split(line[line.index("flare-sparse run") :])
+    return call(*words[1:])
+
+
+def find_line(result: Result, start: str) -> str:
+    (line,) = [line for line in result.output.splitlines() if line.startswith(start)]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "code"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)]
+)
+def test_interrupted_run_says_what_is_safe_and_the_command_that_continues_it(
+    config: Path, number: int, cause: str, code: int
+) -> None:
+    whole = run(config, "--out", "whole")
+    assert whole.exit_code == 0, whole.output
+    EVENTS.update(calls=0, at=5, do=lambda: os.kill(os.getpid(), number))
+    stopped = run(config, "--seed", "0", "--set", "method.training.lr=0.01", "--out", "a folder")
+    assert stopped.exit_code == code
+    lines = stopped.output.splitlines()
+    options = "--env local --seed 0 --set method.training.lr=0.01 --out 'a folder'"
+    assert lines[2:] == [
+        f"stopped by {cause}; the processes of the run are ended",
+        "safe: round 2 is committed in a folder/checkpoints",
+        f"to go on: flare-sparse run count.yaml {options} --resume",
+    ]
+    EVENTS.clear()
+    resumed = follow(lines[-1])
+    assert resumed.exit_code == 0, resumed.output
+    digests = {json.loads((Path(out) / "summary.json").read_text())["model_sha256"] for out in ("whole", "a folder")}
+    assert len(digests) == 1
+    assert EVENTS["calls"] == 2, "only the third round is trained again"
+
+
+def test_run_interrupted_before_its_first_commit_is_started_again(config: Path) -> None:
+    EVENTS.update(at=1, do=lambda: os.kill(os.getpid(), signal.SIGINT))
+    stopped = run(config)
+    assert stopped.exit_code == 130
+    assert "safe: no round was committed yet" in stopped.output
+    assert find_line(stopped, "to go on").endswith("run count.yaml --env local --out runs/count-local")
+    EVENTS.clear()
+    assert follow(find_line(stopped, "to go on")).exit_code == 0
+
+
+def test_interrupted_run_is_not_started_again_unasked(config: Path) -> None:
+    EVENTS.update(at=5, do=lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert run(config).exit_code == 130
+    again = run(config)
+    assert again.exit_code == 2
+    assert "--out runs/count-local: holds an interrupted run. Continue it from its last committed round" in again.output
+    assert find_line(again, "or start again").endswith("--out runs/count-local --overwrite")
+    assert follow(find_line(again, "or start again")).exit_code == 0
+
+
+def test_finished_run_is_not_overwritten_unasked(config: Path) -> None:
+    assert run(config, "--out", "out").exit_code == 0
+    before = (Path("out") / "model.safetensors").read_bytes()
+    again = run(config, "--out", "out", "--seed", "9")
+    assert again.exit_code == 2
+    assert "holds a finished run, which would be lost" in again.output
+    assert (Path("out") / "model.safetensors").read_bytes() == before
+    replaced = follow(find_line(again, "--out out"))
+    assert replaced.exit_code == 0, replaced.output
+    assert json.loads((Path("out") / "summary.json").read_text())["seed"] == 9
+    assert (Path("out") / "model.safetensors").read_bytes() != before
+
+
+def test_command_without_out_can_be_repeated(config: Path) -> None:
+    for folder in ("runs/count-local", "runs/count-local-2", "runs/count-local-3"):
+        result = run(config)
+        assert result.exit_code == 0, result.output
+        assert f"model:  {Path(folder).resolve()}/model.safetensors" in result.output
+    assert "runs/count-local holds a finished run; this one is written to runs/count-local-3" in result.output
+
+
+def test_resume_without_out_continues_the_newest_folder(config: Path) -> None:
+    assert run(config).exit_code == 0
+    EVENTS.update(calls=0, at=5, do=lambda: os.kill(os.getpid(), signal.SIGINT))
+    stopped = run(config)
+    assert find_line(stopped, "to go on").endswith("--out runs/count-local-2 --resume")
+    EVENTS.clear()
+    assert run(config, "--resume").exit_code == 0
+    assert Path("runs/count-local-2/summary.json").is_file()
+
+
+def test_interrupted_replacement_leaves_nothing_of_the_run_before(config: Path) -> None:
+    assert run(config, "--out", "out").exit_code == 0
+    EVENTS.update(calls=0, at=3, do=lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert run(config, "--out", "out", "--overwrite").exit_code == 130
+    left = {path.name for path in Path("out").iterdir()}
+    assert not left & {"summary.json", "model.safetensors", "model_card.md"}
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("count.yaml", "--out count.yaml: this is a file; choose a folder"),
+        ("count.yaml/below", "--out count.yaml/below: cannot be written (Not a directory); choose another folder"),
+        ("/proc/out", "--out /proc/out: cannot be written (No such file or directory); choose another folder"),
+    ],
+)
+def test_folder_that_cannot_be_written_is_refused_before_anything_starts(config: Path, out: str, message: str) -> None:
+    result = run(config, "--out", out)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not EVENTS
+
+
+def test_full_disk_is_named_before_anything_starts(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    result = run(config, "--out", "out")
+    assert result.exit_code == 1
+    assert "E_DISK" in result.output
+    assert "is full: 4,096 bytes free for out. Free some space, or choose another --out" in result.output
+    assert not EVENTS
+
+
+def test_disk_that_fills_up_is_named_with_the_command_that_goes_on(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, saved = Store.save, []
+
+    def fill_up(store: Store, number: int, content: Any, also_keep: int | None = None) -> None:
+        saved.append(number)
+        if len(saved) == 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(store, number, content, also_keep)
+
+    monkeypatch.setattr(Store, "save", fill_up)
+    result = run(config, "--out", "out")
+    assert result.exit_code == 1
+    assert "error E_DISK" in result.output
+    assert "safe: round 2 is committed in out/checkpoints" in result.output
+    monkeypatch.undo()
+
+
+def test_exit_code_tells_that_a_site_contributed_to_no_round(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {
+        "site-1": {"asked": 3, "contributed": 3, "missed": {}},
+        "site-2": {"asked": 3, "contributed": 0, "missed": {"E_DATA": 3}},
+    }
+
+    def run_partly(env: str, config: Any, file: Path, out: Path, console: Any, **options: Any) -> dict[str, Any]:
+        return {
+            "name": "count", "method": "fedavg", "note": "", "rounds": 3, "seconds": 1.0, "model_sha256": "0" * 64,
+            "metric": {"name": "mae", "unit": ""}, "best": {"round": -1}, "sites": ["site-1", "site-2"],
+            "final": {"sites": {"site-1": {"mae": 1.0, "test_examples": 2.0}}, "metrics": {"mae": 1.0}},
+            "traffic": {way: dict.fromkeys(("payload_bytes", "dense_bytes", "floor_bytes", "messages"), 1)
+                        for way in ("down", "up")},
+            "contributions": parts, "events": [],
+        }  # fmt: skip
+
+    # The package's attribute ``run`` is the command, not its module.
+    monkeypatch.setattr(sys.modules["flare_sparse.cli.run"], "run_in_environment", run_partly)
+    result = run(config)
+    assert result.exit_code == 3
+    lines = result.output.splitlines()
+    assert lines[-2] == "contributed: site-1 3/3, site-2 0/3 (E_DATA 3)"
+    assert lines[-1].startswith(
+        "warning: the model was trained without site-2: no contribution in any round (exit code 3)"
+    )
+    parts["site-2"] = {"asked": 3, "contributed": 1, "missed": {"timed_out": 2}}
+    assert run(config, "--overwrite").exit_code == 0
+
+
+def test_help_of_run_documents_the_exit_codes() -> None:
+    text = " ".join(call("run", "--help").output.split())
+    assert "3: finished, but a site contributed to no round" in text
+    assert "130: stopped by Ctrl-C" in text

@@ -1,0 +1,110 @@
+"""The last lines and the tables of a finished run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flare_sparse.cli import app
+from flare_sparse.cli.summary import describe_contributions, find_absent_sites, find_idle_sites, show_result
+from flare_sparse.runs.progress import format_progress
+
+ROUNDS = {"asked": 3, "contributed": 3, "missed": {}}
+
+
+def build_summary(contributions: dict[str, Any], figures: dict[str, Any], **others: Any) -> dict[str, Any]:
+    sites = sorted({*contributions, *figures})
+    traffic = dict.fromkeys(("payload_bytes", "dense_bytes", "floor_bytes", "messages"), 0)
+    return {
+        "name": "brains", "method": "fedavg", "note": "", "rounds": 3, "seconds": 1.0, "model_sha256": "0" * 64,
+        "metric": {"name": "mae", "unit": "years"}, "best": {"round": -1}, "sites": sites,
+        "final": {"sites": figures, "metrics": {"mae": 1.0, "test_examples": 4.0}},
+        "traffic": {"down": traffic, "up": traffic}, "contributions": contributions, **others,
+    }  # fmt: skip
+
+
+def test_contributions_name_every_site_with_rounds_and_reasons() -> None:
+    summary = build_summary(
+        {
+            "site-1": ROUNDS,
+            "site-2": {"asked": 2, "contributed": 0, "missed": {"quarantined": 1, "E_DATA": 2}},
+            "site-3": {"asked": 3, "contributed": 1, "missed": {"timed_out": 2}},
+            "target": {"asked": 0, "contributed": 0, "missed": {}},
+        },
+        {},
+    )
+    first, *_ = describe_contributions(summary)
+    assert first == (
+        "contributed: site-1 3/3, site-2 0/3 (E_DATA 2, quarantined 1), site-3 1/3 (timed_out 2), target (never asked)"
+    )
+    assert find_idle_sites(summary) == ["site-2"]
+
+
+def test_events_are_shown_before_the_warning() -> None:
+    event = {"round": 2, "site": "site-1", "event": "checkpoint_damaged", "detail": "checkpoint 2 is damaged"}
+    lines = describe_contributions(build_summary({"site-1": ROUNDS}, {"site-1": {"mae": 1.0}}, events=[event]))
+    assert lines == ["contributed: site-1 3/3", "note: round 2, site-1: checkpoint 2 is damaged"]
+
+
+def test_site_without_figures_is_idle_where_the_method_has_no_other_round() -> None:
+    never = {"asked": 0, "contributed": 0, "missed": {}}
+    summary = build_summary({"site-1": never, "site-2": never}, {"site-1": {"mae": 1.0}})
+    assert find_idle_sites(summary) == ["site-2"]
+    assert find_idle_sites(build_summary({}, {})) == [], "a record without counts"
+
+
+def test_sites_without_a_figure_of_the_final_model_keep_their_row_and_its_reason(tmp_path: Path) -> None:
+    names = ("site-1", "site-2", "site-3", "site-4", "site-5")
+    summary = build_summary(dict.fromkeys(names, ROUNDS), {"site-1": {"mae": 1.25, "test_examples": 4.0}})
+    last = {
+        "sites_contributed": ["site-1", "site-2"],
+        "timed_out": ["site-3"],
+        "rejected": {"site-4": "E_FINITE"},
+        "excluded": {"site-5": "E_HELLO: site 'site-5' is excluded: ..."},
+    }
+    absent = find_absent_sites(summary, last)
+    assert absent == {
+        "site-2": "no test examples", "site-3": "did not reply", "site-4": "E_FINITE", "site-5": "E_HELLO"
+    }  # fmt: skip
+    (tmp_path / "rounds.jsonl").write_text('{"sites_contributed": ["site-1", "site-2"]}\n')
+    rows = [line.split("│")[1:4] for line in show(summary, tmp_path).splitlines() if line.startswith("│ site-")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["site-1", "1.250", "4"],
+        ["site-2", "-", "no test examples"],
+    ]
+
+
+def test_names_are_not_cut_at_80_columns(tmp_path: Path) -> None:
+    site = "a-hospital-with-a-long-name-" * 3
+    text = show(build_summary({site: ROUNDS}, {site: {"mae": 1.0, "test_examples": 4.0}}), tmp_path)
+    cells = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
+    assert site in "".join(cells)
+    assert "…" not in text
+
+
+def show(summary: dict[str, Any], out: Path) -> str:
+    screen = io.StringIO()
+    show_result(Console(file=screen, width=80, soft_wrap=True), summary, out)
+    return screen.getvalue()
+
+
+def test_round_names_every_site_without_a_contribution_and_its_reason() -> None:
+    line = {
+        "round": 2, "rounds": 3, "kind": "train", "sites_contributed": ["site-1"], "sites_asked": ["site-1", "site-2"],
+        "metrics": {}, "metric": "mae", "unit": "", "bytes_up": 1, "bytes_down": 1, "dense_bytes": 0, "seconds": 1.0,
+        "rejected": {"site-2": "E_DATA"}, "timed_out": ["site-3"], "quarantined": ["site-4"],
+        "excluded": {"site-5": "E_CAP: site 'site-5' is excluded: ..."},
+    }  # fmt: skip
+    assert format_progress(line).endswith(
+        "rejected: site-2 E_DATA  excluded: site-5 E_CAP  did not reply: site-3  in quarantine: site-4"
+    )
+
+
+def test_setting_names_are_not_cut_at_80_columns() -> None:
+    result = CliRunner().invoke(app, ["methods", "metagater"], env={"COLUMNS": "80", "TERM": "dumb"})
+    assert "method.training.batch_size " in result.output
+    assert "…" not in result.output

@@ -1,0 +1,273 @@
+"""The command that follows a job: what it asks the server, what it prints, and how it outlives a dead server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from nvflare.fuel.flare_api.api_spec import AuthenticationError, JobNotFound, JobNotRunning, NoConnection, SessionClosed
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.flare.controller import READY, RESULTS, STATS
+from flare_sparse.flare.launch import connection as connection_module
+from flare_sparse.flare.launch import following, submission
+from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, ServerConnection
+from flare_sparse.flare.launch.ending import JobFailed
+from flare_sparse.flare.launch.following import JobFollower, is_lost
+
+LINE = "round {}/9  3/3 sites  4.0 kB  1.0 s"
+
+
+class FakeServer:
+    """A FLARE server whose job goes through ``script``: each poll of the status takes the next step.
+
+    A step is a status, or an exception that every request raises until the next login.
+    """
+
+    def __init__(self, *script: str | type[Exception], log: str = READY, rounds: int = 0, started: float = 1.0):
+        self.script: Iterator[str | type[Exception]] = iter(script)
+        self.log, self.started, self.running = log, started, True
+        self.rounds = [LINE.format(number) for number in range(1, rounds + 1)]
+        self.requests: list[str] = []
+        self.failure: type[Exception] | None = None
+
+    def log_in(self, *_arguments: Any, **_options: Any) -> FakeServer:
+        self.requests.append("login")
+        self.failure = None
+        return self
+
+    def close(self) -> None:
+        self.requests.append("logout")
+
+    def get_job_status(self, job: str) -> str:
+        assert job == "J"
+        if self.failure is None:
+            step = next(self.script)
+            if isinstance(step, str):
+                return step
+            self.failure = step
+        raise self.failure("cannot connect to server")
+
+    def get_job_meta(self, job: str) -> dict[str, Any]:
+        return {"job_id": job, "status": "RUNNING", "submit_time": 2.0}
+
+    def get_job_logs(self, job: str, target: str) -> dict[str, Any]:
+        assert (job, target) == ("J", "server")
+        self.requests.append("log")
+        return {"logs": {"server": self.log}}
+
+    def show_stats(self, job: str, target: str) -> dict[str, Any]:
+        assert (job, target) == ("J", "server")
+        self.requests.append("stats")
+        if not self.running:
+            raise JobNotRunning(f"job {job} is not running")
+        return {"server": {STATS: {"rounds": self.rounds}}}
+
+    def get_system_info(self) -> Any:
+        jobs = [SimpleNamespace(job_id="J")] if self.running else []
+        return SimpleNamespace(server_info=SimpleNamespace(start_time=self.started), job_info=jobs)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that sleeping moves on."""
+    time = SimpleNamespace(now=0.0)
+    fake = SimpleNamespace(monotonic=lambda: time.now, sleep=lambda s: setattr(time, "now", time.now + s))
+    for module in (connection_module, following, submission):
+        monkeypatch.setattr(module, "time", fake)
+    return time
+
+
+def connect(server: FakeServer, monkeypatch: pytest.MonkeyPatch, folder: Path, lines: list[str]) -> ServerConnection:
+    (folder / "startup").mkdir()
+    admin = {"admin": {"username": "lead", "host": "centre", "port": 8003}}
+    (folder / "startup" / "fed_admin.json").write_text(json.dumps(admin))
+    monkeypatch.setattr(connection_module, "new_secure_session", server.log_in)
+    return ServerConnection(folder, lines.append)
+
+
+def follow(server: FakeServer, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[str | JobFailed, list[str]]:
+    lines: list[str] = []
+    follower = JobFollower(connect(server, monkeypatch, folder, lines), "J", lines.append)
+    try:
+        return follower.follow(), lines
+    except JobFailed as error:
+        return error, lines
+
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+
+def test_statistics_are_read_only_after_the_job_has_logged_its_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """FLARE calls a job RUNNING seconds before its process can answer; each question until then is a traceback."""
+    server = FakeServer("SUBMITTED", "RUNNING", "RUNNING", "RUNNING", "FINISHED:COMPLETED", log="")
+    monkeypatch.setattr(server, "get_job_logs", reveal_after(2, server))
+    status, _ = follow(server, monkeypatch, tmp_path)
+    assert status == "FINISHED:COMPLETED"
+    assert server.requests == ["login", "log", "log", "log", "stats"]
+
+
+def reveal_after(count: int, server: FakeServer) -> Any:
+    """Return a ``get_job_logs`` whose log holds the start after ``count`` requests."""
+
+    def get_job_logs(job: str, target: str) -> dict[str, Any]:
+        server.requests.append("log")
+        return {"logs": {"server": READY} if server.requests.count("log") > count else {}}
+
+    return get_job_logs
+
+
+def test_statistics_are_read_once_the_log_stays_silent_for_a_minute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = FakeServer(*["RUNNING"] * 40, "FINISHED:COMPLETED", log="", rounds=2)
+    _, lines = follow(server, monkeypatch, tmp_path)
+    assert server.requests.count("log") == 32
+    assert lines[-3:-1] == [LINE.format(1), LINE.format(2)] or LINE.format(2) in lines
+
+
+@pytest.mark.parametrize("failure", [NoConnection, SessionClosed, AuthenticationError])
+def test_server_that_comes_back_is_followed_on(
+    failure: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = FakeServer("RUNNING", failure, "RUNNING", "FINISHED:COMPLETED", rounds=1)
+    status, lines = follow(server, monkeypatch, tmp_path)
+    assert status == "FINISHED:COMPLETED"
+    assert lines == [
+        LINE.format(1),
+        "job J: running",
+        "the server at centre:8003 does not reply; trying again for 300 s. Committed rounds are safe at the server",
+        "the server at centre:8003 replies again",
+        "job J: finished:completed",
+    ]
+
+
+def test_server_that_stays_away_ends_the_command_with_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    server = FakeServer("RUNNING", NoConnection)
+    log_in = server.log_in
+
+    def refuse(*arguments: Any, **options: Any) -> FakeServer:
+        if clock.now > 0:
+            raise RuntimeError("cannot connect to server")
+        return log_in(*arguments, **options)
+
+    monkeypatch.setattr(server, "log_in", refuse)
+    error, lines = follow(server, monkeypatch, tmp_path)
+    assert isinstance(error, JobFailed)
+    assert str(error) == "the server at centre:8003 has not replied for 300 s"
+    assert error.is_at_server
+    assert RECONNECT_S <= clock.now < RECONNECT_S + 2 * RETRY_S
+    assert len([line for line in lines if "does not reply" in line]) == 1
+
+
+def test_job_that_died_with_its_server_is_recognised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = FakeServer("RUNNING", "RUNNING", "RUNNING", started=3.0)
+    server.running = False
+    error, _ = follow(server, monkeypatch, tmp_path)
+    assert "the server was restarted, and job J died with it" in str(error)
+
+
+def test_job_that_is_about_to_end_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = FakeServer("RUNNING", "RUNNING", "FINISHED:COMPLETED", started=1.0)
+    server.running = False
+    assert follow(server, monkeypatch, tmp_path)[0] == "FINISHED:COMPLETED"
+
+
+@pytest.mark.parametrize(
+    ("meta", "started", "running", "lost"),
+    [
+        ({"status": "RUNNING", "submit_time": 2.0}, 3.0, False, True),
+        ({"status": "RUNNING", "submit_time": 2.0}, 1.0, False, False),
+        ({"status": "RUNNING", "submit_time": 2.0}, 3.0, True, False),
+        ({"status": "SUBMITTED", "submit_time": 2.0}, 3.0, False, False),
+        ({"status": "RUNNING"}, 3.0, False, False),
+    ],
+)
+def test_job_is_lost_if_its_server_started_later_and_does_not_run_it(
+    meta: dict[str, Any], started: float, running: bool, lost: bool
+) -> None:
+    server = FakeServer(started=started)
+    server.running = running
+    assert is_lost(server, {"job_id": "J", **meta}) is lost
+
+
+def test_site_that_is_silent_twice_in_a_row_gets_a_hint_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines: list[str] = []
+    follower = JobFollower(connect(FakeServer(), monkeypatch, tmp_path, lines), "J", lines.append)
+    for silent in ("site-2", "site-1, site-2", "site-2"):
+        follower.show(f"round 1/9  1/3 sites  60.0 s  did not reply: {silent}")
+    hints = [line for line in lines if "does not rejoin" in line]
+    assert len(hints) == 1
+    assert hints[0].startswith("site-2 did not reply in 2 rounds.")
+    assert follower.num_shown == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "running", "started", "is_followed", "job", "aborted"),
+    [
+        ("RUNNING", True, 1.0, True, "J", False),  # still at the server: follow it
+        ("RUNNING", True, 1.0, False, None, True),  # a second process of one job is refused: end the first
+        ("RUNNING", False, 3.0, True, None, False),  # died with its server: submit again
+        ("RUNNING", False, 3.0, False, None, False),
+        ("FINISHED:COMPLETED", False, 1.0, True, "J", False),  # its result was not downloaded yet
+        ("FINISHED:COMPLETED", False, 1.0, False, None, False),
+        ("FINISHED:EXECUTION_EXCEPTION", False, 1.0, True, "J", False),  # died after its last round: it has a result
+        ("FINISHED:ABNORMAL", False, 1.0, True, None, False),
+        ("unknown", False, 1.0, True, None, False),  # another server, or the job was deleted
+    ],
+)
+def test_one_command_covers_every_state_of_the_job_before(
+    status: str,
+    running: bool,
+    started: float,
+    is_followed: bool,
+    job: str | None,
+    aborted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    server = FakeServer("RUNNING", "FINISHED:ABORTED", started=started)
+    ended: list[str] = []
+    server.running = running
+
+    def get_job_meta(job: str) -> dict[str, Any]:
+        if status == "unknown":
+            raise JobNotFound(job)
+        return {"job_id": job, "status": status, "submit_time": 2.0}
+
+    monkeypatch.setattr(server, "get_job_meta", get_job_meta)
+
+    def download(job: str, folder: str) -> str:
+        record = Path(folder) / job / "workspace" / "app_server" / RESULTS
+        record.mkdir(parents=True)
+        if status != "FINISHED:ABNORMAL":
+            (record / "summary.json").touch()
+        return str(Path(folder) / job)
+
+    monkeypatch.setattr(server, "download_job_result", download, raising=False)
+    monkeypatch.setattr(server, "abort_job", ended.append, raising=False)
+    lines: list[str] = []
+    connection = connect(server, monkeypatch, tmp_path, lines)
+    assert submission._find_job(connection, tmp_path, lines.append, is_followed=is_followed) is None, "no job yet"
+    (tmp_path / submission.JOB_FILE).write_text("J\n")
+    assert submission._find_job(connection, tmp_path, lines.append, is_followed=is_followed) == job
+    assert (ended == ["J"]) is aborted
+
+
+def test_login_that_fails_names_admin_server_and_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = FakeServer()
+
+    def refuse(*_arguments: Any, **_options: Any) -> FakeServer:
+        raise NoConnection("cannot connect to server")
+
+    monkeypatch.setattr(server, "log_in", refuse)
+    with pytest.raises(ConfigError, match=r"lead cannot log in at centre:8003: .*startup/start\.sh"):
+        connect(server, monkeypatch, tmp_path, [])

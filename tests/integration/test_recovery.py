@@ -1,0 +1,138 @@
+"""What the lead reads and types when a provisioned federation fails: one command goes on in every case."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flare_sparse.cli.local import run_config_locally
+from flare_sparse.config import load_config
+
+ROOT = Path(__file__).parents[2]
+ROUNDS = 300
+
+
+def find_free_ports() -> tuple[int, int]:
+    with socket.create_server(("localhost", 0)) as first, socket.create_server(("localhost", 0)) as second:
+        return first.getsockname()[1], second.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A provisioned federation whose processes can be killed."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "faults"))
+    from kills.federation import Federation, wait_for
+
+    folder = tmp_path_factory.mktemp("recovery")
+    federation = Federation(folder, find_free_ports())
+    federation.prepare()
+    try:
+        federation.start()
+        wait_for(federation.is_connected, 120, "all sites connected", every=1)
+        yield federation
+    finally:
+        federation.stop()
+        sys.path.remove(str(ROOT / "benchmarks" / "faults"))
+
+
+class Terminal:
+    """A ``flare-sparse`` command that runs beside the test, and the lines that it has printed."""
+
+    def __init__(self, words: list[str], folder: Path, environment: dict[str, str]):
+        self._file = folder / "terminal.txt"
+        program = "from flare_sparse.cli import app; app()"
+        with self._file.open("w") as screen:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program, *words], stdout=screen, stderr=screen, env=environment, cwd=folder
+            )
+
+    def wait_for(self, text: str, seconds: float = 300) -> None:
+        """Wait until the terminal shows a text."""
+        end = time.monotonic() + seconds
+        while text not in self._file.read_text():
+            assert self._process.poll() is None, self._file.read_text()
+            if time.monotonic() > end:
+                self._process.kill()
+                self._process.wait()
+                pytest.fail(f"{text!r} is not shown after {seconds:.0f} s:\n{self._file.read_text()}")
+            time.sleep(0.1)
+
+    def interrupt(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+
+    def finish(self, seconds: float = 600) -> tuple[int, str]:
+        """Return exit code and text of the ended command."""
+        return self._process.wait(seconds), self._file.read_text()
+
+
+def read_command(text: str) -> list[str]:
+    """Return the words after ``flare-sparse`` of the one command that the last line of the terminal shows."""
+    line = text.splitlines()[-1]
+    return shlex.split(line[line.index("flare-sparse run") :])[1:]
+
+
+@pytest.mark.long
+def test_one_command_goes_on_after_ctrl_c_a_dead_job_and_a_dead_server(federation: Any, tmp_path: Path) -> None:
+    from kills.federation import ADMIN, JOBS, PARENTS, SERVER
+
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        f"name: recovery\nseed: 3\nmethod: {{name: topk_ef, rounds: {ROUNDS}, training: {{lr: 0.01}}}}\n"
+        "task: {name: mortality, medications: 3, model: {name: mlp, hidden: [8]}}\n"
+        "federation: {min_sites: 3, task_timeout_s: 60}\n"
+        f"simulator: {{sites: 3, data: {{path: '{federation.folder}/{{site}}.csv'}}}}\n"
+    )
+    kit = federation.kits / ADMIN
+
+    def type_command(words: list[str]) -> Terminal:
+        return Terminal(words, tmp_path, federation.environment)
+
+    # Ctrl-C: the job continues at the server, and the command follows it again.
+    terminal = type_command(["run", str(file), "--env", "prod", "--kit", str(kit), "--out", "out"])
+    terminal.wait_for(f"round 2/{ROUNDS}")
+    terminal.interrupt()
+    code, text = terminal.finish()
+    assert code == 130, text
+    assert "stopped by Ctrl-C; the job itself continues at the server" in text
+    assert "is committed at the server" in text
+    words = read_command(text)
+    assert words[-1] == "--resume"
+
+    # The server's job process dies: the cause is named, and the same command submits the job again.
+    terminal = type_command(words)
+    terminal.wait_for("still at the server; following it")
+    terminal.wait_for(f"round 4/{ROUNDS}")
+    federation.kill(federation.list_processes(SERVER, JOBS[SERVER]))
+    code, text = terminal.finish()
+    assert (code, "Traceback" in text) == (1, False), text
+    assert "a process of the job died, at the server or at a site: killed, or out of memory" in text
+    assert "refused" not in text
+    assert read_command(text) == words
+
+    # The server dies with its job: its supervisor restarts it, and the command notices that the job is lost.
+    terminal = type_command(words)
+    terminal.wait_for(f"round 6/{ROUNDS}")
+    federation.kill(
+        [*federation.list_processes(SERVER, PARENTS[SERVER]), *federation.list_processes(SERVER, JOBS[SERVER])]
+    )
+    code, text = terminal.finish()
+    assert (code, "Traceback" in text) == (1, False), text
+    assert "does not reply; trying again for 300 s" in text
+    assert "the server was restarted, and job" in text
+    assert read_command(text) == words
+
+    terminal = type_command(words)
+    code, text = terminal.finish()
+    assert code == 0, text
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["model_sha256"] == run_config_locally(load_config(file), file, tmp_path / "local")["model_sha256"]
