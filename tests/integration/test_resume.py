@@ -132,3 +132,26 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path) -> None:
         command("run", file, "--env", "local", "--out", out, "--resume"), check=False, capture_output=True, text=True
     )
     assert "holds no checkpoint" in " ".join((again.stdout + again.stderr).split())
+
+
+def test_simulator_continues_a_finished_run_of_any_environment(tmp_path: Path) -> None:
+    """Four rounds in this process and four more in the simulator are eight at once; residuals lie at the sites."""
+    file = configuration(tmp_path / "config", METHODS["topk_ef"])
+    short, long, whole = tmp_path / "short", tmp_path / "long", tmp_path / "whole"
+    for arguments in (
+        ("--env", "local", "--rounds", 4, "--out", short),
+        ("--env", "sim", "--continue-from", short, "--out", long),
+        ("--env", "local", "--out", whole),
+    ):
+        subprocess.run(command("run", file, *arguments), check=True, capture_output=True)
+    assert read_summary(long)["model_sha256"] == read_summary(whole)["model_sha256"]
+    assert read_rounds(long) == read_rounds(whole)
+    # Messages of the finished run carry its run id.
+    ledgers = [(out / "ledger.jsonl").read_text() for out in (short, long, whole)]
+    ids = [read_summary(out)["run"] for out in (short, long, whole)]
+    assert ledgers[1].replace(ids[0], ids[2]).replace(ids[1], ids[2]) == ledgers[2]
+    # The simulator's run can itself be continued.
+    subprocess.run(
+        command("run", file, "--env", "sim", "--rounds", 9, "--continue-from", long), check=True, capture_output=True
+    )
+    assert read_summary(tmp_path / "long-9")["rounds"] == 9

@@ -112,12 +112,18 @@ class Store:
         Raises:
             CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
         """
+        self._write(number, self._build_files(content))
+        for outdated in self.list_numbers()[: -self.keep]:
+            if outdated != also_keep:
+                shutil.rmtree(self.folder / f"{outdated:08d}", ignore_errors=True)
+
+    def _write(self, number: int, files: Mapping[str, bytes]) -> None:
         unfinished = self.folder / f".{number:08d}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            for name, data in self._build_files(content).items():
+            for name, data in files.items():
                 write_new_file(unfinished / name, data)
             # The names of the files must be on disk before the rename makes the checkpoint visible.
             sync_to_disk(unfinished)
@@ -129,9 +135,6 @@ class Store:
                 f"{self.folder}: the checkpoint could not be written: {error.strerror or error}. Earlier "
                 "checkpoints are intact"
             ) from error
-        for outdated in self.list_numbers()[: -self.keep]:
-            if outdated != also_keep:
-                shutil.rmtree(self.folder / f"{outdated:08d}", ignore_errors=True)
 
     def _build_files(self, content: Any) -> dict[str, bytes]:
         tensors: dict[str, Tensor] = {}
@@ -143,7 +146,7 @@ class Store:
             "tensors": hashlib.sha256(data).hexdigest(),
             "content": packed,
         }
-        return {TENSORS: data, MANIFEST: json.dumps({**manifest, "sha256": _compute_digest(manifest)}).encode()}
+        return {TENSORS: data, MANIFEST: _dump_manifest(manifest)}
 
     def load(self, kind: Any, below: int | None = None) -> tuple[int, Any] | None:
         """Return number and content of the newest undamaged checkpoint; None if there is none.
@@ -171,6 +174,27 @@ class Store:
             tensors = safetensors.torch.load((self.folder / f"{number:08d}" / TENSORS).read_bytes())
             return number, unpack(manifest["content"], kind, tensors)
         return None
+
+    def find_newest(self, below: int | None = None) -> int | None:
+        """Return the number of the newest undamaged checkpoint, which may belong to another run; None without one."""
+        numbers = [number for number in reversed(self.list_numbers()) if below is None or number < below]
+        return next((n for n in numbers if self._read_manifest(self.folder / f"{n:08d}") is not None), None)
+
+    def copy_newest(self, target: Store) -> int | None:
+        """Copy the newest undamaged checkpoint to the store of another run, which owns the copy.
+
+        Returns:
+            Number of the checkpoint; None if there is none.
+
+        Raises:
+            CheckpointError: the copy could not be written.
+        """
+        number = self.find_newest()
+        if number is not None:
+            folder = self.folder / f"{number:08d}"
+            manifest = {**(self._read_manifest(folder) or {}), "belongs": target.identity}
+            target._write(number, {TENSORS: (folder / TENSORS).read_bytes(), MANIFEST: _dump_manifest(manifest)})
+        return number
 
     def check(self) -> None:
         """Raise unless the newest undamaged checkpoint belongs to this run.
@@ -270,6 +294,11 @@ def iterate_differences(saved: Any, current: Any, path: str = "") -> Iterator[st
             yield from iterate_differences(saved.get(name), current.get(name), f"{path}.{name}".strip("."))
     elif saved != current:
         yield f"{path}: {saved!r} in the checkpoint, {current!r} now"
+
+
+def _dump_manifest(manifest: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest, with its own checksum."""
+    return json.dumps({**manifest, "sha256": _compute_digest(manifest)}).encode()
 
 
 def _compute_digest(manifest: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from ..config import RunConfig, dump_config, load_task, load_user_task_class
 from ..data.source import write_site_files
 from ..errors import ConfigError
 from ..report.card import write_card
+from ..runs.continuation import keep_final_checkpoints
 from ..runs.progress import format_progress
 from ..runs.results import RunResult
 from ..task import SiteData
@@ -193,7 +193,7 @@ def _complete_record(config: RunConfig, file: Path, out: Path, summary: dict[str
     (out / "config.yaml").write_text(dump_config(config))
     write_card(RunResult.read(out))
     # Last: until here --resume can continue the run; a finished run cannot be resumed.
-    shutil.rmtree(out / FOLDER, ignore_errors=True)
+    keep_final_checkpoints(out / FOLDER)
     return summary
 
 

@@ -16,6 +16,7 @@ from ..errors import format_site_error
 from ..federation import RoundRecord
 from ..local.run import run_locally
 from ..report.card import write_card
+from ..runs.continuation import keep_final_checkpoints
 from ..runs.folder import RunFolder, build_run_facts
 from ..runs.progress import format_progress
 from ..runs.results import RunResult
@@ -98,7 +99,7 @@ def run_config_locally(
     copy_user_module(user_task_class, out)
     write_card(RunResult.read(out))
     # Last: until here --resume can continue a run that was cut short; a finished run cannot be resumed.
-    shutil.rmtree(checkpoints, ignore_errors=True)
+    keep_final_checkpoints(checkpoints)
     return summary
 
 

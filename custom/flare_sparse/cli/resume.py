@@ -1,4 +1,4 @@
-"""Checkpoints of ``flare-sparse run``: the folder ``checkpoints`` in the result folder, and ``--resume``."""
+"""Checkpoints of ``flare-sparse run`` in the result folder, ``--resume`` and ``--continue-from``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,62 @@ from typing import Annotated
 
 import typer
 
-from ..assemble import Assembly, open_checkpoints
+from ..assemble import Assembly, assemble, open_checkpoints
 from ..checkpoint.store import Store
-from ..config import RunConfig
+from ..config import RunConfig, load_task
 from ..endpoints.server import SERVER
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
+from ..runs.continuation import FINAL, copy_key_contexts, prepare_continuation
+from .keys import FOLDER as KEYS
 
 FOLDER = "checkpoints"
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue an interrupted run in the same --out from its last committed round")
 ]
+
+ContinueFrom = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN",
+        help="Continue a finished run, given by its result folder, up to the larger total of --rounds; the result is "
+        "that of a run with all rounds at once. RUN is not changed. Default of --out then: RUN-ROUNDS. Not for --env "
+        "prod, and not for methods whose schedule depends on the number of rounds",
+    ),
+]
+
+
+def continue_run(run: Path, config: RunConfig, file: Path, out: Path | None, env: str, *, resume: bool) -> Path:
+    """Prepare the result folder of a longer run with the last checkpoints of a finished one; return the folder.
+
+    Args:
+        run: result folder of the finished run.
+        config: configuration of the longer run.
+        file: where it was read from.
+        out: result folder of the longer run; None: beside ``run``, named after the number of rounds.
+        env: environment of the longer run.
+        resume: whether --resume was given.
+
+    Raises:
+        ConfigError: the run cannot be continued with these settings, or in this environment.
+        CheckpointError: a checkpoint could not be written.
+    """
+    if resume:
+        raise ConfigError(
+            "--resume and --continue-from exclude each other: --continue-from starts a longer run from a finished one, "
+            "--resume goes on with that longer run after an interruption"
+        )
+    if env == "prod" or (env == "poc" and config.encrypted):
+        reason = "the server deletes its checkpoints" if env == "prod" else "every federation has new keys"
+        raise ConfigError(
+            f"--continue-from does not apply to --env {env}, where {reason} after a run. Start a run of "
+            f"{config.method.config.rounds} rounds without --continue-from"
+        )
+    run = run.resolve()
+    folder = (out or run.with_name(f"{run.name}-{config.method.config.rounds}")).resolve()
+    prepare_continuation(run, config, assemble(config, load_task(config, file.parent)), folder, FOLDER)
+    if config.encrypted:
+        copy_key_contexts(run / KEYS, folder / KEYS)
+    return folder
 
 
 def prepare_checkpoints(config: RunConfig, assembly: Assembly, out: Path, *, resume: bool) -> Path:
@@ -29,6 +75,7 @@ def prepare_checkpoints(config: RunConfig, assembly: Assembly, out: Path, *, res
     root = out / FOLDER
     if not resume:
         shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(out / FINAL, ignore_errors=True)
         return root
     store = open_checkpoints(config.job, assembly, root, SERVER)
     if store.list_numbers():

@@ -17,7 +17,7 @@ from .environments import run_in_environment
 from .options import ConfigFile, Overrides, load_with_options
 from .outcome import Env, RunCommand, explain_outcome
 from .result_folder import choose_default_folder, prepare_result_folder
-from .resume import Resume
+from .resume import ContinueFrom, Resume, continue_run
 from .summary import PARTIAL, find_idle_sites, show_result
 
 
@@ -53,6 +53,7 @@ def run(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the finished or interrupted run that the result folder holds")
     ] = False,
+    continue_from: ContinueFrom = None,
     set_: Overrides = None,
 ) -> None:
     """Run a job, show a line for each round, and write model and record to the result folder.
@@ -74,12 +75,18 @@ def run(
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --resume
 
+        flare-sparse run runs/fedavg_brain_age/config.yaml --rounds 30 --continue-from runs/fedavg_brain_age
+
         flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
     _check_options(env, sites=sites, resume=resume, overwrite=overwrite, kit=kit, byoc=byoc)
     resolved = load_with_options(config, sites, rounds, seed, set_)
     name = f"{resolved.name}-local" if env == "local" else resolved.name
-    chosen = out or choose_default_folder(name, resume=resume, overwrite=overwrite)
+    if continue_from is not None:
+        chosen = continue_run(continue_from, resolved, config, out, env, resume=resume)
+        resume = True
+    else:
+        chosen = out or choose_default_folder(name, resume=resume, overwrite=overwrite)
     options = {"env": env, "kit": kit, "byoc": byoc, "sites": sites, "rounds": rounds, "seed": seed}
     command = RunCommand(config, chosen, options, tuple(set_ or ()))
     folder = prepare_result_folder(command, resume=resume, overwrite=overwrite, is_deployed=env == "prod")

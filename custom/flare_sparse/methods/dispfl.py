@@ -158,6 +158,11 @@ class DisPFL(Method[Config, State]):
         """Return one model for all: for each entry, the average over the sites that hold it."""
         return Patch.from_vector(*state.average(state.owners))
 
+    def find_continuation_blocker(self, rounds: int) -> str | None:
+        if self.config.initial_drop_fraction == 0:
+            return None
+        return "the share of entries that every round drops and regrows falls to 0 over method.rounds"
+
     def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the request to evaluate each personal model; a site that never trained has that of all others."""
         assignments, shared = {}, self.model(state).to_vector()

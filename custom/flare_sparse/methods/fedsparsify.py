@@ -90,6 +90,15 @@ class FedSparsify(Method[Config, State]):
     def _prunable(self) -> Mask:
         return Mask.from_preset(self.layout, self.config.prunable)
 
+    def find_continuation_blocker(self, rounds: int) -> str | None:
+        longer, count = self.config.model_copy(update={"rounds": rounds}), self.config.rounds
+        if all(self.config.compute_sparsity(t) == longer.compute_sparsity(t) for t in range(1, count + 1)):
+            return None
+        return (
+            f"the sparsity of every round depends on method.rounds: the schedule has reached {self.config.sparsity} "
+            f"after {count} rounds"
+        )
+
     def count_paper_scalars(self, sites: int) -> int:
         """Return ``L * sum_t (N_{t-1} + N_t)``, the count that reproduces the paper's Table 1 exactly.
 

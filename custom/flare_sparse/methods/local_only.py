@@ -38,6 +38,9 @@ class LocalOnly(Method[MethodConfig, ModelState]):
     def model(self, state: ModelState) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)
 
+    def find_continuation_blocker(self, rounds: int) -> str | None:
+        return "sites train for all rounds in answer to one request, and the run has no common model to continue from"
+
     def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
         model = self.model(state)
         return broadcast(sites, Assignment(Request("train_alone", self.config.rounds, model, model.mask)))

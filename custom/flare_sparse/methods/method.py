@@ -207,6 +207,13 @@ class Method(ABC, Generic[ConfigT, StateT]):
             return int(0 <= t <= self.config.rounds)
         return int((kind == EVALUATE or kind in self.final_kinds) and t == self.config.rounds + 1)
 
+    def find_continuation_blocker(self, rounds: int) -> str | None:
+        """Return why this run cannot continue as one of ``rounds`` rounds, more than it has; None where it can.
+
+        It can where rounds 1 to ``config.rounds`` are the same in both runs.
+        """
+        return None
+
     @property
     def note(self) -> str:
         """Advice for the user before a run with this method and network; may be empty."""

@@ -145,6 +145,17 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         weights = torch.where(live.bits, state.weights, 0.0)
         return replace(state, weights=weights, live=live, prunings=state.prunings + 1, phase="counted")
 
+    def find_continuation_blocker(self, rounds: int) -> str | None:
+        prunings = 0
+        for _ in range(1, self.config.rounds):
+            prunings += self.config.is_due(prunings)
+        if not self.config.is_due(prunings):
+            return None
+        return (
+            f"no pruning follows the last round, but one follows round {self.config.rounds} of a longer run: pruning "
+            "was not complete"
+        )
+
     @property
     def _num_units(self) -> int:
         """Number of removable units of the unpruned network."""

@@ -1,0 +1,82 @@
+"""A finished run that continues with more rounds ends with the bits of a run that had them from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flare_sparse.checkpoint.store import Store
+from flare_sparse.federation import RoundRecord
+from flare_sparse.local.run import run_locally
+from flare_sparse.methods import METHODS
+from flare_sparse.params import compute_digest
+from flare_sparse.runs.continuation import FINAL, copy_final_checkpoints, keep_final_checkpoints
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "topk_ef": {"fraction": 0.2},
+    "scbfwp": {"prunings": 1},
+    "fawp": {"prunings": 1},
+    "dispfl": {"initial_drop_fraction": 0},
+    "fedsparsify": {"sparsity": 0.5, "initial_sparsity": 0.5},
+}
+"""Settings with which the rounds of a method do not depend on their number."""
+REFUSED = {
+    "fedsparsify": ({}, "the schedule has reached 0.9 after 2 rounds"),
+    "dispfl": ({}, "falls to 0 over method.rounds"),
+    "local_only": ({}, "no common model"),
+    "scbfwp": ({"prunings": 3}, "pruning was not complete"),
+    "fawp": ({"target_pruned_fraction": 0.9}, "pruning was not complete"),
+}
+
+
+def run(
+    bench: Any, name: str, rounds: int, stores: Callable[[str], Store], values: Any, *, resume: bool = False
+) -> Any:
+    """Run with new sites and endpoints; return digest, evaluations, rounds and messages."""
+    method = bench.method(name, rounds=rounds, participation=0.7, **SETTINGS.get(name, {}))
+    outcome, ledger = run_locally(
+        method, bench.weights, bench.sites(), bench.task.metric, values=values, stores=stores, resume=resume
+    )
+    best = (outcome.best.round, outcome.best.metrics)
+    return (
+        compute_digest(outcome.weights),
+        outcome.evaluation,
+        best,
+        [drop_times(r) for r in outcome.rounds],
+        ledger.lines,
+    )
+
+
+def drop_times(record: RoundRecord) -> dict[str, Any]:
+    # MetaGater's last model has another mask than the one that the next round would send.
+    return {k: v for k, v in asdict(record).items() if k not in ("seconds", "committed_at", "sparsity")}
+
+
+def open_stores(folder: Path, rounds: int) -> Callable[[str], Store]:
+    return lambda end: Store(folder / "job" / end, {"rounds": rounds})
+
+
+@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "local_only"])
+def test_two_rounds_and_two_more_are_four_at_once(name: str, values: str, bench: Any, tmp_path: Path) -> None:
+    run(bench, name, 2, open_stores(tmp_path / "short" / "checkpoints", 2), values)
+    keep_final_checkpoints(tmp_path / "short" / "checkpoints")
+    stores = open_stores(tmp_path / "long", 4)
+    copy_final_checkpoints(tmp_path / "short" / FINAL / "job", stores)
+    continued = run(bench, name, 4, stores, values, resume=True)
+    assert continued == run(bench, name, 4, open_stores(tmp_path / "once", 4), values)
+    kept = [len(Store(folder, {}).list_numbers()) for folder in (tmp_path / "short" / FINAL / "job").iterdir()]
+    assert max(kept) == 1
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method_with_a_schedule_over_all_rounds_says_why_it_cannot_continue(name: str, bench: Any) -> None:
+    allowed = bench.method(name, rounds=2, **SETTINGS.get(name, {})).find_continuation_blocker(4)
+    assert (allowed is None) == (name != "local_only")
+    if name in REFUSED:
+        settings, reason = REFUSED[name]
+        assert reason in bench.method(name, rounds=2, **settings).find_continuation_blocker(4)
