@@ -13,6 +13,7 @@ from .console import Commands
 from .console import out as console
 from .decrypt import decrypt
 from .estimate import estimate
+from .evaluate import evaluate
 from .export import export
 from .fetch_model import fetch_model
 from .methods import methods
@@ -26,7 +27,9 @@ from .tasks import tasks
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
-for command in (run, report, adapt, check, estimate, export, save, decrypt, fetch_model, methods, tasks, phantom):
+for command in (
+    run, report, evaluate, adapt, check, estimate, export, save, decrypt, fetch_model, methods, tasks, phantom,
+):  # fmt: skip
     app.command()(command)
 app.add_typer(site, name="site")
 

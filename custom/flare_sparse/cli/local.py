@@ -18,6 +18,7 @@ from ..local.run import run_locally
 from ..report.card import write_card
 from ..runs.continuation import keep_final_checkpoints
 from ..runs.folder import RunFolder, build_run_facts
+from ..runs.model_files import save_site_model
 from ..runs.progress import format_progress
 from ..runs.results import RunResult
 from ..seeds import limit_threads
@@ -94,6 +95,9 @@ def run_config_locally(
         on_site_error=_SiteErrors(out / ERRORS, console).report,
     )[0]
     summary = folder.finish(outcome)
+    if assembly.method.personal_model:
+        for name in outcome.rounds[-1].sites_contributed:
+            save_site_model(out, sites[name])
     if contexts:
         summary = decrypt_record(config, assembly.task, out, contexts.client)
     copy_user_module(user_task_class, out)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
+from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
@@ -19,6 +21,7 @@ from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
 from ..errors import ConfigError, format_site_error
 from ..policy.policy import POLICY_FILE, Policy, read_policy
+from ..runs.model_files import save_site_model
 from ..task import Task
 from ..wire.ledger import Ledger
 from .checkpoints import delete_archived, delete_ended, find_checkpoint_folder
@@ -91,6 +94,10 @@ class ServerSession(FLComponent):
         )
 
 
+SITE_MODELS_VARIABLE = "FLARE_SPARSE_SITE_MODELS"
+"""Folder that a simulated site writes its own model to; set by the simulator only, never where sites are apart."""
+
+
 class SiteSession(FLComponent):
     """A site's state: its endpoint, built with the site's data when the first task arrives."""
 
@@ -98,6 +105,12 @@ class SiteSession(FLComponent):
         super().__init__()
         self._endpoint: SiteEndpoint | None = None
         self._hello: dict[str, str | int | float] | None = None
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:  # noqa: ARG002
+        """Write the site's own model at the end of a job in the simulator, if the method has one."""
+        folder, endpoint = os.environ.get(SITE_MODELS_VARIABLE), self._endpoint
+        if event_type == EventType.END_RUN and folder and endpoint is not None and endpoint.method.personal_model:
+            save_site_model(Path(folder), endpoint.site)
 
     def get_endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:
         """Return this site's endpoint; the first call loads the site's data.

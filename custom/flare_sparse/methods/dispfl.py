@@ -77,6 +77,7 @@ class DisPFL(Method[Config, State]):
 
     name = "dispfl"
     Config = Config
+    personal_model = "the site's sparse model; the run's model is the average of all of them"
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         owners = tuple(sorted(sites))

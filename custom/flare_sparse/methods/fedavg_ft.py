@@ -30,6 +30,7 @@ class FedAvgFT(Method[Config, ModelState]):
     name = "fedavg_ft"
     Config = Config
     final_kinds = frozenset({FINETUNE})
+    personal_model = "fine-tuned at the site"
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)

@@ -21,6 +21,8 @@ class LocalOnly(Method[MethodConfig, ModelState]):
 
     name = "local_only"
     round_kinds = frozenset({"train_alone"})
+    personal_model = "trained at the site alone"
+    has_global_model = False
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         # No round is exchanged, so training is over for the server before the first request.

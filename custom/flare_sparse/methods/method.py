@@ -123,6 +123,10 @@ class Method(ABC, Generic[ConfigT, StateT]):
     """Kinds of the requests of rounds 0 to ``config.rounds``; a site answers no others."""
     final_kinds: ClassVar[frozenset[str]] = frozenset()
     """Kinds of the requests after the last round, besides ``"evaluate"``."""
+    personal_model: ClassVar[str] = ""
+    """What each site's own model is, which the final metrics are of; empty where they are of the run's model."""
+    has_global_model: ClassVar[bool] = True
+    """Whether ``model`` is the result of training."""
 
     def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,9 +16,12 @@ from ..errors import ConfigError
 from ..exchange import EncryptedValues
 from ..mask import Mask
 from ..params import Layout, compute_digest
+from ..training import Site
 
 ENCRYPTED = "encrypted_"
 """Prefix of the file name of an encrypted model."""
+SITE_MODELS = "site_models"
+"""Folder of the sites' own models, in the result folder of a run on one machine."""
 
 
 def save_model(path: Path, layout: Layout, weights: Tensor) -> None:
@@ -71,8 +75,24 @@ def read_encrypted(path: Path, layout: Layout) -> EncryptedValues:
     return EncryptedValues(data)
 
 
+def save_site_model(folder: Path, site: Site) -> None:
+    """Write a site's own model, the one that it evaluated last, below ``folder``.
+
+    Only for runs whose sites are on one machine: elsewhere a site's own model never leaves the site.
+    """
+    if site.evaluated is not None:
+        (folder / SITE_MODELS).mkdir(parents=True, exist_ok=True)
+        save_model(folder / SITE_MODELS / f"{site.name}.safetensors", site.layout, site.evaluated)
+
+
+def list_site_models(run: Path) -> dict[str, Path]:
+    """Return the files of the sites' own models in a result folder, by site."""
+    return {file.stem: file for file in sorted((run / SITE_MODELS).glob("*.safetensors"))}
+
+
 def delete_models(folder: Path) -> None:
     """Delete the models of an earlier run, encrypted or not, so that they are not mixed with those of the next run."""
+    shutil.rmtree(folder / SITE_MODELS, ignore_errors=True)
     for name in ("model.safetensors", "best_model.safetensors"):
         (folder / name).unlink(missing_ok=True)
         (folder / f"{ENCRYPTED}{name}").unlink(missing_ok=True)

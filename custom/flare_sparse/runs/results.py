@@ -13,6 +13,12 @@ import safetensors
 from ..errors import ConfigError
 
 
+EVALUATIONS = "evaluations"
+"""Folder of the evaluations of a run's models, in the result folder."""
+CROSS_SITE_FILE = "cross_site.json"
+"""File in that folder with the metrics of every model at every site."""
+
+
 @dataclass(frozen=True)
 class RunResult:
     """Record of a finished run.

@@ -39,6 +39,7 @@ class Site:
         layout: layout of the model.
         weights: ``(P,)`` the vector of the server's last request, with the entries outside its patch filled in.
         memory: tensors that a method keeps at the site between rounds; saved in the site's checkpoints.
+        evaluated: ``(P,)`` the vector that was evaluated last; None: none.
         site_settings: the method's settings from the site file; None if the job's settings apply.
     """
 
@@ -57,6 +58,7 @@ class Site:
         self.name, self.task, self.layout, self.seed = name, task, layout, seed
         self.weights = torch.zeros(layout.size)
         self.memory: dict[str, Tensor] = {}
+        self.evaluated: Tensor | None = None
         self._examples, self._train_examples = examples, CountingDataset(examples.train)
         # Building a smaller network takes longer than a small round, and its structure rarely changes: the latest one
         # is cached with its key, the live mask or the closed channels.
@@ -66,6 +68,11 @@ class Site:
         # The weights drawn here are overwritten before use; seeding within a context leaves the global generator alone.
         with seed_torch(0):
             self._model = FlatModel(network or task.model(), layout, device)
+
+    @property
+    def examples(self) -> Examples:
+        """The site's examples."""
+        return self._examples
 
     @property
     def num_examples(self) -> int:
@@ -295,6 +302,7 @@ class Site:
         Adds ``test_examples``, their number, and for a network with channel gates ``channel_sparsity``, the share of
         closed gates.
         """
+        self.evaluated = weights
         if not self._examples.n_test:
             return {}
         self._model.load(weights)

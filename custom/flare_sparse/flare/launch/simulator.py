@@ -17,11 +17,12 @@ from nvflare.recipe import SimEnv
 
 from ...data.source import SITE_FILE_VARIABLE
 from ...errors import ConfigError
-from ...runs.model_files import delete_models
+from ...runs.model_files import SITE_MODELS, delete_models, list_site_models
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
 from ..he_keys import KEYS_VARIABLE
 from ..recipe import SparseRecipe
+from ..session import SITE_MODELS_VARIABLE
 from ..site.allow_list import allow_classes
 from .ending import JobFailed
 
@@ -75,6 +76,7 @@ def simulate(
         SITE_FILE_VARIABLE: site_files,
         CHECKPOINTS_VARIABLE: str(checkpoints or OFF),
         KEYS_VARIABLE: str(keys or ""),
+        SITE_MODELS_VARIABLE: str(workspace),
     }
     with _set_environment(variables), _follow_lines(record / "rounds.jsonl", on_round):
         with redirect_output(log):
@@ -91,12 +93,22 @@ def simulate(
     delete_models(out)
     for file in sorted(record.iterdir()):
         shutil.copy2(file, out / file.name)
+    _copy_site_models(workspace, out)
     metrics = workspace / "server" / "simulate_job" / "metrics"
     for name in ("metrics_summary.json", "round_metrics.jsonl"):
         if (metrics / name).is_file():
             shutil.copy2(metrics / name, out / name)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
+
+
+def _copy_site_models(workspace: Path, out: Path) -> None:
+    """Copy the own models of the sites that took part in the final evaluation."""
+    last = json.loads((out / "rounds.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    models = list_site_models(workspace)
+    for site in sorted(models.keys() & set(last["sites_contributed"])):
+        (out / SITE_MODELS).mkdir(exist_ok=True)
+        shutil.copy2(models[site], out / SITE_MODELS / models[site].name)
 
 
 def _describe_failure(log: Path, workspace: Path, cause: str = "") -> str:

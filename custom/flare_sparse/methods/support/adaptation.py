@@ -66,6 +66,7 @@ class AdaptationMethod(Method[AdaptationConfigT, StateT]):
     """A method whose target sites adapt the final model and report metrics; their personal models stay there."""
 
     final_kinds = frozenset({ADAPT})
+    personal_model = "adapted at the site"
 
     @abstractmethod
     def train(self, request: Request, site: Site) -> Update:

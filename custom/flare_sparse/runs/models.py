@@ -1,0 +1,50 @@
+"""The models in a result folder: the final one, the best one, and the sites' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from ..assemble import Assembly
+from ..errors import ConfigError, suggest
+from .model_files import ENCRYPTED, list_site_models, read_model
+
+FILES = {"final": "model.safetensors", "best": "best_model.safetensors"}
+
+
+def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
+    """Read one model ``(P,)`` of a run.
+
+    Args:
+        run: result folder.
+        assembly: parts of the run.
+        name: ``final``, ``best``, or the name of a site for the site's own model.
+
+    Raises:
+        ConfigError: the run has no such model, or it is encrypted.
+    """
+    if name not in FILES:
+        site_models = list_site_models(run)
+        if name not in site_models:
+            existing = f"The sites with one are {', '.join(site_models)}" if site_models else f"{run} holds none"
+            raise ConfigError(
+                f"{run}: there is no own model of site {name!r}.{suggest(name, site_models)} {existing}; only runs with "
+                "--env local and sim of a method with personal models keep them"
+            )
+        return read_model(site_models[name], assembly.layout)
+    if not assembly.method.has_global_model:
+        raise ConfigError(
+            f"{run}: {assembly.method.name} trains no common model: each site's model is {assembly.method.personal_model}. "
+            "Name a site with --site-model, or evaluate every site's model at every other site with --matrix"
+        )
+    file = run / FILES[name]
+    if name == "best" and not file.is_file() and not (run / f"{ENCRYPTED}{file.name}").is_file():
+        raise ConfigError(f"{file}: the run has no best model; leave --best out to evaluate the final one")
+    return read_model(file, assembly.layout)
+
+
+def list_run_models(run: Path, assembly: Assembly) -> list[str]:
+    """Return the names of the models in a result folder, as :func:`read_run_model` accepts them."""
+    names = [name for name, file in FILES.items() if assembly.method.has_global_model and (run / file).is_file()]
+    return [*names, *list_site_models(run)]
