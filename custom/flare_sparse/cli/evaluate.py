@@ -17,10 +17,11 @@ from ..config import RunConfig
 from ..errors import ConfigError, DataError
 from ..methods import Method
 from ..params import compute_digest
+from ..report.card import write_card
 from ..runs.evaluation import Cohort, Split
 from ..runs.load import load_assembly
 from ..runs.models import list_run_models, read_run_model
-from ..runs.results import CROSS_SITE_FILE, EVALUATIONS
+from ..runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
 from ..seeds import limit_threads
 from ..task import Metric, SiteData
 from .console import out as console
@@ -39,14 +40,18 @@ def evaluate(
         bool, typer.Option("--best", help="Evaluate the best model by the task's metric instead of the final one")
     ] = False,
     site_model: Annotated[
-        str | None, typer.Option(metavar="SITE", help="Evaluate a site's own model instead (personal models, local_only)")
+        str | None,
+        typer.Option(metavar="SITE", help="Evaluate a site's own model instead (personal models, local_only)"),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the cohort in file, table and report; default: name of the data's folder")
+        str | None,
+        typer.Option(help="Name of the cohort in file, table and report; default: name of the data's folder"),
     ] = None,
     matrix: Annotated[
         bool,
-        typer.Option("--matrix", help="Evaluate every model of the runs at every simulated site's test examples instead"),
+        typer.Option(
+            "--matrix", help="Evaluate every model of the runs at every simulated site's test examples instead"
+        ),
     ] = False,
     resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON")] = False,
@@ -82,6 +87,7 @@ def evaluate(
             result = evaluate_cohort(run, assembly, SiteData(cohort_name, data.resolve()), split, model, resamples)
         file.parent.mkdir(exist_ok=True)
         write_json(file, result)
+        write_card(RunResult.read(run))
         results.append(result)
         if not as_json:
             _show(result, assembly.task.metric)

@@ -106,7 +106,7 @@ class SiteSession(FLComponent):
         self._endpoint: SiteEndpoint | None = None
         self._hello: dict[str, str | int | float] | None = None
 
-    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:  # noqa: ARG002
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Write the site's own model at the end of a job in the simulator, if the method has one."""
         folder, endpoint = os.environ.get(SITE_MODELS_VARIABLE), self._endpoint
         if event_type == EventType.END_RUN and folder and endpoint is not None and endpoint.method.personal_model:

@@ -77,7 +77,7 @@ class DisPFL(Method[Config, State]):
 
     name = "dispfl"
     Config = Config
-    personal_model = "the site's sparse model; the run's model is the average of all of them"
+    personal_model = "sparse with the site's own mask"
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         owners = tuple(sorted(sites))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..endpoints.reported import TEST_EXAMPLES
 from ..runs.progress import format_bytes
-from ..runs.results import RunResult
+from ..runs.results import Contributions, RunResult
 from .findings import describe_caveat
+from .tables import NO_TESTS, build_evaluations, build_events, describe_means, describe_missed, format_metric
 
 FILE = "model_card.md"
 
@@ -22,10 +24,8 @@ def write_card(run: RunResult) -> Path:
 def format_card(run: RunResult) -> str:
     """Return the model card of a finished run as Markdown."""
     s = run.summary
-    sites = "\n".join(
-        f"| {site} | {metrics.get('test_examples', 0):.0f} | {metrics.get(run.metric, float('nan')):.3f} |"
-        for site, metrics in sorted(s["final"]["sites"].items())
-    )
+    names = run.metric_names
+    sites = "\n".join(_format_site(run, site) for site in run.sites)
     final = "no overall evaluation" if run.final_metric is None else f"{run.final_metric:.3f}"
     sparsity = f"{100 * s['sparsity']:.1f} % of its entries are off (zero)" if s["sparsity"] else "dense"
     return f"""---
@@ -36,21 +36,22 @@ metrics: [{run.metric}]
 
 # {s["name"]}
 
-A model trained by federated learning with `{s["method"]}` over {len(s["sites"])} sites for {s["rounds"]} rounds (seed
-{s["seed"]}); {sparsity}. The data never left the sites.
+A model trained by federated learning with `{s["method"]}` on the data of {_count_contributors(run)} for {s["rounds"]}
+rounds (seed {s["seed"]}); {sparsity}. The data never left the sites.{_describe_absent(run)}
 
 ## Performance
 
-{run.metric_label} over the test examples of all sites: **{final}**. {describe_caveat([run])}
+{run.metric_label} over the test examples of all sites: **{final}**. {describe_caveat([run])} {describe_means([run])}
 
-| site | test examples | {run.metric_label} |
-| --- | --- | --- |
+| site | rounds contributed | test examples | {" | ".join([run.metric_label, *names[1:]])} |
+| --- | --- | --- |{" --- |" * len(names)}
 {sites}
-
+{_format_overall(run)}
+{_describe_cohorts(run)}
 ## Communication
 
 {format_bytes(run.sum_directions("payload_bytes"))} in {run.sum_directions("messages")} messages; dense FedAvg would
-have sent {format_bytes(run.sum_directions("dense_bytes"))}.
+have sent {format_bytes(run.sum_directions("dense_bytes"))}.{_describe_events(run)}
 
 ## Usage
 
@@ -68,6 +69,51 @@ for other libraries and as ONNX.
 Not for diagnosis or treatment: the model has not been validated for clinical use. Not for data of scanners, ages or
 diseases that no site had. Federated training does not anonymize: a model can reveal information on its training data.
 """
+
+
+def _count_contributors(run: RunResult) -> str:
+    """Return how many sites contributed; a site that contributed to no round is not counted."""
+    parts = run.contributions
+    count = sum(part.contributed > 0 for part in parts.values())
+    return f"{count} sites" if count == len(parts) else f"{count} of {len(parts)} sites"
+
+
+def _describe_absent(run: RunResult) -> str:
+    absent = {site: part for site, part in run.contributions.items() if not part.contributed}
+    if not absent:
+        return ""
+    listed = ", ".join(f"{site} ({describe_missed(part) or 'never asked'})" for site, part in absent.items())
+    return f"\n\nThe model learned nothing from these sites, which contributed to no round: {listed}."
+
+
+def _format_site(run: RunResult, site: str) -> str:
+    """Return the row of a site, also of one without contributions or test examples."""
+    metrics, part = run.summary["final"]["sites"].get(site, {}), run.contributions.get(site, Contributions())
+    tests = metrics.get(TEST_EXAMPLES)
+    cells = [site, f"{part.contributed} of {part.asked}", f"{tests:.0f}" if tests else NO_TESTS]
+    return "| " + " | ".join([*cells, *(format_metric(metrics.get(name)) for name in run.metric_names)]) + " |"
+
+
+def _format_overall(run: RunResult) -> str:
+    overall = run.summary["final"]["metrics"]
+    cells = ["all sites", "", f"{overall.get(TEST_EXAMPLES, 0):.0f}"]
+    return "| " + " | ".join([*cells, *(format_metric(overall.get(name)) for name in run.metric_names)]) + " |"
+
+
+def _describe_cohorts(run: RunResult) -> str:
+    """Return the table of ``flare-sparse evaluate``; empty without any evaluation."""
+    table = build_evaluations([run])
+    if table is None:
+        return ""
+    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return f"\n{table.title}: {table.note}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _describe_events(run: RunResult) -> str:
+    table = build_events([run])
+    return "" if table is None else "\n\nEvents of the run:\n\n" + "\n".join(
+        f"- round {row[2]}, {row[0]}: {row[3]} {row[4]}".rstrip() for row in table.rows
+    )  # fmt: skip
 
 
 def _describe_digest(summary: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from statistics import mean
 from typing import Any
 
 import matplotlib as mpl
@@ -14,7 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..runs.results import RunResult, compute_site_gains
+from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959", "#a6761d")
 """Palette of Okabe and Ito, safe for colour-blind readers; more than eight runs also differ in line style."""
@@ -49,12 +50,21 @@ def _get_line_style(number: int) -> dict[str, Any]:
 def draw_learning_curves(runs: list[RunResult]) -> Figure:
     """Draw the metric by round, and by the bytes sent until then."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
-    for number, run in enumerate(runs):
-        rounds, values, sent = zip(*run.learning_curve, strict=True) if run.learning_curve else ((), (), ())
+    for number, group in enumerate(groups := group_by_seed(runs)):
+        curves = [run.learning_curve for run in group]
+        # Seeds evaluate the same rounds unless a round failed; a mean is over the rounds that all of them have.
+        points = list(zip(*curves, strict=False))
+        rounds = [point[0][0] for point in points]
+        values = [[value for _, value, _ in point] for point in points]
+        sent = [mean(size for _, _, size in point) for point in points]
         # A line through a single point is invisible without a marker.
-        marker = "o" if len(rounds) < 2 else None
-        left.plot(rounds, values, marker=marker, label=run.label, **_get_line_style(number))
-        right.plot(sent, values, marker=marker, label=run.label, **_get_line_style(number))
+        style = {**_get_line_style(number), "marker": "o" if len(rounds) < 2 else None}
+        for axes, x in ((left, rounds), (right, sent)):
+            axes.plot(x, [mean(v) for v in values], label=label_groups(groups)[number], **style)
+            if len(group) > 1:
+                axes.fill_between(
+                    x, [min(v) for v in values], [max(v) for v in values], color=style["color"], alpha=0.15
+                )
     left.set(xlabel="rounds of training", ylabel=runs[0].metric_label, title="Quality by round")
     right.set(xlabel="MB sent, all sites, both directions", title="Quality by bytes")
     left.xaxis.get_major_locator().set_params(integer=True)
@@ -65,19 +75,22 @@ def draw_learning_curves(runs: list[RunResult]) -> Figure:
 def draw_traffic(runs: list[RunResult]) -> Figure:
     """Draw the bytes of each request with its replies, and of the whole run beside dense FedAvg and the floor."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for number, run in enumerate(runs):
-        sent = [(line["bytes_down"] + line["bytes_up"]) / 1e6 for line in run.rounds]
+    groups = group_by_seed(runs)
+    labels = label_groups(groups)
+    for number, group in enumerate(groups):
+        lines = zip(*(run.rounds for run in group), strict=False)
+        sent = [mean(line["bytes_down"] + line["bytes_up"] for line in request) / 1e6 for request in lines]
         left.plot(
             range(1, len(sent) + 1),
             sent,
             marker="." if len(sent) < 40 else None,
-            label=run.label,
+            label=labels[number],
             **_get_line_style(number),
         )
     left.set(xlabel="request, in order", ylabel="MB", title="Bytes of each request and its replies")
     left.set_ylim(bottom=0, top=1.18 * left.get_ylim()[1])
-    left.legend(loc="upper center", ncols=min(len(runs), 3))
-    positions = range(len(runs))
+    left.legend(loc="upper center", ncols=min(len(groups), 3))
+    positions = range(len(groups))
     for offset, (key, label, colour) in enumerate(
         (
             ("dense_bytes", "dense FedAvg", "#bbbbbb"),
@@ -85,10 +98,10 @@ def draw_traffic(runs: list[RunResult]) -> Figure:
             ("floor_bytes", "floor", COLOURS[2]),
         )
     ):
-        heights = [run.sum_directions(key) / 1e6 for run in runs]
+        heights = [mean(run.sum_directions(key) for run in group) / 1e6 for group in groups]
         bars = right.bar([p + 0.27 * (offset - 1) for p in positions], heights, 0.25, label=label, color=colour)
         right.bar_label(bars, labels=[f"{h:.3g}" for h in heights], fontsize=8)
-    right.set_xticks(list(positions), [run.label for run in runs])
+    right.set_xticks(list(positions), [label.replace(" (", "\n(") for label in labels])
     right.set(ylabel="MB", title="Bytes of the whole run")
     right.grid(axis="x", visible=False)
     # Leave room for the legend above the label of the highest bar.
@@ -101,11 +114,17 @@ def draw_site_metrics(runs: list[RunResult]) -> Figure:
     """Draw the final metric at each site."""
     names = sorted({site for run in runs for site in run.site_metrics})
     figure, axes = plt.subplots(figsize=(10, max(2.2, 0.8 + 0.34 * len(names))), layout="constrained")
-    for number, run in enumerate(runs):
-        shift = 0.5 * (number - (len(runs) - 1) / 2) / max(len(runs), 1)
-        values = list(run.site_metrics.values())
-        positions = [names.index(site) + shift for site in run.site_metrics]
-        axes.scatter(values, positions, label=run.label, color=_get_line_style(number)["color"], s=34)
+    groups = group_by_seed(runs)
+    for number, (label, group) in enumerate(zip(label_groups(groups), groups, strict=True)):
+        shift = 0.5 * (number - (len(groups) - 1) / 2) / len(groups)
+        by_site = {site: [run.site_metrics[site] for run in group if site in run.site_metrics] for site in names}
+        by_site = {site: values for site, values in by_site.items() if values}
+        positions = [names.index(site) + shift for site in by_site]
+        means = [mean(values) for values in by_site.values()]
+        colour = _get_line_style(number)["color"]
+        axes.scatter(means, positions, label=label, color=colour, s=34)
+        if len(group) > 1:
+            axes.hlines(positions, [min(v) for v in by_site.values()], [max(v) for v in by_site.values()], color=colour)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     better = "left" if runs[0].lower_is_better else "right"
@@ -116,7 +135,7 @@ def draw_site_metrics(runs: list[RunResult]) -> Figure:
 
 def draw_gains(runs: list[RunResult]) -> Figure:
     """Draw the gain of each site over training alone, by run."""
-    figure, axes = _draw_bars(runs, compute_site_gains(runs), "{:+.3g}")
+    figure, axes = _draw_bars(runs, _average_by_group(runs, compute_site_gains(runs)), "{:+.3g}")
     axes.axvline(0, color="0.3", linewidth=1)
     axes.margins(x=0.12)
     axes.set(xlabel=f"gain, {runs[0].metric_label}", title="Gain over training alone (right: better)")
@@ -127,9 +146,20 @@ def draw_layer_densities(runs: list[RunResult]) -> Figure:
     """Draw the final density of each layer."""
     masked = [run for run in runs if run.layer_densities and min(run.layer_densities.values()) < 1]
     percentages = {run.label: {name: 100 * share for name, share in run.layer_densities.items()} for run in masked}
-    figure, axes = _draw_bars(runs, percentages, "{:.3g} %")
+    figure, axes = _draw_bars(runs, _average_by_group(runs, percentages), "{:.3g} %")
     axes.set(xlabel="live entries, %", title="Live entries of each layer", xlim=(0, 112))
     return figure
+
+
+def _average_by_group(runs: list[RunResult], values: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the means over seeds, by the group's label and by name, of values by the run's label and by name."""
+    groups, averages = group_by_seed(runs), {}
+    for label, group in zip(label_groups(groups), groups, strict=True):
+        parts = [values[run.label] for run in group if run.label in values]
+        names = dict.fromkeys(name for part in parts for name in part)
+        if parts:
+            averages[label] = {name: mean(part[name] for part in parts if name in part) for name in names}
+    return averages
 
 
 def _draw_bars(
@@ -139,13 +169,13 @@ def _draw_bars(
 
     Args:
         runs: all runs of the report; a run's position in it determines its colour.
-        values: values by the run's label, then by name.
+        values: values by the label of the run's group, then by name.
         label_format: format string of a bar's label.
     """
     names = list(dict.fromkeys(name for by_name in values.values() for name in by_name))
     figure_height = max(2.2, 0.9 + 0.17 * len(names) * max(len(values), 2))
     figure, axes = plt.subplots(figsize=(10, figure_height), layout="constrained")
-    bar_height, labels = 0.8 / len(values), [run.label for run in runs]
+    bar_height, labels = 0.8 / len(values), label_groups(group_by_seed(runs))
     for number, (label, by_name) in enumerate(values.items()):
         positions = [names.index(name) + bar_height * (number - (len(values) - 1) / 2) for name in by_name]
         colour = _get_line_style(labels.index(label))["color"]

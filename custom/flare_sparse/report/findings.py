@@ -6,11 +6,13 @@ from statistics import median
 
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, find_dense_run
+from .tables import describe_missed
 
 
 def describe_findings(runs: list[RunResult]) -> list[str]:
     """Return the findings, one sentence each: traffic, comparison with dense FedAvg, worst site, gains."""
-    sentences = [_describe_traffic(r) for r in runs if r.sum_directions("dense_bytes") and abs(r.reduction - 1) > 0.05]
+    sentences = [_describe_absent(run) for run in runs]
+    sentences += [_describe_traffic(r) for r in runs if r.sum_directions("dense_bytes") and abs(r.reduction - 1) > 0.05]
     sentences += [_compare_with_dense(run, dense) for run in runs if (dense := find_dense_run(run, runs))]
     sentences += [_describe_worst_site(run) for run in runs if run.worst_site and len(run.site_metrics) > 1][:1]
     unit = f" {runs[0].summary['metric']['unit']}".rstrip()
@@ -31,6 +33,23 @@ def describe_caveat(runs: list[RunResult]) -> str:
         f"{len(seeds)} seeds{evidence}: each run is compared with the runs of its own seed. Two equally good methods "
         f"differ in the same direction in all {len(seeds)} seeds with probability 1/{2 ** (len(seeds) - 1)}."
     )
+
+
+def describe_sites(run: RunResult) -> str:
+    """Return how many sites contributed, such as ``3 of 4 sites contributed``."""
+    parts = run.contributions
+    contributed = [site for site, part in parts.items() if part.contributed]
+    return f"{len(parts)} sites" if len(contributed) == len(parts) else f"{len(contributed)} of {len(parts)} sites"
+
+
+def _describe_absent(run: RunResult) -> str:
+    """Return the sites that contributed to no round; empty if there are none."""
+    absent = [site for site, part in run.contributions.items() if not part.contributed]
+    if not absent:
+        return ""
+    reasons = {site: describe_missed(run.contributions[site]) for site in absent}
+    listed = ", ".join(f"{site} ({reason})" if reason else site for site, reason in reasons.items())
+    return f"{run.label} learned nothing from {listed}, which contributed to no round."
 
 
 def _describe_traffic(run: RunResult) -> str:

@@ -17,7 +17,19 @@ from matplotlib.figure import Figure
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains
 from . import figures
-from .findings import describe_caveat, describe_findings
+from .findings import describe_caveat, describe_findings, describe_sites
+from .tables import (
+    NO_TESTS,
+    build_contributions,
+    build_evaluations,
+    build_events,
+    build_matrices,
+    build_metrics,
+    build_seed_averages,
+    compare_bytes,
+    describe_means,
+    format_metric,
+)
 
 TRAFFIC_CAPTION = (
     "Dense FedAvg: the bytes that it would have sent instead of each message. Floor: the values in their number format "
@@ -96,12 +108,13 @@ def write_report(runs: list[RunResult], out: Path) -> list[Path]:
         data = figures.render_png(figure.draw, runs)
         files.append(out / f"{figure.name}.png")
         files[-1].write_bytes(data)
+        caption = f"{figure.caption} {describe_means(runs)}" if figure.name == "learning" else figure.caption
         # The first chunk of a PNG file holds its width and height.
         width, height = struct.unpack(">II", data[16:24])
         alt = f"{figure.title} of {', '.join(run.label for run in runs)}: the tables of this page list the values"
         images.append(
             SimpleNamespace(
-                title=figure.title, caption=figure.caption, alt=alt, width=width, height=height,
+                title=figure.title, caption=caption, alt=alt, width=width, height=height,
                 data=base64.b64encode(data).decode(),
             )
         )  # fmt: skip
@@ -117,10 +130,10 @@ def write_report(runs: list[RunResult], out: Path) -> list[Path]:
 def _build_content(runs: list[RunResult]) -> dict[str, Any]:
     """Return the variables of the template."""
     first, labels = runs[0], ", ".join(run.label for run in runs)
-    names = sorted({site for run in runs for site in run.summary["sites"]})
+    names = sorted({site for run in runs for site in run.sites})
     return {
         "title": first.summary["name"] if len(runs) == 1 else f"{len(runs)} runs: {labels}",
-        "subtitle": f"{first.summary['method']}, {len(names)} sites, {first.summary['rounds']} rounds"
+        "subtitle": f"{first.summary['method']}, {describe_sites(first)}, {first.summary['rounds']} rounds"
         if len(runs) == 1
         else f"{len(names)} sites; metric: {first.metric_label}",
         "findings": describe_findings(runs),
@@ -129,6 +142,13 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
         "cards": _build_cards(first),
         "runs": [SimpleNamespace(label=r.label, summary=r.summary, config=_read_config(r)) for r in runs],
         "rows": [_build_run_row(run) for run in runs],
+        "averages": build_seed_averages(runs),
+        "metrics": build_metrics(runs),
+        "means": describe_means(runs),
+        "contributions": build_contributions(runs),
+        "evaluations": build_evaluations(runs),
+        "matrices": build_matrices(runs),
+        "events": build_events(runs),
         "sites": [_build_site_row(site, runs) for site in names],
         "without_contribution": [entry for run in runs for entry in _list_without_contribution(run)],
         "version": version("flare-sparse"),
@@ -139,7 +159,7 @@ def _build_cards(run: RunResult) -> list[tuple[str, str]]:
     return [
         (format_metric(run.final_metric), f"{run.metric_label}, all sites"),
         (format_bytes(run.sum_directions("payload_bytes")), "sent"),
-        (_format_reduction(run), "less than dense FedAvg"),
+        (_format_reduction(run), "than dense FedAvg"),
         (f"{100 * run.summary['sparsity']:.1f} %", "of the entries off"),
     ]
 
@@ -171,7 +191,7 @@ def _build_site_row(site: str, runs: list[RunResult]) -> SimpleNamespace:
         )
         for run in runs
     ]
-    return SimpleNamespace(name=site, tests="-" if num_tests is None else f"{num_tests:.0f}", cells=cells)
+    return SimpleNamespace(name=site, tests=f"{num_tests:.0f}" if num_tests else NO_TESTS, cells=cells)
 
 
 def _list_without_contribution(run: RunResult) -> list[SimpleNamespace]:
@@ -194,9 +214,4 @@ def _read_config(run: RunResult) -> str:
 
 
 def _format_reduction(run: RunResult) -> str:
-    return f"{run.reduction:.1f}x" if run.sum_directions("dense_bytes") else "-"
-
-
-def format_metric(value: float | None) -> str:
-    """Format a metric with three decimals; None becomes a dash."""
-    return "-" if value is None else f"{value:.3f}"
+    return compare_bytes(run.sum_directions("payload_bytes"), run.sum_directions("dense_bytes"))

@@ -42,8 +42,10 @@ def keep_final_checkpoints(checkpoints: Path) -> None:
     final = checkpoints.with_name(FINAL)
     shutil.rmtree(final, ignore_errors=True)
     # Renamed: --resume must not find the checkpoints of a finished run.
-    if checkpoints.is_dir():
+    if any(checkpoints.glob(f"*/{SERVER}/[0-9]*")):
         checkpoints.replace(final)
+    else:
+        shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 def copy_final_checkpoints(folder: Path, open_store: Callable[[str], Store]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import safetensors
+import yaml
 
+from ..endpoints.reported import TEST_EXAMPLES
 from ..errors import ConfigError
 
 
@@ -17,6 +21,21 @@ EVALUATIONS = "evaluations"
 """Folder of the evaluations of a run's models, in the result folder."""
 CROSS_SITE_FILE = "cross_site.json"
 """File in that folder with the metrics of every model at every site."""
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """A site's part in the rounds of a run, evaluations aside.
+
+    Attributes:
+        asked: number of rounds in which the site was asked.
+        contributed: number of rounds in which its update counted.
+        missed: number of the other rounds, by reason.
+    """
+
+    asked: int = 0
+    contributed: int = 0
+    missed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,6 +77,12 @@ class RunResult:
                 "flare-sparse run, with summary.json, rounds.jsonl and ledger.jsonl"
             ) from error
         return cls(summary["name"], path, summary, rounds, messages)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Content of ``config.yaml``; empty if it is missing."""
+        file = self.path / "config.yaml"
+        return dict(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
     @property
     def metric(self) -> str:
@@ -115,6 +140,41 @@ class RunResult:
             sent += line["bytes_down"] + line["bytes_up"]
         return points
 
+    @cached_property
+    def metric_names(self) -> list[str]:
+        """Names of all metrics of the final model, the task's own metric first."""
+        parts = [self.summary["final"]["metrics"], *self.summary["final"]["sites"].values()]
+        names = {name for metrics in parts for name in metrics} - {TEST_EXAMPLES}
+        return sorted(names | {self.metric}, key=lambda name: (name != self.metric, name))
+
+    @cached_property
+    def contributions(self) -> dict[str, Contributions]:
+        """In how many rounds each site was asked and contributed, in name order; no evaluation counts."""
+        return read_contributions(self.summary, self.rounds)
+
+    @property
+    def sites(self) -> list[str]:
+        """All sites that the record names, with or without contributions and test examples."""
+        return sorted({*self.summary["sites"], *self.summary["final"]["sites"], *self.contributions})
+
+    @cached_property
+    def best_site_metrics(self) -> dict[str, dict[str, float]]:
+        """Metrics of the best model by site; empty without a best model."""
+        best = self.summary["best"]["round"]
+        return next((line["site_metrics"] for line in self.rounds if best >= 0 and line["evaluated_round"] == best), {})
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Records of ``flare-sparse evaluate --data``, by file name; files that are no such record are passed over."""
+        records = [_read_json(file) for file in sorted((self.path / EVALUATIONS).glob("*.json"))]
+        return [record for record in records if record.keys() >= {"cohort", "model", "metrics", "examples"}]
+
+    @cached_property
+    def cross_site(self) -> dict[str, Any]:
+        """Record of ``flare-sparse evaluate --matrix``; empty without one."""
+        record = _read_json(self.path / EVALUATIONS / CROSS_SITE_FILE)
+        return record if record.keys() >= {"results", "examples"} else {}
+
     def sum_directions(self, key: str) -> int:
         """Return a count summed over both directions.
 
@@ -138,6 +198,58 @@ class RunResult:
             # safe_open returns no mapping: its names must be listed with keys().
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         return {name: float(bits.float().mean()) for name, bits in tensors.items() if bits.dim() > 1}
+
+
+def read_contributions(summary: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> dict[str, Contributions]:
+    """Return the part of each site in a run, from its summary, or from its rounds where the summary does not tell."""
+    recorded = summary.get("contributions")
+    if recorded is not None:
+        parts = {site: Contributions(p["asked"], p["contributed"], p.get("missed", {})) for site, p in recorded.items()}
+        # A method whose sites train in answer to the final request has no rounds before it.
+        if any(part.asked for part in parts.values()):
+            return dict(sorted(parts.items()))
+    lines = rounds[:-1] or rounds
+    reasons: dict[str, list[str]] = {site: [] for site in summary["sites"]}
+    contributed = Counter(site for line in lines for site in line["sites_contributed"])
+    asked = Counter(site for line in lines for site in line["sites_asked"])
+    for line in lines:
+        missed = {**line["rejected"], **dict.fromkeys(line["timed_out"], "timed_out")}
+        missed |= {**dict.fromkeys(line["abstained"], "abstained"), **line.get("excluded", {})}
+        missed |= dict.fromkeys(line.get("quarantined", []), "quarantined")
+        for site, reason in missed.items():
+            reasons.setdefault(site, []).append(reason.split(":")[0])
+    return {site: Contributions(asked[site], contributed[site], Counter(reasons[site])) for site in sorted(reasons)}
+
+
+def group_by_seed(runs: list[RunResult]) -> list[list[RunResult]]:
+    """Return the runs in groups whose members differ by nothing but their seed, in the order of ``runs``."""
+    groups: dict[str, list[RunResult]] = {}
+    for run in runs:
+        config = run.config
+        settings = {k: v for k, v in config.items() if k not in ("seed", "name")} or str(run.path)
+        groups.setdefault(json.dumps([settings, run.metric, run.summary["method"]], sort_keys=True), []).append(run)
+    # Two runs of one seed are no independent repetitions: their mean and range would mean nothing.
+    repeated = [group for group in groups.values() if len({run.summary["seed"] for run in group}) == len(group)]
+    return [part for group in groups.values() for part in ([group] if group in repeated else [[run] for run in group])]
+
+
+def label_groups(groups: list[list[RunResult]]) -> list[str]:
+    """Return the labels of the groups of :func:`group_by_seed` in tables and figures."""
+    methods = Counter(str(group[0].summary["method"]) for group in groups)
+    labels = []
+    for group in groups:
+        method = str(group[0].summary["method"])
+        name = method if methods[method] == 1 else group[0].label
+        labels.append(group[0].label if len(group) == 1 else f"{name} ({len(group)} seeds)")
+    return labels
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def find_dense_run(run: RunResult, runs: list[RunResult]) -> RunResult | None:

@@ -1,0 +1,219 @@
+"""Tables of the report and the model card: who contributed, all metrics, models by site, averages over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from ..endpoints.reported import TEST_EXAMPLES
+from ..runs.progress import format_bytes
+from ..runs.results import Contributions, RunResult, group_by_seed, label_groups
+
+NO_TESTS = "no test examples"
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A table as text.
+
+    Attributes:
+        title: heading.
+        columns: heads of the columns; the first one is left-aligned.
+        rows: cells by row.
+        note: text below the table.
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def format_metric(value: float | None) -> str:
+    """Format a metric with three decimals; None becomes a dash."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def compare_bytes(sent: float, dense: float) -> str:
+    """Return how many times fewer or more bytes were sent than dense FedAvg sends, such as ``12.3x less``."""
+    if not dense or not sent:
+        return "-"
+    return f"{dense / sent:.1f}x less" if dense >= sent else f"{sent / dense:.1f}x more"
+
+
+def describe_missed(part: Contributions) -> str:
+    """Return why a site did not contribute, such as ``3 x E_DATA``."""
+    return ", ".join(f"{count} x {reason.replace('_', ' ')}" if not reason.startswith("E_") else f"{count} x {reason}"
+                     for reason, count in sorted(part.missed.items()))  # fmt: skip
+
+
+def build_contributions(runs: Sequence[RunResult]) -> ReportTable:
+    """Return in how many rounds each site contributed."""
+    rows = []
+    for run in runs:
+        for site, part in run.contributions.items():
+            share = f"{part.contributed} of {part.asked}" if part.contributed else f"none of {part.asked}"
+            rows.append([site, run.label, share, describe_missed(part) or "-"])
+    note = "Rounds in which a site's update counted, of those in which it was asked; evaluations do not count."
+    return ReportTable("Who contributed", ["site", "run", "rounds", "missed"], rows, note)
+
+
+def build_metrics(runs: Sequence[RunResult]) -> ReportTable:
+    """Return all metrics of the final models over all sites."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
+    overall = [run.summary["final"]["metrics"] for run in runs]
+    rows = [[run.label, *(format_metric(m.get(n)) for n in names)] for run, m in zip(runs, overall, strict=True)]
+    return ReportTable("All metrics", ["run", *names], rows, describe_means(runs))
+
+
+def describe_means(runs: Sequence[RunResult]) -> str:
+    """Return what a value over all sites is, which sites it lacks, and how the best model was selected."""
+    missing = {}
+    for run in runs:
+        for site in run.sites:
+            metrics = run.summary["final"]["sites"].get(site, {})
+            absent = [name for name in run.metric_names if name not in metrics]
+            if absent:
+                missing[site] = "all" if len(absent) == len(run.metric_names) else ", ".join(absent)
+    explanation = (
+        "Values over all sites are means of the sites' values, weighted by test examples. For means over examples, such "
+        "as MAE and accuracy, that is the value over all examples; for AUC, C-index, F1 and RMSE it is not."
+    )
+    sentences = [explanation]
+    if missing:
+        listed = "; ".join(f"{site} ({names})" for site, names in sorted(missing.items()))
+        sentences.append(f"Sites without a value, which are not in these means: {listed}.")
+    if any(run.summary["best"]["round"] >= 0 for run in runs):
+        sentences.append(
+            "The best model was selected by its metric on these test examples, so its own value there is optimistic."
+        )
+    return " ".join(sentences)
+
+
+def build_seed_averages(runs: list[RunResult]) -> ReportTable | None:
+    """Return mean, standard deviation and range of runs that differ by seed only; None without such runs."""
+    groups = group_by_seed(runs)
+    if all(len(group) == 1 for group in groups):
+        return None
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
+    rows = []
+    for label, group in zip(label_groups(groups), groups, strict=True):
+        cells = []
+        for name in names:
+            values = [v for run in group if (v := run.summary["final"]["metrics"].get(name)) is not None]
+            cells.append(_format_spread(values))
+        sent, dense = (mean(run.sum_directions(key) for run in group) for key in ("payload_bytes", "dense_bytes"))
+        rows.append([label, str(len(group)), *cells, format_bytes(sent), compare_bytes(sent, dense)])
+    columns = ["method", "seeds", *names, "sent", "than dense FedAvg"]
+    note = "Mean ± standard deviation over seeds (n - 1) and, in brackets, the smallest and the largest value."
+    return ReportTable("Averages over seeds", columns, rows, note)
+
+
+def _format_spread(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return format_metric(values[0] if values else None)
+    return f"{mean(values):.3f} ± {stdev(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+
+
+def build_matrices(runs: Sequence[RunResult]) -> list[ReportTable]:
+    """Return, for each metric, the values of every model (row) at every site and evaluated cohort (column)."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
+    sites = sorted({site for run in runs for site in [*run.sites, *run.cross_site.get("results", {})]})
+    cohorts = sorted({str(record["cohort"]) for run in runs for record in run.evaluations})
+    rows = [row for run in runs for row in _list_models(run)]
+    tables = []
+    for name in names:
+        cells = [
+            [label, *(format_metric(values.get(column, {}).get(name)) for column in [*sites, *cohorts])]
+            for label, values in rows
+        ]
+        # A row without any value of this metric says nothing.
+        kept = [row for row in cells if set(row[1:]) != {"-"}]
+        if kept:
+            heads = [*(f"{site} ({_count_tests(runs, site)})" for site in sites), *cohorts]
+            tables.append(ReportTable(f"Models by site: {name}", ["model", *heads], kept, _describe_matrix(runs)))
+    return tables
+
+
+def _list_models(run: RunResult) -> list[tuple[str, Mapping[str, Mapping[str, Any]]]]:
+    """Return each model of a run with its metrics by site or cohort."""
+    results = run.cross_site.get("results", {})
+    evaluated = {model for values in results.values() for model in values}
+    personal = run.cross_site.get("personal_model") or not _is_global(run)
+    final, best = run.summary["final"]["sites"], run.best_site_metrics
+    models: dict[str, dict[str, Mapping[str, Any]]] = {}
+    if personal:
+        models["own"] = dict(final)
+    else:
+        models["final"] = dict(final)
+    if best:
+        models["best"] = dict(best)
+    for model in sorted(evaluated, key=lambda name: (name != "final", name != "best", name)):
+        models.setdefault(model, {}).update({site: values[model] for site, values in results.items()})
+    for record in run.evaluations:
+        models.setdefault(str(record["model"]), {})[str(record["cohort"])] = record["metrics"]
+    order = ["own", "final", "best"]
+    return [(f"{run.label}: {_label_model(name)}", models[name])
+            for name in sorted(models, key=lambda n: (order.index(n) if n in order else len(order), n))]  # fmt: skip
+
+
+def _is_global(run: RunResult) -> bool:
+    """Return whether the final metrics are of the run's model, as far as the record tells."""
+    return bool(run.rounds) and run.rounds[-1]["kind"] == "evaluate"
+
+
+def _label_model(name: str) -> str:
+    labels = {"own": "each site's own model", "final": "final model", "best": "best model"}
+    return labels.get(name, f"model of {name}")
+
+
+def _describe_matrix(runs: Sequence[RunResult]) -> str:
+    own = "" if any(run.cross_site for run in runs) else (
+        " flare-sparse evaluate RUN --matrix evaluates the sites' own models at every other site, where all data is on "
+        "one machine."
+    )  # fmt: skip
+    return f"In brackets: test examples of the site. Columns without brackets: cohorts of flare-sparse evaluate.{own}"
+
+
+def _count_tests(runs: Sequence[RunResult], site: str) -> str:
+    counts = [run.summary["final"]["sites"].get(site, {}).get(TEST_EXAMPLES) for run in runs]
+    counts += [run.cross_site.get("examples", {}).get(site) for run in runs]
+    count = next((count for count in counts if count), 0)
+    return f"{count:.0f}" if count else NO_TESTS
+
+
+def build_evaluations(runs: Sequence[RunResult]) -> ReportTable | None:
+    """Return all metrics on the cohorts of ``flare-sparse evaluate``; None without any."""
+    records = [(run, record) for run in runs for record in run.evaluations]
+    if not records:
+        return None
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
+    names += sorted({name for _, record in records for name in record["metrics"]} - set(names))
+    rows = [
+        [str(record["cohort"]), f"{run.label}: {_label_model(str(record['model']))}", f"{record['examples']}"]
+        + [_format_interval(record, name) for name in names]
+        for run, record in records
+    ]
+    notes = [f"{record['cohort']}: {note}" for _, record in records for note in record.get("notes", [])]
+    text = "flare-sparse evaluate; in brackets the 95 % bootstrap interval over the cohort's examples."
+    return ReportTable("Evaluated cohorts", ["cohort", "model", "examples", *names], rows, " ".join([text, *notes]))
+
+
+def _format_interval(record: Mapping[str, Any], name: str) -> str:
+    bounds = record.get("intervals", {}).get(name)
+    value = format_metric(record["metrics"].get(name))
+    return f"{value} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else value
+
+
+def build_events(runs: Sequence[RunResult]) -> ReportTable | None:
+    """Return what the runs recovered from, such as damaged checkpoints; None if nothing happened."""
+    rows = [
+        [str(event.get("site", "server")), run.label, str(event.get("round", "-")), str(event.get("event", "-")),
+         str(event.get("detail", ""))]
+        for run in runs
+        for event in run.summary.get("events", [])
+    ]  # fmt: skip
+    columns = ["site", "run", "round", "event", "detail"]
+    return ReportTable("Events", columns, rows, "What the run recovered from, or lost.") if rows else None
