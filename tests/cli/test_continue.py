@@ -124,3 +124,19 @@ def test_method_whose_schedule_has_ended_is_refused(folder: Path, tmp_path: Path
     assert result.exit_code == 2
     assert "fedsparsify cannot continue: the sparsity of every round depends on method.rounds" in result.output
     assert not (tmp_path / "short-4").exists()
+
+
+def test_encrypted_run_continues_with_its_own_keys(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tenseal", reason="TenSEAL is needed: pip install 'flare-sparse[he]'")
+    settings = ("--set", "method={name: fedavg}", "--set", "wire={encryption: ckks}", "--set", "federation.min_sites=2")
+    short = tmp_path / "short"
+    arguments = ("run", folder / "job.yaml", "--env", "local", *settings)
+    first = call(*arguments, "--rounds", 1, "--out", short)
+    assert first.exit_code == 0, first.output
+    result = call(*arguments, "--rounds", 2, "--continue-from", short)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "short-2" / "model.safetensors").is_file()
+    shutil.rmtree(short / "he")
+    lost = call(*arguments, "--rounds", 3, "--continue-from", short)
+    assert lost.exit_code == 2
+    assert "the keys of the run are missing" in lost.output

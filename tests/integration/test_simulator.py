@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import yaml
 from rich.console import Console
 
@@ -50,6 +51,15 @@ def jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def read_digests(folder: Path) -> dict[str, str]:
+    """Return the digest of each model in a folder; the order of a file's metadata differs between processes."""
+    digests = {}
+    for path in folder.glob("*.safetensors"):
+        with safetensors.safe_open(path, framework="pt") as file:
+            digests[path.stem] = (file.metadata() or {})["sha256"]
+    return digests
+
+
 METHODS = {
     "neurosfl": {"name": "neurosfl", "sparsity": 0.8},
     "fedsparsify": {"name": "fedsparsify", "sparsity": 0.8},
@@ -71,6 +81,9 @@ def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) 
     assert simulated["final"] == local["final"]
     ledgers = [Counter(map(str, jsonl(tmp_path / run / "ledger.jsonl"))) for run in ("sim", "local")]
     assert ledgers[0] == ledgers[1]
+    own_models = [read_digests(tmp_path / run / "site_models") for run in ("sim", "local")]
+    assert own_models[0] == own_models[1]
+    assert len(own_models[0]) == (3 if name == "dispfl" else 0)
 
 
 def test_bits_depend_on_the_seed_only(tmp_path: Path) -> None:

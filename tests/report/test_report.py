@@ -16,8 +16,16 @@ from typer.testing import CliRunner
 
 from flare_sparse.cli import app
 from flare_sparse.errors import ConfigError
+from flare_sparse.report.card import format_card
 from flare_sparse.report.findings import describe_caveat, describe_findings
 from flare_sparse.report.page import write_report
+from flare_sparse.report.tables import (
+    build_contributions,
+    build_matrices,
+    build_seed_averages,
+    compare_bytes,
+    describe_means,
+)
 from flare_sparse.runs.progress import format_bytes
 from flare_sparse.runs.results import RunResult, read_runs
 
@@ -66,17 +74,18 @@ def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finis
         assert f"{run.final_metric:.3f}" in rows[0]
         assert format_bytes(run.sum_directions("payload_bytes")) in rows[0]
         for site, figure in run.site_metrics.items():
-            line = next(
-                row.text for row in browser.find_elements("css selector", "tbody tr") if row.text.startswith(site)
-            )
-            assert f"{figure:.3f}" in line
+            lines = [row.text for row in browser.find_elements("css selector", "tbody tr") if row.text.startswith(site)]
+            # The first table by site is that of the contributions.
+            assert f"{figure:.3f}" in lines[1]
     assert f"{runs['neurosfl'].reduction:.1f} times less than" in text
     assert "One seed per run" in text
     images = browser.find_elements("tag name", "img")
     assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 5
     assert all(image.get_attribute("alt") for image in images)
-    assert [h.text for h in browser.find_elements("tag name", "h2")][:6] == [
+    assert [h.text for h in browser.find_elements("tag name", "h2")][:8] == [
         "The runs",
+        "All metrics",
+        "Who contributed",
         "Quality",
         "Bytes",
         "Sites",
@@ -167,6 +176,94 @@ def test_run_writes_a_model_card(finished: dict[str, Path]) -> None:
     assert run.summary["model_sha256"] in card
     assert all(f"| {site} |" in card for site in run.site_metrics)
     assert "load_model" in card
+
+
+def change_summary(run: RunResult, **changes: Any) -> RunResult:
+    return replace(run, summary={**run.summary, **changes})
+
+
+def test_card_and_page_say_which_sites_contributed_and_which_have_no_test_examples(finished: dict[str, Path]) -> None:
+    run = RunResult.read(finished["fedavg"])
+    sites = {"site-1": run.summary["final"]["sites"]["site-1"]}
+    contributions = {
+        "site-1": {"asked": 2, "contributed": 2, "missed": {}},
+        "site-2": {"asked": 2, "contributed": 1, "missed": {"timed_out": 1}},
+        "site-3": {"asked": 2, "contributed": 0, "missed": {"E_DATA": 2}},
+    }
+    events = [{"round": 2, "site": "site-2", "event": "residual dropped", "detail": "damaged"}]
+    final = {**run.summary["final"], "sites": sites}
+    run = change_summary(run, contributions=contributions, events=events, final=final)
+    card = format_card(run)
+    assert "on the data of 2 of 3 sites for 2" in card
+    assert "contributed to no round: site-3 (2 x E_DATA)" in card
+    assert "| site-2 | 1 of 2 | no test examples | - |" in card
+    assert "- round 2, site-2: residual dropped damaged" in card
+    table = build_contributions([run])
+    assert table.rows == [
+        ["site-1", "2 of 2"],
+        ["site-2", "1 of 2 (1 x timed out)"],
+        ["site-3", "none of 2 (2 x E_DATA)"],
+    ]
+    assert any("learned nothing from site-3 (2 x E_DATA)" in line for line in describe_findings([run]))
+    text = describe_means([run])
+    assert "for AUC, C-index, F1 and RMSE it is not" in text
+    assert "site-2 (all); site-3 (all)" in text
+    assert "The best model was selected by its metric on these test examples" in text
+    matrix = build_matrices([run])[0]
+    assert matrix.columns == ["model", "site-1 (2)", "site-2 (no test examples)", "site-3 (no test examples)"]
+
+
+def test_contributions_come_from_the_rounds_where_the_summary_lacks_them(finished: dict[str, Path]) -> None:
+    run = RunResult.read(finished["neurosfl"])
+    assert {site: (part.asked, part.contributed) for site, part in run.contributions.items()} == {
+        "site-1": (len(run.rounds) - 1, len(run.rounds) - 1),
+        "site-2": (len(run.rounds) - 1, len(run.rounds) - 1),
+    }
+    alone = RunResult.read(finished["local_only"])
+    assert {site: part.contributed for site, part in alone.contributions.items()} == {"site-1": 1, "site-2": 1}
+
+
+def test_runs_that_differ_by_seed_only_are_averaged(finished: dict[str, Path], tmp_path: Path) -> None:
+    read = {name: RunResult.read(folder) for name, folder in finished.items()}
+    runs = [with_seed(run, seed, f"{name}-{seed}") for name, run in read.items() for seed in (1, 2, 3)]
+    for shift, run in enumerate(runs[:3]):
+        metrics = {**run.summary["final"]["metrics"], "mae": 10.0 + shift}
+        run.summary["final"] = {**run.summary["final"], "metrics": metrics}
+    table = build_seed_averages(runs)
+    assert table is not None
+    assert table.rows[0][:3] == ["neurosfl (3 seeds)", "3", "11.000 ± 1.000 [10.000, 12.000]"]
+    assert [row[0] for row in table.rows] == ["neurosfl (3 seeds)", "fedavg (3 seeds)", "local_only (3 seeds)"]
+    averaged = [line.split(" sent")[0] for line in describe_findings(runs) if " on average" in line]
+    assert averaged[:1] == ["neurosfl (3 seeds)"]
+    assert {"learning.png", "sites.png", "gains.png", "layers.png"} <= {p.name for p in write_report(runs, tmp_path)}
+    # Runs with other settings, or with the same seed, are no repetitions of one another.
+    assert build_seed_averages([runs[0], runs[3]]) is None
+    assert build_seed_averages([runs[0], runs[0]]) is None
+
+
+def test_matrix_has_a_row_for_every_model_and_a_column_for_every_site_and_cohort(finished: dict[str, Path]) -> None:
+    alone, dense = RunResult.read(finished["local_only"]), RunResult.read(finished["fedavg"])
+    results = {"site-1": {"site-1": {"mae": 1.0}, "site-2": {"mae": 2.0}}}
+    matrix = {"examples": {"site-1": 2, "site-2": 2}, "results": results}
+    held_out = {"cohort": "far", "model": "best", "metrics": {"mae": 3.0}, "examples": 7}
+    # cached_property keeps its value in the instance.
+    alone.__dict__["cross_site"], dense.__dict__["evaluations"] = matrix, [held_out]
+    table = build_matrices([replace(dense, label="a"), replace(alone, label="b")])[0]
+    assert len(table.rows) == 3
+    table = build_matrices([dense, alone])[0]
+    assert table.columns == ["model", "site-1 (2)", "site-2 (2)", "cohort far (7)"]
+    name, own = dense.label, [f"{alone.site_metrics[site]:.3f}" for site in ("site-1", "site-2")]
+    final = [f"{dense.site_metrics[site]:.3f}" for site in ("site-1", "site-2")]
+    assert [f"{name}: final model", *final, "-"] in table.rows
+    assert next(row[3] for row in table.rows if row[0] == f"{name}: best model") == "3.000"
+    assert [f"{name}: each site's own model", *own, "-"] in table.rows
+    assert [f"{name}: model of site-2", "2.000", "-", "-"] in table.rows
+
+
+def test_bytes_above_dense_fedavg_are_called_more() -> None:
+    assert compare_bytes(200, 100) == "2.0x more"
+    assert compare_bytes(100, 250) == "2.5x less"
+    assert compare_bytes(100, 0) == "-"
 
 
 def test_page_of_an_encrypted_run_shows_no_digest(finished: dict[str, Path], tmp_path: Path) -> None:

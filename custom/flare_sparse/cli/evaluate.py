@@ -41,17 +41,15 @@ def evaluate(
     ] = False,
     site_model: Annotated[
         str | None,
-        typer.Option(metavar="SITE", help="Evaluate a site's own model instead (personal models, local_only)"),
+        typer.Option(metavar="SITE", help="Evaluate a site's own model instead (of local_only, for one)"),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="Name of the cohort in file, table and report; default: name of the data's folder"),
+        typer.Option(help="Name of the cohort in file, table and report; default: that of the data"),
     ] = None,
     matrix: Annotated[
         bool,
-        typer.Option(
-            "--matrix", help="Evaluate every model of the runs at every simulated site's test examples instead"
-        ),
+        typer.Option("--matrix", help="Evaluate every model at every simulated site's test examples instead"),
     ] = False,
     resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON")] = False,
@@ -75,25 +73,33 @@ def evaluate(
     results = []
     for run in runs:
         assembly, config = _load_run(run)
+        model, file = site_model or ("best" if best else "final"), run / EVALUATIONS / CROSS_SITE_FILE
         with limit_threads(config.federation.threads):
             if data is None:
-                results.append(evaluate_matrix(run, assembly, config, as_json=as_json))
-                continue
-            model = site_model or ("best" if best else "final")
-            cohort_name = _check_name(name or data.resolve().name.split(".")[0])
-            file = run / EVALUATIONS / f"{cohort_name}{'' if model == 'final' else f'-{model}'}.json"
-            if file.exists() and not overwrite:
-                raise ConfigError(f"{file}: exists already; add --overwrite to replace it, or choose another --name")
-            result = evaluate_cohort(run, assembly, SiteData(cohort_name, data.resolve()), split, model, resamples)
+                result = evaluate_matrix(run, assembly, config)
+            else:
+                cohort = _check_name(name or data.resolve().name.split(".")[0])
+                file = _choose_file(run, cohort, model, overwrite=overwrite)
+                result = evaluate_cohort(run, assembly, SiteData(cohort, data.resolve()), split, model, resamples)
         file.parent.mkdir(exist_ok=True)
         write_json(file, result)
         write_card(RunResult.read(run))
         results.append(result)
         if not as_json:
-            _show(result, assembly.task.metric)
+            (_show if data else _show_matrix)(result, assembly.task.metric)
             console.print(f"record: {file}", markup=False)
     if as_json:
         console.print(json.dumps(results[0] if len(results) == 1 else results, indent=2), markup=False)
+
+
+def _choose_file(run: Path, cohort: str, model: str, *, overwrite: bool) -> Path:
+    """Raises:
+    ConfigError: the file exists and may not be replaced.
+    """
+    file = run / EVALUATIONS / f"{cohort}{'' if model == 'final' else f'-{model}'}.json"
+    if file.exists() and not overwrite:
+        raise ConfigError(f"{file}: exists already; add --overwrite to replace it, or choose another --name")
+    return file
 
 
 def evaluate_cohort(
@@ -125,8 +131,8 @@ def evaluate_cohort(
     }
 
 
-def evaluate_matrix(run: Path, assembly: Assembly, config: RunConfig, *, as_json: bool = False) -> dict[str, Any]:
-    """Evaluate every model of a run at every simulated site's test examples; write and return the record.
+def evaluate_matrix(run: Path, assembly: Assembly, config: RunConfig) -> dict[str, Any]:
+    """Evaluate every model of a run at every simulated site's test examples and return the record.
 
     Raises:
         ConfigError: the run has no simulator section, so the sites' data is not on this machine.
@@ -146,7 +152,7 @@ def evaluate_matrix(run: Path, assembly: Assembly, config: RunConfig, *, as_json
         cohort = Cohort(assembly, data, "test")
         examples[site] = cohort.size
         results[site] = {name: cohort.evaluate(weights[name]).metrics if cohort.size else {} for name in names}
-    record = {
+    return {
         "run": run.resolve().name,
         "run_id": assembly.run_id,
         "split": "test",
@@ -155,12 +161,6 @@ def evaluate_matrix(run: Path, assembly: Assembly, config: RunConfig, *, as_json
         "examples": examples,
         "results": results,
     }
-    (run / EVALUATIONS).mkdir(exist_ok=True)
-    write_json(run / EVALUATIONS / CROSS_SITE_FILE, record)
-    if not as_json:
-        _show_matrix(record, assembly.task.metric)
-        console.print(f"record: {run / EVALUATIONS / CROSS_SITE_FILE}", markup=False)
-    return record
 
 
 def _check_options(data: Path | None, *, matrix: bool, best: bool, site_model: str | None) -> None:
@@ -209,7 +209,8 @@ def _describe_model(method: Method[Any, Any], model: str) -> str:
 def _show(result: dict[str, Any], metric: Metric) -> None:
     of_split = "" if result["split"] == "all" else f" {result['split']}"
     skipped = f", {result['skipped']} skipped" if result["skipped"] else ""
-    title = f"{result['run']}: {_format_model(result['model'])} on {result['cohort']}, {result['examples']}{of_split} examples{skipped}"
+    examples = f"{result['examples']}{of_split} examples{skipped}"
+    title = f"{result['run']}: {_format_model(result['model'])} on {result['cohort']}, {examples}"
     table = Table(title=title, title_justify="left")
     for column in ("metric", "value", "95 % interval"):
         table.add_column(column, justify="left" if column == "metric" else "right")

@@ -88,8 +88,8 @@ def draw_traffic(runs: list[RunResult]) -> Figure:
             **_get_line_style(number),
         )
     left.set(xlabel="request, in order", ylabel="MB", title="Bytes of each request and its replies")
-    left.set_ylim(bottom=0, top=1.18 * left.get_ylim()[1])
-    left.legend(loc="upper center", ncols=min(len(groups), 3))
+    left.set_ylim(bottom=0, top=1.28 * left.get_ylim()[1])
+    left.legend(loc="upper center", ncols=min(len(groups), 3 if max(map(len, labels)) < 14 else 2))
     positions = range(len(groups))
     for offset, (key, label, colour) in enumerate(
         (

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from statistics import median
+from statistics import mean, median
 
 from ..runs.progress import format_bytes
-from ..runs.results import RunResult, compute_site_gains, find_dense_run
+from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed, label_groups
 from .tables import describe_missed
 
 
 def describe_findings(runs: list[RunResult]) -> list[str]:
     """Return the findings, one sentence each: traffic, comparison with dense FedAvg, worst site, gains."""
     sentences = [_describe_absent(run) for run in runs]
-    sentences += [_describe_traffic(r) for r in runs if r.sum_directions("dense_bytes") and abs(r.reduction - 1) > 0.05]
+    groups = group_by_seed(runs)
+    sentences += [_describe_traffic(*pair) for pair in zip(label_groups(groups), groups, strict=True)]
     sentences += [_compare_with_dense(run, dense) for run in runs if (dense := find_dense_run(run, runs))]
     sentences += [_describe_worst_site(run) for run in runs if run.worst_site and len(run.site_metrics) > 1][:1]
     unit = f" {runs[0].summary['metric']['unit']}".rstrip()
@@ -52,11 +53,21 @@ def _describe_absent(run: RunResult) -> str:
     return f"{run.label} learned nothing from {listed}, which contributed to no round."
 
 
-def _describe_traffic(run: RunResult) -> str:
-    sent, dense = (format_bytes(run.sum_directions(key)) for key in ("payload_bytes", "dense_bytes"))
-    if run.reduction < 1:
-        return f"{run.label} sent {sent}, more than the {dense} of dense FedAvg."
-    return f"{run.label} sent {sent}, {run.reduction:.1f} times less than the {dense} of dense FedAvg."
+def _describe_traffic(label: str, group: list[RunResult]) -> str:
+    """Return the bytes of runs that differ by seed only, on average; empty where they are those of dense FedAvg."""
+    sent, dense = (mean(run.sum_directions(key) for run in group) for key in ("payload_bytes", "dense_bytes"))
+    if not dense or not sent or abs(dense / sent - 1) <= 0.05:
+        return ""
+    average = " on average" if len(group) > 1 else ""
+    if sent > dense:
+        return (
+            f"{label} sent {format_bytes(sent)}{average}, {sent / dense:.1f} times as much as dense FedAvg "
+            f"({format_bytes(dense)})."
+        )
+    return (
+        f"{label} sent {format_bytes(sent)}{average}, {dense / sent:.1f} times less than the {format_bytes(dense)} of "
+        "dense FedAvg."
+    )
 
 
 def _compare_with_dense(run: RunResult, dense: RunResult) -> str:

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from ..runs.progress import format_bytes
-from ..runs.results import RunResult, compute_site_gains
+from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
 from . import figures
 from .findings import describe_caveat, describe_findings, describe_sites
 from .tables import (
@@ -129,7 +129,7 @@ def write_report(runs: list[RunResult], out: Path) -> list[Path]:
 
 def _build_content(runs: list[RunResult]) -> dict[str, Any]:
     """Return the variables of the template."""
-    first, labels = runs[0], ", ".join(run.label for run in runs)
+    first, labels = runs[0], ", ".join(label_groups(group_by_seed(runs)))
     names = sorted({site for run in runs for site in run.sites})
     return {
         "title": first.summary["name"] if len(runs) == 1 else f"{len(runs)} runs: {labels}",

@@ -51,13 +51,17 @@ def describe_missed(part: Contributions) -> str:
 
 def build_contributions(runs: Sequence[RunResult]) -> ReportTable:
     """Return in how many rounds each site contributed."""
-    rows = []
-    for run in runs:
-        for site, part in run.contributions.items():
-            share = f"{part.contributed} of {part.asked}" if part.contributed else f"none of {part.asked}"
-            rows.append([site, run.label, share, describe_missed(part) or "-"])
+    sites = sorted({site for run in runs for site in run.contributions})
+    rows = [[site, *(_format_part(run.contributions.get(site)) for run in runs)] for site in sites]
     note = "Rounds in which a site's update counted, of those in which it was asked; evaluations do not count."
-    return ReportTable("Who contributed", ["site", "run", "rounds", "missed"], rows, note)
+    return ReportTable("Who contributed", ["site", *(run.label for run in runs)], rows, note)
+
+
+def _format_part(part: Contributions | None) -> str:
+    if part is None:
+        return "-"
+    missed = f" ({describe_missed(part)})" if part.missed else ""
+    return f"{part.contributed or 'none'} of {part.asked}{missed}"
 
 
 def build_metrics(runs: Sequence[RunResult]) -> ReportTable:
@@ -65,7 +69,9 @@ def build_metrics(runs: Sequence[RunResult]) -> ReportTable:
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
     overall = [run.summary["final"]["metrics"] for run in runs]
     rows = [[run.label, *(format_metric(m.get(n)) for n in names)] for run, m in zip(runs, overall, strict=True)]
-    return ReportTable("All metrics", ["run", *names], rows, describe_means(runs))
+    # The figure of the learning curves has the same note.
+    note = "" if any(run.learning_curve for run in runs) else describe_means(runs)
+    return ReportTable("All metrics", ["run", *names], rows, note)
 
 
 def describe_means(runs: Sequence[RunResult]) -> str:
@@ -78,8 +84,8 @@ def describe_means(runs: Sequence[RunResult]) -> str:
             if absent:
                 missing[site] = "all" if len(absent) == len(run.metric_names) else ", ".join(absent)
     explanation = (
-        "Values over all sites are means of the sites' values, weighted by test examples. For means over examples, such "
-        "as MAE and accuracy, that is the value over all examples; for AUC, C-index, F1 and RMSE it is not."
+        "Values over all sites are means of the sites' values, weighted by test examples. For means over examples, "
+        "such as MAE and accuracy, that is the value over all examples; for AUC, C-index, F1 and RMSE it is not."
     )
     sentences = [explanation]
     if missing:
@@ -103,25 +109,27 @@ def build_seed_averages(runs: list[RunResult]) -> ReportTable | None:
         cells = []
         for name in names:
             values = [v for run in group if (v := run.summary["final"]["metrics"].get(name)) is not None]
-            cells.append(_format_spread(values))
+            cells.append(_format_spread(values, with_range=name == names[0]))
         sent, dense = (mean(run.sum_directions(key) for run in group) for key in ("payload_bytes", "dense_bytes"))
         rows.append([label, str(len(group)), *cells, format_bytes(sent), compare_bytes(sent, dense)])
     columns = ["method", "seeds", *names, "sent", "than dense FedAvg"]
-    note = "Mean ± standard deviation over seeds (n - 1) and, in brackets, the smallest and the largest value."
+    note = "Mean ± standard deviation over seeds (n - 1); in brackets the smallest and the largest value."
     return ReportTable("Averages over seeds", columns, rows, note)
 
 
-def _format_spread(values: Sequence[float]) -> str:
+def _format_spread(values: Sequence[float], *, with_range: bool) -> str:
     if len(values) < 2:
         return format_metric(values[0] if values else None)
-    return f"{mean(values):.3f} ± {stdev(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+    limits = f" [{min(values):.3f}, {max(values):.3f}]" if with_range else ""
+    return f"{mean(values):.3f} ± {stdev(values):.3f}{limits}"
 
 
 def build_matrices(runs: Sequence[RunResult]) -> list[ReportTable]:
     """Return, for each metric, the values of every model (row) at every site and evaluated cohort (column)."""
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
     sites = sorted({site for run in runs for site in [*run.sites, *run.cross_site.get("results", {})]})
-    cohorts = sorted({str(record["cohort"]) for run in runs for record in run.evaluations})
+    records = sorted((str(record["cohort"]), record["examples"]) for run in runs for record in run.evaluations)
+    cohorts = {cohort: f"cohort {cohort} ({examples})" for cohort, examples in records}
     rows = [row for run in runs for row in _list_models(run)]
     tables = []
     for name in names:
@@ -132,7 +140,7 @@ def build_matrices(runs: Sequence[RunResult]) -> list[ReportTable]:
         # A row without any value of this metric says nothing.
         kept = [row for row in cells if set(row[1:]) != {"-"}]
         if kept:
-            heads = [*(f"{site} ({_count_tests(runs, site)})" for site in sites), *cohorts]
+            heads = [*(f"{site} ({_count_tests(runs, site)})" for site in sites), *cohorts.values()]
             tables.append(ReportTable(f"Models by site: {name}", ["model", *heads], kept, _describe_matrix(runs)))
     return tables
 
@@ -141,10 +149,9 @@ def _list_models(run: RunResult) -> list[tuple[str, Mapping[str, Mapping[str, An
     """Return each model of a run with its metrics by site or cohort."""
     results = run.cross_site.get("results", {})
     evaluated = {model for values in results.values() for model in values}
-    personal = run.cross_site.get("personal_model") or not _is_global(run)
     final, best = run.summary["final"]["sites"], run.best_site_metrics
     models: dict[str, dict[str, Mapping[str, Any]]] = {}
-    if personal:
+    if run.personal_model:
         models["own"] = dict(final)
     else:
         models["final"] = dict(final)
@@ -159,11 +166,6 @@ def _list_models(run: RunResult) -> list[tuple[str, Mapping[str, Mapping[str, An
             for name in sorted(models, key=lambda n: (order.index(n) if n in order else len(order), n))]  # fmt: skip
 
 
-def _is_global(run: RunResult) -> bool:
-    """Return whether the final metrics are of the run's model, as far as the record tells."""
-    return bool(run.rounds) and run.rounds[-1]["kind"] == "evaluate"
-
-
 def _label_model(name: str) -> str:
     labels = {"own": "each site's own model", "final": "final model", "best": "best model"}
     return labels.get(name, f"model of {name}")
@@ -174,7 +176,7 @@ def _describe_matrix(runs: Sequence[RunResult]) -> str:
         " flare-sparse evaluate RUN --matrix evaluates the sites' own models at every other site, where all data is on "
         "one machine."
     )  # fmt: skip
-    return f"In brackets: test examples of the site. Columns without brackets: cohorts of flare-sparse evaluate.{own}"
+    return f"In brackets: test examples of the site, or examples of a cohort of flare-sparse evaluate.{own}"
 
 
 def _count_tests(runs: Sequence[RunResult], site: str) -> str:

@@ -29,14 +29,15 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
         if name not in site_models:
             existing = f"The sites with one are {', '.join(site_models)}" if site_models else f"{run} holds none"
             raise ConfigError(
-                f"{run}: there is no own model of site {name!r}.{suggest(name, site_models)} {existing}; only runs with "
-                "--env local and sim of a method with personal models keep them"
+                f"{run}: there is no own model of site {name!r}.{suggest(name, site_models)} {existing}; only runs "
+                "with --env local and sim of a method with personal models keep them"
             )
         return read_model(site_models[name], assembly.layout)
     if not assembly.method.has_global_model:
         raise ConfigError(
-            f"{run}: {assembly.method.name} trains no common model: each site's model is {assembly.method.personal_model}. "
-            "Name a site with --site-model, or evaluate every site's model at every other site with --matrix"
+            f"{run}: {assembly.method.name} trains no common model: each site's model is "
+            f"{assembly.method.personal_model}. Name a site with --site-model, or evaluate every site's model at every "
+            "other site with --matrix"
         )
     file = run / FILES[name]
     if name == "best" and not file.is_file() and not (run / f"{ENCRYPTED}{file.name}").is_file():

@@ -15,6 +15,7 @@ import yaml
 
 from ..endpoints.reported import TEST_EXAMPLES
 from ..errors import ConfigError
+from ..methods import METHODS
 
 
 EVALUATIONS = "evaluations"
@@ -162,6 +163,12 @@ class RunResult:
         """Metrics of the best model by site; empty without a best model."""
         best = self.summary["best"]["round"]
         return next((line["site_metrics"] for line in self.rounds if best >= 0 and line["evaluated_round"] == best), {})
+
+    @property
+    def personal_model(self) -> str:
+        """What each site's own model is, which the final metrics are of; empty where they are of the run's model."""
+        method = METHODS.get(str(self.summary["method"]))
+        return method.personal_model if method else ""
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:

@@ -1,0 +1,160 @@
+"""``flare-sparse evaluate``: the models of finished runs on data at hand, and every model at every site."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from flare_sparse.cli import app
+from flare_sparse.cli.local import run_config_locally
+from flare_sparse.config import load_config
+from flare_sparse.runs.evaluation import bootstrap
+from flare_sparse.tasks.mortality import Mortality
+
+METHODS = {
+    "fedavg": "{name: fedavg, rounds: 2}",
+    "local_only": "{name: local_only, rounds: 2}",
+    "per_fedavg": "{name: per_fedavg, rounds: 2}",
+}
+
+
+def write_stays(path: Path, count: int, seed: int) -> None:
+    draw = random.Random(seed)
+    rows = [f"{path.stem}-{i},{i % 2},{draw.randint(0, 1)},{i % 3 % 2}\n" for i in range(count)]
+    path.write_text("stay,died,med_a,med_b\n" + "".join(rows))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with finished runs over three sites, of which site-3 has one stay and no test example."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    for name, count in (("site-1", 40), ("site-2", 30), ("site-3", 1), ("held-out", 24)):
+        write_stays(folder / f"{name}.csv", count, seed=count)
+    file = folder / "job.yaml"
+    file.write_text(
+        "name: stays\nmethod: {name: fedavg}\n"
+        "task: {name: mortality, medications: 2, model: {name: mlp, hidden: [3]}}\n"
+        "simulator: {sites: 3, data: {path: '{site}.csv'}}\n"
+    )
+    for name, method in METHODS.items():
+        run_config_locally(load_config(file, [f"method={method}"]), file, folder / name)
+    return folder
+
+
+def call(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)], env={"COLUMNS": "300"})
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_test_split_of_a_site_has_the_metrics_of_the_run(finished: Path) -> None:
+    result = call(finished / "fedavg", "--data", finished / "site-1.csv", "--split", "test", "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.output)
+    final = read_json(finished / "fedavg" / "summary.json")["final"]["sites"]["site-1"]
+    assert {**printed["metrics"], "test_examples": printed["examples"]} == final
+    assert printed == read_json(finished / "fedavg" / "evaluations" / "site-1.json")
+
+
+def test_held_out_hospital_is_evaluated_whole_with_intervals_around_the_values(finished: Path) -> None:
+    result = call(finished / "fedavg", "--data", finished / "held-out.csv", "--best")
+    assert result.exit_code == 0, result.output
+    assert "best model on held-out, 24 examples" in result.output
+    record = read_json(finished / "fedavg" / "evaluations" / "held-out-best.json")
+    assert (record["examples"], record["split"], record["model"]) == (24, "all", "best")
+    assert record["metrics"]["prevalence"] == 0.5
+    assert {"auc_roc", "brier", "prevalence"} <= record["intervals"].keys()
+    low, high = record["intervals"]["prevalence"]
+    # The interval of a share of 12 in 24 is about 0.5 +- 1.96 * sqrt(0.25 / 24) = 0.5 +- 0.2.
+    assert low == pytest.approx(0.3, abs=0.05)
+    assert high == pytest.approx(0.7, abs=0.05)
+    card = (finished / "fedavg" / "model_card.md").read_text()
+    assert f"| held-out | stays: best model | 24 | {record['metrics']['auc_roc']:.3f} [" in card
+
+
+def test_metric_that_few_resamples_define_has_no_interval() -> None:
+    predictions, targets = torch.tensor([0.2, 0.6, 0.4])[:, None], torch.tensor([0.0, 1.0, 0.0])[:, None]
+    intervals, notes = bootstrap(Mortality({"medications": 2}), predictions, targets, ["auc_roc", "brier"], 200)
+    assert intervals.keys() == {"brier"}
+    assert notes[0].startswith("auc_roc: no interval, defined on ")
+
+
+def test_finished_evaluation_is_not_overwritten_unasked(finished: Path) -> None:
+    arguments = (finished / "fedavg", "--data", finished / "held-out.csv", "--name", "twice", "--resamples", 0)
+    assert call(*arguments).exit_code == 0
+    again = call(*arguments)
+    assert again.exit_code == 2
+    assert "exists already; add --overwrite to replace it, or choose another --name" in again.output
+    assert call(*arguments, "--overwrite").exit_code == 0
+
+
+def test_every_model_is_evaluated_at_every_site(finished: Path) -> None:
+    result = call(finished / "local_only", finished / "per_fedavg", finished / "fedavg", "--matrix")
+    assert result.exit_code == 0, result.output
+    for name in METHODS:
+        record = read_json(finished / name / "evaluations" / "cross_site.json")
+        final = read_json(finished / name / "summary.json")["final"]["sites"]
+        assert record["examples"] == {"site-1": 8, "site-2": 6, "site-3": 0}
+        assert record["results"]["site-3"] == {model: {} for model in record["results"]["site-1"]}
+        for site in ("site-1", "site-2"):
+            model = "final" if name == "fedavg" else site
+            assert record["results"][site][model].items() <= final[site].items()
+    results = read_json(finished / "local_only" / "evaluations" / "cross_site.json")["results"]
+    assert list(results["site-1"]) == ["site-1", "site-2", "site-3"]
+    assert results["site-1"]["site-2"] != results["site-1"]["site-1"]
+
+
+def test_sites_own_model_is_evaluated_on_request_and_named_where_it_is_not(finished: Path) -> None:
+    data = finished / "held-out.csv"
+    result = call(finished / "local_only", "--data", data)
+    assert result.exit_code == 2
+    assert "local_only trains no common model: each site's model is trained at the site alone" in result.output
+    own = call(finished / "local_only", "--data", data, "--site-model", "site-2", "--resamples", 0)
+    assert own.exit_code == 0, own.output
+    assert (finished / "local_only" / "evaluations" / "held-out-site-2.json").is_file()
+    wrong = call(finished / "local_only", "--data", data, "--site-model", "site-9")
+    assert wrong.exit_code == 2
+    assert "no own model of site 'site-9'" in wrong.output
+    adapting = call(finished / "per_fedavg", "--data", data, "--resamples", 0)
+    assert "this is the run's common model" in adapting.output
+    assert "flare-sparse adapt RUN --data DIR adapts and evaluates it" in adapting.output
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ((), 2, "--data is missing: give the folder or file"),
+        (("--data", "missing.csv"), 2, "--data missing.csv: there is no file or folder of this name"),
+        (("--data", "DATA", "--matrix"), 2, "leave --data out"),
+        (("--data", "DATA", "--name", "a/b"), 2, "--name 'a/b': expected letters"),
+        (("--data", "DATA", "--best", "--site-model", "site-1"), 2, "exclude each other"),
+        (("--data", "OTHER"), 2, "3 medications, but task.medications is 2"),
+    ],
+)
+def test_unusable_options_and_data_are_refused_with_the_fix(
+    options: tuple[str, ...], code: int, message: str, finished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other.csv").write_text("stay,died,med_a,med_b,med_c\n1,0,1,0,1\n2,1,0,0,1\n")
+    paths = {"DATA": str(finished / "held-out.csv"), "OTHER": str(tmp_path / "other.csv")}
+    result = call(finished / "fedavg", *(paths.get(option, option) for option in options))
+    assert result.exit_code in (1, code)
+    assert message in result.output
+
+
+def test_encrypted_run_must_be_decrypted_first(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "fedavg", tmp_path / "run")
+    for name in ("model", "best_model"):
+        (tmp_path / "run" / f"{name}.safetensors").rename(tmp_path / "run" / f"encrypted_{name}.safetensors")
+    for option in ((), ("--best",)):
+        result = call(tmp_path / "run", "--data", finished / "held-out.csv", "--name", "x", *option)
+        assert result.exit_code == 2
+        assert "the run's model is encrypted; decrypt it at a site: flare-sparse decrypt" in result.output
