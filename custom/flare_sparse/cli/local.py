@@ -97,7 +97,9 @@ def run_config_locally(
     summary = folder.finish(outcome)
     if assembly.method.personal_model:
         for name in outcome.rounds[-1].sites_contributed:
-            save_site_model(out, sites[name])
+            site = sites[name]
+            assert isinstance(site, Site), f"{name} contributed, so its data was loaded"
+            save_site_model(out, site)
     if contexts:
         summary = decrypt_record(config, assembly.task, out, contexts.client)
     copy_user_module(user_task_class, out)
