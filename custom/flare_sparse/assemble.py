@@ -107,7 +107,7 @@ def open_site(assembly: Assembly, data: SiteData) -> Site:
     """
     method = assembly.method
     # Settings are checked before the data is loaded: loading may take minutes.
-    site_settings = _validate_site_settings(method, data)
+    site_settings = validate_site_settings(method, data)
     examples = load_examples(assembly.task, data, method.seed)
     device = str(method.config.training.torch_device)
     site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device)
@@ -115,7 +115,7 @@ def open_site(assembly: Assembly, data: SiteData) -> Site:
     return site
 
 
-def _validate_site_settings(method: Method[Any, Any], data: SiteData) -> BaseModel | None:
+def validate_site_settings(method: Method[Any, Any], data: SiteData) -> BaseModel | None:
     """Return the method's settings from the site file; None if there are none."""
     settings = data.methods.get(method.name)
     if not settings:

@@ -16,6 +16,7 @@ from flare_sparse.tasks import TASKS
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "run",
+    "watch",
     "check",
     "estimate",
     "export",

@@ -23,12 +23,13 @@ from .run import run
 from .save import save
 from .site import site
 from .tasks import tasks
+from .watch import watch
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 for command in (
-    run, report, evaluate, adapt, check, estimate, export, save, decrypt, fetch_model, methods, tasks, phantom,
+    run, watch, report, evaluate, adapt, check, estimate, export, save, decrypt, fetch_model, methods, tasks, phantom,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(site, name="site")
@@ -51,5 +52,6 @@ def main(
     [bold]Start[/]   flare-sparse run app_configs/neurosfl_brain_age.yaml
     [bold]Change[/]  flare-sparse run app_configs/neurosfl_brain_age.yaml --set method.sparsity=0.98
     [bold]Choose[/]  flare-sparse methods, flare-sparse tasks, then a file in app_configs/
+    [bold]Follow[/]  flare-sparse watch RUN shows the rounds and the time left
     [bold]Check[/]   flare-sparse estimate CONFIG counts bytes, flare-sparse check CONFIG finds mistakes; neither trains
     """

@@ -15,7 +15,7 @@ from ..data.source import write_site_files
 from ..errors import ConfigError
 from ..report.card import write_card
 from ..runs.continuation import keep_final_checkpoints
-from ..runs.progress import format_progress
+from ..runs.progress import ProgressFormatter
 from ..runs.results import RunResult
 from ..task import SiteData
 from .keys import FOLDER as KEYS
@@ -79,9 +79,11 @@ def run_in_simulator(
     site_files = write_site_files(out / "sites", sites.values())
     _announce(console, config, f"{len(sites)} sites in FLARE's simulator")
 
+    formatter = ProgressFormatter()
+
     def show_round(line: dict[str, Any]) -> None:
         on_line(line)
-        console.print(format_progress(line), markup=False)
+        console.print(formatter.format(line), markup=False)
 
     summary = simulate(
         _build_recipe(config, file, tensorboard=_has_tensorboard()),

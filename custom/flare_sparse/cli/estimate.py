@@ -1,8 +1,10 @@
-"""``flare-sparse estimate``: count what a run will send, without data or training."""
+"""``flare-sparse estimate``: bytes and scalars of a run, without data or training."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,13 +12,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..assemble import assemble
+from ..assemble import Assembly, assemble, validate_site_settings
 from ..config import RunConfig, load_task
+from ..data.partition import PARTITIONERS
 from ..errors import ConfigError
-from ..local.dry_run import estimate_traffic
+from ..local.dry_run import DrySite, dry_run
+from ..local.estimate import BytesRange, bound_messages
 from ..runs.folder import sum_traffic
-from ..runs.progress import format_bytes
+from ..runs.progress import compare_with_dense, format_bytes
+from ..task import SiteData, Task
+from ..wire.ledger import LedgerLine
+from .console import out as stdout
 from .options import ConfigFile, Overrides, load_with_options
+
+Message = tuple[LedgerLine, BytesRange, str]
 
 
 def estimate(
@@ -26,59 +35,128 @@ def estimate(
     set_: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
-    """Count the scalars and bytes that a run will send, per round and in total, without data or training.
+    """Count the scalars and bytes that a run will send, per round and in total, without training.
 
-    The method runs with noise in place of trained weights, and every message is encoded and counted.
+    The method runs with noise in place of trained weights, and every message is encoded and counted. Where the settings
+    decide every message, the figures are those of the run's ledger. Where trained values decide what is sent, the last
+    lines name the reason, and there are three figures: least and most, which no run exceeds, and a typical one.
 
-    Example:
+    All figures hold for sites that answer every request at the first attempt. They are bytes of messages: the
+    connections carry more (docs/wire-format.md).
+
+    Examples:
 
         flare-sparse estimate app_configs/fedsparsify_paper.yaml --set method.sparsity=0.95 --json
+
+        flare-sparse estimate app_configs/topk_ef_brain_age.yaml --sites 8 --rounds 100
     """
     resolved = load_with_options(config, sites, rounds, None, set_)
     figures = compute_figures(resolved, config)
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
     else:
-        _show(Console(), figures)
+        _show(stdout, figures)
 
 
 def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
     """Return the figures of a dry run.
 
+    Args:
+        config: the configuration.
+        file: where it was read from; a user task's module lies beside it.
+
     Raises:
-        ConfigError: the configuration does not give the number of sites.
+        ConfigError: neither the configuration nor the data gives the number of sites.
     """
-    sites = config.simulator.sites if config.simulator else None
-    if sites is None:
-        raise ConfigError("the configuration does not give the number of sites; add --sites N")
     assembly = assemble(config, load_task(config, file.parent))
-    outcome, ledger = estimate_traffic(
-        assembly.method, assembly.weights, sites, config.wire.values, encrypted=config.encrypted
-    )
+    sites = build_dry_sites(config, assembly)
+    outcome, ledger = dry_run(assembly.method, assembly.weights, sites, config.wire.values, encrypted=config.encrypted)
+    messages = list(bound_messages(assembly.method, ledger.lines, sites))
+    by_attempt = [list(group) for _, group in groupby(messages, key=lambda message: message[0].sequence)]
     rounds = [
         {
-            "round": r.round,
-            "kind": r.kind,
-            "bytes_down": r.bytes_down,
-            "bytes_up": r.bytes_up,
-            "dense_bytes": r.dense_bytes,
-            "sparsity": r.sparsity,
+            "round": record.round,
+            "kind": record.kind,
+            "bytes_down": record.bytes_down,
+            "bytes_up": record.bytes_up,
+            "dense_bytes": record.dense_bytes,
+            "sparsity": record.sparsity,
+            "bytes": _sum_ranges(attempt),
         }
-        for r in outcome.rounds
+        for record, attempt in zip(outcome.rounds, by_attempt, strict=True)
     ]
     training = [line for line in ledger.lines if line.kind == "train"]
     return {
         "name": config.name,
         "method": config.method.name,
-        "sites": sites,
+        "sites": len(sites),
         "rounds": config.method.config.rounds,
         "parameters": assembly.layout.size,
-        "paper_scalars": assembly.method.count_paper_scalars(sites),
+        "paper_scalars": assembly.method.count_paper_scalars(len(sites)),
         "scalars": sum(line.scalars_sent for line in training),
         "dense_scalars": sum(line.scalars_total for line in training),
+        "exact": all(exchanged.is_exact for _, exchanged, _ in messages),
+        "depends_on": list(dict.fromkeys(reason for _, _, reason in messages if reason)),
+        "bytes": _sum_ranges(messages),
         "traffic": sum_traffic(ledger),
         "per_round": rounds,
     }
+
+
+def build_dry_sites(config: RunConfig, assembly: Assembly) -> dict[str, DrySite]:
+    """Return a dry site for each site of a run, with the site's own settings.
+
+    Raises:
+        ConfigError: neither the configuration nor the data gives the number of sites.
+    """
+    settings = config.simulator.site_settings if config.simulator else {}
+    names = name_sites(config, assembly.task, [*assembly.method.named_sites, *settings])
+    sites = {name: DrySite(name, assembly.layout, config.seed) for name in names}
+    for name, site in sites.items():
+        data = SiteData(name, Path(), methods=settings.get(name, {}))
+        site.site_settings = validate_site_settings(assembly.method, data)
+    return sites
+
+
+def name_sites(config: RunConfig, task: Task, named: Sequence[str] = ()) -> list[str]:
+    """Return the names of the sites of a run; methods sample sites by name, so that names decide bytes.
+
+    Natural sites are read from the index of the data. Without the data, the sites that the settings name come first,
+    then ``site-1``, ``site-2``, ... up to the configured number.
+
+    Args:
+        config: the configuration.
+        task: reads the index of the data.
+        named: names of sites in the settings.
+
+    Raises:
+        ConfigError: neither the configuration nor the data gives the number of sites.
+    """
+    simulator = config.simulator
+    count = simulator.sites if simulator else None
+    if simulator is not None and simulator.data.partition is not None and simulator.data.partition.name == "natural":
+        path, settings = simulator.data.path, simulator.data.partition.config.model_dump()
+        if path is not None and path.exists():
+            return sorted(PARTITIONERS["natural"](task.cohort(path), count, **settings))
+        if count is None:
+            raise ConfigError(
+                f"the sites are those that the data names, and there is no data at {path}; add --sites N, or the path: "
+                "--set simulator.data.path=FILE"
+            )
+        numbered = (f"site-{i}" for i in range(1, count + len(named) + 1))
+        return sorted(list(dict.fromkeys([*named, *numbered]))[:count])
+    if count is None:
+        raise ConfigError("the configuration does not give the number of sites; add --sites N")
+    return sorted(f"site-{i}" for i in range(1, count + 1))
+
+
+def _sum_ranges(messages: Iterable[Message]) -> dict[str, dict[str, int]]:
+    """Return least, typical and most bytes by direction and in total."""
+    sums = {"down": BytesRange(), "up": BytesRange()}
+    for line, exchanged, _ in messages:
+        sums[line.direction] += exchanged
+    sums["total"] = sums["down"] + sums["up"]
+    return {name: {"least": r.least, "typical": r.typical, "most": r.most} for name, r in sums.items()}
 
 
 def _show(console: Console, figures: dict[str, Any]) -> None:
@@ -86,8 +164,34 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
         f"{figures['name']}: {figures['method']}, {figures['parameters']:,} parameters, {figures['sites']} sites, "
         f"{figures['rounds']} rounds"
     )
+    console.print(_build_table(figures))
+    total = figures["bytes"]["total"]
+    dense = sum(figures["traffic"][direction]["dense_bytes"] for direction in ("down", "up"))
+    sent = total["typical"]
+    console.print(
+        f"total: {format_bytes(sent)}" + (f"; {compare_with_dense(sent, dense)}" if dense else ""), markup=False
+    )
+    console.print(f"training messages carry {figures['scalars']:,} of {figures['dense_scalars']:,} scalars")
+    if figures["paper_scalars"] is not None:
+        console.print(f"by the paper's counting rule: {figures['paper_scalars']:,} scalars")
+    if not figures["depends_on"] and not figures["exact"]:
+        console.print("up to 0.1 % more or less: ciphertexts are compressed, and no two are equal")
+    elif not figures["exact"]:
+        console.print(
+            f"the bytes depend on the data: at least {format_bytes(total['least'])}, typically {format_bytes(sent)}, "
+            f"at most {format_bytes(total['most'])}"
+        )
+        for reason in figures["depends_on"]:
+            console.print(f"  {reason}", markup=False)
+    else:
+        console.print("exact: the settings decide every message, so that a run's ledger has the same bytes")
+
+
+def _build_table(figures: dict[str, Any]) -> Table:
     table = Table()
-    for column in ("round", "request", "down", "up", "dense", "live"):
+    columns = ("round", "request", "down", "up", "dense", "live")
+    bounds = () if figures["exact"] else ("least", "most")
+    for column in (*columns, *bounds):
         table.add_column(column, justify="right")
     for line in figures["per_round"]:
         table.add_row(
@@ -97,13 +201,6 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
             format_bytes(line["bytes_up"]),
             format_bytes(line["dense_bytes"]),
             f"{1 - line['sparsity']:.1%}",
+            *(format_bytes(line["bytes"]["total"][name]) for name in bounds),
         )
-    console.print(table)
-    sent = sum(figures["traffic"][d]["payload_bytes"] for d in ("down", "up"))
-    dense = sum(figures["traffic"][d]["dense_bytes"] for d in ("down", "up"))
-    console.print(
-        f"total: {format_bytes(sent)}; dense: {format_bytes(dense)}, {dense / max(sent, 1):.2f} times as much"
-    )
-    console.print(f"training messages carry {figures['scalars']:,} of {figures['dense_scalars']:,} scalars")
-    if figures["paper_scalars"] is not None:
-        console.print(f"by the paper's counting rule: {figures['paper_scalars']:,} scalars")
+    return table

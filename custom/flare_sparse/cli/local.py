@@ -19,7 +19,7 @@ from ..report.card import write_card
 from ..runs.continuation import keep_final_checkpoints
 from ..runs.folder import RunFolder, build_run_facts
 from ..runs.model_files import save_site_model
-from ..runs.progress import format_progress
+from ..runs.progress import ProgressFormatter
 from ..runs.results import RunResult
 from ..seeds import limit_threads
 from ..task import SiteData
@@ -70,13 +70,13 @@ def run_config_locally(
             for name, site_data in data.items()
         }
     facts = build_run_facts(config, assembly)
-    ledger = Ledger()
+    ledger, formatter = Ledger(), ProgressFormatter()
     folder = RunFolder(out, facts, assembly.layout, ledger)
 
     def commit(record: RoundRecord) -> None:
         line = folder.commit(record)
         on_line(line)
-        console.print(format_progress(line), markup=False)
+        console.print(formatter.format(line), markup=False)
 
     outcome = run_locally(
         assembly.method,

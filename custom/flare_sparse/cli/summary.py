@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..runs.progress import format_bytes
+from ..runs.progress import compare_with_dense, format_bytes
 
 PARTIAL = 3
 """Exit code of a finished run to which a site contributed in no round."""
@@ -137,7 +137,7 @@ def find_absent_sites(summary: Mapping[str, Any], last: Mapping[str, Any]) -> di
 
 def _build_bytes_table(summary: dict[str, Any]) -> Table:
     table = Table(title="bytes on the wire, all rounds", title_justify="left")
-    for column in ("direction", "messages", "sent", "dense FedAvg", "dense / sent", "floor"):
+    for column in ("direction", "messages", "sent", "dense FedAvg", "compared", "floor"):
         is_label = column == "direction"
         table.add_column(column, justify="left" if is_label else "right", overflow="fold", no_wrap=is_label)
     for direction, label in (("down", "server to sites"), ("up", "sites to server")):
@@ -148,8 +148,7 @@ def _build_bytes_table(summary: dict[str, Any]) -> Table:
             f"{sums['messages']}",
             format_bytes(sent),
             format_bytes(dense),
-            # No ratio where dense FedAvg has no such message: "0.0x" would read as a loss.
-            f"{dense / sent:.1f}x" if sent and dense else "-",
+            compare_with_dense(sent, dense).removesuffix(" than dense") if dense else "-",
             format_bytes(sums["floor_bytes"]),
         )
     return table

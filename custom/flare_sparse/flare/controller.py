@@ -30,6 +30,7 @@ from ..runs.model_files import ENCRYPTED
 from ..runs.progress import format_progress
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
+from .feed import TOPIC, RecordFeed
 from .payload import ACKNOWLEDGED, HELLO, REPLY, TASK, extract_hello, message_to_shareable
 from .polling import TaskPolling
 from .session import AGGREGATOR_ID, get_server_session, get_workspace
@@ -117,8 +118,12 @@ class FederatedController(Controller):
 
         self._polling = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
 
+        feed = RecordFeed(session.ledger.lines)
+        fl_ctx.get_engine().register_app_command(TOPIC, feed.answer)
+
         def commit(record: RoundRecord) -> None:
             line = folder.commit(record)
+            feed.commit(line)
             announce_round(self, record, fl_ctx)
             self._lines.append(format_progress(line))
             self.logger.info(self._lines[-1])

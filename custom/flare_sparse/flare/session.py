@@ -26,6 +26,7 @@ from ..task import Task
 from ..wire.ledger import Ledger
 from .checkpoints import delete_archived, delete_ended, find_checkpoint_folder
 from .he_keys import load_server_cipher, load_site_cipher
+from .watchdog import watch_command
 
 JOB_FILE = "flare_sparse.yaml"
 REQUESTS_FOLDER = "flare_sparse_requests"
@@ -70,6 +71,12 @@ class ServerSession(FLComponent):
         unarchived: folder of an earlier, finished run of this job whose result FLARE never archived; None: none.
     """
 
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Watch the command that started the simulator, from the start of the job."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.START_RUN:
+            watch_command()
+
     def build(self, fl_ctx: FLContext) -> None:
         """Read the job's settings and build its parts.
 
@@ -107,7 +114,10 @@ class SiteSession(FLComponent):
         self._hello: dict[str, str | int | float] | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Write the site's own model at the end of a job in the simulator, if the method has one."""
+        """Watch the command that started the simulator; write the site's own model there at the end of a job."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.START_RUN:
+            watch_command()
         folder, endpoint = os.environ.get(SITE_MODELS_VARIABLE), self._endpoint
         if event_type == EventType.END_RUN and folder and endpoint is not None and endpoint.method.personal_model:
             save_site_model(Path(folder), endpoint.site)

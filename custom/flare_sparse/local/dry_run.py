@@ -43,7 +43,9 @@ class DrySite(Site):
         self.usages: list[SampleUsage] = []
         self.weights = torch.zeros(layout.size)
         self.memory = {}
-        self._noise = torch.rand(layout.size, generator=make_generator(seed, "dry", name)).add_(0.5)
+        generator = make_generator(seed, "dry", name)
+        self._noise = torch.rand(layout.size, generator=generator).add_(0.5)
+        self._step = _draw_step(layout, generator)
 
     @property
     def num_examples(self) -> int:
@@ -85,7 +87,7 @@ class DrySite(Site):
 
         The steps are small, so that the values stay within every number format over hundreds of rounds.
         """
-        return start + (self._noise - 1) / 100
+        return start + self._step
 
     def compute_gradients(
         self, weights: Tensor, batch_size: int, batches: int | None, t: int, *, batch_statistics: bool = True
@@ -117,6 +119,16 @@ class DrySite(Site):
 
     def evaluate(self, weights: Tensor) -> dict[str, float]:
         return {}
+
+
+def _draw_step(layout: Layout, generator: torch.Generator) -> Tensor:
+    """Return a typical delta ``(P,)``: normal, and in each layer as small as the layer has inputs."""
+    # Trained deltas are like that: a layer with many inputs, most of them rarely active, moves least per weight.
+    step = torch.randn(layout.size, generator=generator) / 100
+    for tensor, start in zip(layout.tensors, layout.offsets, strict=False):
+        if len(tensor.shape) > 1 and tensor.size:
+            step[start : start + tensor.size] /= tensor.size // tensor.shape[0]
+    return step
 
 
 def estimate_traffic(

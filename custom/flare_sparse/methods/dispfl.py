@@ -23,6 +23,7 @@ from ..seeds import make_generator
 from ..training import Site
 from .method import TRAIN, MaskPreset, Method, MethodConfig
 from .support.masks import compute_cosine_fraction, drop_and_regrow
+from .traffic import MessageFacts, SelectionBounds
 
 
 class Config(MethodConfig):
@@ -154,6 +155,11 @@ class DisPFL(Method[Config, State]):
             weights[row] = contribution.patch.to_vector()
         trained = tuple(sorted({*state.trained, *(contribution.site for contribution in contributions)}))
         return State(state.round + 1, state.owners, weights, masks, trained)
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        if self.config.initial_drop_fraction == 0:
+            return None
+        return message.fix_count("training decides which entries a site drops and regrows")
 
     def model(self, state: State) -> Patch:
         """Return one model for all: for each entry, the average over the sites that hold it."""

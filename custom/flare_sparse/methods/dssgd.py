@@ -17,6 +17,7 @@ from ..mask import Mask, floor_fraction, top_k
 from ..training import Site
 from .method import MethodConfig
 from .support.selective import Aggregation, SelectiveMethod, SelectiveState, aggregate_revealed
+from .traffic import MessageFacts
 
 
 class Config(MethodConfig):
@@ -34,6 +35,10 @@ class DSSGD(SelectiveMethod[Config]):
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         parameters = Mask.from_tensors(site.layout, lambda tensor: tensor.role != "buffer")
         return top_k(delta.abs(), floor_fraction(self.config.rate, parameters.count), within=parameters) | ~parameters
+
+    def bound_upload(self, message: MessageFacts, live: tuple[int, int]) -> tuple[int, int]:
+        count = floor_fraction(self.config.rate, self.parameters.count) + self.layout.size - self.parameters.count
+        return count, count
 
     def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
         return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)

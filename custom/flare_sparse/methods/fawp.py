@@ -17,6 +17,7 @@ from ..mask import Mask
 from ..training import Site
 from .support.selective import SelectiveState
 from .support.unit_pruning import PruningConfig, PruningMethod
+from .traffic import MessageFacts
 
 
 @final
@@ -31,6 +32,9 @@ class FAwP(PruningMethod[PruningConfig]):
 
     def accepts(self, live: Mask, site: str, mask: Mask) -> bool:
         return mask == live
+
+    def bound_upload(self, message: MessageFacts, live: tuple[int, int]) -> tuple[int, int]:
+        return live
 
     def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
         return weighted_sum(contributions, weigh_by_examples)

@@ -20,6 +20,7 @@ from ..mask import Mask, floor_fraction, prune_mask
 from .method import MaskPreset, Method
 from .support.averaging import AveragingConfig
 from .support.schedules import compute_polynomial_sparsity
+from .traffic import MessageFacts, SelectionBounds
 
 
 class Config(AveragingConfig):
@@ -85,6 +86,9 @@ class FedSparsify(Method[Config, State]):
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, state.mask)
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        return message.keep_selection("the trained weights decide which entries are pruned")
 
     @cached_property
     def _prunable(self) -> Mask:

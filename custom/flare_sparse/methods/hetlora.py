@@ -24,6 +24,7 @@ from ..training import Site
 from .method import TRAIN
 from .support.lora import RankedConfig, RankedMethod
 from .support.masks import unite_masks
+from .traffic import MessageFacts, SelectionBounds
 
 
 class Config(RankedConfig):
@@ -144,6 +145,15 @@ class HetLoRA(RankedMethod[Config, State]):
             a, b = adapter.view_matrix(vector, "A").double(), adapter.view_matrix(vector, "B").double()
             total += float(((b.T @ b) * (a @ a.T)).sum())
         return math.sqrt(max(total, 0.0))
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        most = least = self._get_initial_rank(message.site)
+        for _ in range(message.round - (message.direction == "down")):
+            least = self.decay_rank(least)
+        if least == most:
+            return None
+        fewest, largest = (self.select_first_ranks(rank).count for rank in (least, most))
+        return SelectionBounds(fewest, largest, "training decides when a site gives up its last ranks")
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

@@ -23,6 +23,7 @@ from ..scores.ranks import Factor, compute_slot_scores, select_slots
 from ..training import Site, TrainingConfig
 from .method import broadcast, train_locally
 from .support.lora import RankedConfig, RankedMethod
+from .traffic import MessageFacts, SelectionBounds
 
 
 class Config(RankedConfig):
@@ -171,6 +172,20 @@ class LoRAA2(RankedMethod[Config, State]):
             exchanged.bits, state.weights + weighted_sum(contributions, weigh_by_examples), state.weights
         )
         return State(state.round + 1, weights, exchanged)
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        if message.direction == "down":
+            return None
+        active = self.get_active_factor(message.round)
+        widths, rank = self.slots.get_slot_widths(active), min(self.config.get_rank(message.site), self.slots.rank)
+        if self.config.budget == "slots":
+            most = int(widths.sort(descending=True).values[: rank * self.slots.num_modules].sum())
+        else:
+            most = rank * int(widths.sum()) // self.slots.rank
+        others = self.slots.other_entries.count
+        return SelectionBounds(
+            self._count_min_entries(active, message.site), others + most, "the scores decide which ranks a site sends"
+        )
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

@@ -26,6 +26,7 @@ from .support.gates import Gates
 from .support.group_lasso import compute_group_lasso_prox
 from .support.meta_learning import MetaLearningConfig
 from .support.schedules import StepSizes
+from .traffic import MessageFacts, SelectionBounds
 
 Prox = Callable[[Tensor, float], Tensor]
 
@@ -120,6 +121,15 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
         if self.config.closed_channels == "reopenable":
             return Patch.from_vector(vector, self.full_mask)
         return Patch.from_vector(vector, self.full_mask - self._gates.select_closed(vector))
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        closed = self._gates.select_closed(torch.zeros(self.layout.size))
+        may_close = closed.count and self.config.lasso > 0 and self.config.closed_channels == "permanent"
+        if message.round == 1 or not may_close:
+            return None
+        size = self.layout.size
+        is_known = message.direction == "up"
+        return SelectionBounds(size - closed.count, size, "the Group Lasso decides which channels close", is_known)
 
     def count_paper_scalars(self, sites: int) -> int | None:
         """Return 2 (|theta| + |phi|) per round and site; the paper reports no traffic."""

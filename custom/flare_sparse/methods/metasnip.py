@@ -24,6 +24,7 @@ from ..training import Site
 from .metagater import MetaGater, State
 from .support.adaptation import ADAPT, AdaptationMethod, take_one_step
 from .support.meta_learning import MetaLearningConfig
+from .traffic import MessageFacts, SelectionBounds
 
 
 class Config(MetaLearningConfig):
@@ -70,6 +71,9 @@ class MetaSNIP(AdaptationMethod[Config, State]):
 
     def model(self, state: State) -> Patch:
         return self._metagater.model(state)
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        return self._metagater.bound_selection(message)
 
     def count_paper_scalars(self, sites: int) -> int | None:
         return self._metagater.count_paper_scalars(sites)

@@ -42,6 +42,7 @@ from ..mask import Mask
 from ..params import Layout
 from ..seeds import make_generator
 from ..training import Site, TrainingConfig
+from .traffic import MessageFacts, SelectionBounds
 
 MaskPreset = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
 
@@ -236,6 +237,18 @@ class Method(ABC, Generic[ConfigT, StateT]):
         raise ConfigError(
             f"method {self.name!r} does not adapt its model at a site; train with one that does, such as metagater"
         )
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        """Return the fewest and most entries of a message whose entries the data chooses; None: the settings decide.
+
+        Only for estimates: a run sends what it sends. Messages with metrics alone are not asked about.
+        """
+        return None
+
+    @property
+    def named_sites(self) -> tuple[str, ...]:
+        """The sites that the settings name, which an estimate without data assumes to take part."""
+        return ()
 
     def count_paper_scalars(self, sites: int) -> int | None:
         """Return the number of scalars that the paper would count for a whole run; None where it defines no count."""

@@ -28,6 +28,7 @@ from ..training import Site
 from .method import TRAIN, MaskPreset, Method, broadcast
 from .support.averaging import AveragingConfig
 from .support.masks import unite_masks
+from .traffic import MessageFacts, SelectionBounds
 
 SCORE = "score"
 """The kind of the requests before round 1."""
@@ -253,6 +254,11 @@ class NeuroSFL(Method[Config, State]):
     @cached_property
     def _maskable(self) -> Mask:
         return Mask.from_preset(self.layout, self.config.maskable)
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        if self.config.scores == "random":
+            return None
+        return message.keep_selection("the sites' scores decide which entries are live")
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, unite_masks(state.masks))

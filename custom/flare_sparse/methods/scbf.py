@@ -18,6 +18,7 @@ from ..mask import Mask
 from ..training import Site
 from .support.channels import ChannelConfig, ChannelSelector, ChannelSiteConfig
 from .support.selective import SelectiveMethod, SelectiveState, aggregate_revealed
+from .traffic import MessageFacts
 
 
 @final
@@ -34,6 +35,9 @@ class SCBF(SelectiveMethod[ChannelConfig]):
 
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         return self._selector.reveal(delta, site, t)
+
+    def bound_upload(self, message: MessageFacts, live: tuple[int, int]) -> tuple[int, int]:
+        return self._selector.bound_upload(message.site_settings, self.layout, live)
 
     def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
         return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)

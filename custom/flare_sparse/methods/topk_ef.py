@@ -16,8 +16,9 @@ from ..aggregation.weighted import weigh_by_examples, weighted_sum
 from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction, top_k
 from ..training import Site
-from .method import Method, MethodConfig
+from .method import TRAIN, Method, MethodConfig
 from .support.masks import unite_masks
+from .traffic import MessageFacts, SelectionBounds
 
 
 class Config(MethodConfig):
@@ -76,6 +77,15 @@ class TopKEF(Method[Config, State]):
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         weights = state.weights + weighted_sum(contributions, weigh_by_examples)
         return State(state.round + 1, weights, unite_masks(contribution.patch.mask for contribution in contributions))
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        if message.direction == "up":
+            return message.fix_count("the sites' deltas decide which entries are uploaded")
+        if message.round == 1 or message.kind != TRAIN:
+            return None
+        # The union of the sites' uploads; a site that did not take part in the round before receives all entries.
+        size, most = self._upload_size, min(self.layout.size, message.num_sites * self._upload_size)
+        return SelectionBounds(size, max(most, message.count), "the overlap of the uploads decides what is sent down")
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

@@ -25,6 +25,8 @@ from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, sa
 
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
 """Files that every commit appends to."""
+SUMMARY = "summary.json"
+"""File that a run writes last; a folder without it belongs to a run that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,14 @@ def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
     )
 
 
+def start_record(folder: Path) -> None:
+    """Create a result folder with empty files of rounds and messages, and without the summary of an earlier run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY).unlink(missing_ok=True)
+    for name in APPENDED_FILES:
+        (folder / name).write_text("", encoding="utf-8")
+
+
 class RunFolder:
     """Writes the record of one run into a folder.
 
@@ -79,9 +89,7 @@ class RunFolder:
         self.path, self.facts, self.layout, self.ledger = path, facts, layout, ledger
         self._start_time = time.monotonic()
         self._lines_written = 0
-        path.mkdir(parents=True, exist_ok=True)
-        for name in APPENDED_FILES:
-            (path / name).write_text("")
+        start_record(path)
         (path / "config.yaml").write_text(facts.config)
 
     def commit(self, record: RoundRecord) -> dict[str, Any]:
@@ -131,7 +139,7 @@ class RunFolder:
         summary = self._build_summary(outcome)
         for name in APPENDED_FILES:
             sync_to_disk(self.path / name)
-        write_json(self.path / "summary.json", summary)
+        write_json(self.path / SUMMARY, summary)
         return summary
 
     def _save(self, prefix: str, weights: Tensor, mask: Mask, encrypted: EncryptedValues | None) -> None:

@@ -8,16 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from nvflare.apis.job_def import JobMetaKey
-from nvflare.fuel.flare_api.api_spec import JobNotRunning, TargetType
+from nvflare.fuel.flare_api.api_spec import JobNotRunning
 from nvflare.fuel.flare_api.flare_api import Session
 
-from ..controller import READY, STATS
+from ...runs.growing import LEDGER, ROUNDS, GrowingRecord
+from ...runs.progress import ProgressFormatter
+from ..controller import READY
+from ..feed import fetch_lines
 from .connection import LOST, ServerConnection
 from .ending import describe_lost_job, describe_timeout
 
 POLL_S = 2.0
 START_S = 60.0
-"""Seconds after which a job's statistics are read although its log does not say that it has started."""
+"""Seconds after which a job's lines are asked for although its log does not say that it has started."""
 MISSES = 2
 """Number of successive rounds without a site after which the command says what to do."""
 _SILENT = re.compile(r"did not reply: (.*?)(?:  |$)")
@@ -30,13 +33,15 @@ class JobFollower:
         connection: connection to the server.
         job: id of the job.
         on_line: called with a line of text for each change of status, each round and each hint.
+        record: extended by the job's rounds and messages as they are committed.
 
     Attributes:
         num_shown: number of rounds shown.
     """
 
-    def __init__(self, connection: ServerConnection, job: str, on_line: Callable[[str], None]):
+    def __init__(self, connection: ServerConnection, job: str, on_line: Callable[[str], None], record: GrowingRecord):
         self._connection, self._job, self._on_line = connection, job, on_line
+        self._record, self._formatter = record, ProgressFormatter()
         self._running_since: float | None = None
         self._is_ready = False
         self._misses: dict[str, int] = {}
@@ -80,12 +85,11 @@ class JobFollower:
             )
 
     def _show_rounds(self) -> None:
-        rounds = self._connection.ask(self._read_rounds)
-        for line in rounds[self.num_shown :]:
-            self.show(line)
+        for line in self._connection.ask(self._read_rounds):
+            self.show(self._formatter.format(line))
 
-    def _read_rounds(self, session: Session) -> list[str]:
-        """Return the lines of the rounds so far; empty while the job starts or ends.
+    def _read_rounds(self, session: Session) -> list[dict[str, Any]]:
+        """Append the new lines to the record and return those of the rounds; empty while the job starts or ends.
 
         Raises:
             JobFailed: the server was restarted and does not run the job any more.
@@ -93,7 +97,9 @@ class JobFollower:
         if not self._has_started(session):
             return []
         try:
-            lines = session.show_stats(self._job, TargetType.SERVER)["server"][STATS]["rounds"]
+            rounds, messages = fetch_lines(
+                session, self._job, self._record.get_count(ROUNDS), self._record.get_count(LEDGER)
+            )
         except LOST:
             raise
         except JobNotRunning:
@@ -105,13 +111,15 @@ class JobFollower:
         # record that is downloaded at the end holds all rounds.
         except Exception:  # noqa: BLE001
             return []
-        return [str(line) for line in lines]
+        self._record.append(LEDGER, messages)
+        self._record.append(ROUNDS, rounds)
+        return rounds
 
     def _has_started(self, session: Session) -> bool:
         """Return whether the server's job process has its components.
 
         FLARE calls a job RUNNING as soon as its process is launched. The process needs seconds to start, and each
-        ``show_stats`` before that leaves a traceback in the server's log, so the job's own log is asked first.
+        request for lines before that leaves an error in the server's log, so the job's own log is asked first.
         """
         now = time.monotonic()
         if self._running_since is None:

@@ -15,8 +15,10 @@ from typing import Any
 
 from nvflare.recipe import SimEnv
 
+from ...checkpoint.writing import replace_atomically
 from ...data.source import SITE_FILE_VARIABLE
 from ...errors import ConfigError
+from ...runs.growing import LEDGER, ROUNDS, GrowingRecord
 from ...runs.model_files import SITE_MODELS, delete_models, list_site_models
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
@@ -24,6 +26,7 @@ from ..he_keys import KEYS_VARIABLE
 from ..recipe import SparseRecipe
 from ..session import SITE_MODELS_VARIABLE
 from ..site.allow_list import allow_classes
+from ..watchdog import COMMAND_VARIABLE, identify_command
 from .ending import JobFailed
 
 
@@ -77,8 +80,19 @@ def simulate(
         CHECKPOINTS_VARIABLE: str(checkpoints or OFF),
         KEYS_VARIABLE: str(keys or ""),
         SITE_MODELS_VARIABLE: str(workspace),
+        COMMAND_VARIABLE: identify_command(),
     }
-    with _set_environment(variables), _follow_lines(record / "rounds.jsonl", on_round):
+    growing = GrowingRecord(out)
+
+    def append_round(line: dict[str, Any]) -> None:
+        growing.append(ROUNDS, [line])
+        on_round(line)
+
+    with (
+        _set_environment(variables),
+        _follow_lines(record / ROUNDS, append_round),
+        _follow_lines(record / LEDGER, lambda line: growing.append(LEDGER, [line])),
+    ):
         with redirect_output(log):
             try:
                 recipe.execute(
@@ -92,7 +106,9 @@ def simulate(
     # Otherwise a best model of an earlier run in this folder could stay beside the new record.
     delete_models(out)
     for file in sorted(record.iterdir()):
-        shutil.copy2(file, out / file.name)
+        # Replaced and not written in place: whoever follows a growing file sees it whole at every moment.
+        with replace_atomically(out / file.name) as part:
+            shutil.copy2(file, part)
     _copy_site_models(workspace, out)
     metrics = workspace / "server" / "simulate_job" / "metrics"
     for name in ("metrics_summary.json", "round_metrics.jsonl"):

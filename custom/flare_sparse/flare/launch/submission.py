@@ -14,6 +14,8 @@ from typing import Any
 
 from nvflare.fuel.flare_api.api_spec import JobNotFound
 
+from ...checkpoint.writing import replace_atomically
+from ...runs.growing import ROUNDS, GrowingRecord
 from ...runs.model_files import delete_models
 from ...runs.progress import format_progress
 from ..controller import RESULTS
@@ -65,7 +67,7 @@ def run_deployed(
             job = _submit(connection, recipe)
             (out / JOB_FILE).write_text(f"{job}\n", encoding="utf-8")
             on_line(f"job {job}: submitted")
-        follower = JobFollower(connection, job, on_line)
+        follower = JobFollower(connection, job, on_line, GrowingRecord(out))
         status = follower.follow(timeout_s)
         refusals = connection.ask(lambda session: _list_refusals(session.get_job_meta(job)))
         downloaded = _download(connection, job, out)
@@ -73,7 +75,7 @@ def run_deployed(
         job, status, reason=reason, refusals=refusals, rounds=follower.num_shown
     ))  # fmt: skip
     # Rounds that ended between the last poll and the end of the job.
-    for line in (out / "rounds.jsonl").read_text(encoding="utf-8").splitlines()[follower.num_shown :]:
+    for line in (out / ROUNDS).read_text(encoding="utf-8").splitlines()[follower.num_shown :]:
         follower.show(format_progress(json.loads(line)))
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return summary
@@ -188,4 +190,6 @@ def _collect_record(job: Path, out: Path, describe: Callable[[str], JobFailed]) 
         raise error
     delete_models(out)
     for file in sorted(record.iterdir()):
-        shutil.copy2(file, out / file.name)
+        # Replaced and not written in place: whoever follows a growing file sees it whole at every moment.
+        with replace_atomically(out / file.name) as part:
+            shutil.copy2(file, part)

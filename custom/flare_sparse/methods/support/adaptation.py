@@ -68,6 +68,10 @@ class AdaptationMethod(Method[AdaptationConfigT, StateT]):
     final_kinds = frozenset({ADAPT})
     personal_model = "adapted at the site"
 
+    @property
+    def named_sites(self) -> tuple[str, ...]:
+        return self.config.targets
+
     @abstractmethod
     def train(self, request: Request, site: Site) -> Update:
         """Return a site's update of an ordinary round."""

@@ -5,7 +5,8 @@ See docs/algorithms.md, sections 3.4 to 3.7.
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -69,14 +70,29 @@ class ChannelSelector:
 
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         """Return the entries of a site's delta ``(P,)`` that it reveals in round ``t``; its own settings come first."""
-        site_settings = site.site_settings if isinstance(site.site_settings, ChannelSiteConfig) else ChannelSiteConfig()
-        rate = site_settings.rate or self._config.rate
-        budget = site_settings.budget or (self._config.budget if site_settings.rate is None else None)
+        rate, budget = self._choose_share(site.site_settings)
         groups = self._get_groups(site.layout)
         if budget is not None:
             return groups.select_by_budget(delta, budget)
         generator = make_generator(self._seed, "channels", site.name, t)
         return groups.select_by_rate(delta, rate, self._config.selection, generator)
+
+    def bound_upload(self, site_settings: Any, layout: Layout, live: tuple[int, int]) -> tuple[int, int]:
+        """Return the fewest and most entries of an upload, given the fewest and most live entries."""
+        rate, budget = self._choose_share(site_settings)
+        groups, num_buffers = self._get_groups(layout), layout.size - layout.trainable_size
+        if budget is not None:
+            most = floor_fraction(budget, layout.trainable_size) + num_buffers + groups.num_always_entries
+            return floor_fraction(budget, max(live[0] - num_buffers, 0)), min(most, live[1])
+        if self._config.selection == "negative" or not groups.covers_evenly:
+            return 0, live[1]
+        optional = groups.num_bias_entries if self._config.biases == "never" else 0
+        return math.floor(rate * max(live[0] - optional, 0)), live[1]
+
+    def _choose_share(self, site_settings: Any) -> tuple[float, float | None]:
+        """Return the rate and the budget of a site, whose own settings come first."""
+        own = site_settings if isinstance(site_settings, ChannelSiteConfig) else ChannelSiteConfig()
+        return own.rate or self._config.rate, own.budget or (self._config.budget if own.rate is None else None)
 
     def describe(self, layout: Layout) -> str:
         """Return the groups of a network and the threshold, as display text."""

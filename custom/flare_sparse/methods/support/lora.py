@@ -68,6 +68,10 @@ class RankedMethod(LoRAMethod[RankedConfigT, StateT]):
 
     SiteConfig = RankSiteConfig
 
+    @property
+    def named_sites(self) -> tuple[str, ...]:
+        return tuple(self.config.ranks)
+
     def get_capabilities(self, site: Site) -> Capabilities:
         return local_capabilities(rank=_get_own_rank(site))
 

@@ -20,10 +20,13 @@ from ...exchange import EVALUATE, Assignment, Contribution, Patch, Request, Upda
 from ...mask import Mask
 from ...training import Site
 from ..method import ConfigT, Method, broadcast
+from ..traffic import MessageFacts, SelectionBounds
 from .masks import unite_masks
 
 Aggregation = Literal["sum", "mean", "count"]
 Phase = Literal["train", "count", "counted"]
+
+REMOVED = "the zeros that sites count decide which units are removed"
 
 MOSTLY_CHANGED = 31 / 32
 """Share of changed entries above which naming them takes more bytes than sending all values."""
@@ -97,6 +100,29 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
         changed = unite_masks(contribution.patch.mask for contribution in contributions)
         weights = torch.where(changed.bits, self.aggregate(state, contributions), state.weights)
         return replace(state, round=state.round + 1, weights=weights, changed=changed)
+
+    def bound_live(self, t: int) -> tuple[int, int]:
+        """Return the fewest and most live entries in round ``t``."""
+        return self.layout.size, self.layout.size
+
+    def bound_upload(self, message: MessageFacts, live: tuple[int, int]) -> tuple[int, int]:
+        """Return the fewest and most entries that a site reveals, given those of the live entries."""
+        return 0, live[1]
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        live, size = self.bound_live(message.round), self.layout.size
+        least, most = self.bound_upload(message, live)
+        if message.direction == "up":
+            # A site that returns all live entries does not name them: the request did.
+            reason = REMOVED if (least, most) == live else "training decides which entries a site reveals"
+            return None if least == size else SelectionBounds(least, most, reason, (least, most) == live)
+        if live[0] < size:
+            return SelectionBounds(*live, REMOVED, is_known=message.selection_bytes == 0)
+        if message.round == 1 or least == size:
+            return None
+        # A site that did not take part in the round before may have revealed less than this one.
+        least = least if self.config.participation == 1 else 0
+        return SelectionBounds(least, size, "the overlap of the uploads decides what is sent down")
 
     def model(self, state: SelectiveState) -> Patch:
         return Patch.from_vector(state.weights, state.live)

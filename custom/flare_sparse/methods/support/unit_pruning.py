@@ -22,7 +22,8 @@ from ...scores.scbf.apoz import count_zeros, encode_counts, locate_counts, pool_
 from ...structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
 from ...training import Site
 from ..method import TRAIN, MethodConfig, broadcast
-from .selective import SelectiveMethod, SelectiveState
+from ..traffic import MessageFacts, SelectionBounds
+from .selective import REMOVED, SelectiveMethod, SelectiveState
 
 COUNT: Final = "count"
 """The kind of the request, and the phase, in which sites count the zeros of every unit."""
@@ -156,6 +157,42 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
             "was not complete"
         )
 
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        is_count = message.kind == COUNT and message.direction == "up"
+        # A pruned structure travels as a selection without values.
+        if is_count or (message.direction == "down" and message.count == 0):
+            return message.fix_count(REMOVED) if self.bound_live(message.round)[0] < self.layout.size else None
+        return super().bound_selection(message)
+
+    def bound_live(self, t: int) -> tuple[int, int]:
+        """Return the fewest and most live entries in round ``t``.
+
+        Which units are removed is not known. Together they hold at most the sum of the entries of the largest units,
+        and at least half the sum of the smallest, because an entry joins at most two units.
+        """
+        prunings = 0
+        for round_ in range(1, t):
+            prunings += self.config.is_due(prunings) and round_ < self.config.rounds
+        removed = self._num_units - self.config.count_remaining(self._num_units, prunings)
+        sizes = sorted(size for size, count in self._removable_units for _ in range(count))
+        removed = min(removed, len(sizes))
+        if not removed:
+            return self.layout.size, self.layout.size
+        most_removed, least_removed = sum(sizes[-removed:]), -(-sum(sizes[:removed]) // 2)
+        return max(self.layout.size - most_removed, 0), self.layout.size - least_removed
+
+    @cached_property
+    def _removable_units(self) -> list[tuple[int, int]]:
+        """For each layer, the number of entries that one unit takes part in and the number of units that may go."""
+        every = [torch.ones(layer.units, dtype=torch.bool) for layer in self._layers]
+        units = []
+        for number, layer in enumerate(self._layers):
+            rest = [mask.clone() for mask in every]
+            rest[number][0] = False
+            size = self.layout.size - build_live_mask(self.layout, self._layers, rest).count
+            units.append((size, layer.units - max(1, round(self.config.min_units_left * layer.units))))
+        return units
+
     @property
     def _num_units(self) -> int:
         """Number of removable units of the unpruned network."""
@@ -171,6 +208,11 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         bits = torch.zeros(self.layout.size, dtype=torch.bool)
         bits[self._count_entries] = True
         return Mask(bits)
+
+    @property
+    def named_sites(self) -> tuple[str, ...]:
+        name = self.config.counting_site
+        return () if name == "sites" else (name,)
 
     @property
     def note(self) -> str:

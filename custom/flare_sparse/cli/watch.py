@@ -1,0 +1,194 @@
+"""``flare-sparse watch``: a live table of a run that proceeds elsewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import ConfigError
+from ..runs.folder import SUMMARY
+from ..runs.growing import ROUNDS
+from ..runs.progress import (
+    ProgressFormatter,
+    compare_with_dense,
+    estimate_seconds_left,
+    format_bytes,
+    format_duration,
+)
+from .console import out as stdout
+
+if TYPE_CHECKING:
+    from nvflare.fuel.flare_api.flare_api import Session
+
+SHOWN_ROUNDS = 12
+"""Lines of the live table; older ones scroll away."""
+ALL_MESSAGES = 2**53
+"""Asks for no line of the ledger, as if this command had all of them."""
+
+
+def watch(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN|JOB", help="Result folder of a run, or with --kit the id of a job")
+    ],
+    kit: Annotated[
+        Path | None, typer.Option(help="Startup kit of an admin of the federation that runs the job")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")] = 2.0,
+) -> None:
+    """Show the rounds of a run as they are committed, with the bytes so far and an estimate of the time left.
+
+    It only reads, ends with the run, and may start before or during the run; Ctrl-C leaves the run alone. If the output
+    is no terminal, it prints a line for each round instead of a table.
+
+    Examples:
+
+        flare-sparse watch runs/neurosfl_brain_age
+
+        flare-sparse watch 4f2d9d61-7c58-4a0f-9d6e-0c4b4f0e7a55 --kit kits/lead@coordination.org
+    """
+    updates = follow_folder(Path(run), every) if kit is None else follow_job(run, kit.resolve(), every)
+    try:
+        show_updates(stdout, updates)
+    except KeyboardInterrupt:
+        stdout.print("no longer watching; the run goes on")
+
+
+def follow_folder(folder: Path, every_s: float) -> Iterator[list[dict[str, Any]]]:
+    """Yield the new rounds of a run in a result folder, at every look, until the run has ended.
+
+    Args:
+        folder: result folder; the run need not have started.
+        every_s: seconds between two looks.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no result folder; give the folder of --out, or a job's id with --kit")
+    position = 0
+    while True:
+        # Looked for before the rounds are read: the summary is written last, so that no round is missed.
+        has_ended = (folder / SUMMARY).is_file()
+        lines, position = _read_lines(folder / ROUNDS, position)
+        yield lines
+        if has_ended:
+            return
+        time.sleep(every_s)
+
+
+def _read_lines(file: Path, position: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the complete lines of a growing file from a position on, and the position after them."""
+    if not file.is_file():
+        return [], 0
+    with file.open("rb") as stream:
+        # A shorter file belongs to a new run in the same folder.
+        stream.seek(position if file.stat().st_size >= position else 0)
+        text = stream.read()
+        complete = text[: text.rfind(b"\n") + 1]
+        end = stream.tell() - len(text) + len(complete)
+    return [json.loads(line) for line in complete.splitlines()], end
+
+
+def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[dict[str, Any]]]:
+    """Yield the new rounds of a job in a running federation, at every look, until the job has ended.
+
+    Args:
+        job: id of the job.
+        kit: startup kit of an admin who may ask for it.
+        every_s: seconds between two looks.
+
+    Raises:
+        ConfigError: the kit is none of an admin, the login failed, or the server knows no such job.
+    """
+    # FLARE takes seconds to import; --help must not wait for it.
+    from ..flare.feed import fetch_lines
+    from ..flare.launch.connection import LOST, open_connection
+
+    with open_connection(kit) as connection:
+        num_rounds = 0
+
+        def read(session: Session) -> tuple[str, list[dict[str, Any]]]:
+            try:
+                status = str(session.get_job_status(job))
+            except LOST:
+                raise
+            # FLARE raises several kinds of exceptions for an unknown id, some without a common base class.
+            except Exception as error:
+                raise ConfigError(f"the server has no job {job!r}: {error}") from error
+            try:
+                return status, fetch_lines(session, job, num_rounds, ALL_MESSAGES)[0]
+            except LOST:
+                raise
+            # The job starts or ends: then FLARE raises what it happens to raise, and the next look tells more.
+            except Exception:  # noqa: BLE001
+                return status, []
+
+        while True:
+            status, lines = connection.ask(read)
+            num_rounds += len(lines)
+            yield lines
+            if status.startswith("FINISHED"):
+                return
+            time.sleep(every_s)
+
+
+def show_updates(console: Console, updates: Iterator[list[dict[str, Any]]]) -> None:
+    """Show rounds as they come: a live table on a terminal, else one line each."""
+    lines: list[dict[str, Any]] = []
+    if not console.is_terminal:
+        formatter = ProgressFormatter()
+        for new in updates:
+            for line in new:
+                console.print(formatter.format(line), markup=False)
+        return
+    with Live(build_table(lines), console=console, auto_refresh=False) as live:
+        for new in updates:
+            lines += new
+            live.update(build_table(lines), refresh=True)
+
+
+def build_table(lines: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of the last rounds, with the bytes so far and the time left below it."""
+    table = Table(title=_describe_run(lines), caption=_describe_total(lines), title_justify="left")
+    for column in ("round", "request", "sites", "metric", "bytes", "seconds"):
+        table.add_column(column, justify="left" if column == "request" else "right")
+    for line in lines[-SHOWN_ROUNDS:]:
+        value = line["metrics"].get(line["metric"])
+        table.add_row(
+            "final" if line["round"] > line["rounds"] else f"{line['round']}/{line['rounds']}",
+            # A Text: names that come from sites are shown as they are, and never read as markup.
+            Text(line["kind"]),
+            f"{len(line['sites_contributed'])}/{len(line['sites_asked'])}",
+            "-" if value is None else f"{value:.3f}",
+            format_bytes(line["bytes_up"] + line["bytes_down"]),
+            f"{line['seconds']:.1f}",
+        )
+    return table
+
+
+def _describe_run(lines: Sequence[dict[str, Any]]) -> Text:
+    if not lines:
+        return Text("waiting for the first round ...")
+    line = lines[-1]
+    return Text(f"run {line['run']}: {line['metric']} ({line['unit']})" if line["unit"] else f"run {line['run']}")
+
+
+def _describe_total(lines: Sequence[dict[str, Any]]) -> Text:
+    sent = sum(line["bytes_up"] + line["bytes_down"] for line in lines)
+    dense = sum(line["dense_bytes"] for line in lines)
+    parts = [f"{format_bytes(sent)} in total"]
+    if dense:
+        parts.append(compare_with_dense(sent, dense))
+    left = estimate_seconds_left(lines)
+    if left is not None:
+        parts.append(f"about {format_duration(left)} left" if left else "all rounds done")
+    return Text(", ".join(parts))

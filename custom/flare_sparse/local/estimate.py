@@ -1,0 +1,82 @@
+"""Least, typical and most bytes of a run, from the messages of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ..methods import Method
+from ..methods.traffic import MessageFacts, SelectionBounds
+from ..wire.codec import compute_min_message_bytes
+from ..wire.envelope import round_up_to_words
+from ..wire.ledger import LedgerLine
+from ..wire.plan import ValueType
+from .dry_run import DrySite
+
+CIPHERTEXT_TOLERANCE = 0.001
+"""Largest relative deviation of an encrypted message's length: ciphertexts are compressed, and their noise is new."""
+
+
+@dataclass(frozen=True)
+class BytesRange:
+    """Bytes of one or several messages.
+
+    Attributes:
+        least, most: bounds that no run exceeds where every site answers every request at the first attempt.
+        typical: bytes in the dry run.
+    """
+
+    least: int = 0
+    typical: int = 0
+    most: int = 0
+
+    def __add__(self, other: BytesRange) -> BytesRange:
+        return BytesRange(self.least + other.least, self.typical + other.typical, self.most + other.most)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every run sends these bytes."""
+        return self.least == self.most
+
+
+def bound_messages(
+    method: Method[Any, Any], lines: Iterable[LedgerLine], sites: Mapping[str, DrySite]
+) -> Iterator[tuple[LedgerLine, BytesRange, str]]:
+    """Yield each message of a dry run with its bytes and, where the data decides them, the reason.
+
+    Args:
+        method: the method of the dry run.
+        lines: ledger of the dry run.
+        sites: its sites.
+    """
+    for line in lines:
+        facts = MessageFacts(
+            line.direction,
+            line.kind,
+            line.round,
+            line.site,
+            line.scalars_sent,
+            line.selection_bytes,
+            len(sites),
+            sites[line.site].site_settings,
+        )
+        bounds = None if line.content == "metrics" and line.direction == "up" else method.bound_selection(facts)
+        exchanged = _bound_bytes(line, bounds)
+        # Bounds that meet in one number of bytes are exact, whatever decides the entries.
+        yield line, exchanged, "" if exchanged.is_exact or bounds is None else bounds.reason
+
+
+def _bound_bytes(line: LedgerLine, bounds: SelectionBounds | None) -> BytesRange:
+    if line.values == "ckks":
+        margin = round(line.payload_bytes * CIPHERTEXT_TOLERANCE)
+        return BytesRange(line.payload_bytes - margin, line.payload_bytes, line.payload_bytes + margin)
+    if bounds is None:
+        return BytesRange(line.payload_bytes, line.payload_bytes, line.payload_bytes)
+    total, values = line.scalars_total, cast(ValueType, line.values)
+    # A bitmap can name any selection, and naming all entries needs no bytes.
+    bitmap = 0 if bounds.is_known else round_up_to_words(-(-total // 8))
+    most = compute_min_message_bytes(min(bounds.most, total - 1), values) + bitmap
+    if bounds.most == total:
+        most = max(most, compute_min_message_bytes(total, values))
+    return BytesRange(compute_min_message_bytes(bounds.least, values), line.payload_bytes, most)
