@@ -25,7 +25,7 @@ ORDER = (
     ("params",),
     ("mask",),
     ("exchange", "task", "structure", "checkpoint"),
-    ("models",),
+    ("kernels", "models"),
     ("data",),
     ("tasks",),
     ("aggregation", "training", "wire"),

@@ -1,0 +1,266 @@
+"""Sparse kernels against torch's dense computation, by layer and by network, in one run.
+
+    python benchmarks/performance/kernels.py [--quick] [--json FILE] [--write docs/results/kernels.md]
+
+Every repeat times the dense and the sparse variant one after the other; a figure is the fastest of the repeats, a
+ratio that of the fastest. Inference is also timed with ONNX Runtime, dense. Each line says:
+
+* what: ``layer`` (forward and backward of one convolution), ``training`` (forward and backward of a network) or
+  ``inference``;
+* network, sparsity, pattern of the mask (uniform, erk, snip or fedsparsify), threads;
+* dense_s, sparse_s, ratio, and onnx_s for inference.
+
+``--quick`` times few repeats of the smaller networks at two sparsities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flare_sparse.kernels.network import use_sparse_kernels
+from flare_sparse.models.alexnet3d import alexnet3d
+from flare_sparse.models.brain_age import brain_age_cnn, brain_age_cnn_3mm
+from flare_sparse.models.resnet import resnet
+from flare_sparse.seeds import limit_threads
+
+SPARSITIES = (0.8, 0.9, 0.95, 0.98, 0.99)
+PATTERNS = ("uniform", "erk", "snip", "fedsparsify")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A network and the input that it is timed with."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+
+
+def build_unet() -> nn.Module:
+    from monai.networks.nets import BasicUNet
+
+    return BasicUNet(spatial_dims=3, in_channels=1, out_channels=3, features=(16, 16, 32, 64, 128, 16))
+
+
+NETWORKS = (
+    Bench("brain_age_cnn 91x109x91", brain_age_cnn, (1, 1, 91, 109, 91)),
+    Bench("brain_age_cnn_3mm 26x32x26", brain_age_cnn_3mm, (8, 1, 26, 32, 26)),
+    Bench("alexnet3d 121x145x121", alexnet3d, (2, 1, 121, 145, 121)),
+    Bench("3D U-Net 40x56x40", build_unet, (2, 1, 48, 64, 48)),
+    Bench("resnet32 32x32", partial(resnet, depth=32), (32, 3, 32, 32)),
+)
+QUICK = ("brain_age_cnn 91x109x91", "brain_age_cnn_3mm 26x32x26")
+LAYERS = (
+    (32, 64, (45, 54, 45)),
+    (64, 128, (22, 27, 22)),
+    (128, 256, (11, 13, 11)),
+    (256, 256, (5, 6, 5)),
+    (16, 32, (26, 32, 26)),
+)
+
+
+def draw_mask(network: nn.Module, sparsity: float, pattern: str, inputs: Tensor) -> dict[str, Tensor]:
+    """Set the weights that a mask switches off to 0; return the live ones by name.
+
+    ``uniform``: the same share in every layer, at random. ``erk``: at random by Erdos-Renyi-kernel densities. ``snip``:
+    the largest ``|w * gradient|`` of a sum of outputs. ``fedsparsify``: the largest magnitudes.
+    """
+    weights = {name: p for name, p in network.named_parameters() if p.dim() > 1}
+    if pattern in ("snip", "fedsparsify"):
+        return cut_by_score(network, weights, sparsity, pattern, inputs)
+    densities = dict.fromkeys(weights, 1 - sparsity)
+    if pattern == "erk":
+        densities = compute_erk_densities(weights, 1 - sparsity)
+    live = {name: torch.rand(p.shape) < densities[name] for name, p in weights.items()}
+    apply(weights, live)
+    return live
+
+
+def compute_erk_densities(weights: dict[str, nn.Parameter], density: float) -> dict[str, float]:
+    """Return densities proportional to ``sum(shape) / prod(shape)``, at most 1 (Evci et al. 2020, appendix A)."""
+    raw = {name: sum(p.shape) / p.numel() for name, p in weights.items()}
+    full: set[str] = set()
+    while True:
+        budget = density * sum(p.numel() for p in weights.values()) - sum(weights[name].numel() for name in full)
+        factor = budget / sum(raw[name] * p.numel() for name, p in weights.items() if name not in full)
+        over = {name for name in weights if name not in full and raw[name] * factor > 1}
+        if not over:
+            return {name: 1.0 if name in full else raw[name] * factor for name in weights}
+        full |= over
+
+
+def cut_by_score(
+    network: nn.Module, weights: dict[str, nn.Parameter], sparsity: float, pattern: str, inputs: Tensor
+) -> dict[str, Tensor]:
+    scores = {name: p.detach().abs() for name, p in weights.items()}
+    if pattern == "snip":
+        network.train()
+        network(inputs).square().sum().backward()
+        scores = {name: (p * p.grad).abs().detach() for name, p in weights.items() if p.grad is not None}
+        network.zero_grad(set_to_none=True)
+    ordered = torch.cat([score.flatten() for score in scores.values()]).sort(descending=True).values
+    threshold = ordered[int(len(ordered) * (1 - sparsity))]
+    live = {name: score > threshold for name, score in scores.items()}
+    apply(weights, live)
+    return live
+
+
+def apply(weights: dict[str, nn.Parameter], live: dict[str, Tensor]) -> None:
+    for name, bits in live.items():
+        weights[name].data.mul_(bits)
+
+
+def time_both(
+    network: nn.Module, live: dict[str, Tensor], step: Callable[[], object], repeats: int, force: bool
+) -> tuple[float, float]:
+    """Return the fastest seconds of the dense and the sparse variant, timed in turn."""
+    dense, sparse = [], []
+    decide: dict[str, Any] = {"decide": lambda geometry, count: True} if force else {}
+    with use_sparse_kernels(network, live, **decide):
+        step()
+        step()
+    for _ in range(repeats):
+        dense.append(time_call(step))
+        with use_sparse_kernels(network, live, **decide):
+            # The first pass of a context sorts the live weights; in training it is one of many.
+            step()
+            sparse.append(time_call(step))
+    return min(dense), min(sparse)
+
+
+def time_call(step: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def time_onnx(network: nn.Module, inputs: Tensor, threads: int, repeats: int) -> float | None:
+    """Return the fastest seconds of ONNX Runtime; None if it is not installed."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "network.onnx"
+        torch.onnx.export(network, (inputs,), str(file), dynamo=False, input_names=["x"])
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(str(file), options)
+        feed = {"x": inputs.numpy()}
+        return min(time_call(lambda: session.run(None, feed)) for _ in range(repeats + 1))
+
+
+def iterate_layer_lines(sparsities: tuple[float, ...], threads: int, repeats: int) -> Iterator[dict[str, Any]]:
+    for inputs, outputs, shape in LAYERS:
+        for sparsity in sparsities:
+            torch.manual_seed(0)
+            network = nn.Sequential(nn.Conv3d(inputs, outputs, 3, padding=1))
+            x = torch.randn(1, inputs, *shape, requires_grad=True)
+            live = draw_mask(network, sparsity, "uniform", x)
+            dense, sparse = time_both(network, live, lambda n=network, x=x: n(x).sum().backward(), repeats, True)
+            name = f"{inputs}->{outputs}, {'x'.join(map(str, shape))}"
+            yield build_line("layer", name, sparsity, "uniform", threads, dense, sparse)
+
+
+def iterate_network_lines(
+    bench: Bench, sparsities: tuple[float, ...], patterns: tuple[str, ...], threads: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    for pattern in patterns:
+        for sparsity in sparsities:
+            torch.manual_seed(0)
+            network = bench.build()
+            inputs = torch.randn(bench.shape)
+            live = draw_mask(network, sparsity, pattern, inputs)
+            network.train()
+            dense, sparse = time_both(network, live, partial(train_step, network, inputs), repeats, False)
+            yield build_line("training", bench.name, sparsity, pattern, threads, dense, sparse)
+            network.eval()
+            for batch in sorted({1, len(inputs)}):
+                x = inputs[:batch]
+                dense, sparse = time_both(network, live, partial(infer, network, x), repeats, False)
+                line = build_line("inference", bench.name, sparsity, pattern, threads, dense, sparse)
+                yield {**line, "batch": batch, "onnx_s": time_onnx(network, x, threads, repeats)}
+
+
+def train_step(network: nn.Module, inputs: Tensor) -> None:
+    network.zero_grad(set_to_none=True)
+    network(inputs).sum().backward()
+
+
+@torch.no_grad()
+def infer(network: nn.Module, inputs: Tensor) -> Tensor:
+    output: Tensor = network(inputs)
+    return output
+
+
+def build_line(
+    what: str, network: str, sparsity: float, pattern: str, threads: int, dense: float, sparse: float
+) -> dict[str, Any]:
+    return {
+        "what": what,
+        "network": network,
+        "sparsity": sparsity,
+        "pattern": pattern,
+        "threads": threads,
+        "dense_s": dense,
+        "sparse_s": sparse,
+        "ratio": dense / sparse,
+    }
+
+
+def format_table(lines: list[dict[str, Any]]) -> str:
+    """Return a Markdown table."""
+    rows = ["| what | network | mask | sparsity | batch | threads | dense s | sparse s | ratio | ONNX dense s |"]
+    rows.append("| --- " * 10 + "|")
+    for line in lines:
+        onnx = line.get("onnx_s")
+        rows.append(
+            f"| {line['what']} | {line['network']} | {line['pattern']} | {line['sparsity']:.0%} | "
+            f"{line.get('batch', '')} | {line['threads']} | {line['dense_s']:.4f} | {line['sparse_s']:.4f} | "
+            f"{line['ratio']:.2f} | {'' if onnx is None else f'{onnx:.4f}'} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few repeats, two networks, two sparsities, one thread")
+    parser.add_argument("--json", type=Path, help="write the lines here")
+    parser.add_argument("--write", type=Path, help="write a Markdown table here")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of torch threads")
+    parser.add_argument("--networks", nargs="+", default=[], help="only networks whose name begins with one of these")
+    options = parser.parse_args()
+    sparsities = (0.9, 0.95) if options.quick else SPARSITIES
+    patterns = ("uniform",) if options.quick else PATTERNS
+    threads = [1] if options.quick else options.threads
+    repeats = 2 if options.quick else 5
+    chosen = [b for b in NETWORKS if not options.networks or b.name.startswith(tuple(options.networks))]
+    chosen = [b for b in chosen if not options.quick or b.name in QUICK]
+    lines: list[dict[str, Any]] = []
+    for count in threads:
+        with limit_threads(count):
+            parts = [] if options.networks else [iterate_layer_lines(sparsities, count, repeats)]
+            parts += [iterate_network_lines(bench, sparsities, patterns, count, repeats) for bench in chosen]
+            for part in parts:
+                for line in part:
+                    lines.append(line)
+                    print(json.dumps(line), flush=True)
+                    if options.json:
+                        options.json.write_text(json.dumps(lines, indent=1) + "\n")
+    if options.write:
+        options.write.write_text(format_table(lines))
+
+
+if __name__ == "__main__":
+    main()

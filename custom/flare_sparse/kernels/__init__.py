@@ -1,0 +1,1 @@
+"""Sparse computation on CPUs: convolutions and linear layers whose cost follows the live weights."""

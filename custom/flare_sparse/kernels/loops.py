@@ -1,0 +1,449 @@
+"""Compiled loops of the sparse convolution, on volumes that are padded and flattened once.
+
+In a padded, flattened volume every tap of a kernel is a constant shift of the flat index. The output of a channel is
+then a sum of a few shifted copies of the input, one for each live weight, over contiguous memory.
+
+Every output channel of every sample is computed by one thread, in the same order of operations however the channels
+are divided among threads. The bits of a result therefore do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+CHUNK = 1024
+"""Positions that are accumulated at a time: 4 kB of sums and of each input stay in the first-level cache."""
+
+SLAB = 16384
+"""Positions after which normalisation sums and pooling are done, while the sums are in the second-level cache."""
+
+
+class Grid(NamedTuple):
+    """Output positions of a convolution on the padded, flattened input.
+
+    Attributes:
+        depth: output planes.
+        height: output rows of a plane.
+        width: output positions of a row.
+        plane: flat distance of two planes of the padded input.
+        row: flat distance of two rows of the padded input.
+    """
+
+    depth: int
+    height: int
+    width: int
+    plane: int
+    row: int
+
+
+class Window(NamedTuple):
+    """Size of a pooling window, or of a pooled volume; the window (1, 1, 1) does not pool."""
+
+    depth: int
+    height: int
+    width: int
+
+
+class Weights(NamedTuple):
+    """Live weights of a layer, ordered by the channel that they add to.
+
+    Attributes:
+        starts: int64 ``(channels + 1,)`` first live weight of each channel.
+        offsets: int64 ``(live,)`` flat index, in the values read, of position 0 of the channel written.
+        values: float32 ``(live,)``.
+    """
+
+    starts: Any
+    offsets: Any
+    values: Any
+
+
+class Target(NamedTuple):
+    """Where the pooled values of a channel are written.
+
+    Attributes:
+        origin: flat index of the first value.
+        plane: flat distance of two planes.
+        row: flat distance of two rows.
+    """
+
+    origin: int
+    plane: int
+    row: int
+
+
+class Norm(NamedTuple):
+    """Per channel, the affine map that the normalisation amounts to, and its derivative.
+
+    The gradient of the convolution's output ``y`` is ``scales * g + constants + factors * y``, where ``g`` is the
+    gradient of the pooled values at their positions, and 0 elsewhere.
+    """
+
+    scales: Any
+    constants: Any
+    factors: Any
+
+
+def _compile(function: Callable[..., Any]) -> Any:
+    # Reassociation lets the compiler use vector instructions for sums. The order is fixed when the loop is compiled.
+    # NaN and infinity keep their meaning, because a diverged model must be noticed.
+    options: Any = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    # No folder for the compiled code is writable: it is compiled again in every process.
+    except RuntimeError:
+        return njit(**options)(function)
+
+
+@_compile
+def accumulate(sums: Any, source: Any, weights: Weights, channel: int, count: int) -> None:
+    """Set ``sums[i]`` to the sum of ``values[k] * source[offsets[k] + i]`` over the channel's weights ``k``."""
+    offsets, values = weights.offsets, weights.values
+    last = weights.starts[channel + 1]
+    for start in range(0, count, CHUNK):
+        n = min(CHUNK, count - start)
+        out = sums[start : start + n]
+        x = source[start:]
+        k = weights.starts[channel]
+        out[:] = 0
+        # Eight weights at a time: the sums are read and written once for eight multiplications.
+        while k + 8 <= last:
+            x0, x1 = x[offsets[k] : offsets[k] + n], x[offsets[k + 1] : offsets[k + 1] + n]
+            x2, x3 = x[offsets[k + 2] : offsets[k + 2] + n], x[offsets[k + 3] : offsets[k + 3] + n]
+            x4, x5 = x[offsets[k + 4] : offsets[k + 4] + n], x[offsets[k + 5] : offsets[k + 5] + n]
+            x6, x7 = x[offsets[k + 6] : offsets[k + 6] + n], x[offsets[k + 7] : offsets[k + 7] + n]
+            v0, v1, v2, v3 = values[k], values[k + 1], values[k + 2], values[k + 3]
+            v4, v5, v6, v7 = values[k + 4], values[k + 5], values[k + 6], values[k + 7]
+            for i in range(n):
+                out[i] += (v0 * x0[i] + v1 * x1[i] + v2 * x2[i] + v3 * x3[i]) + (
+                    v4 * x4[i] + v5 * x5[i] + v6 * x6[i] + v7 * x7[i]
+                )
+            k += 8
+        while k + 2 <= last:
+            x0, x1 = x[offsets[k] : offsets[k] + n], x[offsets[k + 1] : offsets[k + 1] + n]
+            v0, v1 = values[k], values[k + 1]
+            for i in range(n):
+                out[i] += v0 * x0[i] + v1 * x1[i]
+            k += 2
+        if k < last:
+            x0, v0 = x[offsets[k] : offsets[k] + n], values[k]
+            for i in range(n):
+                out[i] += v0 * x0[i]
+
+
+@_compile
+def correlate(gradient: Any, source: Any, weights: Weights, channel: int, count: int, products: Any) -> None:
+    """Add the inner product of ``gradient`` and ``source[offsets[k]:]`` to ``products[k]`` for the channel's weights."""
+    offsets = weights.offsets
+    last = weights.starts[channel + 1]
+    for start in range(0, count, CHUNK):
+        n = min(CHUNK, count - start)
+        g = gradient[start : start + n]
+        x = source[start:]
+        k = weights.starts[channel]
+        while k + 4 <= last:
+            x0, x1 = x[offsets[k] : offsets[k] + n], x[offsets[k + 1] : offsets[k + 1] + n]
+            x2, x3 = x[offsets[k + 2] : offsets[k + 2] + n], x[offsets[k + 3] : offsets[k + 3] + n]
+            s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for i in range(n):
+                s0 += g[i] * x0[i]
+                s1 += g[i] * x1[i]
+                s2 += g[i] * x2[i]
+                s3 += g[i] * x3[i]
+            products[k] += s0
+            products[k + 1] += s1
+            products[k + 2] += s2
+            products[k + 3] += s3
+            k += 4
+        while k < last:
+            x0, s0 = x[offsets[k] : offsets[k] + n], np.float32(0)
+            for i in range(n):
+                s0 += g[i] * x0[i]
+            products[k] += s0
+            k += 1
+
+
+@_compile
+def count_slab_planes(grid: Grid, window: Window) -> Any:
+    """Return the planes of a slab: a multiple of the pooling window, near ``SLAB`` positions."""
+    return window.depth * max(1, SLAB // (window.depth * grid.plane))
+
+
+@_compile
+def count_positions(grid: Grid, planes: int) -> Any:
+    """Return the number of contiguous positions that hold the outputs of some planes."""
+    return (planes - 1) * grid.plane + (grid.height - 1) * grid.row + grid.width
+
+
+@_compile
+def convolve(
+    source: Any, weights: Weights, grid: Grid, window: Window, signs: Any, pivots: Any, moments: Any, output: Any,
+    target: Target, positions: Any, first: int, last: int,
+) -> None:  # fmt: skip
+    """Convolve one sample, pool the result, and sum it for normalisation, for the channels ``first <= c < last``.
+
+    Args:
+        source: padded, flattened input of all channels.
+        weights: live weights by output channel.
+        grid: output positions.
+        window: pooling window.
+        signs: ``(channels,)`` 1: pool the largest value, -1: pool the smallest one.
+        pivots: ``(channels,)`` receives a value that is subtracted before squaring, against cancellation.
+        moments: ``(channels, 2)`` receives sum and sum of squares, less the pivot; of length 0: not computed.
+        output: ``(channels, positions)`` receives the pooled values; it holds zeros.
+        target: where the pooled values are written.
+        positions: ``(channels, pooled)`` receives the index of each pooled value; of length 0: not recorded.
+        first: first channel.
+        last: channel after the last one.
+    """
+    planes = count_slab_planes(grid, window)
+    sums = np.empty(planes * grid.plane, np.float32)
+    best, best_at = np.empty(grid.width, np.float32), np.empty(grid.width, np.int32)
+    for z in range(0, grid.depth, planes):
+        depth = min(planes, grid.depth - z)
+        for c in range(first, last):
+            # The output of a channel without live weights stays 0.
+            if weights.starts[c] == weights.starts[c + 1]:
+                continue
+            accumulate(sums, source[z * grid.plane :], weights, c, count_positions(grid, depth))
+            if len(moments):
+                if z == 0:
+                    pivots[c] = sums[0]
+                add_moments(sums, grid, depth, pivots[c], moments[c])
+            recorded = positions[c] if len(positions) else best_at[:0]
+            for plane in range(depth // window.depth):
+                slab = sums[plane * window.depth * grid.plane :]
+                number = z // window.depth + plane
+                if window.depth * window.height * window.width == 1:
+                    copy_plane(slab, grid, output[c], target, number)
+                else:
+                    pool_plane(slab, grid, window, signs[c], output[c], target, number, recorded, best, best_at)
+                    # Positions count from the start of the slab.
+                    if plane and len(recorded):
+                        size = (grid.height // window.height) * (grid.width // window.width)
+                        recorded[number * size : (number + 1) * size] += plane * window.depth * grid.plane
+
+
+@_compile
+def add_moments(sums: Any, grid: Grid, depth: int, pivot: float, moments: Any) -> None:
+    """Add sum and sum of squares of a slab's values, less ``pivot``, to ``moments``."""
+    total, squares = np.float64(0), np.float64(0)
+    for z in range(depth):
+        for y in range(grid.height):
+            start = z * grid.plane + y * grid.row
+            row = sums[start : start + grid.width]
+            s, q = np.float32(0), np.float32(0)
+            for i in range(grid.width):
+                value = row[i] - pivot
+                s += value
+                q += value * value
+            # Rows are added in float64: a float32 sum over a volume of 10^6 values loses half its digits.
+            total += s
+            squares += q
+    moments[0] += total
+    moments[1] += squares
+
+
+@_compile
+def copy_plane(sums: Any, grid: Grid, output: Any, target: Target, plane: int) -> None:
+    """Write a plane of values that are not pooled."""
+    for y in range(grid.height):
+        start = target.origin + plane * target.plane + y * target.row
+        output[start : start + grid.width] = sums[y * grid.row : y * grid.row + grid.width]
+
+
+@_compile
+def pool_plane(
+    sums: Any, grid: Grid, window: Window, sign: float, output: Any, target: Target, plane: int, positions: Any,
+    best: Any, best_at: Any,
+) -> None:  # fmt: skip
+    """Write a plane of pooled values and record their positions; incomplete windows are left out."""
+    height, width = grid.height // window.height, grid.width // window.width
+    for y in range(height):
+        # First over planes and rows, where neighbouring windows are contiguous, then within the row.
+        best[:] = -np.inf
+        for dz in range(window.depth):
+            for dy in range(window.height):
+                at = dz * grid.plane + (y * window.height + dy) * grid.row
+                row = sums[at : at + grid.width]
+                for i in range(grid.width):
+                    value = row[i] * sign
+                    # NaN replaces a number and stays, as in torch.
+                    larger = value > best[i] or np.isnan(value) or (dz == 0 and dy == 0)
+                    best[i] = value if larger else best[i]
+                    best_at[i] = at + i if larger else best_at[i]
+        start = target.origin + plane * target.plane + y * target.row
+        for i in range(width):
+            j = i * window.width
+            for k in range(j + 1, j + window.width):
+                # Of equal values the first in memory counts, as in torch.
+                tie = best[k] == best[j] and best_at[k] < best_at[j]
+                if best[k] > best[j] or np.isnan(best[k]) or tie:
+                    best[j], best_at[j] = best[k], best_at[k]
+            output[start + i] = best[j] * sign
+            if len(positions):
+                positions[(plane * height + y) * width + i] = best_at[j]
+
+
+@_compile
+def scale_and_activate(
+    output: Any, target: Target, shape: Window, scales: Any, shifts: Any, slope: float, kept: Any, first: int, last: int
+) -> None:
+    """Replace pooled values ``v`` by ``u = scale * v + shift``, times ``slope`` if negative; copy ``v`` to ``kept``.
+
+    Args:
+        output: ``(channels, positions)``.
+        target: where the pooled values lie.
+        shape: their number per axis.
+        scales: ``(channels,)``.
+        shifts: ``(channels,)``.
+        slope: 0 for ReLU, 1 for no activation.
+        kept: ``(channels, pooled)``; of length 0: not written.
+        first: first channel.
+        last: channel after the last one.
+    """
+    for c in range(first, last):
+        scale, shift = scales[c], shifts[c]
+        for z in range(shape.depth):
+            for y in range(shape.height):
+                start = target.origin + z * target.plane + y * target.row
+                values = output[c, start : start + shape.width]
+                if len(kept):
+                    base = (z * shape.height + y) * shape.width
+                    kept[c, base : base + shape.width] = values
+                for i in range(shape.width):
+                    u = scale * values[i] + shift
+                    values[i] = u if u > 0 else slope * u
+
+
+@_compile
+def differentiate_activation(
+    gradient: Any, pooled: Any, scales: Any, shifts: Any, slope: float, moments: Any, first: int, last: int
+) -> None:
+    """Multiply ``gradient`` by the activation's derivative in place; sum it, and its product with ``pooled``.
+
+    Args:
+        gradient: ``(channels, pooled)`` gradient of the block's output.
+        pooled: ``(channels, pooled)`` values before normalisation.
+        scales: ``(channels,)`` scale of the normalisation.
+        shifts: ``(channels,)`` shift of the normalisation.
+        slope: derivative of the activation for negative values.
+        moments: ``(channels, 2)`` receives the two sums.
+        first: first channel.
+        last: channel after the last one.
+    """
+    for c in range(first, last):
+        scale, shift = scales[c], shifts[c]
+        total, product = np.float64(0), np.float64(0)
+        for start in range(0, gradient.shape[1], CHUNK):
+            g, v = gradient[c, start : start + CHUNK], pooled[c, start : start + CHUNK]
+            s, p = np.float32(0), np.float32(0)
+            for i in range(len(g)):
+                g[i] = g[i] if scale * v[i] + shift > 0 else slope * g[i]
+                s += g[i]
+                p += g[i] * v[i]
+            total += s
+            product += p
+        moments[c, 0] = total
+        moments[c, 1] = product
+
+
+@_compile
+def differentiate_block(
+    source: Any, weights: Weights, grid: Grid, window: Window, gradient: Any, positions: Any, norm: Norm,
+    products: Any, output: Any, lead: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Compute the gradient of a convolution's output, and from it that of the live weights, for one sample.
+
+    The convolution's output is computed again, slab by slab: with few live weights that is faster than to store it.
+
+    Args:
+        source: padded, flattened input of all channels.
+        weights: live weights by output channel.
+        grid: output positions.
+        window: pooling window.
+        gradient: ``(channels, pooled)`` gradient of the pooled values.
+        positions: ``(channels, pooled)`` index of each pooled value in its slab; of length 0: no pooling.
+        norm: derivative of the normalisation.
+        products: ``(live,)`` receives the gradient of the live weights, added to what it holds.
+        output: ``(channels, lead + positions)`` receives the gradient of the convolution's output; of length 0: not
+            written.
+        lead: index of the first position in ``output``.
+        first: first channel.
+        last: channel after the last one.
+    """
+    planes = count_slab_planes(grid, window)
+    sums = np.zeros(planes * grid.plane, np.float32)
+    size = (grid.height // window.height) * (grid.width // window.width)
+    for z in range(0, grid.depth, planes):
+        depth = min(planes, grid.depth - z)
+        count, slab = count_positions(grid, depth), source[z * grid.plane :]
+        pooled = slice(z // window.depth * size, (z // window.depth + depth // window.depth) * size)
+        for c in range(first, last):
+            if weights.starts[c] == weights.starts[c + 1]:
+                continue
+            if norm.factors[c] != 0:
+                accumulate(sums, slab, weights, c, count)
+            transform_rows(sums, grid, depth, norm.constants[c], norm.factors[c])
+            g = gradient[c, pooled]
+            if len(positions):
+                at = positions[c, pooled]
+                for i in range(len(g)):
+                    sums[at[i]] += norm.scales[c] * g[i]
+            else:
+                add_rows(sums, grid, depth, norm.scales[c], g)
+            correlate(sums, slab, weights, c, count, products)
+            if len(output):
+                output[c, lead + z * grid.plane : lead + z * grid.plane + count] = sums[:count]
+
+
+@_compile
+def transform_rows(sums: Any, grid: Grid, depth: int, constant: float, factor: float) -> None:
+    """Replace a slab's values ``y`` by ``constant + factor * y``, and what lies between the rows, padding, by 0."""
+    for z in range(depth):
+        for y in range(grid.height):
+            row = sums[z * grid.plane + y * grid.row :]
+            for i in range(grid.width):
+                # y is not set where the factor is 0.
+                row[i] = constant + factor * row[i] if factor != 0 else constant
+            row[grid.width : min(grid.row, len(row))] = 0
+        sums[z * grid.plane + grid.height * grid.row : (z + 1) * grid.plane] = 0
+
+
+@_compile
+def add_rows(sums: Any, grid: Grid, depth: int, scale: float, gradient: Any) -> None:
+    """Add ``scale * gradient`` to the values of a slab that was not pooled."""
+    for z in range(depth):
+        for y in range(grid.height):
+            row = sums[z * grid.plane + y * grid.row :]
+            g = gradient[(z * grid.height + y) * grid.width :]
+            for i in range(grid.width):
+                row[i] += scale * g[i]
+
+
+@_compile
+def convolve_back(gradient: Any, weights: Weights, count: int, output: Any, origin: int, first: int, last: int) -> None:
+    """Write the gradient of the input for the input channels ``first <= c < last`` of one sample.
+
+    Args:
+        gradient: gradient of the convolution's output, flattened with all channels.
+        weights: live weights by input channel.
+        count: number of contiguous positions to write.
+        output: ``(channels, positions)``.
+        origin: first position to write.
+        first: first channel.
+        last: channel after the last one.
+    """
+    for start in range(0, count, SLAB):
+        n = min(SLAB, count - start)
+        for c in range(first, last):
+            accumulate(output[c, origin + start : origin + start + n], gradient[start:], weights, c, n)

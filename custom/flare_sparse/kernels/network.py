@@ -1,0 +1,281 @@
+"""Computation of a masked network with sparse kernels, in place of its own convolutions and linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..structure.graph import trace
+from ..structure.tracing import Untraceable
+from .block import BlockSpec, Layer, SparseBlock
+from .cost import is_sparse_faster
+from .geometry import Geometry, Padded, Triple, as_triple
+from .plan import LiveWeights
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU)
+
+
+@dataclass
+class Chain:
+    """A convolution or linear layer and the layers that are computed together with it.
+
+    Attributes:
+        name: name of the convolution or linear layer in the network.
+        layer: the convolution or linear layer.
+        norm: normalisation of its output.
+        pool: max-pooling whose windows do not overlap.
+        activation: ReLU or leaky ReLU.
+    """
+
+    name: str
+    layer: nn.Module
+    norm: nn.Module | None = None
+    pool: nn.Module | None = None
+    activation: nn.Module | None = None
+
+    @property
+    def followers(self) -> list[nn.Module]:
+        """Layers whose computation is part of the block."""
+        return [part for part in (self.norm, self.pool, self.activation) if part is not None]
+
+
+def find_chains(network: nn.Module) -> list[Chain]:
+    """Return the convolutions and linear layers that the kernels support, with the layers that follow each directly.
+
+    A network whose code cannot be traced yields single layers.
+    """
+    modules = dict(network.named_modules())
+    if is_supported(network):
+        return [Chain("", network)]
+    try:
+        graph = trace(network)
+    except Untraceable:
+        return [Chain(name, module) for name, module in modules.items() if is_supported(module)]
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    counts = [node.target for node in calls]
+    once = {node for node in calls if counts.count(node.target) == 1}
+    chains = []
+    for node in calls:
+        layer = modules[str(node.target)]
+        if is_supported(layer):
+            chain = Chain(str(node.target), layer)
+            if node in once and isinstance(layer, _CONVOLUTIONS):
+                _add_followers(chain, node, modules, once)
+            chains.append(chain)
+    return list({chain.name: chain for chain in chains}.values())
+
+
+def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], once: set[fx.Node]) -> None:
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node not in once:
+            return
+        part = modules[str(node.target)]
+        if chain.norm is None and not (chain.pool or chain.activation) and _is_supported_norm(part):
+            chain.norm = part
+        elif chain.pool is None and isinstance(part, _POOLS) and _is_supported_pool(part):
+            chain.pool = part
+        elif chain.activation is None and isinstance(part, _ACTIVATIONS) and getattr(part, "negative_slope", 0) >= 0:
+            chain.activation = part
+        else:
+            return
+
+
+def is_supported(layer: nn.Module) -> bool:
+    """Return whether the kernels compute this layer."""
+    if isinstance(layer, _CONVOLUTIONS):
+        return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return type(layer) is nn.Linear
+
+
+def _is_supported_norm(part: nn.Module) -> bool:
+    if isinstance(part, _INSTANCE_NORMS):
+        return not part.track_running_stats
+    # A momentum of None is a cumulative average, which needs the number of batches.
+    return isinstance(part, _BATCH_NORMS) and part.track_running_stats and part.momentum is not None
+
+
+def _is_supported_pool(part: Any) -> bool:
+    kernel, stride = _as_tuple(part.kernel_size), _as_tuple(part.stride)
+    plain = _as_tuple(part.padding) in ((0,), (0, 0), (0, 0, 0)) and set(_as_tuple(part.dilation)) == {1}
+    return kernel == stride and plain and not part.ceil_mode and not part.return_indices
+
+
+def _as_tuple(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (value,) * 3 if isinstance(value, int) else tuple(value)
+
+
+class Block:
+    """Computes a chain with sparse kernels; it stands in for the ``forward`` of the chain's first layer.
+
+    Args:
+        chain: layers that it computes.
+        live: bool, shape of the layer's weight: the weights that may differ from 0.
+        decide: returns whether the kernels are used, from the layer's geometry and number of live weights.
+
+    Attributes:
+        is_sparse: whether the kernels computed the last input.
+    """
+
+    def __init__(self, chain: Chain, live: Tensor, decide: Callable[[Geometry, int], bool]):
+        self.chain, self.live, self.decide = chain, live, decide
+        self.count = int(live.sum())
+        self.is_sparse = False
+        self._border: Triple = (0, 0, 0)
+        self._layers: dict[tuple[Any, ...], Layer] = {}
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Return the chain's output."""
+        if isinstance(self.chain.layer, nn.Linear):
+            return self._compute_linear(inputs)
+        layer: Any = self.chain.layer
+        geometry = Geometry.from_layer(layer, tuple(inputs.shape[2:]))
+        self.is_sparse = inputs.dtype == torch.float32 and self.decide(geometry, self.count)
+        if not self.is_sparse:
+            return self._compute_densely(inputs)
+        producer, padded = getattr(inputs, "_padded", (None, None))
+        if producer is not None:
+            # From the next pass on, the producer writes its output with the border that this layer needs.
+            producer._border = geometry.padding
+        scale, shift = self._build_affine()
+        volume = inputs.reshape(len(inputs), geometry.inputs, *geometry.shape)
+        output, buffer = self._apply(volume, scale, shift, self._get_layer(geometry), padded)
+        axes = inputs.dim() - 2
+        result = output.reshape(*output.shape[:2], *output.shape[5 - axes :]) if axes < 3 else output
+        result._padded = self, buffer  # type: ignore[attr-defined]
+        return result
+
+    def _apply(
+        self, volume: Tensor, scale: Tensor, shift: Tensor, layer: Layer, padded: Padded | None
+    ) -> tuple[Tensor, Padded]:
+        written: list[Padded] = []
+        weight = self.chain.layer.weight
+        apply: Any = SparseBlock.apply
+        output, mean, variance = apply(volume, weight, scale, shift, layer, padded, written)
+        if layer.spec.norm == "batch":
+            self._update_running_statistics(mean[0], variance[0], layer.geometry, len(volume))
+        return output, written[0]
+
+    def _compute_densely(self, inputs: Tensor) -> Tensor:
+        for part in (self.chain.layer, *self.chain.followers):
+            compute: Any = type(part).forward
+            inputs = compute(part, inputs)
+        return inputs
+
+    def _compute_linear(self, inputs: Tensor) -> Tensor:
+        """Return the output of a linear layer, computed as a 1x1 convolution over the examples."""
+        layer: Any = self.chain.layer
+        rows = inputs.reshape(-1, layer.in_features)
+        one = (1, 1, 1)
+        geometry = Geometry(layer.in_features, layer.out_features, (1, 1, len(rows)), one, one, (0, 0, 0), one)
+        self.is_sparse = inputs.dtype == torch.float32 and self.decide(geometry, self.count)
+        if not self.is_sparse:
+            return self._compute_densely(inputs)
+        columns = rows.t().contiguous().view(1, layer.in_features, 1, 1, len(rows))
+        scale, shift = self._build_affine()
+        output, _ = self._apply(columns, scale, shift, self._get_layer(geometry), None)
+        return output.view(layer.out_features, len(rows)).t().reshape(*inputs.shape[:-1], layer.out_features)
+
+    def _get_layer(self, geometry: Geometry) -> Layer:
+        key = (geometry, self.chain.layer.training, self._border)
+        if key not in self._layers:
+            live = next((known.live for known in self._layers.values() if known.geometry == geometry), None)
+            live = live or LiveWeights.from_mask(self.live, geometry)
+            self._layers[key] = Layer(geometry, live, self._build_spec())
+        return self._layers[key]
+
+    def _build_spec(self) -> BlockSpec:
+        norm, activation = self.chain.norm, self.chain.activation
+        pool: Any = self.chain.pool
+        kind: Any = "fixed"
+        if isinstance(norm, _INSTANCE_NORMS):
+            kind = "instance"
+        elif norm is not None:
+            kind = "batch" if norm.training else "fixed"
+        window = (1, 1, 1)
+        if pool is not None:
+            axes = _count_axes(pool)
+            window = as_triple((*(1,) * (3 - axes), *_as_tuple(pool.kernel_size)[:axes]))
+        slope = 1.0 if activation is None else float(getattr(activation, "negative_slope", 0.0))
+        return BlockSpec(kind, float(getattr(norm, "eps", 1e-5)), window, slope, self._border)
+
+    def _build_affine(self) -> tuple[Tensor, Tensor]:
+        """Return scale and shift ``(outputs,)`` of the block's affine map; those of a norm without them are constant.
+
+        A bias before a normalisation by the output's own statistics has no effect and gets no gradient.
+        """
+        layer: Any = self.chain.layer
+        norm: Any = self.chain.norm
+        ones, zeros = torch.ones(len(self.live)), torch.zeros(len(self.live))
+        if norm is None:
+            return ones, zeros if layer.bias is None else layer.bias
+        scale = ones if norm.weight is None else norm.weight
+        shift = zeros if norm.bias is None else norm.bias
+        uses_running_statistics = isinstance(norm, _BATCH_NORMS) and not norm.training
+        if uses_running_statistics:
+            mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
+            scale = scale * torch.rsqrt(norm.running_var + norm.eps)
+            shift = shift - mean * scale
+        return scale, shift
+
+    @torch.no_grad()
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor, geometry: Geometry, samples: int) -> None:
+        norm: Any = self.chain.norm
+        bias: Any = self.chain.layer.bias
+        count = samples * prod(geometry.output_shape)
+        norm.running_mean.lerp_(mean if bias is None else mean + bias, norm.momentum)
+        norm.running_var.lerp_(variance * (count / max(count - 1, 1)), norm.momentum)
+        norm.num_batches_tracked.add_(1)
+
+
+def _count_axes(pool: nn.Module) -> int:
+    return next(axes for axes, kind in enumerate(_POOLS, start=1) if isinstance(pool, kind))
+
+
+def _return_input(inputs: Tensor) -> Tensor:
+    return inputs
+
+
+@contextmanager
+def use_sparse_kernels(
+    network: nn.Module, live: Mapping[str, Tensor], decide: Callable[[Geometry, int], bool] = is_sparse_faster
+) -> Iterator[list[Block]]:
+    """Compute a network's convolutions and linear layers with sparse kernels within the context.
+
+    The network's modules, parameters and buffers stay as they are; only the ``forward`` of the layers changes. The
+    gradient of a weight that is not live is 0.
+
+    Args:
+        network: network on the CPU; all weights that are not live are 0.
+        live: bool by parameter name, with the parameter's shape: weights that may differ from 0. Layers without an
+            entry are computed by the network itself.
+        decide: returns whether the kernels are used, from a layer's geometry and its number of live weights.
+
+    Yields:
+        A block for each layer.
+    """
+    blocks = []
+    for chain in find_chains(network):
+        name = f"{chain.name}.weight" if chain.name else "weight"
+        if name in live:
+            blocks.append(Block(chain, live[name], decide))
+    try:
+        for block in blocks:
+            block.chain.layer.forward = block
+            for part in block.chain.followers:
+                part.forward = _return_input
+        yield blocks
+    finally:
+        for block in blocks:
+            for part in (block.chain.layer, *block.chain.followers):
+                part.__dict__.pop("forward", None)

@@ -1,0 +1,68 @@
+"""Choice between dense and sparse computation of local training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..mask import Mask
+from .flat import FlatModel
+
+Compute = Literal["auto", "dense", "sparse"]
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def use_compute(compute: Compute, model: FlatModel, start: Tensor, trainable: Mask) -> Iterator[None]:
+    """Compute the network with sparse kernels, where these are faster, within the context.
+
+    Args:
+        compute: ``auto``: sparse on a CPU with numba installed; ``dense``; ``sparse``: as auto, or an error.
+        model: the site's network.
+        start: ``(P,)`` weights at the start of training.
+        trainable: entries that may change.
+
+    Raises:
+        ConfigError: ``sparse`` is asked for without numba or on a GPU.
+    """
+    reason = _find_obstacle(model)
+    if compute == "sparse" and reason:
+        raise ConfigError(f"training.compute: sparse is not possible: {reason}; set it to auto or dense")
+    if compute == "dense" or reason:
+        with nullcontext():
+            yield
+        return
+    # numba is an optional dependency, which takes a second to import.
+    from ..kernels.network import use_sparse_kernels
+
+    with use_sparse_kernels(model.module, _find_live_weights(model, start, trainable)) as blocks:
+        yield
+        names = [block.chain.name for block in blocks if block.is_sparse]
+        log.debug("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))
+
+
+def _find_obstacle(model: FlatModel) -> str | None:
+    if find_spec("numba") is None:
+        return "numba is not installed (pip install 'flare-sparse[fast]')"
+    if model.device.type != "cpu":
+        return f"the kernels are for CPUs, and training uses {model.device}"
+    return None
+
+
+def _find_live_weights(model: FlatModel, start: Tensor, trainable: Mask) -> dict[str, Tensor]:
+    """Return, by tensor name, the weights that may differ from 0: those that train, and those that are not 0."""
+    layout = model.layout
+    live = torch.logical_or(trainable.bits, start != 0)
+    return {
+        spec.name: live[offset : offset + spec.size].view(spec.shape)
+        for spec, offset in zip(layout.tensors, layout.offsets, strict=False)
+        if spec.role != "buffer" and len(spec.shape) > 1
+    }
