@@ -126,7 +126,7 @@ def time_both(
 ) -> tuple[float, float]:
     """Return the fastest seconds of the dense and the sparse variant, timed in turn."""
     dense, sparse = [], []
-    decide: dict[str, Any] = {"decide": lambda geometry, count: True} if force else {}
+    decide: dict[str, Any] = {"decide": lambda *_: True} if force else {}
     with use_sparse_kernels(network, live, **decide):
         step()
         step()

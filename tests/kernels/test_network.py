@@ -37,7 +37,7 @@ def compute_sparsely(network: nn.Module, live: dict[str, Tensor], inputs: Tensor
     """Return the output of the kernels, and the gradients of a fixed linear function of it."""
     inputs = inputs.clone().requires_grad_()
     network.zero_grad(set_to_none=True)
-    with use_sparse_kernels(network, live, lambda geometry, count: True) as blocks:
+    with use_sparse_kernels(network, live, lambda *_: True) as blocks:
         output = network(inputs)
         assert all(block.is_sparse for block in blocks)
     return output.detach(), differentiate(network, inputs, output)
@@ -150,7 +150,7 @@ def test_statistics_far_from_zero_keep_their_digits() -> None:
     network = nn.Sequential(nn.Conv3d(1, 1, 1), nn.InstanceNorm3d(1))
     network[0].weight.data.fill_(1.0)
     inputs = torch.randn(1, 1, 8, 20, 20) + 1000
-    with use_sparse_kernels(network, {"0.weight": torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)}, lambda g, n: True):
+    with use_sparse_kernels(network, {"0.weight": torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)}, lambda *_: True):
         output = network(inputs).detach()
     exact = copy.deepcopy(network).double()(inputs.double()).detach()
     assert float((output - exact).abs().max()) < 2e-4
@@ -166,7 +166,7 @@ def test_nan_reaches_the_output_through_pooling() -> None:
     for position in range(8):
         inputs = torch.zeros(1, 1, 2, 2, 2)
         inputs.view(-1)[position] = float("nan")
-        with use_sparse_kernels(network, {"0.weight": torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)}, lambda g, n: True):
+        with use_sparse_kernels(network, {"0.weight": torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)}, lambda *_: True):
             assert bool(network(inputs).isnan().all())
 
 
@@ -190,7 +190,7 @@ def test_gradients_pass_gradcheck() -> None:
     network = nn.Sequential(nn.Conv3d(2, 3, 3, padding=1), nn.InstanceNorm3d(3), nn.LeakyReLU(0.5))
     live = draw_live_weights(network, 0.4)
     inputs = torch.randn(1, 2, 4, 4, 4, requires_grad=True)
-    with use_sparse_kernels(network, live, lambda geometry, count: True):
+    with use_sparse_kernels(network, live, lambda *_: True):
         assert torch.autograd.gradcheck(network, (inputs,), eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0)
 
 
@@ -219,7 +219,7 @@ def test_layer_below_the_break_even_is_computed_by_torch() -> None:
     live = draw_live_weights(network, 1.0)
     inputs = torch.randn(1, 2, 8, 8, 8)
     expected = network(inputs)
-    with use_sparse_kernels(network, live, lambda geometry, count: False) as blocks:
+    with use_sparse_kernels(network, live, lambda *_: False) as blocks:
         assert torch.equal(network(inputs), expected)
     assert [block.is_sparse for block in blocks] == [False]
 

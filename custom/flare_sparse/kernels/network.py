@@ -18,6 +18,9 @@ from .cost import is_sparse_faster
 from .geometry import Geometry, Padded, Triple, as_triple
 from .plan import LiveWeights
 
+Decide = Callable[[Geometry, int, int], bool]
+"""Returns whether the kernels compute a layer, from its geometry, its number of live weights and the samples."""
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -121,13 +124,13 @@ class Block:
     Args:
         chain: layers that it computes.
         live: bool, shape of the layer's weight: the weights that may differ from 0.
-        decide: returns whether the kernels are used, from the layer's geometry and number of live weights.
+        decide: returns whether the kernels compute the layer.
 
     Attributes:
         is_sparse: whether the kernels computed the last input.
     """
 
-    def __init__(self, chain: Chain, live: Tensor, decide: Callable[[Geometry, int], bool]):
+    def __init__(self, chain: Chain, live: Tensor, decide: Decide):
         self.chain, self.live, self.decide = chain, live, decide
         self.count = int(live.sum())
         self.is_sparse = False
@@ -140,7 +143,7 @@ class Block:
             return self._compute_linear(inputs)
         layer: Any = self.chain.layer
         geometry = Geometry.from_layer(layer, tuple(inputs.shape[2:]))
-        self.is_sparse = inputs.dtype == torch.float32 and self.decide(geometry, self.count)
+        self.is_sparse = inputs.dtype == torch.float32 and self.decide(geometry, self.count, len(inputs))
         if not self.is_sparse:
             return self._compute_densely(inputs)
         producer, padded = getattr(inputs, "_padded", (None, None))
@@ -178,7 +181,7 @@ class Block:
         rows = inputs.reshape(-1, layer.in_features)
         one = (1, 1, 1)
         geometry = Geometry(layer.in_features, layer.out_features, (1, 1, len(rows)), one, one, (0, 0, 0), one)
-        self.is_sparse = inputs.dtype == torch.float32 and self.decide(geometry, self.count)
+        self.is_sparse = inputs.dtype == torch.float32 and self.decide(geometry, self.count, 1)
         if not self.is_sparse:
             return self._compute_densely(inputs)
         columns = rows.t().contiguous().view(1, layer.in_features, 1, 1, len(rows))
@@ -248,7 +251,7 @@ def _return_input(inputs: Tensor) -> Tensor:
 
 @contextmanager
 def use_sparse_kernels(
-    network: nn.Module, live: Mapping[str, Tensor], decide: Callable[[Geometry, int], bool] = is_sparse_faster
+    network: nn.Module, live: Mapping[str, Tensor], decide: Decide = is_sparse_faster
 ) -> Iterator[list[Block]]:
     """Compute a network's convolutions and linear layers with sparse kernels within the context.
 
@@ -259,7 +262,7 @@ def use_sparse_kernels(
         network: network on the CPU; all weights that are not live are 0.
         live: bool by parameter name, with the parameter's shape: weights that may differ from 0. Layers without an
             entry are computed by the network itself.
-        decide: returns whether the kernels are used, from a layer's geometry and its number of live weights.
+        decide: returns whether the kernels compute a layer.
 
     Yields:
         A block for each layer.

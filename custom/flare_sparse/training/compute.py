@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Literal
 
@@ -37,8 +37,7 @@ def use_compute(compute: Compute, model: FlatModel, start: Tensor, trainable: Ma
     if compute == "sparse" and reason:
         raise ConfigError(f"training.compute: sparse is not possible: {reason}; set it to auto or dense")
     if compute == "dense" or reason:
-        with nullcontext():
-            yield
+        yield
         return
     # numba is an optional dependency, which takes a second to import.
     from ..kernels.network import use_sparse_kernels

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from .compute import Compute
+
 
 class TrainingConfig(BaseModel):
     """Settings of local training in one round.
@@ -27,6 +29,12 @@ class TrainingConfig(BaseModel):
     clip_norm: float | None = Field(None, gt=0, description="largest L2 norm of the masked gradient; none: no clipping")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where a site computes; auto: a GPU if it has one"
+    )
+
+    compute: Compute = Field(
+        "auto",
+        description="how a CPU computes a masked network; auto: each layer by sparse kernels where these are faster, "
+        "if flare-sparse[fast] is installed; a result's last bits depend on it",
     )
 
     def compute_learning_rate(self, t: int) -> float:

@@ -20,6 +20,7 @@ from ..structure.observing import ObservedNetwork
 from ..structure.removal import narrow_network
 from ..task import Examples, Task
 from .batches import check_joins_last, iterate_pass, plan_batch_sizes
+from .compute import use_compute
 from .config import TrainingConfig
 from .flat import FlatModel
 from .gate_sparsity import compute_channel_sparsity, observe_gates
@@ -119,7 +120,8 @@ class Site:
         """
         labels = (self.name, t, stream) if stream else (self.name, t)
         order = make_generator(self.seed, "order", *labels)
-        with seed_torch(derive_seed(self.seed, "train", *labels)):
+        compute = use_compute(config.compute, self._model, start, trainable)
+        with seed_torch(derive_seed(self.seed, "train", *labels)), compute:
             return train(
                 self._model,
                 self.task,
