@@ -31,6 +31,7 @@ ORDER = (
     ("aggregation", "training", "wire"),
     ("capabilities", "encryption", "scores"),
     ("scores.scbf",),
+    ("methods.traffic",),
     ("methods.method",),
     ("methods.support",),
     ("methods",),

@@ -80,9 +80,13 @@ def compare(file: Path, folder: Path, rounds: int) -> Comparison:
         total["least"],
         total["typical"],
         total["most"],
-        tuple(sum(t[d]["messages"] for d in ("down", "up")) for t in (figures["traffic"], traffic)),  # type: ignore[arg-type]
+        (_count_messages(figures["traffic"]), _count_messages(traffic)),
         sum(traffic[direction]["payload_bytes"] for direction in ("down", "up")),
     )
+
+
+def _count_messages(traffic: dict[str, Any]) -> int:
+    return sum(traffic[direction]["messages"] for direction in ("down", "up"))
 
 
 def list_overrides(file: Path, folder: Path, rounds: int) -> list[str]:

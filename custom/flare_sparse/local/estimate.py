@@ -50,6 +50,8 @@ def bound_messages(
         lines: ledger of the dry run.
         sites: its sites.
     """
+    # As a federation does after the handshake: a site may have limits of its own.
+    method = method.configure_for({name: method.get_capabilities(site) for name, site in sites.items()})
     for line in lines:
         facts = MessageFacts(
             line.direction,

@@ -1,0 +1,104 @@
+"""The estimate of every configuration in app_configs/ against the ledger of a run of the same settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flare_sparse.cli.estimate import compute_figures, name_sites
+from flare_sparse.config import build_task, load_config
+from flare_sparse.errors import ConfigError
+from flare_sparse.models.base import MODELS_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "app_configs").glob("*.yaml"))
+TYPICAL_WITHIN = 1.5
+"""Largest factor between the typical figure and the ledger of these short runs."""
+MINUTES = {"fedsparsify_paper", "neurosfl_alexnet3d", "lora_a2_banking77", "hetlora_banking77", "flexlora_banking77"}
+EXACT = {
+    "bf16_brain_age", "fedavg_brain_age", "fedavg_brain_base", "fedavg_ft_brain_age", "fedavg_image_classification",
+    "fedavg_one_step_cifar10", "ffa_lora_banking77", "flexlora_banking77", "local_only_brain_age", "metagater_mnist",
+    "metagater_morphometry_age", "metasnip_cifar10", "per_fedavg_cifar10",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    """The script that writes docs/results/estimate.md."""
+    spec = importlib.util.spec_from_file_location(
+        "estimate_table", ROOT / "benchmarks" / "performance" / "estimate_table.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(f, marks=[pytest.mark.long] if f.stem in MINUTES else [], id=f.stem) for f in FILES],
+)
+def test_ledger_equals_the_estimate_or_lies_within_its_bounds(
+    file: Path, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
+    row = table.compare(file, tmp_path, rounds=2)
+    estimated, sent = row.messages
+    assert estimated == sent
+    assert row.is_exact == (file.stem in EXACT)
+    if row.is_exact:
+        assert row.least == row.typical == row.most == row.sent
+        assert not row.reasons
+    else:
+        assert row.least <= row.sent <= row.most
+        assert row.sent / TYPICAL_WITHIN <= row.typical <= row.sent * TYPICAL_WITHIN
+
+
+def figures(name: str, *overrides: str) -> dict[str, Any]:
+    file = ROOT / "app_configs" / f"{name}.yaml"
+    return compute_figures(load_config(file, overrides), file)
+
+
+def test_targets_take_no_part_in_training_where_the_data_is_missing() -> None:
+    """Two of the five sites are targets: two rounds of three sites, then one request and reply of each target."""
+    settings = ("simulator.sites=5", "method.rounds=2", "method.participation=1.0")
+    traffic = figures("metagater_morphometry_age", *settings)["traffic"]
+    assert (traffic["down"]["messages"], traffic["up"]["messages"]) == (2 * 3 + 2, 2 * 3 + 2)
+
+
+def test_natural_sites_are_read_from_the_data(table: ModuleType, tmp_path: Path) -> None:
+    file = ROOT / "app_configs" / "metagater_morphometry_age.yaml"
+    config = load_config(file, table.list_overrides(file, tmp_path, 2))
+    assert set(table.NATURAL_SITES) < set(name_sites(config, build_task(config)))
+    with pytest.raises(ConfigError, match="add --sites N"):
+        name_sites(load_config(file), build_task(config))
+
+
+def test_settings_of_single_sites_count() -> None:
+    settings = ("method.rounds=1", "simulator.sites=3")
+    plain = figures("lora_a2_brain_age", *settings, "task.base=null")
+    own = figures(
+        "lora_a2_brain_age", *settings, "task.base=null", "simulator.site_settings={site-2: {lora_a2: {rank: 1}}}"
+    )
+    assert own["bytes"]["up"]["most"] < plain["bytes"]["up"]["most"]
+    assert own["depends_on"] == ["the scores decide which ranks a site sends"]
+
+
+def test_bounds_add_up_over_rounds_and_directions() -> None:
+    torch.set_num_threads(1)
+    result = figures("topk_ef_brain_age", "method.rounds=2")
+    for name in ("least", "typical", "most"):
+        by_round = sum(line["bytes"]["total"][name] for line in result["per_round"])
+        total = result["bytes"]
+        assert total["total"][name] == total["down"][name] + total["up"][name] == by_round
+    assert [line["bytes"]["total"]["typical"] for line in result["per_round"]] == [
+        line["bytes_down"] + line["bytes_up"] for line in result["per_round"]
+    ]
