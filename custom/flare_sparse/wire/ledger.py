@@ -25,7 +25,7 @@ class LedgerLine:
         values: format of the values.
         scalars_total: number of entries of the model, P.
         scalars_sent: number of values in the message.
-        payload_bytes: length of the whole message.
+        payload_bytes: length of the whole message; FLARE's frames, TLS and polling are not part of it.
         selection_bytes: length of the selection and trainable sections.
         dense_bytes: bytes of the message that dense FedAvg would send instead, the model as plain float32; 0 for
             messages that FedAvg does not have (scores, requests for scores, updates without values).

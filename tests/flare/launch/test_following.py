@@ -12,14 +12,26 @@ import pytest
 from nvflare.fuel.flare_api.api_spec import AuthenticationError, JobNotFound, JobNotRunning, NoConnection, SessionClosed
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.flare.controller import READY, RESULTS, STATS
+from flare_sparse.flare.controller import READY, RESULTS
+from flare_sparse.flare.feed import TOPIC
 from flare_sparse.flare.launch import connection as connection_module
 from flare_sparse.flare.launch import following, submission
 from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, ServerConnection
 from flare_sparse.flare.launch.ending import JobFailed
 from flare_sparse.flare.launch.following import JobFollower, is_lost
+from flare_sparse.runs.growing import GrowingRecord
 
 LINE = "round {}/9  3/3 sites  4.0 kB  1.0 s"
+
+
+def build_line(number: int) -> dict[str, Any]:
+    """Return a line of ``rounds.jsonl`` that is displayed as ``LINE``."""
+    sites = ["a", "b", "c"]
+    return {
+        "round": number, "rounds": 9, "kind": "train", "sites_asked": sites, "sites_contributed": sites,
+        "metric": "mae", "metrics": {}, "unit": "", "bytes_up": 3000, "bytes_down": 1000, "dense_bytes": 0,
+        "seconds": 1.0, "rejected": {}, "timed_out": [],
+    }  # fmt: skip
 
 
 class FakeServer:
@@ -31,7 +43,7 @@ class FakeServer:
     def __init__(self, *script: str | type[Exception], log: str = READY, rounds: int = 0, started: float = 1.0):
         self.script: Iterator[str | type[Exception]] = iter(script)
         self.log, self.started, self.running = log, started, True
-        self.rounds = [LINE.format(number) for number in range(1, rounds + 1)]
+        self.rounds = [build_line(number) for number in range(1, rounds + 1)]
         self.requests: list[str] = []
         self.failure: type[Exception] | None = None
 
@@ -60,12 +72,12 @@ class FakeServer:
         self.requests.append("log")
         return {"logs": {"server": self.log}}
 
-    def show_stats(self, job: str, target: str) -> dict[str, Any]:
-        assert (job, target) == ("J", "server")
-        self.requests.append("stats")
+    def do_app_command(self, job: str, topic: str, data: dict[str, int]) -> dict[str, str]:
+        assert (job, topic) == ("J", TOPIC)
+        self.requests.append("lines")
         if not self.running:
             raise JobNotRunning(f"job {job} is not running")
-        return {"server": {STATS: {"rounds": self.rounds}}}
+        return {name: json.dumps(self.rounds[data[name] :]) for name in ("rounds", "ledger")}
 
     def get_system_info(self) -> Any:
         jobs = [SimpleNamespace(job_id="J")] if self.running else []
@@ -92,7 +104,9 @@ def connect(server: FakeServer, monkeypatch: pytest.MonkeyPatch, folder: Path, l
 
 def follow(server: FakeServer, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[str | JobFailed, list[str]]:
     lines: list[str] = []
-    follower = JobFollower(connect(server, monkeypatch, folder, lines), "J", lines.append)
+    follower = JobFollower(
+        connect(server, monkeypatch, folder, lines), "J", lines.append, GrowingRecord(folder / "out")
+    )
     try:
         return follower.follow(), lines
     except JobFailed as error:
@@ -110,7 +124,7 @@ def test_statistics_are_read_only_after_the_job_has_logged_its_start(
     monkeypatch.setattr(server, "get_job_logs", reveal_after(2, server))
     status, _ = follow(server, monkeypatch, tmp_path)
     assert status == "FINISHED:COMPLETED"
-    assert server.requests == ["login", "log", "log", "log", "stats"]
+    assert server.requests == ["login", "log", "log", "log", "lines"]
 
 
 def reveal_after(count: int, server: FakeServer) -> Any:
@@ -130,6 +144,17 @@ def test_statistics_are_read_once_the_log_stays_silent_for_a_minute(
     _, lines = follow(server, monkeypatch, tmp_path)
     assert server.requests.count("log") == 32
     assert lines[-3:-1] == [LINE.format(1), LINE.format(2)] or LINE.format(2) in lines
+
+
+def test_committed_lines_grow_in_the_output_once_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also over a lost connection, after which the lines are asked for again."""
+    server = FakeServer("RUNNING", "RUNNING", NoConnection, "RUNNING", "FINISHED:COMPLETED", rounds=2)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "rounds.jsonl").write_text('{"round": "of an earlier attempt"}\n')
+    follow(server, monkeypatch, tmp_path)
+    for name in ("rounds.jsonl", "ledger.jsonl"):
+        lines = [json.loads(line) for line in (tmp_path / "out" / name).read_text().splitlines()]
+        assert lines == [build_line(1), build_line(2)]
 
 
 @pytest.mark.parametrize("failure", [NoConnection, SessionClosed, AuthenticationError])
@@ -201,7 +226,9 @@ def test_job_is_lost_if_its_server_started_later_and_does_not_run_it(
 
 def test_site_that_is_silent_twice_in_a_row_gets_a_hint_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lines: list[str] = []
-    follower = JobFollower(connect(FakeServer(), monkeypatch, tmp_path, lines), "J", lines.append)
+    follower = JobFollower(
+        connect(FakeServer(), monkeypatch, tmp_path, lines), "J", lines.append, GrowingRecord(tmp_path / "out")
+    )
     for silent in ("site-2", "site-1, site-2", "site-2"):
         follower.show(f"round 1/9  1/3 sites  60.0 s  did not reply: {silent}")
     hints = [line for line in lines if "does not rejoin" in line]
