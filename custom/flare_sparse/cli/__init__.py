@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .adapt import adapt
+from .bench import bench
 from .check import check
 from .console import Commands
 from .console import out as console
@@ -29,7 +30,7 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 for command in (
-    run, watch, report, evaluate, adapt, check, estimate, export, save, decrypt, fetch_model, methods, tasks, phantom,
+    run, watch, report, evaluate, bench, adapt, check, estimate, export, save, decrypt, fetch_model, methods, tasks, phantom,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(site, name="site")

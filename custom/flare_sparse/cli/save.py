@@ -6,16 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from torch import Tensor
-from torch.utils.data import DataLoader
 
-from ..assemble import Assembly
-from ..config import RunConfig
 from ..errors import ConfigError
 from ..runs.load import load_trained_model
-from ..task import SiteData, load_examples
 from .console import out as console
-from .sites import prepare_site_data
+from .inputs import load_inputs
 
 
 def save(
@@ -49,25 +44,8 @@ def save(
             raise ConfigError(
                 f"--onnx needs onnx and onnxruntime: pip install 'flare-sparse[onnx]' ({error.name})"
             ) from error
-        largest_error = export_onnx(model.eval(), _load_inputs(config, assembly, run, data), folder / "model.onnx")
+        largest_error = export_onnx(
+            model.eval(), load_inputs("--onnx", config, assembly, run, data), folder / "model.onnx"
+        )
         console.print(f"model.onnx computes the same within {largest_error:.2g}")
     console.print(f"{folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())), markup=False)
-
-
-def _load_inputs(config: RunConfig, assembly: Assembly, run: Path, data: Path | None) -> Tensor:
-    """Return inputs of four test examples, of the given data or else of the first simulated site.
-
-    Raises:
-        ConfigError: the network takes more than one tensor, or there is no data.
-    """
-    if data is None and config.simulator is None:
-        raise ConfigError("--onnx: the run has no simulator section and so no data for the check; add --data DIR")
-    if data is not None:
-        site = SiteData("data", data.resolve())
-    else:
-        site = next(iter(prepare_site_data(config, assembly.task, run).values()))
-    batch = next(iter(DataLoader(load_examples(assembly.task, site, config.seed).test, batch_size=4)))
-    inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
-    if not isinstance(inputs, Tensor):
-        raise ConfigError(f"--onnx: expected a network whose input is one tensor, found {type(inputs).__name__}")
-    return inputs

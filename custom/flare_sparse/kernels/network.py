@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -267,18 +268,36 @@ def use_sparse_kernels(
     Yields:
         A block for each layer.
     """
-    blocks = []
-    for chain in find_chains(network):
-        name = f"{chain.name}.weight" if chain.name else "weight"
-        if name in live:
-            blocks.append(Block(chain, live[name], decide))
+    blocks = _install_blocks(network, live, decide)
     try:
-        for block in blocks:
-            block.chain.layer.forward = block
-            for part in block.chain.followers:
-                part.forward = _return_input
         yield blocks
     finally:
         for block in blocks:
             for part in (block.chain.layer, *block.chain.followers):
                 part.__dict__.pop("forward", None)
+
+
+def compile_network(network: nn.Module, decide: Decide = is_sparse_faster) -> nn.Module:
+    """Return a copy of a network for inference that computes with sparse kernels; weights that are 0 are skipped.
+
+    Args:
+        network: network on the CPU.
+        decide: returns whether the kernels compute a layer.
+    """
+    compiled = copy.deepcopy(network).eval().requires_grad_(requires_grad=False)
+    live = {name: parameter != 0 for name, parameter in compiled.named_parameters() if parameter.dim() > 1}
+    _install_blocks(compiled, live, decide)
+    return compiled
+
+
+def _install_blocks(network: nn.Module, live: Mapping[str, Tensor], decide: Decide) -> list[Block]:
+    blocks = []
+    for chain in find_chains(network):
+        name = f"{chain.name}.weight" if chain.name else "weight"
+        if name in live:
+            blocks.append(Block(chain, live[name], decide))
+    for block in blocks:
+        block.chain.layer.forward = block
+        for part in block.chain.followers:
+            part.forward = _return_input
+    return blocks

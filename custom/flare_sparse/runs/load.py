@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ..assemble import Assembly, assemble
 from ..config import RunConfig, load_config, load_task
 from ..errors import ConfigError
+from ..training.compute import Compute, can_use_kernels
 from .model_files import read_model
 
 
-def load_model(run: str | Path, *, best: bool = False) -> nn.Module:
+def load_model(run: str | Path, *, best: bool = False, compute: Compute = "dense") -> nn.Module:
     """Load the network of a run with its trained weights, in evaluation mode; masked entries are zero.
 
         >>> from flare_sparse import load_model
@@ -22,11 +24,19 @@ def load_model(run: str | Path, *, best: bool = False) -> nn.Module:
     Args:
         run: result folder of ``flare-sparse run``.
         best: load the best model by the task's metric instead of the last one.
+        compute: ``auto`` or ``sparse``: compute with sparse kernels on the CPU, for inference only (docs/compute.md).
 
     Raises:
-        ConfigError: the folder is not a result folder, or its model belongs to another network.
+        ConfigError: the folder is not a result folder, its model belongs to another network, or ``sparse`` is asked
+            for without numba.
     """
-    return load_trained_model(Path(run), best=best)[0]
+    model = load_trained_model(Path(run), best=best)[0]
+    if not can_use_kernels(compute, torch.device("cpu")):
+        return model
+    # numba is an optional dependency, which takes a second to import.
+    from ..kernels.network import compile_network
+
+    return compile_network(model)
 
 
 def load_assembly(run: Path) -> tuple[Assembly, RunConfig]:

@@ -33,10 +33,7 @@ def use_compute(compute: Compute, model: FlatModel, start: Tensor, trainable: Ma
     Raises:
         ConfigError: ``sparse`` is asked for without numba or on a GPU.
     """
-    reason = _find_obstacle(model)
-    if compute == "sparse" and reason:
-        raise ConfigError(f"training.compute: sparse is not possible: {reason}; set it to auto or dense")
-    if compute == "dense" or reason:
+    if not can_use_kernels(compute, model.device):
         yield
         return
     # numba is an optional dependency, which takes a second to import.
@@ -48,12 +45,20 @@ def use_compute(compute: Compute, model: FlatModel, start: Tensor, trainable: Ma
         log.debug("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))
 
 
-def _find_obstacle(model: FlatModel) -> str | None:
+def can_use_kernels(compute: Compute, device: torch.device) -> bool:
+    """Return whether sparse kernels may be used.
+
+    Raises:
+        ConfigError: ``sparse`` is asked for without numba or on a GPU.
+    """
+    obstacle = ""
     if find_spec("numba") is None:
-        return "numba is not installed (pip install 'flare-sparse[fast]')"
-    if model.device.type != "cpu":
-        return f"the kernels are for CPUs, and training uses {model.device}"
-    return None
+        obstacle = "numba is not installed (pip install 'flare-sparse[fast]')"
+    elif device.type != "cpu":
+        obstacle = f"the kernels are for CPUs, and this site computes on {device}"
+    if compute == "sparse" and obstacle:
+        raise ConfigError(f"compute: sparse is not possible: {obstacle}; set it to auto or dense")
+    return compute != "dense" and not obstacle
 
 
 def _find_live_weights(model: FlatModel, start: Tensor, trainable: Mask) -> dict[str, Tensor]:

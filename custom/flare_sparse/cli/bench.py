@@ -1,0 +1,126 @@
+"""``flare-sparse bench``: time the inference of a run's model, dense and sparse."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..runs.load import load_trained_model
+from ..seeds import limit_threads
+from ..training.compute import can_use_kernels
+from .console import out as console
+from .inputs import load_inputs
+
+BATCHES = (1, 8)
+THREADS = (1, 2)
+
+
+def bench(
+    run: Annotated[Path, typer.Argument(help="Result folder of a run", show_default=False)],
+    data: Annotated[
+        Path | None, typer.Option(help="Data of the inputs; default: that of the run's first simulated site")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each variant is timed; the fastest counts")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Time predictions of a run's model: torch's dense layers, ONNX Runtime, and sparse kernels.
+
+    Batches of 1 and 8 examples, 1 and 2 threads; the variants are timed in turn. Needs the extra fast; ONNX Runtime is
+    timed if the extra onnx is installed.
+
+    [dim]flare-sparse bench runs/neurosfl_brain_age[/]
+    """
+    can_use_kernels("sparse", torch.device("cpu"))
+    model, assembly, config = load_trained_model(run)
+    examples = load_inputs("bench", config, assembly, run, data, max(BATCHES))
+    lines = time_model(model, examples, repeats)
+    if as_json:
+        typer.echo(json.dumps(lines, indent=2))
+        return
+    table = Table("batch", "threads", "dense torch s", "dense ONNX s", "sparse s", "dense / sparse", box=None)
+    for line in lines:
+        onnx = line["onnx_s"]
+        table.add_row(
+            str(line["batch"]), str(line["threads"]), f"{line['dense_s']:.4f}", "-" if onnx is None else f"{onnx:.4f}",
+            f"{line['sparse_s']:.4f}", f"{line['ratio']:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"largest difference of the outputs: {max(line['difference'] for line in lines):.1e}")
+
+
+def time_model(model: nn.Module, examples: Tensor, repeats: int) -> list[dict[str, Any]]:
+    """Return the fastest seconds of each variant, by batch and number of threads.
+
+    Args:
+        model: network in evaluation mode.
+        examples: inputs ``(n, ...)``; they are repeated to fill a batch.
+        repeats: times that each variant is timed.
+    """
+    from ..kernels.network import compile_network
+
+    compiled, lines = compile_network(model), []
+    for batch in BATCHES:
+        inputs = examples[torch.arange(batch) % len(examples)].contiguous()
+        for threads in THREADS:
+            with limit_threads(threads), torch.no_grad():
+                expected, found = model(inputs), compiled(inputs)
+                compiled(inputs)
+                run_onnx = _open_onnx(model, inputs, threads)
+                seconds = _time_in_turn([partial(model, inputs), run_onnx, partial(compiled, inputs)], repeats)
+            dense, onnx, sparse = seconds
+            lines.append(
+                {
+                    "batch": batch,
+                    "threads": threads,
+                    "dense_s": dense,
+                    "onnx_s": onnx,
+                    "sparse_s": sparse,
+                    "ratio": dense / sparse,
+                    "difference": float((found - expected).abs().max() / expected.abs().max().clamp_min(1)),
+                }
+            )
+    return lines
+
+
+def _time_in_turn(variants: list[Callable[[], object] | None], repeats: int) -> tuple[Any, ...]:
+    """Return the fastest seconds of each variant, timed one after the other; None for a variant that is missing."""
+    fastest = [float("inf")] * len(variants)
+    for _ in range(repeats):
+        for index, variant in enumerate(variants):
+            if variant is not None:
+                start = time.perf_counter()
+                variant()
+                fastest[index] = min(fastest[index], time.perf_counter() - start)
+    return tuple(None if variant is None else best for variant, best in zip(variants, fastest, strict=True))
+
+
+def _open_onnx(model: nn.Module, inputs: Tensor, threads: int) -> Callable[[], object] | None:
+    """Return a function that runs the model in ONNX Runtime; None if that is not installed or cannot run it."""
+    try:
+        import onnxruntime
+
+        from ..runs.onnx_export import export_onnx
+    except ImportError:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.onnx"
+        try:
+            export_onnx(model, inputs, file)
+        except ConfigError:
+            return None
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    feed = {"input": inputs.numpy()}
+    return lambda: session.run(None, feed)

@@ -1,0 +1,29 @@
+"""The model that decides between dense and sparse computation."""
+
+from __future__ import annotations
+
+from flare_sparse.kernels.cost import is_sparse_faster
+from flare_sparse.kernels.geometry import Geometry, Triple
+
+
+def build_geometry(inputs: int, outputs: int, shape: Triple) -> Geometry:
+    return Geometry(inputs, outputs, shape, (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1))
+
+
+def test_sparse_is_faster_for_few_live_weights_of_a_large_layer() -> None:
+    geometry = build_geometry(32, 64, (45, 54, 45))
+    weights = 32 * 64 * 27
+    decisions = [is_sparse_faster(geometry, int(weights * density), 1) for density in (0.01, 0.1, 0.9, 1.0)]
+    assert decisions == [True, True, False, False]
+
+
+def test_small_layer_stays_dense_whatever_its_sparsity() -> None:
+    assert not is_sparse_faster(build_geometry(1, 4, (6, 6, 6)), 1, 1)
+
+
+def test_decision_changes_once_from_sparse_to_dense_as_weights_are_added() -> None:
+    geometry = build_geometry(64, 128, (11, 13, 11))
+    decisions = [is_sparse_faster(geometry, live, 4) for live in range(0, 64 * 128 * 27, 1000)]
+    assert decisions == sorted(decisions, reverse=True)
+    assert decisions[0]
+    assert not decisions[-1]

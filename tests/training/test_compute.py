@@ -1,0 +1,89 @@
+"""Dense and sparse computation of local training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.kernels import network as kernels
+from flare_sparse.mask import Mask
+from flare_sparse.params import Layout
+from flare_sparse.task import Examples
+from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import compute as compute_module
+from flare_sparse.training.compute import can_use_kernels, use_compute
+from flare_sparse.training.flat import FlatModel
+
+
+class VolumeTask:
+    """Regression on random volumes by a small network of every kind of layer that the kernels compute."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv3d(1, 6, 3, padding=1), nn.InstanceNorm3d(6, affine=True), nn.MaxPool3d(2), nn.ReLU(),
+            nn.Conv3d(6, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 27, 1),
+        )  # fmt: skip
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        volumes, ages = batch
+        return nn.functional.mse_loss(model(volumes).squeeze(1), ages)
+
+
+@pytest.fixture
+def site() -> Site:
+    torch.manual_seed(0)
+    task = VolumeTask()
+    data = TensorDataset(torch.randn(8, 1, 6, 6, 6), torch.randn(8))
+    return Site("site-1", task, Examples(data, data), Layout.from_module(task.model()), seed=3)  # type: ignore[arg-type]
+
+
+def test_sparse_training_ends_near_dense_training_and_keeps_entries_off(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda geometry, live, samples: True).__code__)
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.rand(site.layout.size, generator=generator) < 0.3
+    start = torch.randn(site.layout.size, generator=generator) * 0.2 * bits
+    trained = {
+        compute: site.train(
+            start, Mask(bits), TrainingConfig(epochs=3, optimizer="sgd", lr=1e-2, batch_size=4, compute=compute), 1
+        )
+        for compute in ("dense", "sparse", "auto")
+    }
+    assert torch.equal(trained["sparse"], trained["auto"])
+    assert not torch.equal(trained["sparse"], trained["dense"]), "the kernels add in another order"
+    assert float((trained["sparse"] - trained["dense"]).abs().max()) < 1e-4
+    assert float((trained["dense"] - start).abs().max()) > 1e-2
+    assert torch.equal(trained["sparse"][~bits], start[~bits])
+
+
+def test_frozen_weights_that_are_not_zero_are_computed(site: Site) -> None:
+    model = FlatModel(VolumeTask().model(), site.layout)
+    start, trainable = torch.zeros(site.layout.size), torch.zeros(site.layout.size, dtype=torch.bool)
+    start[5], trainable[7] = 2.0, True
+    live = compute_module._find_live_weights(model, start, Mask(trainable))
+    assert live["0.weight"].flatten().nonzero().flatten().tolist() == [5, 7]
+
+
+def test_missing_numba_means_dense_or_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_module, "find_spec", lambda name: None)
+    cpu = torch.device("cpu")
+    assert not can_use_kernels("auto", cpu)
+    with pytest.raises(ConfigError, match=r"pip install 'flare-sparse\[fast\]'.*set it to auto or dense"):
+        can_use_kernels("sparse", cpu)
+
+
+def test_gpu_computes_densely() -> None:
+    assert not can_use_kernels("auto", torch.device("cuda"))
+    with pytest.raises(ConfigError, match="this site computes on cuda"):
+        can_use_kernels("sparse", torch.device("cuda"))
+
+
+def test_context_of_dense_computation_changes_nothing(site: Site) -> None:
+    model = FlatModel(VolumeTask().model(), site.layout)
+    full = Mask.full(site.layout.size)
+    with use_compute("dense", model, torch.zeros(site.layout.size), full):
+        assert all("forward" not in vars(part) for part in model.module.modules())
