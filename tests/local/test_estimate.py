@@ -13,8 +13,14 @@ import torch
 
 from flare_sparse.cli.estimate import compute_figures, name_sites
 from flare_sparse.config import build_task, load_config
+from flare_sparse.endpoints.request_log import RequestLog
+from flare_sparse.endpoints.site import SiteEndpoint
+from flare_sparse.endpoints.site_state import RequestId
 from flare_sparse.errors import ConfigError
+from flare_sparse.exchange import Request
+from flare_sparse.local.dry_run import DrySite
 from flare_sparse.models.base import MODELS_VARIABLE
+from flare_sparse.policy.policy import PRESETS, read_policy
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "app_configs").glob("*.yaml"))
@@ -46,11 +52,14 @@ def table() -> ModuleType:
     "file",
     [pytest.param(f, marks=[pytest.mark.long] if f.stem in MINUTES else [], id=f.stem) for f in FILES],
 )
-def test_ledger_equals_the_estimate_or_lies_within_its_bounds(
+def test_ledger_lies_within_the_estimate_and_sites_admit_every_request(
     file: Path, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One start and one attempt suffice a site, and no request asks for fewer entries than the presets demand."""
     monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
+    logs = record_requests(monkeypatch)
     row = table.compare(file, tmp_path, rounds=2)
+    assert 0 < len(logs) <= row.sites, "a site may never be asked"
     estimated, sent = row.messages
     assert estimated == sent
     assert row.is_exact == (file.stem in EXACT)
@@ -60,6 +69,28 @@ def test_ledger_equals_the_estimate_or_lies_within_its_bounds(
     else:
         assert row.least <= row.sent <= row.most
         assert row.sent / TYPICAL_WITHIN <= row.typical <= row.sent * TYPICAL_WITHIN
+
+
+def record_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestLog]:
+    """Let every site admit its requests by a log of one start and one attempt, and by all presets; return the logs."""
+    logs: dict[str, RequestLog] = {}
+    policies = [read_policy(preset) for preset in PRESETS.values()]
+    receive = SiteEndpoint.receive
+
+    def receive_and_admit(endpoint: SiteEndpoint, data: Any, acknowledged: int | None = None) -> Request:
+        request = receive(endpoint, data, acknowledged)
+        # The estimate's own sites are not asked in a run.
+        if isinstance(endpoint.site, DrySite):
+            return request
+        new = RequestLog(endpoint.run, endpoint.method.count_requests, attempts=1, max_starts=1)
+        log = logs.setdefault(endpoint.site.name, new)
+        log.admit(RequestId(request.kind, request.round), endpoint.site.weights)
+        refusals = [list(policy.check_request(request.kind, request.trainable.count)) for policy in policies]
+        assert not any(refusals)
+        return request
+
+    monkeypatch.setattr(SiteEndpoint, "receive", receive_and_admit)
+    return logs
 
 
 def figures(name: str, *overrides: str) -> dict[str, Any]:

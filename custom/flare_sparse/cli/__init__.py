@@ -30,7 +30,8 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 for command in (
-    run, watch, report, evaluate, bench, adapt, check, estimate, export, save, decrypt, fetch_model, methods, tasks, phantom,
+    run, watch, report, evaluate, bench, adapt, check, estimate, export, save, decrypt, fetch_model,
+    methods, tasks, phantom,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(site, name="site")

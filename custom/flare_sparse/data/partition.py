@@ -21,7 +21,8 @@ SKEW = 0.7
 RESERVED = ("server", "simulator_server")
 """Names that FLARE gives to its own server."""
 _LETTERS = str.maketrans(
-    {"ß": "ss", "æ": "ae", "Æ": "Ae", "œ": "oe", "Œ": "Oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D"}
+    {"ß": "ss", "æ": "ae", "Æ": "Ae", "œ": "oe", "Œ": "Oe", "ø": "o", "Ø": "O"}
+    | {"ł": "l", "Ł": "L", "đ": "d", "Đ": "D"}
 )
 """Latin letters that Unicode does not decompose into a letter and an accent."""
 

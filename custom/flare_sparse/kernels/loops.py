@@ -142,7 +142,7 @@ def accumulate(sums: Any, source: Any, weights: Weights, channel: int, count: in
 
 @_compile
 def correlate(gradient: Any, source: Any, weights: Weights, channel: int, count: int, products: Any) -> None:
-    """Add the inner product of ``gradient`` and ``source[offsets[k]:]`` to ``products[k]`` for the channel's weights."""
+    """Add the inner product of ``gradient`` and ``source[offsets[k]:]`` to ``products[k]`` for each weight ``k``."""
     offsets = weights.offsets
     last = weights.starts[channel + 1]
     for start in range(0, count, CHUNK):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..encryption import KeyContexts
+from ..errors import TaskFailed
 from ..federation import Outcome
 from ..mask import Mask
 from ..methods import Method
@@ -171,4 +172,4 @@ def dry_run(
 
 def _raise_site_error(_: str, error: Exception) -> None:
     """Raise the error of a dry site: it has no data that could be at fault."""
-    raise error
+    raise error.error if isinstance(error, TaskFailed) else error
