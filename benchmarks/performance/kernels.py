@@ -2,8 +2,8 @@
 
     python benchmarks/performance/kernels.py [--quick] [--json FILE] [--write docs/results/kernels.md]
 
-Every repeat times the dense and the sparse variant one after the other; a figure is the fastest of the repeats, a
-ratio that of the fastest. Inference is also timed with ONNX Runtime, dense. Each line says:
+Every repeat times the dense and the sparse variant one after the other; each figure is the fastest of the repeats, and
+the ratio is of these two. Inference is also timed with ONNX Runtime, dense. Each line has:
 
 * what: ``layer`` (forward and backward of one convolution), ``training`` (forward and backward of a network) or
   ``inference``;
@@ -78,12 +78,12 @@ def draw_mask(network: nn.Module, sparsity: float, pattern: str, inputs: Tensor)
     """
     weights = {name: p for name, p in network.named_parameters() if p.dim() > 1}
     if pattern in ("snip", "fedsparsify"):
-        return cut_by_score(network, weights, sparsity, pattern, inputs)
+        return select_by_score(network, weights, sparsity, pattern, inputs)
     densities = dict.fromkeys(weights, 1 - sparsity)
     if pattern == "erk":
         densities = compute_erk_densities(weights, 1 - sparsity)
     live = {name: torch.rand(p.shape) < densities[name] for name, p in weights.items()}
-    apply(weights, live)
+    zero_masked_weights(weights, live)
     return live
 
 
@@ -100,9 +100,10 @@ def compute_erk_densities(weights: dict[str, nn.Parameter], density: float) -> d
         full |= over
 
 
-def cut_by_score(
+def select_by_score(
     network: nn.Module, weights: dict[str, nn.Parameter], sparsity: float, pattern: str, inputs: Tensor
 ) -> dict[str, Tensor]:
+    """Set the weights with the lowest scores to 0; return the live ones by name."""
     scores = {name: p.detach().abs() for name, p in weights.items()}
     if pattern == "snip":
         network.train()
@@ -112,11 +113,12 @@ def cut_by_score(
     ordered = torch.cat([score.flatten() for score in scores.values()]).sort(descending=True).values
     threshold = ordered[int(len(ordered) * (1 - sparsity))]
     live = {name: score > threshold for name, score in scores.items()}
-    apply(weights, live)
+    zero_masked_weights(weights, live)
     return live
 
 
-def apply(weights: dict[str, nn.Parameter], live: dict[str, Tensor]) -> None:
+def zero_masked_weights(weights: dict[str, nn.Parameter], live: dict[str, Tensor]) -> None:
+    """Set the weights that are not live to 0."""
     for name, bits in live.items():
         weights[name].data.mul_(bits)
 

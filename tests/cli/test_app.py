@@ -127,7 +127,7 @@ def test_unknown_task_suggests_the_closest_name() -> None:
     assert "Did you mean 'morphometry_age'?" in result.output
 
 
-def test_local_run_locates_an_error_of_the_users_task_and_names_the_way_on(config: Path, tmp_path: Path) -> None:
+def test_local_run_locates_an_error_of_the_users_task_and_names_the_next_step(config: Path, tmp_path: Path) -> None:
     result = call("run", config, "--env", "local", "--out", tmp_path / "run", "--set", "task.crash=true")
     assert result.exit_code == 1
     assert "Traceback" not in result.output

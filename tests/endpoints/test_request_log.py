@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from flare_sparse.endpoints import request_log
-from flare_sparse.endpoints.request_log import RequestLog, compute_digest, read_record
+from flare_sparse.endpoints.request_log import RequestLog, read_record
 from flare_sparse.endpoints.site_state import RequestId
 from flare_sparse.errors import RequestRefused
+from flare_sparse.params import compute_digest
 
 ONE, TWO = torch.ones(3), torch.full((3,), 2.0)
 

@@ -24,7 +24,7 @@ from ..training.inputs import NonFinite, find_non_finite
 from ..training.loop import TrainingDiverged
 
 SAMPLE = 64
-"""Test examples that metrics are computed of; all of them if the sample does not suffice."""
+"""Number of test examples on which metrics are computed; all are used where a metric is undefined on this sample."""
 _BATCH = 256
 _MAX_LISTED = 5
 
@@ -147,7 +147,7 @@ def _build_model(task: Task, seed: int) -> nn.Module:
 
 
 def describe_non_finite_examples(examples: Examples, data: SiteData) -> str:
-    """Return where a site's examples hold NaN or infinite values, and the remedy; empty if they hold none.
+    """Return where a site's examples contain NaN or infinite values, and the remedy; empty if there are none.
 
     Args:
         examples: the site's examples; their ``train_ids``, ``test_ids`` and ``columns`` name subjects and columns.
@@ -175,10 +175,10 @@ def _describe_rows(problem: NonFinite, part: str, start: int, ids: Sequence[str]
     names = [str(ids[row]) if row < len(ids) else str(row) for row in rows[:_MAX_LISTED]]
     more = f" and {len(rows) - _MAX_LISTED} more" if len(rows) > _MAX_LISTED else ""
     # The columns are those of the inputs, by convention the first part of a batch.
-    is_input = problem.place in ("batch", "batch[0]")
+    is_input = problem.tensor in ("batch", "batch[0]")
     where = [columns[c] if is_input and c < len(columns) else f"column {c}" for c in problem.columns[:_MAX_LISTED]]
     return (
-        f"{problem.kind} in {problem.place} of {part} examples {', '.join(names)}{more}"
+        f"{problem.kind} in {problem.tensor} of {part} examples {', '.join(names)}{more}"
         f"{' (' + ', '.join(where) + ')' if where else ''}"
     )
 

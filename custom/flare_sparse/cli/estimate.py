@@ -95,7 +95,7 @@ def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
         "paper_scalars": assembly.method.count_paper_scalars(len(sites)),
         "scalars": sum(line.scalars_sent for line in training),
         "dense_scalars": sum(line.scalars_total for line in training),
-        "exact": all(exchanged.is_exact for _, exchanged, _ in messages),
+        "exact": all(size.is_exact for _, size, _ in messages),
         "depends_on": list(dict.fromkeys(reason for _, _, reason in messages if reason)),
         "bytes": _sum_ranges(messages),
         "traffic": sum_traffic(ledger),
@@ -153,8 +153,8 @@ def name_sites(config: RunConfig, task: Task, named: Sequence[str] = ()) -> list
 def _sum_ranges(messages: Iterable[Message]) -> dict[str, dict[str, int]]:
     """Return least, typical and most bytes by direction and in total."""
     sums = {"down": BytesRange(), "up": BytesRange()}
-    for line, exchanged, _ in messages:
-        sums[line.direction] += exchanged
+    for line, size, _ in messages:
+        sums[line.direction] += size
     sums["total"] = sums["down"] + sums["up"]
     return {name: {"least": r.least, "typical": r.typical, "most": r.most} for name, r in sums.items()}
 

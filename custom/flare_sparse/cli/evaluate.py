@@ -19,6 +19,7 @@ from ..methods import Method
 from ..params import compute_digest
 from ..report.card import write_card
 from ..runs.evaluation import Cohort, Split
+from ..runs.folder import SUMMARY
 from ..runs.load import load_assembly
 from ..runs.models import list_run_models, read_run_model
 from ..runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
@@ -181,7 +182,7 @@ def _check_options(data: Path | None, *, matrix: bool, best: bool, site_model: s
 
 
 def _load_run(run: Path) -> tuple[Assembly, RunConfig]:
-    if not (run / "summary.json").is_file():
+    if not (run / SUMMARY).is_file():
         raise ConfigError(f"{run}: no summary.json; expected the result folder of a finished flare-sparse run")
     return load_assembly(run)
 

@@ -11,6 +11,7 @@ from ..assemble import assemble
 from ..config import RunConfig
 from ..encryption import KeyContexts
 from ..runs.decrypt import decrypt_run
+from ..runs.folder import SUMMARY
 from ..task import Task
 
 FOLDER = "he"
@@ -44,5 +45,5 @@ def decrypt_record(config: RunConfig, user_task: Task | None, out: Path, client_
         client_context: serialized key context of a site.
     """
     decrypt_run(out, assemble(config, user_task), client_context)
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    summary: dict[str, Any] = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
     return summary

@@ -135,7 +135,7 @@ class _SiteErrors:
 
 
 def _open_site(assembly: Assembly, data: SiteData) -> Site | Exception:
-    """Load a site's data and build the site; return the error of a site that fails, as the other sites go on."""
+    """Load a site's data and build the site; return the error of a site that fails: the others continue."""
     try:
         return open_site(assembly, data)
     except Exception as error:  # noqa: BLE001 - whatever a task's load raises, as at a site of FLARE

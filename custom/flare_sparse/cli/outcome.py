@@ -168,7 +168,7 @@ def explain_outcome(
                 raise
             # An error before the first round, such as unreadable data, leaves nothing to continue.
             if env == "prod" or progress.committed is not None or has_checkpoint(command.out):
-                for note in describe_way_on(command, env, progress, failure, restarts=restarts):
+                for note in describe_next_steps(command, env, progress, failure, restarts=restarts):
                     failure.add_note(note)
             if failure is error:
                 raise
@@ -184,10 +184,10 @@ def describe_interruption(
         happened = f"stopped by {cause}; the job itself continues at the server"
         return [happened, _describe_safe(env, progress, command.out), f"follow it again: {command.format('--resume')}"]
     happened = f"stopped by {cause}; the processes of the run are ended"
-    return [happened, *describe_way_on(command, env, progress, None, restarts=restarts)]
+    return [happened, *describe_next_steps(command, env, progress, None, restarts=restarts)]
 
 
-def describe_way_on(
+def describe_next_steps(
     command: RunCommand, env: Env, progress: RunProgress, error: BaseException | None, *, restarts: bool = False
 ) -> list[str]:
     """Return what is safe and what to type.
@@ -203,7 +203,7 @@ def describe_way_on(
     has_commit = progress.committed is not None or has_checkpoint(command.out)
     flag = "--overwrite" if restarts else "--resume"
     flags = [flag] if env == "prod" or has_commit else []
-    way = "to go on" if error is None else "to go on, once the cause is removed"
+    way = "to continue" if error is None else "to continue, once the cause is removed"
     return [
         *([f"remedy: {remedy}"] if remedy else []),
         _describe_safe(env, progress, command.out),

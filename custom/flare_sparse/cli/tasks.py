@@ -58,7 +58,7 @@ def _list_tasks() -> Table:
 
 
 def _describe_target(task_class: type[Task]) -> str:
-    # The summary goes on with the shapes of a batch, for those who read the code.
+    # The rest of the line has the shapes of a batch, for readers of the code.
     return get_first_line(task_class).partition(";")[0].rstrip(".")
 
 

@@ -59,7 +59,7 @@ def watch(
     try:
         show_updates(stdout, updates)
     except KeyboardInterrupt:
-        stdout.print("no longer watching; the run goes on")
+        stdout.print("no longer watching; the run continues")
 
 
 def follow_folder(folder: Path, every_s: float) -> Iterator[list[dict[str, Any]]]:
@@ -103,11 +103,11 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[dict[str, A
 
     Args:
         job: id of the job.
-        kit: startup kit of an admin who may ask for it.
+        kit: startup kit of an admin with the right to see the job.
         every_s: seconds between two looks.
 
     Raises:
-        ConfigError: the kit is none of an admin, the login failed, or the server knows no such job.
+        ConfigError: the kit is not that of an admin, the login failed, or the server knows no such job.
     """
     # FLARE takes seconds to import; --help must not wait for it.
     from ..flare.feed import fetch_lines
@@ -128,7 +128,8 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[dict[str, A
                 return status, fetch_lines(session, job, num_rounds, ALL_MESSAGES)[0]
             except LOST:
                 raise
-            # The job starts or ends: then FLARE raises what it happens to raise, and the next look tells more.
+            # FLARE raises several kinds of exceptions while a job starts or ends; the next look succeeds or fails for a
+            # lasting reason.
             except Exception:  # noqa: BLE001
                 return status, []
 

@@ -23,7 +23,7 @@ from ..tasks import TASKS
 from .choice import Choice, Registries, find_name
 from .problems import describe_problem
 from .schema import JobConfig, RunConfig, list_methods, list_partitions, list_tasks
-from .yaml_files import apply_overrides, find_non_finite, read_yaml
+from .yaml_files import apply_overrides, find_non_finite_settings, read_yaml
 
 J = TypeVar("J", bound=JobConfig)
 
@@ -145,8 +145,8 @@ def _explain_import_error(error: Exception, module: str) -> str:
         return (
             f"{module} imports {error.name!r}, which is not found\n  {_locate(error)}\n"
             f"Install {error.name!r}, or put {error.name.partition('.')[0]}.py beside the configuration file. A job "
-            f"carries the file of {module} only: {error.name!r} must be installed at the server and at every site, or "
-            f"its code be moved into {module} (docs/own-task.md, On real sites)"
+            f"carries the file of {module} only: install {error.name!r} at the server and at every site, too, or "
+            f"move its code into {module} (docs/own-task.md, On real sites)"
         )
     if isinstance(error, (ImportError, AttributeError, ValueError)) and find_user_line(error) is None:
         return (
@@ -190,7 +190,7 @@ def load_task(config: JobConfig, folder: Path) -> Task:
 
 def _validate(model: type[J], data: Mapping[str, Any], task_configs: Mapping[str, type[BaseModel]], source: str) -> J:
     registries: Registries = {"method": list_methods(), "task": task_configs, "partition": list_partitions()}
-    problems = [f"{path}: expected a finite number" for path in find_non_finite(data)]
+    problems = [f"{path}: expected a finite number" for path in find_non_finite_settings(data)]
     try:
         config = model.model_validate(data, context=registries)
     except ValidationError as error:

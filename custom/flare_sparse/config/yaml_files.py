@@ -137,11 +137,11 @@ def _set_value(data: Any, keys: Sequence[str], value: Any) -> dict[str, Any]:
     return {**data, keys[0]: _set_value(data.get(keys[0]), keys[1:], value) if keys[1:] else value}
 
 
-def find_non_finite(data: Any, path: str = "") -> Iterator[str]:
+def find_non_finite_settings(data: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of the numbers in ``data`` that are infinite or NaN."""
     items = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         child_path = f"{path}.{key}" if path else str(key)
         if isinstance(value, float) and not math.isfinite(value):
             yield child_path
-        yield from find_non_finite(value, child_path)
+        yield from find_non_finite_settings(value, child_path)

@@ -258,7 +258,7 @@ def format_site_name(name: str) -> str:
     """
     decomposed = unicodedata.normalize("NFKD", name.translate(_LETTERS))
     plain = "".join(character for character in decomposed if not unicodedata.combining(character))
-    # Dropping letters of another script would leave a name that nobody recognises, or none at all.
+    # Without the letters of another script, a name would be unrecognisable or empty.
     if foreign := [character for character in plain if character.isalnum() and not character.isascii()]:
         raise DataError(
             f"site {name!r}: {foreign[0]!r} cannot be written with the letters A to Z, and FLARE accepts no others in "

@@ -7,7 +7,6 @@ that the site received, which sites can compare with each other.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ..checkpoint.writing import write_json
 from ..errors import FlareSparseError, RequestRefused
+from ..params import compute_digest
 from .site_state import RequestId
 
 DAY_S = 86_400
@@ -202,8 +202,3 @@ def read_record(file: Path) -> RunRecord:
         return RunRecord.model_validate(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError, RecursionError) as error:
         raise RequestRefused(f"{file}: the record of answered requests cannot be read: {error}") from error
-
-
-def compute_digest(weights: Tensor) -> str:
-    """Return the SHA-256 of a model ``(P,)``, as 64 hex digits."""
-    return hashlib.sha256(weights.detach().contiguous().numpy().view("uint8").data).hexdigest()

@@ -110,7 +110,7 @@ class ServerEndpoint:
                 # site of the stream can take the regular patch.
                 if not is_retry and (patch is request.model or stream not in residuals):
                     residual = encoded[key].residual
-                    # A patch over zeros sets every entry outside it to zero: nothing is owed there any more.
+                    # A patch over zeros sets every entry outside it to zero, so no residual remains there.
                     if residual is not None and patch.base == "zeros":
                         residual = residual.where(patch.mask.bits, 0.0)
                     residuals[stream] = residual

@@ -143,7 +143,7 @@ class SiteEndpoint:
         # Error feedback applies to model values only: an update of scores or metrics leaves the residual unchanged.
         if update.content in ("weights", "delta"):
             residual = encoded.residual
-            # An entry that is switched off owes nothing: it would arrive with its old residual when it is regrown.
+            # An entry that is switched off keeps no residual: it would arrive with it when it is regrown.
             if update.is_complete and residual is not None:
                 residual = residual.where(update.patch.mask.bits, 0.0)
         self._record_answer(RequestId(request.kind, request.round), SiteMemory(residual, dict(self.site.memory)))

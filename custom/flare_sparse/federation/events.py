@@ -1,4 +1,4 @@
-"""Events of a run that its record must show: damages, dropped memories, lost bases, steps back."""
+"""Events of a run that its record must show: damaged checkpoints, dropped memories, lost bases, steps back."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class EventLog:
             for event in contribution.events:
                 self.add(contribution.site, event.event, describe_event(event))
 
-    def add_damages(self, numbers: Iterable[int], *, is_empty: bool) -> list[str]:
+    def add_damaged_checkpoints(self, numbers: Iterable[int], *, is_empty: bool) -> list[str]:
         """Add the damaged checkpoints of the server and return the details of the new ones.
 
         Args:

@@ -226,7 +226,7 @@ class Federation:
         if checkpoint is not None:
             self._events.restore(event for record in checkpoint[1].records for event in record.events)
         self._events.add_steps_back(store.list_stepped_back())
-        for detail in self._events.add_damages(store.list_damaged(), is_empty=checkpoint is None):
+        for detail in self._events.add_damaged_checkpoints(store.list_damaged(), is_empty=checkpoint is None):
             _LOG.warning("%s: %s", SERVER, detail)
         if checkpoint is None:
             return start

@@ -1,4 +1,4 @@
-"""Lines of a running job's record for an admin: the server's part, and the part of the command that follows the job."""
+"""The record of a running job, sent line by line to an admin: the server's part and the command's part."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def _read_count(value: Any) -> int:
     return max(value, 0) if isinstance(value, int) else 0
 
 
-def fetch_lines(session: Session, job: str, rounds: int, ledger: int) -> tuple[list[dict[str, Any]], ...]:
+def fetch_lines(
+    session: Session, job: str, rounds: int, ledger: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the lines of a running job's ``rounds.jsonl`` and ``ledger.jsonl`` after the first ones.
 
     Args:

@@ -36,8 +36,8 @@ def is_running(command: str) -> bool:
 def watch_command(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:
     """End this process within seconds after the command that started it is gone; do nothing outside the simulator.
 
-    FLARE's simulator runs in a session of its own, so that no signal to the command reaches it, and it would go on as
-    an orphan that writes into the folder of the next run.
+    FLARE's simulator runs in a session of its own, so that no signal to the command reaches it, and it would continue
+    as an orphan that writes into the folder of the next run.
 
     Returns:
         The watching thread; None outside the simulator.

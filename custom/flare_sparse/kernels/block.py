@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import loops
-from .geometry import Geometry, Padded, Triple, allocate_padded
+from .geometry import Geometry, PaddedVolume, Triple, allocate_padded
 from .loops import Doubles, Floats
 from .plan import LiveWeights
 from .threads import run_parts
@@ -68,7 +68,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Convolved:
+class ConvolutionResult:
     """Pooled output of a convolution, and what its normalisation and derivative need.
 
     Attributes:
@@ -79,14 +79,14 @@ class Convolved:
         variance: ``(samples, outputs)`` biased variance; 1 for a fixed map.
     """
 
-    output: Padded
+    output: PaddedVolume
     target: loops.Target
     positions: Any
     mean: Doubles
     variance: Doubles
 
 
-def convolve(source: Floats, weights: loops.Weights, layer: Layer, signs: Floats, *, record: bool) -> Convolved:
+def convolve(source: Floats, weights: loops.Weights, layer: Layer, signs: Floats, *, record: bool) -> ConvolutionResult:
     """Convolve all samples, pool the result and compute the statistics that the normalisation needs.
 
     Args:
@@ -114,7 +114,7 @@ def convolve(source: Floats, weights: loops.Weights, layer: Layer, signs: Floats
         )  # fmt: skip
 
     run_parts(outputs, samples, convolve_part)
-    return Convolved(output, target, positions, *_compute_statistics(layer, moments, pivots))
+    return ConvolutionResult(output, target, positions, *_compute_statistics(layer, moments, pivots))
 
 
 def _compute_statistics(layer: Layer, moments: Doubles, pivots: Floats) -> tuple[Doubles, Doubles]:
@@ -140,8 +140,8 @@ class SparseBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, layer: Layer, padded: Padded | None,
-        written: list[Padded],
+        ctx: Any, inputs: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, layer: Layer,
+        padded: PaddedVolume | None, buffers: list[PaddedVolume],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return output, mean and variance."""
         outputs, record = layer.geometry.outputs, any(ctx.needs_input_grad)
@@ -168,7 +168,7 @@ class SparseBlock(torch.autograd.Function):
             ctx.layer, ctx.source, ctx.weights, ctx.weight_shape = layer, source, weights, weight.shape
             ctx.gamma, ctx.mean, ctx.inverse = gamma, convolved.mean, inverse
             ctx.scales, ctx.shifts, ctx.kept, ctx.positions = scales, shifts, kept, convolved.positions
-        written.append(convolved.output)
+        buffers.append(convolved.output)
         mean, variance = (
             torch.from_numpy(values.astype(np.float32)) for values in (convolved.mean, convolved.variance)
         )

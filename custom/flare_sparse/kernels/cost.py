@@ -18,9 +18,9 @@ SPARSE_PRODUCT = 0.07
 SPARSE_SLICE = 12.0
 """Start of a loop over one live weight and up to ``CHUNK`` positions."""
 SPARSE_OUTPUT = 1.5
-"""Normalisation sums, pooling and activation of an output value, which both need; here above what torch needs."""
+"""Normalisation sums, pooling and activation of an output value: what they cost more than in torch."""
 SPARSE_CALL = 300_000.0
-"""Preparation of one layer in Python."""
+"""Preparation of a layer in Python, once for a minibatch."""
 
 
 def is_sparse_faster(geometry: Geometry, live: int, samples: int) -> bool:

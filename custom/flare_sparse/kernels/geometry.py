@@ -17,7 +17,7 @@ from .loops import Grid
 Triple = tuple[int, int, int]
 
 
-class Padded(NamedTuple):
+class PaddedVolume(NamedTuple):
     """A feature map inside a larger buffer whose border is zero.
 
     Attributes:
@@ -39,10 +39,10 @@ class Padded(NamedTuple):
         return torch.empty(0).set_(storage, view.storage_offset(), view.shape, view.stride())
 
 
-def allocate_padded(samples: int, channels: int, shape: Triple, border: Triple) -> Padded:
+def allocate_padded(samples: int, channels: int, shape: Triple, border: Triple) -> PaddedVolume:
     """Return a feature map of zeros with a border."""
     depth, height, width = (size + 2 * b for size, b in zip(shape, border, strict=True))
-    return Padded(torch.zeros(samples, channels, depth, height, width), border)
+    return PaddedVolume(torch.zeros(samples, channels, depth, height, width), border)
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,17 @@ class Geometry:
         return cls(
             layer.in_channels,
             layer.out_channels,
-            as_triple((*ones, *shape)),
-            as_triple((*ones, *layer.kernel_size)),
-            as_triple((*ones, *layer.stride)),
-            as_triple((*zeros, *layer.padding)),
-            as_triple((*ones, *layer.dilation)),
+            build_triple((*ones, *shape)),
+            build_triple((*ones, *layer.kernel_size)),
+            build_triple((*ones, *layer.stride)),
+            build_triple((*zeros, *layer.padding)),
+            build_triple((*ones, *layer.dilation)),
         )
 
     @cached_property
     def output_shape(self) -> Triple:
         """Spatial size of the output."""
-        return as_triple(
+        return build_triple(
             (size + 2 * p - d * (k - 1) - 1) // s + 1
             for size, p, d, k, s in zip(self.shape, self.padding, self.dilation, self.kernel, self.stride, strict=True)
         )
@@ -102,7 +102,7 @@ class Geometry:
     @cached_property
     def phase_shape(self) -> Triple:
         """Spatial size of one phase of the padded input."""
-        return as_triple(
+        return build_triple(
             -(-(size + 2 * p) // s) for size, p, s in zip(self.shape, self.padding, self.stride, strict=True)
         )
 
@@ -139,7 +139,7 @@ class Geometry:
             shift += positions // stride * distance
         return phase.flatten(), shift.flatten()
 
-    def lay_out(self, inputs: Tensor | Padded) -> Tensor:
+    def lay_out(self, inputs: Tensor | PaddedVolume) -> Tensor:
         """Return the input as a contiguous ``(samples, inputs * phases, positions)``.
 
         A padded feature map whose border is this layer's padding is returned without a copy.
@@ -147,7 +147,7 @@ class Geometry:
         Args:
             inputs: ``(samples, inputs, depth, height, width)``.
         """
-        if isinstance(inputs, Padded):
+        if isinstance(inputs, PaddedVolume):
             if inputs.border == self.padding and self.phases == 1:
                 return inputs.buffer.flatten(2)
             inputs = inputs.interior
@@ -161,14 +161,14 @@ class Geometry:
             phase[:, :, :depth, :height, :width] = source
         return phases.view(len(inputs), self.inputs * self.phases, -1)
 
-    def gather(self, phases: Tensor) -> Padded:
+    def gather(self, phases: Tensor) -> PaddedVolume:
         """Return the padded feature map of phases ``(samples, inputs * phases, positions)``; inverts :meth:`lay_out`.
 
         Values on the border are not specified.
         """
         buffer = phases.view(len(phases), self.inputs, self.phases, *self.phase_shape)
         if self.phases == 1:
-            return Padded(buffer.squeeze(2), self.padding)
+            return PaddedVolume(buffer.squeeze(2), self.padding)
         padded = allocate_padded(len(phases), self.inputs, self.shape, self.padding)
         for phase, target in zip(buffer.unbind(2), self._slice_phases(padded.buffer), strict=True):
             depth, height, width = target.shape[2:]
@@ -182,7 +182,7 @@ class Geometry:
         return [volume[:, :, z::depth, y::height, x::width] for z, y, x in starts]
 
 
-def as_triple(values: Iterable[int]) -> Triple:
+def build_triple(values: Iterable[int]) -> Triple:
     """Return three values as a tuple."""
     first, second, third = values
     return first, second, third

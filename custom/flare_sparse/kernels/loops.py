@@ -5,6 +5,9 @@ then a sum of a few shifted copies of the input, one for each live weight, over 
 
 Every output channel of every sample is computed by one thread, in the same order of operations however the channels
 are divided among threads. The bits of a result therefore do not depend on the number of threads.
+
+All loops are in this one file: numba compiles a cached loop again only if the loop's own file has changed, not if that
+of a loop that it calls has.
 """
 
 from __future__ import annotations
@@ -197,7 +200,7 @@ def convolve(
         grid: output positions.
         window: pooling window.
         signs: ``(channels,)`` 1: pool the largest value, -1: pool the smallest one.
-        pivots: ``(channels,)`` receives a value that is subtracted before squaring, against cancellation.
+        pivots: ``(channels,)`` receives the value that is subtracted before squaring; it prevents cancellation.
         moments: ``(channels, 2)`` receives sum and sum of squares, less the pivot; of length 0: not computed.
         output: ``(channels, positions)`` receives the pooled values; it holds zeros.
         target: where the pooled values are written.
@@ -408,7 +411,7 @@ def differentiate_block(
 
 @_compile
 def transform_rows(sums: Any, grid: Grid, depth: int, constant: float, factor: float) -> None:
-    """Replace a slab's values ``y`` by ``constant + factor * y``, and what lies between the rows, padding, by 0."""
+    """Replace a slab's values ``y`` by ``constant + factor * y``, and the padding between the rows by 0."""
     for z in range(depth):
         for y in range(grid.height):
             row = sums[z * grid.plane + y * grid.row :]

@@ -16,7 +16,7 @@ from ..structure.graph import trace
 from ..structure.tracing import Untraceable
 from .block import BlockSpec, Layer, SparseBlock
 from .cost import is_sparse_faster
-from .geometry import Geometry, Padded, Triple, as_triple
+from .geometry import Geometry, PaddedVolume, Triple, build_triple
 from .plan import LiveWeights
 
 Decide = Callable[[Geometry, int, int], bool]
@@ -67,22 +67,22 @@ def find_chains(network: nn.Module) -> list[Chain]:
         return [Chain(name, module) for name, module in modules.items() if is_supported(module)]
     calls = [node for node in graph.nodes if node.op == "call_module"]
     counts = [node.target for node in calls]
-    once = {node for node in calls if counts.count(node.target) == 1}
+    called_once = {node for node in calls if counts.count(node.target) == 1}
     chains = []
     for node in calls:
         layer = modules[str(node.target)]
         if is_supported(layer):
             chain = Chain(str(node.target), layer)
-            if node in once and isinstance(layer, _CONVOLUTIONS):
-                _add_followers(chain, node, modules, once)
+            if node in called_once and isinstance(layer, _CONVOLUTIONS):
+                _add_followers(chain, node, modules, called_once)
             chains.append(chain)
     return list({chain.name: chain for chain in chains}.values())
 
 
-def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], once: set[fx.Node]) -> None:
+def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], called_once: set[fx.Node]) -> None:
     while len(node.users) == 1:
         (node,) = node.users
-        if node not in once:
+        if node not in called_once:
             return
         part = modules[str(node.target)]
         if chain.norm is None and not (chain.pool or chain.activation) and _is_supported_norm(part):
@@ -110,12 +110,12 @@ def _is_supported_norm(part: nn.Module) -> bool:
 
 
 def _is_supported_pool(part: Any) -> bool:
-    kernel, stride = _as_tuple(part.kernel_size), _as_tuple(part.stride)
-    plain = _as_tuple(part.padding) in ((0,), (0, 0), (0, 0, 0)) and set(_as_tuple(part.dilation)) == {1}
+    kernel, stride = _build_tuple(part.kernel_size), _build_tuple(part.stride)
+    plain = _build_tuple(part.padding) in ((0,), (0, 0), (0, 0, 0)) and set(_build_tuple(part.dilation)) == {1}
     return kernel == stride and plain and not part.ceil_mode and not part.return_indices
 
 
-def _as_tuple(value: int | tuple[int, ...]) -> tuple[int, ...]:
+def _build_tuple(value: int | tuple[int, ...]) -> tuple[int, ...]:
     return (value,) * 3 if isinstance(value, int) else tuple(value)
 
 
@@ -160,15 +160,15 @@ class Block:
         return result
 
     def _apply(
-        self, volume: Tensor, scale: Tensor, shift: Tensor, layer: Layer, padded: Padded | None
-    ) -> tuple[Tensor, Padded]:
-        written: list[Padded] = []
+        self, volume: Tensor, scale: Tensor, shift: Tensor, layer: Layer, padded: PaddedVolume | None
+    ) -> tuple[Tensor, PaddedVolume]:
+        buffers: list[PaddedVolume] = []
         weight = self.chain.layer.weight
         apply: Any = SparseBlock.apply
-        output, mean, variance = apply(volume, weight, scale, shift, layer, padded, written)
+        output, mean, variance = apply(volume, weight, scale, shift, layer, padded, buffers)
         if layer.spec.norm == "batch":
             self._update_running_statistics(mean[0], variance[0], layer.geometry, len(volume))
-        return output, written[0]
+        return output, buffers[0]
 
     def _compute_densely(self, inputs: Tensor) -> Tensor:
         for part in (self.chain.layer, *self.chain.followers):
@@ -209,7 +209,7 @@ class Block:
         window = (1, 1, 1)
         if pool is not None:
             axes = _count_axes(pool)
-            window = as_triple((*(1,) * (3 - axes), *_as_tuple(pool.kernel_size)[:axes]))
+            window = build_triple((*(1,) * (3 - axes), *_build_tuple(pool.kernel_size)[:axes]))
         slope = 1.0 if activation is None else float(getattr(activation, "negative_slope", 0.0))
         return BlockSpec(kind, float(getattr(norm, "eps", 1e-5)), window, slope, self._border)
 

@@ -123,8 +123,8 @@ class DrySite(Site):
 
 
 def _draw_step(layout: Layout, generator: torch.Generator) -> Tensor:
-    """Return a typical delta ``(P,)``: normal, and in each layer as small as the layer has inputs."""
-    # Trained deltas are like that: a layer with many inputs, most of them rarely active, moves least per weight.
+    """Return a typical delta ``(P,)``: normal, divided in each layer by its number of inputs."""
+    # As in trained deltas: a weight moves less in a layer with many inputs, most of which are rarely active.
     step = torch.randn(layout.size, generator=generator) / 100
     for tensor, start in zip(layout.tensors, layout.offsets, strict=False):
         if len(tensor.shape) > 1 and tensor.size:

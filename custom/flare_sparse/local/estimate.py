@@ -64,9 +64,9 @@ def bound_messages(
             sites[line.site].site_settings,
         )
         bounds = None if line.content == "metrics" and line.direction == "up" else method.bound_selection(facts)
-        exchanged = _bound_bytes(line, bounds)
+        size = _bound_bytes(line, bounds)
         # Bounds that meet in one number of bytes are exact, whatever decides the entries.
-        yield line, exchanged, "" if exchanged.is_exact or bounds is None else bounds.reason
+        yield line, size, "" if size.is_exact or bounds is None else bounds.reason
 
 
 def _bound_bytes(line: LedgerLine, bounds: SelectionBounds | None) -> BytesRange:

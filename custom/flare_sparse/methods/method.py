@@ -241,7 +241,7 @@ class Method(ABC, Generic[ConfigT, StateT]):
     def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
         """Return the fewest and most entries of a message whose entries the data chooses; None: the settings decide.
 
-        Only for estimates: a run sends what it sends. Messages with metrics alone are not asked about.
+        Used for estimates only; a run does not call it. Messages with metrics alone are not passed to it.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Bounds on the entries of a message that is chosen by data, for estimates of a run's bytes before it starts."""
+"""Bounds of the number of entries of a message that the data selects, for estimates of a run's bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MessageFacts:
         return SelectionBounds(self.count, self.count, reason)
 
     def keep_selection(self, reason: str) -> SelectionBounds | None:
-        """Return the bounds where the count is fixed and a selection that the receiver holds does not travel again."""
+        """Return the bounds where the count is fixed; None where the receiver already holds the selection."""
         return self.fix_count(reason) if self.selection_bytes else None
 
 
@@ -43,7 +43,7 @@ class SelectionBounds:
     """Fewest and most entries of a message whose entries the data chooses.
 
     Attributes:
-        least, most: number of entries, both possible or beyond what is possible.
+        least, most: bounds of the number of entries; a run need not reach them.
         reason: what the data decides, as display text.
         is_known: the receiver knows which entries they are, so that naming them needs no bytes.
     """

@@ -18,6 +18,7 @@ from ..config import JobConfig, RunConfig, serialize_job
 from ..encryption import KeyContexts
 from ..endpoints.server import SERVER
 from ..errors import ConfigError
+from .folder import SUMMARY
 from .load import load_assembly
 
 FINAL = "final_checkpoints"
@@ -76,7 +77,7 @@ def prepare_continuation(run: Path, config: RunConfig, assembly: Assembly, out: 
         ConfigError: the run cannot be continued with these settings.
         CheckpointError: a checkpoint could not be written.
     """
-    if not (run / "summary.json").is_file():
+    if not (run / SUMMARY).is_file():
         raise ConfigError(f"--continue-from {run}: no record of a finished run; an interrupted one needs --resume")
     finished, finished_config = load_assembly(run)
     _check_settings(run, finished_config, config)
@@ -92,7 +93,7 @@ def prepare_continuation(run: Path, config: RunConfig, assembly: Assembly, out: 
             f"--continue-from {run}: {source / SERVER} holds no checkpoint, so the run cannot be continued. Runs with "
             "--env sim, local and poc keep one; it may have been deleted"
         )
-    if out.resolve() == run.resolve() or (out / "summary.json").is_file():
+    if out.resolve() == run.resolve() or (out / SUMMARY).is_file():
         raise ConfigError(f"--out {out}: holds a finished run; choose another folder for the longer run")
     # Copied beside and renamed: an interrupted command must not leave a part of the checkpoints to --resume.
     unfinished = out / f"{folder}.part"

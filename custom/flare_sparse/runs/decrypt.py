@@ -13,6 +13,7 @@ from ..errors import RejectedMessage
 from ..exchange import Patch
 from ..params import compute_digest
 from ..wire.ciphertexts import measure_ciphertexts
+from .folder import SUMMARY
 from .model_files import ENCRYPTED, read_encrypted, read_mask, save_model
 
 
@@ -48,6 +49,6 @@ def _decrypt_models(run: Path, assembly: Assembly, cipher: SiteCipher) -> Iterat
         weights = Patch(cipher.decrypt(values, mask.count), mask).to_vector()
         save_model(run / name, layout, weights)
         if name == "model.safetensors":
-            summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-            write_json(run / "summary.json", {**summary, "model_sha256": compute_digest(weights)})
+            summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+            write_json(run / SUMMARY, {**summary, "model_sha256": compute_digest(weights)})
         yield run / name

@@ -1,4 +1,4 @@
-"""Files of lines that grow in a result folder while a run proceeds elsewhere: appended as lines come, then replaced."""
+"""Files in a result folder that grow, line by line, while a run proceeds elsewhere; the final record replaces them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from .folder import APPENDED_FILES, start_record
-
 
 ROUNDS, LEDGER = APPENDED_FILES
 

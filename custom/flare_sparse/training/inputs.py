@@ -15,14 +15,14 @@ class NonFinite:
     """Values of one tensor of a batch that are NaN or infinite.
 
     Attributes:
-        place: the tensor, such as ``batch[0]``.
+        tensor: path of the tensor, such as ``batch[0]``.
         rows: indices of the affected examples, in order.
         columns: indices of the affected columns of a tensor of shape (examples, columns); empty for other shapes.
         kind: ``"NaN"`` or ``"infinity"``.
         examples: number of examples in the tensor.
     """
 
-    place: str
+    tensor: str
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     kind: str
@@ -31,32 +31,33 @@ class NonFinite:
     def __str__(self) -> str:
         columns = f", column {self.columns[0]}" if self.columns else ""
         return (
-            f"{self.place} holds {self.kind} in {len(self.rows)} of {self.examples} examples (first: example "
+            f"{self.tensor} holds {self.kind} in {len(self.rows)} of {self.examples} examples (first: example "
             f"{self.rows[0]}{columns})"
         )
 
 
 def find_non_finite(batch: Any) -> list[NonFinite]:
-    """Return the tensors of a batch, its inputs and its targets, that hold NaN or infinite values."""
-    return [found for place, tensor in _iterate_tensors(batch, "batch") if (found := _inspect(place, tensor))]
+    """Return the tensors of a batch, its inputs and its targets, that contain NaN or infinite values."""
+    parts = _iterate_tensors(batch, "batch")
+    return [problem for path, tensor in parts if (problem := _inspect_tensor(path, tensor))]
 
 
-def _iterate_tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
-        yield place, value
+        yield path, value
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield from _iterate_tensors(part, f"{place}[{key!r}]")
+            yield from _iterate_tensors(part, f"{path}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         for index, part in enumerate(value):
-            yield from _iterate_tensors(part, f"{place}[{index}]")
+            yield from _iterate_tensors(part, f"{path}[{index}]")
 
 
-def _inspect(place: str, tensor: Tensor) -> NonFinite | None:
+def _inspect_tensor(path: str, tensor: Tensor) -> NonFinite | None:
     if not tensor.is_floating_point() or not tensor.dim() or bool((finite := torch.isfinite(tensor)).all()):
         return None
     per_example = ~finite.reshape(len(tensor), -1)
     rows = per_example.any(dim=1).nonzero().flatten().tolist()
     columns = per_example.any(dim=0).nonzero().flatten().tolist() if tensor.dim() == 2 else []
     kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
-    return NonFinite(place, tuple(rows), tuple(columns), kind, len(tensor))
+    return NonFinite(path, tuple(rows), tuple(columns), kind, len(tensor))

@@ -90,16 +90,16 @@ def train(
     return trained
 
 
-def explain_divergence(loss: Tensor, batch: Any, place: str, remedy: str) -> str:
-    """Return the text of a loss that is not finite: the minibatch is the cause if it holds NaN, else see ``remedy``.
+def explain_divergence(loss: Tensor, batch: Any, step: str, remedy: str) -> str:
+    """Return the text of a loss that is not finite: the minibatch is the cause if it contains NaN.
 
     Args:
         loss: the loss, a scalar.
         batch: the minibatch that it was computed on.
-        place: step or stage, such as ``"step 3"``.
+        step: the step or stage, such as ``"step 3"``.
         remedy: what to change if the minibatch is sound.
     """
-    text = f"the loss is {loss.item()} in {place}"
+    text = f"the loss is {loss.item()} in {step}"
     if problems := find_non_finite(batch):
         return (
             f"{text}, because the data is not finite: {'; '.join(map(str, problems))} of this minibatch. Impute or "

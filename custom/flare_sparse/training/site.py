@@ -319,7 +319,7 @@ class Site:
         if not self.num_examples:
             return iter(())
         passes = repeat(None) if steps is not None else repeat(None, config.epochs)
-        # Found out before the caller loads its weights: the check runs the network once.
+        # Before the caller loads its weights: the check runs the network once.
         joins_last = self.joins_last(config.batch_size)
         batches = chain.from_iterable(
             iterate_pass(self._train_examples, config.batch_size, order, joins_last=joins_last) for _ in passes
