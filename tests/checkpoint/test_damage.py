@@ -30,7 +30,7 @@ def _unsynced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return None
 
 
-def save(store: Store, number: int, also_keep: int | None = None) -> None:
+def save(store: Store, number: int, also_keep: tuple[int, ...] = ()) -> None:
     store.save(number, Content(number, torch.full((64,), float(number))), also_keep)
 
 

@@ -125,7 +125,7 @@ def test_two_newest_are_kept_and_damaged_ones_are_skipped(store: Store) -> None:
 
 def test_also_kept_checkpoint_stays_until_it_is_no_longer_named(store: Store) -> None:
     for number in (1, 2, 3, 4):
-        store.save(number, content(number), also_keep=1)
+        store.save(number, content(number), also_keep=(1, None))
     assert store.list_numbers() == [1, 3, 4]
     store.save(5, content(5))
     assert store.list_numbers() == [4, 5]

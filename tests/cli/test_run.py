@@ -44,7 +44,7 @@ class CountTask(Task):
         EVENTS["calls"] = EVENTS.get("calls", 0) + 1
         if EVENTS["calls"] == EVENTS.get("at"):
             EVENTS["do"]()
-        return nn.functional.l1_loss(model(batch[0]).squeeze(1), batch[1])
+        return nn.functional.l1_loss(model(batch[0]).squeeze(1), batch[1]) * EVENTS.get("factor", 1)
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return model(batch[0]).squeeze(1), batch[1]
@@ -173,6 +173,73 @@ def test_interrupted_replacement_leaves_nothing_of_the_run_before(config: Path) 
     assert not left & {"summary.json", "model.safetensors", "model_card.md"}
 
 
+def stop_after_a_poisoned_round(config: Path) -> None:
+    """Run in ``out`` until the third round; the updates of the second one are wrong."""
+
+    def poison() -> None:
+        EVENTS.update(factor=1000, at=5, do=lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    EVENTS.update(calls=0, at=3, do=poison)
+    assert run(config, "--out", "out").exit_code == 130
+    EVENTS.clear()
+
+
+def read_digest(out: str) -> str:
+    return str(json.loads((Path(out) / "summary.json").read_text())["model_sha256"])
+
+
+def test_step_back_repeats_the_last_committed_round_as_if_it_had_never_been_committed(config: Path) -> None:
+    assert run(config, "--out", "whole").exit_code == 0
+    stop_after_a_poisoned_round(config)
+    shutil.copytree("out", "poisoned")
+    assert run(config, "--out", "poisoned", "--resume").exit_code == 0
+    assert read_digest("poisoned") != read_digest("whole")
+    EVENTS.clear()
+    resumed = run(config, "--out", "out", "--resume", "--step-back", "1")
+    assert resumed.exit_code == 0, resumed.output
+    assert EVENTS["calls"] == 4, "rounds 2 and 3 are trained"
+    assert read_digest("out") == read_digest("whole")
+    event = "the run steps back by one commit: checkpoint 00000002 is set aside as stepped-back-00000002"
+    texts = [line.split("  ")[0] for line in resumed.output.splitlines()]
+    assert texts[0] == event, "said at once, and again with the first round that is committed after it"
+    assert texts[texts.index("round 1/3") :][:4] == ["round 1/3", f"server: {event}", "round 2/3", "round 3/3"]
+    summary = json.loads((Path("out") / "summary.json").read_text())
+    assert summary["events"] == [{"round": 2, "site": "server", "event": "stepped_back", "detail": event}]
+    rounds = [json.loads(line)["round"] for line in (Path("out") / "rounds.jsonl").read_text().splitlines()]
+    assert rounds == [1, 2, 3, 4]
+
+
+def test_step_back_without_enough_checkpoints_changes_nothing(config: Path) -> None:
+    stop_after_a_poisoned_round(config)
+    names = sorted(path.name for path in Path("out").glob("checkpoints/*/server/*"))
+    refused = run(config, "--out", "out", "--resume", "--step-back", "2")
+    assert refused.exit_code == 1
+    assert "E_CHECKPOINT" in refused.output
+    assert "holds 2 intact checkpoints, so the run can step back by at most 1. To repeat all rounds" in refused.output
+    assert sorted(path.name for path in Path("out").glob("checkpoints/*/server/*")) == names == ["00000001", "00000002"]
+    # A damaged checkpoint is no commit that the run could continue from, and so no step.
+    (next(Path("out").glob("checkpoints/*/server/00000002")) / "tensors.safetensors").write_bytes(b"")
+    refused = run(config, "--out", "out", "--resume", "--step-back", "1")
+    assert "holds 1 intact checkpoint, so the run can step back by at most 0" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--step-back", "1"), "it is for --resume; add --resume"),
+        (("--step-back", "1", "--continue-from", "out"), "it is for --resume and not for --continue-from"),
+        (("--step-back", "1", "--resume", "--env", "prod", "--kit", "kit"), "the checkpoints lie at the server: abort"),
+        (("--step-back", "0", "--resume"), "--step-back"),
+    ],
+)
+def test_step_back_with_options_that_exclude_it_is_refused(
+    config: Path, options: tuple[str, ...], message: str
+) -> None:
+    result = run(config, *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [
@@ -202,7 +269,7 @@ def test_disk_that_fills_up_is_named_with_the_command_that_continues(
 ) -> None:
     save, saved = Store.save, []
 
-    def fill_up(store: Store, number: int, content: Any, also_keep: int | None = None) -> None:
+    def fill_up(store: Store, number: int, content: Any, also_keep: Any = ()) -> None:
         saved.append(number)
         # A full disk stays full: the checkpoint of site-2 in round 3 fails, and then that of the server.
         if len(saved) >= 8:

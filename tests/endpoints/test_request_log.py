@@ -34,6 +34,19 @@ def test_honest_run_with_retries_is_one_start() -> None:
             log.admit(request, ONE * request.round)
 
 
+@pytest.mark.parametrize("models", [(ONE, ONE, ONE), (ONE, TWO, TWO)])
+def test_steps_of_scores_with_the_same_model_are_one_start(models: tuple[torch.Tensor, ...]) -> None:
+    """A step that removes no further entry from the mask sends the model of the step before."""
+    counts = {("score", 0): 3, ("train", 1): 1}
+    log = RequestLog("0" * 16, lambda kind, t: counts.get((kind, t), 0), attempts=2, max_starts=1)
+    for model in models:
+        for _attempt in range(2):
+            log.admit(RequestId("score", 0), model)
+    log.admit(RequestId("train", 1), TWO)
+    with pytest.raises(RequestRefused):
+        log.admit(RequestId("score", 0), ONE)
+
+
 @pytest.mark.parametrize(
     ("request_", "model"),
     [

@@ -29,6 +29,7 @@ RECEIVED = SiteState(
     memory_after=AFTER,
     checkpoint=5,
     fallback=3,
+    reserve=1,
 )
 """Received a request, and did not answer it yet."""
 
@@ -42,6 +43,7 @@ ANSWERED = SiteState(
     memory_after=AFTER,
     checkpoint=7,
     fallback=5,
+    reserve=3,
 )
 """Answered the request that it received last."""
 
@@ -72,7 +74,14 @@ ROWS = {
     "answer, first time": (
         RECEIVED,
         RECEIVED.answer(TRAIN, RESULT),
-        {"answered": TRAIN, "memory_before": CURRENT, "memory_after": RESULT, "checkpoint": 7, "fallback": 5},
+        {
+            "answered": TRAIN,
+            "memory_before": CURRENT,
+            "memory_after": RESULT,
+            "checkpoint": 7,
+            "fallback": 5,
+            "reserve": 3,
+        },
     ),
     "answer, again": (
         ANSWERED.receive(TRAIN, NEW),
@@ -92,11 +101,12 @@ ROWS = {
             "memory_after": AFTER,
             "checkpoint": 7,
             "fallback": None,
+            "reserve": None,
         },
     ),
     "restart from two requests": (
         SiteState(),
-        SiteState.restart(NEWEST_SNAPSHOT, OTHER_SNAPSHOT),
+        SiteState.restart(NEWEST_SNAPSHOT, OTHER_SNAPSHOT, reserve=3),
         {
             "base": BASE,
             "received": TRAIN,
@@ -107,6 +117,7 @@ ROWS = {
             "memory_after": AFTER,
             "checkpoint": 7,
             "fallback": 5,
+            "reserve": 3,
         },
     ),
     "forget memory": (ANSWERED, ANSWERED.forget_memory(), {"memory_after": EMPTY}),
@@ -138,7 +149,7 @@ def test_every_retry_starts_from_the_memory_before_the_first_attempt() -> None:
         assert state.memory is CURRENT
         state = state.answer(TRAIN, SiteMemory(torch.tensor([float(sequence)])))
     assert state.memory_before is CURRENT
-    assert state.fallback == 5
+    assert (state.fallback, state.reserve) == (5, 3)
 
 
 def test_every_base_since_the_first_attempt_is_remembered() -> None:

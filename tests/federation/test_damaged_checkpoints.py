@@ -115,22 +115,44 @@ def test_run_whose_newest_server_checkpoint_is_damaged_resumes_from_the_one_befo
     assert min(number for number, _ in federation.requested) == COMMITS
 
 
+@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+def test_sites_that_have_answered_the_next_round_follow_a_server_that_falls_back_a_commit(
+    values: str, tmp_path: Path
+) -> None:
+    """The sites are two requests ahead of the older commit, and each still has the checkpoint that belongs to it."""
+    undisturbed = build(tmp_path / "undisturbed", values=values).run()
+    killed = build(tmp_path / "run", values=values)
+
+    def kill(upload: Upload) -> Upload:
+        if (upload.site, upload.attempt.round) == ("site-3", COMMITS + 1):
+            raise Killed
+        return upload
+
+    killed.change_message = kill
+    with pytest.raises(Killed):
+        killed.run()
+    damage_newest(Store(tmp_path / "run" / SERVER, {}), ("byte flipped",))
+    outcome = build(tmp_path / "run", values=values).run(resume=True)
+    assert compute_digest(outcome.weights) == compute_digest(undisturbed.weights)
+    assert [(event.round, event.event) for event in outcome.events] == [(COMMITS, "checkpoint_damaged")]
+
+
 @pytest.mark.parametrize("damages", list(product(DAMAGES, repeat=2)), ids=" and ".join)
 def test_site_whose_checkpoints_are_damaged_contributes_and_saves(
     damages: tuple[str, str], killed: Path, tmp_path: Path
 ) -> None:
     folder = copy_folder(killed, tmp_path / "run")
     store = Store(folder / SITE, {})
-    damaged = damage_newest(store, damages)
+    damaged = damage_newest(store, (*damages, damages[0]))
     outcome = build(folder).run(resume=True)
     assert all(len(record.sites_contributed) == 3 for record in outcome.rounds[:5])
-    assert len(store.list_numbers()) == 2
+    assert len(store.list_numbers()) == 3
     assert min(store.list_numbers()) > max(damaged)
     assert store.list_damaged() == sorted(damaged)
 
 
-LOSSES = {"damaged": 1, "newest removed": 1, "all removed": 2}
-"""How a site loses checkpoints: by name, how many of its two."""
+LOSSES = {"damaged": 1, "newest removed": 1, "all removed": 3}
+"""How a site loses checkpoints: by name, how many of its three."""
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -114,8 +114,8 @@ class Federation:
                         check=True,
                     )
             if name == SERVER:
-                wait_for(lambda: self.list_processes(SERVER, "server_train"), 30, "a server process")
-                with self.session(90):
+                wait_for(lambda: self.list_processes(SERVER, "server_train"), 120, "a server process")
+                with self.session(300):
                     pass
 
     def stop(self) -> None:
@@ -172,7 +172,7 @@ class Federation:
             session.close()
 
     def is_connected(self) -> bool:
-        with self.session(60) as session:
+        with self.session(300) as session:
             return {client.name for client in session.get_system_info().client_info} == set(SITES)
 
     def get_record(self, job: str) -> Path:

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +101,20 @@ class Store:
         """Record that the run continues or starts again."""
         (self.folder / FINISHED).unlink(missing_ok=True)
 
-    def save(self, number: int, content: Any, also_keep: int | None = None) -> None:
+    def save(self, number: int, content: Any, also_keep: Collection[int | None] = ()) -> None:
         """Write a checkpoint, completely and to disk, and delete older ones.
 
         Args:
             number: number of the checkpoint, higher than all earlier ones.
             content: a dataclass that :func:`~flare_sparse.checkpoint.packing.pack` accepts.
-            also_keep: number of an older checkpoint that is not deleted.
+            also_keep: numbers of older checkpoints that are not deleted; None stands for none.
 
         Raises:
             CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
         """
         self._write(number, self._build_files(content))
         for outdated in self.list_numbers()[: -self.keep]:
-            if outdated != also_keep:
+            if outdated not in also_keep:
                 shutil.rmtree(self.folder / f"{outdated:08d}", ignore_errors=True)
 
     def _write(self, number: int, files: Mapping[str, bytes]) -> None:
@@ -177,8 +177,7 @@ class Store:
 
     def find_newest(self, below: int | None = None) -> int | None:
         """Return the number of the newest undamaged checkpoint, which may belong to another run; None without one."""
-        numbers = [number for number in reversed(self.list_numbers()) if below is None or number < below]
-        return next((n for n in numbers if self._read_manifest(self.folder / f"{n:08d}") is not None), None)
+        return max((number for number in self.list_intact() if below is None or number < below), default=None)
 
     def copy_newest(self, target: Store) -> int | None:
         """Copy the newest undamaged checkpoint to the store of another run, which owns the copy.
@@ -226,17 +225,26 @@ class Store:
         """Return the numbers of the checkpoints that :meth:`step_back` has set aside, ascending."""
         return self._list_numbers(STEPPED_BACK)
 
+    def list_intact(self) -> list[int]:
+        """Return the numbers of the undamaged checkpoints, ascending; they may belong to another run."""
+        return [n for n in self.list_numbers() if self._read_manifest(self.folder / f"{n:08d}") is not None]
+
     def step_back(self) -> int:
-        """Set the newest checkpoint aside, so that the run continues from the one before; return its number.
+        """Set the newest undamaged checkpoint aside, so that the run continues from the one before.
+
+        Returns:
+            Number of the checkpoint.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it cannot be renamed.
+            CheckpointError: there is no undamaged checkpoint, or one cannot be renamed.
         """
-        numbers = self.list_numbers()
-        if not numbers:
-            raise CheckpointError(f"{self.folder}: there is no checkpoint to step back from")
-        self._set_aside(numbers[-1], STEPPED_BACK)
-        return numbers[-1]
+        for number in reversed(self.list_numbers()):
+            # A damaged checkpoint is none that the run could have continued from: it does not count as a step.
+            is_intact = self._read_manifest(self.folder / f"{number:08d}") is not None
+            self._set_aside(number, STEPPED_BACK if is_intact else DAMAGED)
+            if is_intact:
+                return number
+        raise CheckpointError(f"{self.folder}: there is no checkpoint to step back from")
 
     def _list_numbers(self, prefix: str) -> list[int]:
         if not self.folder.is_dir():

@@ -41,19 +41,40 @@ def run_in_environment(
     console: Console,
     *,
     resume: bool,
+    step_back: int = 0,
     kit: Path | None,
     byoc: bool,
     on_line: OnLine,
+    restart_command: str = "",
 ) -> dict[str, Any]:
-    """Run a configuration in an environment and return its summary."""
-    if env == "local":
-        return run_config_locally(config, file, out, resume=resume, console=console, on_line=on_line)
-    if env == "sim":
-        return run_in_simulator(config, file, out, console, resume=resume, on_line=on_line)
-    if env == "poc":
-        return run_in_poc(config, file, out, console, resume=resume, on_line=on_line)
-    assert kit is not None, "the options were checked"
-    return run_in_federation(config, file, out, console, kit, byoc=byoc, resume=resume, on_line=on_line)
+    """Run a configuration in an environment and return its summary.
+
+    Args:
+        env: the environment.
+        config: the configuration.
+        file: where it was read from.
+        out: result folder.
+        console: receives the lines of text.
+        resume: continue the run that the folder holds.
+        step_back: number of commits to discard before; not for ``prod``.
+        kit: startup kit of an admin; only for ``prod``.
+        byoc: send the package's source with the job.
+        on_line: called with each line.
+        restart_command: command that submits the job again; only for ``prod``.
+    """
+    if env == "prod":
+        assert kit is not None, "the options were checked"
+        return run_in_federation(
+            config, file, out, console, kit, byoc=byoc, resume=resume, on_line=on_line, restart_command=restart_command
+        )
+    runners = {"local": _run_locally, "sim": run_in_simulator, "poc": run_in_poc}
+    return runners[env](config, file, out, console, resume=resume, step_back=step_back, on_line=on_line)
+
+
+def _run_locally(
+    config: RunConfig, file: Path, out: Path, console: Console, *, resume: bool, step_back: int, on_line: OnLine
+) -> dict[str, Any]:
+    return run_config_locally(config, file, out, resume=resume, step_back=step_back, console=console, on_line=on_line)
 
 
 def ignore_line(line: dict[str, Any] | str) -> None:
@@ -67,13 +88,14 @@ def run_in_simulator(
     console: Console,
     *,
     resume: bool = False,
+    step_back: int = 0,
     on_line: OnLine = ignore_line,
 ) -> dict[str, Any]:
     """Prepare the sites' data, run the job in FLARE's simulator and return its summary."""
     # FLARE takes seconds to import; --help must not wait for it.
     from ..flare.launch.simulator import simulate
 
-    checkpoints = _prepare_checkpoints(config, file, out, resume=resume)
+    checkpoints = _prepare_checkpoints(config, file, out, resume=resume, step_back=step_back)
     contexts = prepare_key_contexts(config, out, resume=resume)
     sites = _prepare_sites(config, file, out, console)
     site_files = write_site_files(out / "sites", sites.values())
@@ -83,7 +105,8 @@ def run_in_simulator(
 
     def show_round(line: dict[str, Any]) -> None:
         on_line(line)
-        console.print(formatter.format(line), markup=False)
+        for text in formatter.format_with_events(line):
+            console.print(text, markup=False)
 
     summary = simulate(
         _build_recipe(config, file, tensorboard=_has_tensorboard()),
@@ -106,6 +129,7 @@ def run_in_poc(
     console: Console,
     *,
     resume: bool = False,
+    step_back: int = 0,
     on_line: OnLine = ignore_line,
 ) -> dict[str, Any]:
     """Run the job in a POC federation: FLARE provisions and starts a server and sites as separate processes.
@@ -121,7 +145,7 @@ def run_in_poc(
             "--resume: an encrypted run cannot be resumed with --env poc, where every federation has new keys; leave "
             "--resume out, or use --env sim"
         )
-    checkpoints = _prepare_checkpoints(config, file, out, resume=resume)
+    checkpoints = _prepare_checkpoints(config, file, out, resume=resume, step_back=step_back)
     sites = _prepare_sites(config, file, out, console)
     _announce(console, config, f"{len(sites)} sites as separate processes (nvflare poc, mTLS)")
     with start_poc(out / "poc", sites, checkpoints, encrypted=config.encrypted) as kit:
@@ -142,6 +166,7 @@ def run_in_federation(
     byoc: bool,
     resume: bool = False,
     on_line: OnLine = ignore_line,
+    restart_command: str = "",
 ) -> dict[str, Any]:
     """Submit the job to a running federation and wait for its result; each site reads its own data.
 
@@ -153,7 +178,7 @@ def run_in_federation(
     _announce(console, config, f"submitted with {kit}")
     show = _build_printer(console, on_line)
     recipe = _build_recipe(config, file, byoc=byoc)
-    summary = run_deployed(recipe, kit.resolve(), out, on_line=show, resume=resume)
+    summary = run_deployed(recipe, kit.resolve(), out, on_line=show, resume=resume, restart_command=restart_command)
     return _complete_record(config, file, out, summary)
 
 
@@ -163,8 +188,9 @@ def _prepare_sites(config: RunConfig, file: Path, out: Path, console: Console) -
         return prepare_site_data(config, load_task(config, file.parent), out)
 
 
-def _prepare_checkpoints(config: RunConfig, file: Path, out: Path, *, resume: bool) -> Path:
-    return prepare_checkpoints(config, assemble(config, load_task(config, file.parent)), out, resume=resume)
+def _prepare_checkpoints(config: RunConfig, file: Path, out: Path, *, resume: bool, step_back: int) -> Path:
+    assembly = assemble(config, load_task(config, file.parent))
+    return prepare_checkpoints(config, assembly, out, resume=resume, step_back=step_back)
 
 
 def _build_recipe(config: RunConfig, file: Path, *, byoc: bool = False, tensorboard: bool = False) -> SparseRecipe:

@@ -41,6 +41,7 @@ def run_config_locally(
     out: Path,
     *,
     resume: bool = False,
+    step_back: int = 0,
     console: Console = stdout,
     on_line: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def run_config_locally(
         file: where it was read from; a user task's module lies beside it.
         out: result folder.
         resume: continue from the checkpoints in ``out``.
+        step_back: number of commits to discard before; see :func:`prepare_checkpoints`.
         console: receives one line per round.
         on_line: called with each line of ``rounds.jsonl``.
 
@@ -59,7 +61,7 @@ def run_config_locally(
     """
     user_task_class = load_user_task_class(config, file.parent)
     assembly = assemble(config, build_task(config, user_task_class))
-    checkpoints = prepare_checkpoints(config, assembly, out, resume=resume)
+    checkpoints = prepare_checkpoints(config, assembly, out, resume=resume, step_back=step_back)
     contexts = prepare_key_contexts(config, out, resume=resume)
     data = prepare_site_data(config, assembly.task, out)
     # The number of threads decides the order of float sums, so data is loaded under the job's own number, as in FLARE.
@@ -76,7 +78,8 @@ def run_config_locally(
     def commit(record: RoundRecord) -> None:
         line = folder.commit(record)
         on_line(line)
-        console.print(formatter.format(line), markup=False)
+        for text in formatter.format_with_events(line):
+            console.print(text, markup=False)
 
     outcome = run_locally(
         assembly.method,

@@ -13,12 +13,25 @@ from ..checkpoint.store import Store
 from ..config import RunConfig, load_task
 from ..endpoints.server import SERVER
 from ..errors import CheckpointError, ConfigError
+from ..federation.events import STEP_BACK
 from ..runs.continuation import FINAL, copy_key_contexts, prepare_continuation
+from .console import out as stdout
 from .keys import FOLDER as KEYS
 
 FOLDER = "checkpoints"
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue an interrupted run in the same --out from its last committed round")
+]
+
+StepBack = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Only with --resume: discard the last N commits first and repeat their rounds. For a poisoned commit: most "
+        "sites diverge from its model (E_DIVERGED, E_FINITE), or an update in it turns out to be wrong. Remove the "
+        "cause first. The last two commits are kept, so one step is possible. Not for --env prod",
+    ),
 ]
 
 ContinueFrom = Annotated[
@@ -66,11 +79,35 @@ def continue_run(run: Path, config: RunConfig, file: Path, out: Path | None, env
     return folder
 
 
-def prepare_checkpoints(config: RunConfig, assembly: Assembly, out: Path, *, resume: bool) -> Path:
+def check_step_back(step_back: int | None, env: str, *, resume: bool, continue_from: Path | None) -> None:
+    """Raises:
+    ConfigError: --step-back does not apply to the environment or to the other options.
+    """
+    if step_back is None:
+        return
+    if env == "prod":
+        raise ConfigError(
+            "--step-back does not apply to --env prod, where the checkpoints lie at the server: abort the job, rename "
+            'the server\'s newest checkpoint (docs/reliability.md, "Malicious sites") and submit it again'
+        )
+    if continue_from is not None or not resume:
+        reason = " and not for --continue-from" if continue_from is not None else "; add --resume"
+        raise ConfigError(f"--step-back discards commits of an interrupted run: it is for --resume{reason}")
+
+
+def prepare_checkpoints(config: RunConfig, assembly: Assembly, out: Path, *, resume: bool, step_back: int = 0) -> Path:
     """Return the checkpoint folder; it is emptied unless a run is resumed.
 
+    Args:
+        config: configuration of the run.
+        assembly: its parts.
+        out: result folder.
+        resume: keep the checkpoints.
+        step_back: number of the server's newest checkpoints to set aside.
+
     Raises:
-        CheckpointError: there is no checkpoint, or it belongs to another job; the text names the settings that differ.
+        CheckpointError: there is no checkpoint, or it belongs to another job; the text names the settings that differ;
+            or there are too few to step back.
     """
     root = out / FOLDER
     if not resume:
@@ -79,6 +116,7 @@ def prepare_checkpoints(config: RunConfig, assembly: Assembly, out: Path, *, res
         return root
     store = open_checkpoints(config.job, assembly, root, SERVER)
     if store.list_numbers():
+        _step_back(store, step_back)
         return root
     # A changed setting changes the job's folder below root: compare with the others there and name the difference.
     for folder in sorted(root.glob(f"*/{SERVER}")):
@@ -87,3 +125,25 @@ def prepare_checkpoints(config: RunConfig, assembly: Assembly, out: Path, *, res
         f"--resume: {root} holds no checkpoint: the run committed no round, or it has finished. Leave --resume out "
         "to start again"
     )
+
+
+def _step_back(store: Store, count: int) -> None:
+    """Set the newest undamaged checkpoints aside.
+
+    Raises:
+        CheckpointError: no checkpoint would be left; nothing is set aside.
+    """
+    if not count:
+        return
+    # The identity is checked first: a commit of another job must stay.
+    store.check()
+    intact = store.list_intact()
+    # Without a checkpoint the run would silently start from round 1, which --overwrite says openly.
+    if count >= len(intact):
+        raise CheckpointError(
+            f"--step-back {count}: {store.folder} holds {len(intact)} intact checkpoint{'s' * (len(intact) != 1)}, so "
+            f"the run can step back by at most {max(len(intact) - 1, 0)}. To repeat all rounds, run again with "
+            "--overwrite instead of --resume and --step-back"
+        )
+    for _ in range(count):
+        stdout.print(STEP_BACK.format(number=store.step_back()), markup=False)

@@ -17,7 +17,7 @@ from .environments import run_in_environment
 from .options import ConfigFile, Overrides, load_with_options
 from .outcome import Env, RunCommand, explain_outcome
 from .result_folder import choose_default_folder, prepare_result_folder
-from .resume import ContinueFrom, Resume, continue_run
+from .resume import ContinueFrom, Resume, StepBack, check_step_back, continue_run
 from .summary import PARTIAL, find_idle_sites, show_result
 
 
@@ -50,6 +50,7 @@ def run(
         ),
     ] = None,
     resume: Resume = False,
+    step_back: StepBack = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the finished or interrupted run that the result folder holds")
     ] = False,
@@ -75,11 +76,14 @@ def run(
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --resume
 
+        flare-sparse run app_configs/neurosfl_brain_age.yaml --resume --step-back 1
+
         flare-sparse run runs/fedavg_brain_age/config.yaml --rounds 30 --continue-from runs/fedavg_brain_age
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
     _check_options(env, sites=sites, resume=resume, overwrite=overwrite, kit=kit, byoc=byoc)
+    check_step_back(step_back, env, resume=resume, continue_from=continue_from)
     resolved = load_with_options(config, sites, rounds, seed, set_)
     name = f"{resolved.name}-local" if env == "local" else resolved.name
     if continue_from is not None:
@@ -97,7 +101,17 @@ def run(
         restarts = env == "poc" and resolved.encrypted
         with explain_outcome(command, env, restarts=restarts) as progress:
             summary = run_in_environment(
-                env, resolved, config, folder, console, resume=resume, kit=kit, byoc=byoc, on_line=progress.record
+                env,
+                resolved,
+                config,
+                folder,
+                console,
+                resume=resume,
+                step_back=step_back or 0,
+                kit=kit,
+                byoc=byoc,
+                on_line=progress.record,
+                restart_command=command.format(),
             )
         show_result(console, summary, folder)
     if find_idle_sites(summary):

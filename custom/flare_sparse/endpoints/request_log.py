@@ -144,10 +144,13 @@ class RequestLog:
         same_request = [entry for entry in current if (entry.kind, entry.round) == request]
         repeated = next((entry for entry in same_request if entry.digest == digest), None)
         is_latest = request.round >= max((entry.round for entry in current), default=0)
-        if repeated and is_latest and repeated.answers < self.attempts:
+        # All requests of a kind in a round share their attempts: successive ones may carry the same model, such as two
+        # steps of scores after which the mask is the same.
+        count = self._count_requests(*request)
+        if repeated and is_latest and sum(entry.answers for entry in same_request) < self.attempts * count:
             repeated.answers += 1
             return
-        is_new = is_latest and not repeated and len(same_request) < self._count_requests(*request)
+        is_new = is_latest and not repeated and len(same_request) < count
         if not is_new or not start:
             start += 1
         if self.max_starts is not None and start > self.max_starts:

@@ -238,13 +238,13 @@ class SiteEndpoint:
         if newest is None:
             return store.list_damaged()
         _, snapshot = newest
-        # Each attempt at a request has its own checkpoint; a retry starts from the one before the first of them.
-        fallback: tuple[int, SiteSnapshot] | None = newest
-        while fallback is not None and fallback[1].request == snapshot.request:
-            fallback = store.load(SiteSnapshot, below=fallback[0])
+        fallback = _load_previous_request(store, newest)
+        reserve = _load_previous_request(store, fallback) if fallback else None
         self.site.weights = snapshot.weights
         damaged = store.list_damaged()
-        self._state = SiteState.restart(snapshot, fallback[1] if fallback else None, damaged)
+        self._state = SiteState.restart(
+            snapshot, fallback[1] if fallback else None, damaged, reserve=reserve[0] if reserve else None
+        )
         return damaged
 
     def _record_answer(self, request: RequestId, memory: SiteMemory) -> None:
@@ -257,5 +257,14 @@ class SiteEndpoint:
         if self.store is not None:
             assert state.base is not None, "an update answers a request that was received"
             snapshot = SiteSnapshot(*request, self.site.weights, state.base, memory)
-            self.store.save(state.sequence, snapshot, also_keep=state.fallback)
+            self.store.save(state.sequence, snapshot, also_keep=(state.fallback, state.reserve))
         self._state = state
+
+
+def _load_previous_request(store: Store, checkpoint: tuple[int, SiteSnapshot]) -> tuple[int, SiteSnapshot] | None:
+    """Return the newest checkpoint before another one that is of another request; None without one."""
+    # Each attempt at a request has its own checkpoint; a retry starts from the one before the first of them.
+    request, previous = checkpoint[1].request, store.load(SiteSnapshot, below=checkpoint[0])
+    while previous is not None and previous[1].request == request:
+        previous = store.load(SiteSnapshot, below=previous[0])
+    return previous

@@ -67,22 +67,23 @@ class SiteState:
     Each row is a transition, each column a field. A cell is the field's next value; "." means that it is unchanged.
     "(..., base)" appends the previous base to ``earlier_bases``; "before" and "after" refer to the two memories.
 
-    =========================  ====  ========  ===========  ========  ======  =======  =======  ==========  ==========
-    transition                 base  received  earlier_     answered  memory  memory_  memory_  checkpoint  fallback
-                                               bases                          before   after
-    =========================  ====  ========  ===========  ========  ======  =======  =======  ==========  ==========
-    receive, not yet answered  new   request   (base,)      .         after   .        .        .           .
-    receive, answered earlier  new   request   (base,)      .         before  .        .        .           .
-    retry, not yet answered    new   .         (..., base)  .         after   .        .        .           .
-    retry, answered            new   .         (..., base)  .         before  .        .        .           .
-    answer, first time         .     .         .            request   .       memory   new      sequence    checkpoint
-    answer, again              .     .         .            .         .       memory   new      sequence    .
-    restart from one request   [1]   [1]       (None,)      [1]       [1]     empty    [1]      [1]         None
-    restart from two requests  [1]   [1]       ([2].base,)  [1]       [1]     [2]      [1]      [1]         [2]
-    forget memory              .     .         .            .         .       .        empty    .           .
-    =========================  ====  ========  ===========  ========  ======  =======  =======  ==========  ==========
+    ========================== ==== ======== =========== ======== ====== ======= ======= ======== ========== ========
+    transition                 base received earlier_    answered memory memory_ memory_ check    fallback   reserve
+                                             bases                       before  after   point
+    ========================== ==== ======== =========== ======== ====== ======= ======= ======== ========== ========
+    receive, not yet answered  new  request  (base,)     .        after  .       .       .        .          .
+    receive, answered earlier  new  request  (base,)     .        before .       .       .        .          .
+    retry, not yet answered    new  .        (..., base) .        after  .       .       .        .          .
+    retry, answered            new  .        (..., base) .        before .       .       .        .          .
+    answer, first time         .    .        .           request  .      memory  new     sequence checkpoint fallback
+    answer, again              .    .        .           .        .      memory  new     sequence .          .
+    restart from one request   [1]  [1]      (None,)     [1]      [1]    empty   [1]     [1]      None       None
+    restart from two requests  [1]  [1]      ([2].base,) [1]      [1]    [2]     [1]     [1]      [2]        [3]
+    forget memory              .    .        .           .        .      .       empty   .        .          .
+    ========================== ==== ======== =========== ======== ====== ======= ======= ======== ========== ========
 
-    [1] is the newest checkpoint, [2] the newest one of another request than [1]. If a damaged checkpoint lies between
+    [1] is the newest checkpoint, [2] the newest one of another request than [1], [3] that of
+    another request than [2]. If a damaged checkpoint lies between
     [2] and [1], "before" is empty.
 
     Attributes:
@@ -95,6 +96,7 @@ class SiteState:
         memory_after: memory after the update to ``answered``.
         checkpoint: number of the checkpoint written with the last update.
         fallback: number of the last checkpoint of another request than ``answered``.
+        reserve: number of the last checkpoint of a request before that of ``fallback``.
     """
 
     base: SiteBase | None = None
@@ -106,6 +108,7 @@ class SiteState:
     memory_after: SiteMemory = field(default_factory=SiteMemory)
     checkpoint: int | None = None
     fallback: int | None = None
+    reserve: int | None = None
 
     @property
     def sequence(self) -> int:
@@ -151,7 +154,11 @@ class SiteState:
         """
         # A second update to one request replaces the first: the fallback stays the checkpoint of the previous request,
         # however often the server retries, because every retry starts from it.
-        fallback = self.fallback if request == self.answered else self.checkpoint
+        is_again = request == self.answered
+        fallback = self.fallback if is_again else self.checkpoint
+        # The server keeps two commits. It returns to the older one if the newer one is damaged or discarded, after this
+        # site has answered the round that follows both: the site then starts from the checkpoint of the older commit.
+        reserve = self.reserve if is_again else self.fallback
         return replace(
             self,
             answered=request,
@@ -159,6 +166,7 @@ class SiteState:
             memory_after=memory,
             checkpoint=self.sequence,
             fallback=fallback,
+            reserve=reserve,
         )
 
     def forget_memory(self) -> SiteState:
@@ -167,13 +175,21 @@ class SiteState:
         return replace(self, memory_after=SiteMemory())
 
     @classmethod
-    def restart(cls, newest: SiteSnapshot, fallback: SiteSnapshot | None, damaged: Sequence[int] = ()) -> SiteState:
+    def restart(
+        cls,
+        newest: SiteSnapshot,
+        fallback: SiteSnapshot | None,
+        damaged: Sequence[int] = (),
+        *,
+        reserve: int | None = None,
+    ) -> SiteState:
         """Return the state of a process that starts from checkpoints.
 
         Args:
             newest: the newest checkpoint.
             fallback: the newest checkpoint of another request than ``newest``; None: there is none.
             damaged: numbers of the damaged checkpoints.
+            reserve: number of the newest checkpoint of another request than ``fallback``; None: there is none.
         """
         # A checkpoint is written before its update is sent: a damaged one stands for an update that the server may
         # have. The memory before that update holds values that the update sent, and would send them twice. Whether the
@@ -192,6 +208,7 @@ class SiteState:
             memory_after=newest.memory,
             checkpoint=newest.base.sequence,
             fallback=fallback.base.sequence if fallback else None,
+            reserve=reserve,
         )
 
     def _get_initial_memory(self, request: RequestId | None) -> SiteMemory:

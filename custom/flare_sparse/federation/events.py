@@ -15,6 +15,8 @@ BASE_LOST = "base_lost"
 STEPPED_BACK = "stepped_back"
 UPDATE_DISCARDED = "update_discarded"
 
+STEP_BACK = "the run steps back by one commit: checkpoint {number:08d} is set aside as stepped-back-{number:08d}"
+
 
 @dataclass(frozen=True)
 class Event:
@@ -80,7 +82,7 @@ class EventLog:
     def add_steps_back(self, numbers: Iterable[int]) -> None:
         """Add the checkpoints of the server that were set aside intact."""
         for number in numbers:
-            self.add(SERVER, STEPPED_BACK, f"checkpoint {number:08d} is set aside as stepped-back-{number:08d}")
+            self.add(SERVER, STEPPED_BACK, STEP_BACK.format(number=number))
 
     def take(self, number: int) -> list[Event]:
         """Return the events for the record of round ``number``, which are then reported."""

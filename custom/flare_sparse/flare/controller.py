@@ -27,19 +27,16 @@ from ..errors import ConfigError, FlareSparseError
 from ..federation import Federation, Reply, RoundRecord
 from ..runs.folder import RunFolder, build_run_facts
 from ..runs.model_files import ENCRYPTED
-from ..runs.progress import format_progress
+from ..runs.progress import format_events, format_progress
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
-from .feed import TOPIC, RecordFeed
+from .feed import STATS, TOPIC, RecordFeed
 from .payload import ACKNOWLEDGED, HELLO, REPLY, TASK, extract_hello, message_to_shareable
 from .polling import TaskPolling
 from .session import AGGREGATOR_ID, get_server_session, get_workspace
 
 RESULTS = "flare_sparse"
 """Folder below the server's app folder that holds the record of a run."""
-
-STATS = "flare_sparse"
-"""Group of a running job's statistics (``show_stats``) that holds the lines of the rounds so far."""
 
 READY = "the controller of flare-sparse has started"
 """Line of the server's log from which on a job's statistics can be read."""
@@ -68,6 +65,7 @@ class FederatedController(Controller):
     def __init__(self, task_check_period: float = 0.02):
         super().__init__(task_check_period=task_check_period)
         self._lines: list[str] = []
+        self._feed: RecordFeed | None = None
         self._invitations: dict[str, Task] = {}
         self._returned: set[str] = set()
 
@@ -95,7 +93,8 @@ class FederatedController(Controller):
         if event_type == InfoCollector.EVENT_TYPE_GET_STATS:
             collector = fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR)
             if isinstance(collector, GroupInfoCollector):
-                collector.set_info(STATS, {"rounds": list(self._lines)})
+                lines = [] if self._feed is None else self._feed.dump_rounds()
+                collector.set_info(STATS, {"rounds": list(self._lines), "lines": lines})
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         try:
@@ -118,13 +117,15 @@ class FederatedController(Controller):
 
         self._polling = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
 
-        feed = RecordFeed(session.ledger.lines)
+        self._feed = feed = RecordFeed(session.ledger.lines)
         fl_ctx.get_engine().register_app_command(TOPIC, feed.answer)
 
         def commit(record: RoundRecord) -> None:
             line = folder.commit(record)
             feed.commit(line)
             announce_round(self, record, fl_ctx)
+            for event in format_events(line):
+                self.logger.warning(event)
             self._lines.append(format_progress(line))
             self.logger.info(self._lines[-1])
 

@@ -8,12 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from nvflare.apis.fl_context import FLContext
+from nvflare.fuel.flare_api.api_spec import AuthorizationError
 from nvflare.fuel.flare_api.flare_api import Session
 
 from ..wire.ledger import LedgerLine
 
 TOPIC = "flare_sparse.lines"
 """Topic of FLARE's app command that asks a running job for lines of its record."""
+
+STATS = "flare_sparse"
+"""Group of a running job's statistics (``show_stats``) that holds the rounds so far."""
 
 MAX_LINES = 2000
 """Most lines of one file in an answer, so that the record of a long run does not hold up the server."""
@@ -33,6 +37,10 @@ class RecordFeed:
         """Add a line of ``rounds.jsonl``; the messages so far belong to committed rounds."""
         self._rounds.append(line)
         self._num_committed = len(self._messages)
+
+    def dump_rounds(self) -> list[str]:
+        """Return the lines of ``rounds.jsonl`` so far, for an admin who may not use app commands."""
+        return [json.dumps(line) for line in self._rounds]
 
     def answer(self, topic: str, data: Any, fl_ctx: FLContext) -> dict[str, Any]:
         """Return the lines after those that the admin has.
@@ -73,5 +81,10 @@ def fetch_lines(
     Raises:
         Exception: of several kinds: the job starts or ends, the connection is lost, or this admin may not ask.
     """
-    answer = session.do_app_command(job, TOPIC, {"rounds": rounds, "ledger": ledger})
+    try:
+        answer = session.do_app_command(job, TOPIC, {"rounds": rounds, "ledger": ledger})
+    except AuthorizationError:
+        # FLARE's role ``lead`` may submit jobs and read their statistics, but not use app commands.
+        lines = session.show_stats(job, "server")["server"][STATS]["lines"]
+        return [json.loads(line) for line in lines[rounds:]], []
     return json.loads(answer["rounds"]), json.loads(answer["ledger"])

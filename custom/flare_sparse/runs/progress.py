@@ -83,6 +83,19 @@ class ProgressFormatter:
         left = estimate_seconds_left(self._lines)
         return format_progress(line, left if left and left >= LEAST_SHOWN_S else None)
 
+    def format_with_events(self, line: Mapping[str, Any]) -> list[str]:
+        """Return the lines of text for the next round: its events, which precede its commit, and the round."""
+        return [*format_events(line), self.format(line)]
+
+
+def format_events(line: Mapping[str, Any]) -> list[str]:
+    """Format the events of a round, such as a step back or a damaged checkpoint: one line of text for each.
+
+    Args:
+        line: a line of ``rounds.jsonl``.
+    """
+    return [f"{event['site']}: {event['detail']}" for event in line.get("events", ())]
+
 
 def format_progress(line: Mapping[str, Any], seconds_left: float | None = None) -> str:
     """Format a round: contributing sites, metric of the model that the round started from, bytes and seconds.

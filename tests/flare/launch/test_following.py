@@ -9,29 +9,44 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nvflare.fuel.flare_api.api_spec import AuthenticationError, JobNotFound, JobNotRunning, NoConnection, SessionClosed
+from nvflare.fuel.flare_api.api_spec import AuthenticationError, AuthorizationError, JobNotFound, JobNotRunning, NoConnection, SessionClosed
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.flare.controller import READY, RESULTS
 from flare_sparse.flare.feed import TOPIC
+from flare_sparse.flare.feed import STATS
 from flare_sparse.flare.launch import connection as connection_module
 from flare_sparse.flare.launch import following, submission
 from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, ServerConnection
 from flare_sparse.flare.launch.ending import JobFailed
-from flare_sparse.flare.launch.following import JobFollower, is_lost
+from flare_sparse.flare.launch.following import DROPPED, JobFollower, SiteActivity, find_activity, is_lost
 from flare_sparse.runs.growing import GrowingRecord
 
 LINE = "round {}/9  3/3 sites  4.0 kB  1.0 s"
 
 
-def build_line(number: int) -> dict[str, Any]:
-    """Return a line of ``rounds.jsonl`` that is displayed as ``LINE``."""
-    sites = ["a", "b", "c"]
+def build_line(number: int, **fields: Any) -> dict[str, Any]:
+    """Return a line of ``rounds.jsonl``."""
+    sites = ["site-1", "site-2", "site-3"]
     return {
-        "round": number, "rounds": 9, "kind": "train", "sites_asked": sites, "sites_contributed": sites,
-        "metric": "mae", "metrics": {}, "unit": "", "bytes_up": 3000, "bytes_down": 1000, "dense_bytes": 0,
-        "seconds": 1.0, "rejected": {}, "timed_out": [],
-    }  # fmt: skip
+        "round": number,
+        "rounds": 9,
+        "sequence": number,
+        "kind": "train",
+        "seconds": 1.0,
+        "metrics": {},
+        "sites_asked": sites,
+        "sites_contributed": sites,
+        "rejected": {},
+        "timed_out": [],
+        "events": [],
+        "metric": "accuracy",
+        "unit": "",
+        "bytes_up": 2000,
+        "bytes_down": 2000,
+        "dense_bytes": 0,
+        **fields,
+    }
 
 
 class FakeServer:
@@ -44,6 +59,7 @@ class FakeServer:
         self.script: Iterator[str | type[Exception]] = iter(script)
         self.log, self.started, self.running = log, started, True
         self.rounds = [build_line(number) for number in range(1, rounds + 1)]
+        self.clients: dict[str, list[dict[str, str]]] = {}
         self.requests: list[str] = []
         self.failure: type[Exception] | None = None
 
@@ -81,7 +97,12 @@ class FakeServer:
 
     def get_system_info(self) -> Any:
         jobs = [SimpleNamespace(job_id="J")] if self.running else []
-        return SimpleNamespace(server_info=SimpleNamespace(start_time=self.started), job_info=jobs)
+        clients = [SimpleNamespace(name=name) for name in self.clients]
+        server = SimpleNamespace(start_time=self.started)
+        return SimpleNamespace(server_info=server, job_info=jobs, client_info=clients)
+
+    def get_client_job_status(self, names: list[str]) -> list[dict[str, str]]:
+        return [{"client_name": name, **entry} for name in names for entry in self.clients[name]]
 
 
 @pytest.fixture
@@ -102,11 +123,12 @@ def connect(server: FakeServer, monkeypatch: pytest.MonkeyPatch, folder: Path, l
     return ServerConnection(folder, lines.append)
 
 
-def follow(server: FakeServer, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[str | JobFailed, list[str]]:
+def follow(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any
+) -> tuple[str | JobFailed, list[str]]:
     lines: list[str] = []
-    follower = JobFollower(
-        connect(server, monkeypatch, folder, lines), "J", lines.append, GrowingRecord(folder / "out")
-    )
+    connection = connect(server, monkeypatch, folder, lines)
+    follower = JobFollower(connection, "J", lines.append, GrowingRecord(folder / "out"), **options)
     try:
         return follower.follow(), lines
     except JobFailed as error:
@@ -116,7 +138,7 @@ def follow(server: FakeServer, monkeypatch: pytest.MonkeyPatch, folder: Path) ->
 pytestmark = pytest.mark.usefixtures("clock")
 
 
-def test_statistics_are_read_only_after_the_job_has_logged_its_start(
+def test_lines_are_read_only_after_the_job_has_logged_its_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """FLARE calls a job RUNNING seconds before its process can answer; each question until then is a traceback."""
@@ -137,13 +159,11 @@ def reveal_after(count: int, server: FakeServer) -> Any:
     return get_job_logs
 
 
-def test_statistics_are_read_once_the_log_stays_silent_for_a_minute(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_lines_are_read_once_the_log_stays_silent_for_a_minute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = FakeServer(*["RUNNING"] * 40, "FINISHED:COMPLETED", log="", rounds=2)
     _, lines = follow(server, monkeypatch, tmp_path)
     assert server.requests.count("log") == 32
-    assert lines[-3:-1] == [LINE.format(1), LINE.format(2)] or LINE.format(2) in lines
+    assert lines[-3:-1] == [LINE.format(1), f"{LINE.format(2)}"]
 
 
 def test_committed_lines_grow_in_the_output_once_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -155,6 +175,22 @@ def test_committed_lines_grow_in_the_output_once_each(monkeypatch: pytest.Monkey
     for name in ("rounds.jsonl", "ledger.jsonl"):
         lines = [json.loads(line) for line in (tmp_path / "out" / name).read_text().splitlines()]
         assert lines == [build_line(1), build_line(2)]
+
+
+def test_rounds_are_shown_to_an_admin_who_may_not_use_app_commands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """FLARE's role ``lead`` may submit jobs and read their statistics only."""
+    server = FakeServer("RUNNING", "RUNNING", "FINISHED:COMPLETED", rounds=2)
+    stats = {"server": {STATS: {"lines": [json.dumps(line) for line in server.rounds]}}}
+
+    def refuse(job: str, topic: str, counts: dict[str, int]) -> Any:
+        raise AuthorizationError("user not authorized for the action 'app_command'")
+
+    monkeypatch.setattr(server, "do_app_command", refuse)
+    monkeypatch.setattr(server, "show_stats", lambda job, target: stats, raising=False)
+    _, lines = follow(server, monkeypatch, tmp_path)
+    assert [line for line in lines if line.startswith("round")] == [LINE.format(1), LINE.format(2)]
 
 
 @pytest.mark.parametrize("failure", [NoConnection, SessionClosed, AuthenticationError])
@@ -224,17 +260,127 @@ def test_job_is_lost_if_its_server_started_later_and_does_not_run_it(
     assert is_lost(server, {"job_id": "J", **meta}) is lost
 
 
-def test_site_that_is_silent_twice_in_a_row_gets_a_hint_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lines: list[str] = []
-    follower = JobFollower(
-        connect(FakeServer(), monkeypatch, tmp_path, lines), "J", lines.append, GrowingRecord(tmp_path / "out")
-    )
-    for silent in ("site-2", "site-1, site-2", "site-2"):
-        follower.show(f"round 1/9  1/3 sites  60.0 s  did not reply: {silent}")
-    hints = [line for line in lines if "does not rejoin" in line]
+IDLE, BUSY = {"status": "no_jobs"}, {"job_id": "J", "status": "started"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (None, SiteActivity.AWAY),
+        ([BUSY], SiteActivity.RUNS_JOB),
+        ([{"job_id": "other", "status": "started"}, BUSY], SiteActivity.RUNS_JOB),
+        ([IDLE], SiteActivity.IDLE),
+        ([{"job_id": "other", "status": "started"}], SiteActivity.IDLE),
+        ([{"status": "no_reply"}], SiteActivity.AWAY),
+        ([{"status": "error"}], SiteActivity.UNKNOWN),
+        ([], SiteActivity.UNKNOWN),
+    ],
+)
+def test_activity_of_a_site_is_what_its_client_reports(
+    entries: list[dict[str, str]] | None, expected: SiteActivity
+) -> None:
+    server = FakeServer()
+    server.clients = {} if entries is None else {"site-2": entries}
+    assert find_activity(server, "site-2", "J") is expected
+
+
+@pytest.mark.parametrize(
+    ("entries", "restarts", "remedy"),
+    [
+        ([BUSY], True, "its client is connected and runs the job; it takes part again as soon as it replies in time"),
+        (None, True, "its client is not connected; start it (KIT/startup/start.sh at the site)"),
+        ([IDLE], False, "FLARE has dropped site-2 from the job; to go on with it from the last committed round, press"),
+        ([], True, "if its client was restarted, it does not rejoin a running job: press Ctrl-C and type: AGAIN"),
+    ],
+)
+def test_silence_of_a_site_is_explained_once_with_its_remedy(
+    entries: list[dict[str, str]] | None,
+    restarts: bool,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    server = FakeServer("RUNNING", "FINISHED:COMPLETED")
+    server.clients = {} if entries is None else {"site-2": entries}
+    server.rounds = [build_line(n, timed_out=["site-2", "site-1"] if n == 2 else ["site-2"]) for n in (1, 2, 3)]
+    status, lines = follow(server, monkeypatch, tmp_path, restarts=restarts, restart_command="AGAIN")
+    assert status == "FINISHED:COMPLETED"
+    hints = [line for line in lines if line.startswith("site-")]
     assert len(hints) == 1
-    assert hints[0].startswith("site-2 did not reply in 2 rounds.")
-    assert follower.num_shown == 3
+    assert hints[0].startswith("site-2 did not reply in 2 rounds: ")
+    assert remedy in hints[0]
+
+
+def test_job_ends_once_a_site_that_was_dropped_is_connected_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = FakeServer("RUNNING", "RUNNING", "RUNNING", "RUNNING")
+    silent = [build_line(n, timed_out=["site-2"] * (n < 3), quarantined=["site-2"] * (n == 3)) for n in (1, 2, 3)]
+    polls = iter([silent[:1], silent[:2], silent[:2], silent])
+
+    def do_app_command(job: str, topic: str, counts: dict[str, int]) -> dict[str, str]:
+        rounds = next(polls)
+        # The client's supervisor has restarted it when the third round is committed.
+        server.clients = {"site-2": [IDLE]} if len(rounds) == 3 else {}
+        return {"rounds": json.dumps(rounds[counts["rounds"] :]), "ledger": "[]"}
+
+    monkeypatch.setattr(server, "do_app_command", do_app_command)
+    shown: set[int] = set()
+    status, lines = follow(server, monkeypatch, tmp_path, restarts=True, shown=shown)
+    assert status == DROPPED
+    assert shown == {1, 2, 3}
+    assert [line for line in lines if "AGAIN" in line] == []
+    assert "the job is submitted again by itself" in next(line for line in lines if line.startswith("site-2"))
+
+
+def test_round_that_was_shown_is_not_shown_again_and_events_precede_their_round(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = FakeServer("RUNNING", "FINISHED:COMPLETED", rounds=2)
+    server.rounds[1]["events"] = [{"round": 2, "site": "server", "event": "stepped_back", "detail": "DETAIL"}]
+    _, lines = follow(server, monkeypatch, tmp_path, shown={1})
+    assert lines[:2] == ["server: DETAIL", f"{LINE.format(2)}"]
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_job_is_submitted_again_for_a_dropped_site_at_most_three_times(
+    times: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = FakeServer()
+    submitted: list[str] = []
+    aborted: list[str] = []
+    lines: list[str] = []
+
+    class Follower:
+        dropped = ("site-2",)
+
+        def __init__(self, connection: Any, job: str, *_: Any, restarts: bool, shown: set[int], **__: Any):
+            self.job, self.restarts, self.shown = job, restarts, shown
+
+        def follow(self, timeout_s: float) -> str:
+            self.shown.add(len(submitted))
+            return DROPPED if self.restarts and len(submitted) <= times else "FINISHED:COMPLETED"
+
+    def submit(connection: Any, recipe: Any) -> str:
+        submitted.append(f"J{len(submitted) + 1}")
+        return submitted[-1]
+
+    monkeypatch.setattr(submission, "JobFollower", Follower)
+    monkeypatch.setattr(submission, "_submit", submit)
+    monkeypatch.setattr(submission, "_abort", lambda connection, job: aborted.append(job))
+    connection = connect(server, monkeypatch, tmp_path, lines)
+    options = {"timeout_s": 0.0, "restart_command": "AGAIN", "on_line": lines.append}
+    ended = submission._follow(connection, None, tmp_path, None, **options)
+    restarts = min(times, submission.MAX_RESTARTS)
+    assert submitted == [f"J{number}" for number in range(1, restarts + 2)]
+    assert aborted == submitted[:-1]
+    assert ended == (submitted[-1], "FINISHED:COMPLETED", ended[2])
+    assert ended[2].shown == set(range(1, restarts + 2))
+    assert (tmp_path / submission.JOB_FILE).read_text() == f"{submitted[-1]}\n"
+    assert lines[1] == (
+        "site-2: connected again, but FLARE has dropped it from the job: job J1 is aborted and submitted again (1 of "
+        "at most 3 times); it resumes from its last committed round"
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from flare_sparse.flare.launch.ending import JobFailed
-from flare_sparse.flare.launch.simulator import simulate
+from flare_sparse.flare.launch.simulator import _follow_lines, simulate
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,18 @@ def test_simulator_without_a_result_names_the_cause(number: int, logged: str, ex
     with pytest.raises(JobFailed) as caught:
         simulate(recipe, ["site-1"], str(tmp_path / "{site}.yaml"), tmp_path / "out")
     assert str(caught.value).splitlines()[1:] == [f"  {expected}", f"FLARE's log: {tmp_path / 'out' / 'flare.log'}"]
+
+
+def test_lines_are_followed_across_a_step_back_that_shortens_the_file(tmp_path: Path) -> None:
+    """A step back replaces the file by one without the discarded round, whose new line is longer than the old one."""
+    file, followed = tmp_path / "rounds.jsonl", []
+    texts = [json.dumps({"sequence": number}) + "\n" for number in (1, 2)]
+    file.write_text("".join(texts))
+    with _follow_lines(file, followed.append):
+        deadline = time.monotonic() + 60
+        while len(followed) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        part = tmp_path / "part"
+        part.write_text(texts[0] + json.dumps({"sequence": 3, "events": ["stepped_back"]}) + "\n")
+        part.replace(file)
+    assert [line["sequence"] for line in followed] == [1, 2, 3]

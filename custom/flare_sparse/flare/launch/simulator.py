@@ -176,21 +176,26 @@ def redirect_output(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _follow_lines(path: Path, on_line: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Call ``on_line`` with each JSON line that is appended to a file while the block runs."""
+    """Call ``on_line`` with each new JSON line of a file while the block runs."""
     has_ended = threading.Event()
 
     def follow() -> None:
-        position = 0
+        position, inode, seen = 0, 0, set[str]()
         while True:
             # Read before the file, so that one more pass follows the end of the block and no line is lost.
             is_last = has_ended.is_set()
             if path.is_file():
                 with path.open() as file:
+                    # A step back replaces the file by one with fewer lines: it is read again from its start.
+                    current = os.fstat(file.fileno()).st_ino
+                    position, inode = (position if current == inode else 0), current
                     file.seek(position)
                     # A line without its end is still being written: it is read again in the next pass.
                     while (line := file.readline()).endswith("\n"):
                         position = file.tell()
-                        on_line(json.loads(line))
+                        if line not in seen:
+                            seen.add(line)
+                            on_line(json.loads(line))
             if is_last:
                 return
             has_ended.wait(0.2)

@@ -17,15 +17,16 @@ from nvflare.fuel.flare_api.api_spec import JobNotFound
 from ...checkpoint.writing import replace_atomically
 from ...runs.growing import ROUNDS, GrowingRecord
 from ...runs.model_files import delete_models
-from ...runs.progress import format_progress
 from ..controller import RESULTS
 from ..recipe import SparseRecipe
 from .connection import LOST, ServerConnection, open_connection
 from .ending import JobFailed, describe_end, describe_silent_server, find_reason
-from .following import POLL_S, JobFollower, is_lost
+from .following import DROPPED, POLL_S, JobFollower, is_lost
 
 JOB_FILE = "job_id.txt"
 """File of the result folder that names the job that was submitted last."""
+MAX_RESTARTS = 3
+"""Most times that the command submits a job again to take in sites that FLARE has dropped from it."""
 ABORT_S = 120.0
 """Seconds to wait for the end of an aborted job."""
 
@@ -38,11 +39,14 @@ def run_deployed(
     timeout_s: float = 0.0,
     on_line: Callable[[str], None] = lambda line: None,
     resume: bool = False,
+    restart_command: str = "",
 ) -> dict[str, Any]:
     """Submit a recipe, follow its rounds, and collect its record in ``out``.
 
     The server resumes a job that is submitted again from its last committed round. If the job that was last submitted
-    from ``out`` is still listed, it is aborted first, because two processes of one job cannot run at a time.
+    from ``out`` is still listed, it is aborted first, because two processes of one job cannot run at a time. FLARE
+    drops a site whose client restarts from the running job; once the client is connected again, the job is aborted and
+    submitted again, at most ``MAX_RESTARTS`` times.
 
     Args:
         recipe: the job.
@@ -52,6 +56,7 @@ def run_deployed(
         on_line: called with a line of text for each change of the job's status and for each round.
         resume: follow the job that was last submitted from ``out``, or download its result, instead of submitting the
             recipe; it is submitted if there is no such job, or it ended without a result.
+        restart_command: command that submits the job again, for the user; empty: unknown.
 
     Returns:
         The summary of the run.
@@ -63,22 +68,71 @@ def run_deployed(
     out.mkdir(parents=True, exist_ok=True)
     with redirect_messages(out / "flare.log"), open_connection(kit, on_line) as connection:
         job = _find_job(connection, out, on_line, is_followed=resume)
+        job, status, follower = _follow(
+            connection, recipe, out, job, timeout_s=timeout_s, on_line=on_line, restart_command=restart_command
+        )
+        refusals = connection.ask(lambda session: _list_refusals(session.get_job_meta(job)))
+        downloaded = _download(connection, job, out)
+    _collect_record(downloaded, out, lambda reason: describe_end(
+        job, status, reason=reason, refusals=refusals, rounds=len(follower.shown)
+    ))  # fmt: skip
+    # Rounds that ended between the last poll and the end of the job.
+    for line in (out / ROUNDS).read_text(encoding="utf-8").splitlines():
+        follower.show(json.loads(line))
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def _follow(
+    connection: ServerConnection,
+    recipe: SparseRecipe,
+    out: Path,
+    job: str | None,
+    *,
+    timeout_s: float,
+    on_line: Callable[[str], None],
+    restart_command: str,
+) -> tuple[str, str, JobFollower]:
+    """Follow a job to its end; submit it, and submit it again when FLARE has dropped a connected site from it.
+
+    Args:
+        connection: connection to the server.
+        recipe: the job.
+        out: result folder.
+        job: id of a job that is at the server already; None: the recipe is submitted.
+        timeout_s: as in :func:`run_deployed`.
+        on_line: as in :func:`run_deployed`.
+        restart_command: as in :func:`run_deployed`.
+
+    Returns:
+        Id and last status of the last job, and what followed it.
+    """
+    shown: set[int] = set()
+    for number in range(1, MAX_RESTARTS + 2):
         if job is None:
             job = _submit(connection, recipe)
             (out / JOB_FILE).write_text(f"{job}\n", encoding="utf-8")
             on_line(f"job {job}: submitted")
-        follower = JobFollower(connection, job, on_line, GrowingRecord(out))
+        follower = JobFollower(
+            connection,
+            job,
+            on_line,
+            GrowingRecord(out),
+            restarts=number <= MAX_RESTARTS,
+            restart_command=restart_command,
+            shown=shown,
+        )
         status = follower.follow(timeout_s)
-        refusals = connection.ask(lambda session: _list_refusals(session.get_job_meta(job)))
-        downloaded = _download(connection, job, out)
-    _collect_record(downloaded, out, lambda reason: describe_end(
-        job, status, reason=reason, refusals=refusals, rounds=follower.num_shown
-    ))  # fmt: skip
-    # Rounds that ended between the last poll and the end of the job.
-    for line in (out / ROUNDS).read_text(encoding="utf-8").splitlines()[follower.num_shown :]:
-        follower.show(format_progress(json.loads(line)))
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    return summary
+        if status != DROPPED:
+            return job, status, follower
+        on_line(
+            f"{', '.join(follower.dropped)}: connected again, but FLARE has dropped it from the job: job {job} is "
+            f"aborted and submitted again ({number} of at most {MAX_RESTARTS} times); it resumes from its last "
+            "committed round"
+        )
+        _abort(connection, job)
+        job = None
+    raise AssertionError("unreachable: the last job is followed to its end")
 
 
 @contextmanager
