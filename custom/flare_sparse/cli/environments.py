@@ -67,7 +67,11 @@ def run_in_environment(
         return run_in_federation(
             config, file, out, console, kit, byoc=byoc, resume=resume, on_line=on_line, restart_command=restart_command
         )
-    runners = {"local": _run_locally, "sim": run_in_simulator, "poc": run_in_poc}
+    runners: dict[str, Callable[..., dict[str, Any]]] = {
+        "local": _run_locally,
+        "sim": run_in_simulator,
+        "poc": run_in_poc,
+    }
     return runners[env](config, file, out, console, resume=resume, step_back=step_back, on_line=on_line)
 
 

@@ -9,12 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nvflare.fuel.flare_api.api_spec import AuthenticationError, AuthorizationError, JobNotFound, JobNotRunning, NoConnection, SessionClosed
+from nvflare.fuel.flare_api.api_spec import (
+    AuthenticationError,
+    AuthorizationError,
+    JobNotFound,
+    JobNotRunning,
+    NoConnection,
+    SessionClosed,
+)
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.flare.controller import READY, RESULTS
-from flare_sparse.flare.feed import TOPIC
-from flare_sparse.flare.feed import STATS
+from flare_sparse.flare.feed import STATS, TOPIC
 from flare_sparse.flare.launch import connection as connection_module
 from flare_sparse.flare.launch import following, submission
 from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, ServerConnection
