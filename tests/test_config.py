@@ -167,13 +167,15 @@ def test_all_errors_are_listed_with_path_value_range_and_closest_name(file: Path
         "simulator.data.phantom.subjcts=3",
         "federation.min_sites=0",
         "sed=3",
+        "training={lr: 1}",
     )
-    assert len(lines) == 8
+    assert len(lines) == 9
     by_path = {line.split(":")[0]: line for line in lines}
     assert "no such field. Did you mean 'sparsity'?" in by_path["method.sparsty"]
     assert "found 1.5; expected a number, >= 0, < 1" in by_path["method.sparsity"]
     assert "found 'rmsprop'; expected one of sgd, adam, adamw" in by_path["method.training.optimizer"]
     assert "Did you mean 'lr'?" in by_path["method.training.lrr"]
+    assert "Did you mean 'method.training'?" in by_path["training"]
     assert by_path["task.width"] == "task.width: found 9; expected a whole number, >= 1, <= 8 (hidden units)"
     assert "Did you mean 'subjects'?" in by_path["simulator.data.phantom.subjcts"]
     assert "found 0; expected a whole number, >= 1" in by_path["federation.min_sites"]

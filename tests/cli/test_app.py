@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from line import call
+from typer.testing import CliRunner
 
 from flare_sparse.cli import app
 from flare_sparse.methods import METHODS
@@ -48,6 +49,12 @@ def test_help_of_every_command_has_an_example(name: str) -> None:
     result = call(name, "--help")
     assert result.exit_code == 0
     assert f"flare-sparse {name} " in result.output.replace("\n", " ")
+
+
+def test_help_wraps_whole_paragraphs() -> None:
+    # As wide as a paragraph, so that every break is one of the source.
+    output = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "1000"}).output
+    assert "Unless --env is given, the job runs in FLARE's simulator. Ctrl-C stops the run" in output
 
 
 def test_version_option_prints_the_installed_version() -> None:

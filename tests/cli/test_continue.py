@@ -79,7 +79,13 @@ def test_interrupted_continuation_resumes(folder: Path, tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert call(*arguments, "--continue-from", tmp_path / "short").exit_code != 0
+    repeated = call(*arguments, "--continue-from", tmp_path / "short")
+    assert repeated.exit_code == 2, "the rounds since the interruption are not thrown away"
+    assert f"go on with it: the same command with --out {tmp_path / 'long'} --resume" in repeated.output
     assert call(*arguments, "--resume").exit_code == 0
+    again = call(*arguments, "--resume")
+    assert again.exit_code == 1
+    assert f"has finished. For more rounds: flare-sparse run {tmp_path / 'long' / 'config.yaml'}" in again.output
     once = call("run", folder / "job.yaml", "--env", "local", "--rounds", 4, "--out", tmp_path / "once")
     assert once.exit_code == 0, once.output
     assert read_record(tmp_path / "long") == read_record(tmp_path / "once")
@@ -92,6 +98,7 @@ def test_interrupted_continuation_resumes(folder: Path, tmp_path: Path, monkeypa
         (("--rounds", 4, "--seed", 3), "only method.rounds may differ from the finished run, but also do seed: 0"),
         (("--rounds", 4, "--resume"), "exclude each other"),
         (("--rounds", 4, "--out", "SHORT"), "holds a finished run; choose another folder"),
+        (("--rounds", 4, "--overwrite"), "--continue-from replaces no run; leave --overwrite out"),
         (("--rounds", 4, "--env", "prod", "--kit", "kit"), "does not apply to --env prod"),
     ],
 )

@@ -167,10 +167,15 @@ def test_resume_without_out_continues_the_newest_folder(config: Path) -> None:
 
 def test_interrupted_replacement_leaves_nothing_of_the_run_before(config: Path) -> None:
     assert run(config, "--out", "out").exit_code == 0
+    # An evaluation is of the old model, a report of an error of a site that may work now.
+    for name in ("evaluations/cohort.json", "site_errors/site-1.txt"):
+        (Path("out") / name).parent.mkdir()
+        (Path("out") / name).write_text("{}")
     EVENTS.update(calls=0, at=3, do=lambda: os.kill(os.getpid(), signal.SIGINT))
     assert run(config, "--out", "out", "--overwrite").exit_code == 130
     left = {path.name for path in Path("out").iterdir()}
-    assert not left & {"summary.json", "model.safetensors", "model_card.md"}
+    old = {"summary.json", "model.safetensors", "model_card.md", "evaluations", "site_errors", "final_checkpoints"}
+    assert not left & old
 
 
 def stop_after_a_poisoned_round(config: Path) -> None:
@@ -284,6 +289,21 @@ def test_disk_that_fills_up_is_named_with_the_command_that_continues(
     monkeypatch.undo()
 
 
+def test_error_of_a_site_is_shown_once_with_the_line_of_the_task(config: Path) -> None:
+    def fail() -> None:
+        EVENTS["at"] = EVENTS["calls"] + 1
+        raise KeyError("age")
+
+    EVENTS.update(calls=0, at=1, do=fail)
+    result = run(config)
+    assert result.exit_code == 1
+    lines = [line for line in result.output.splitlines() if line.startswith("site site-1 failed")]
+    (line,) = lines
+    assert "KeyError: 'age'  at " in line
+    assert "test_run.py:" in line
+    assert line.endswith("site_errors/site-1.txt")
+
+
 def test_exit_code_tells_that_a_site_contributed_to_no_round(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {
         "site-1": {"asked": 3, "contributed": 3, "missed": {}},
@@ -305,7 +325,7 @@ def test_exit_code_tells_that_a_site_contributed_to_no_round(config: Path, monke
     result = run(config)
     assert result.exit_code == 3
     lines = result.output.splitlines()
-    assert lines[-2] == "contributed: site-1 3/3, site-2 0/3 (E_DATA 3)"
+    assert lines[-2] == "contributed: site-1 3/3, site-2 0/3 (3 x E_DATA)"
     assert lines[-1].startswith(
         "warning: the model was trained without site-2: no contribution in any round (exit code 3)"
     )

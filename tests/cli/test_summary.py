@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -27,7 +29,7 @@ def build_summary(contributions: dict[str, Any], figures: dict[str, Any], **othe
     }  # fmt: skip
 
 
-def test_contributions_name_every_site_with_rounds_and_reasons() -> None:
+def test_contributions_name_every_site_with_rounds_and_reasons(tmp_path: Path) -> None:
     summary = build_summary(
         {
             "site-1": ROUNDS,
@@ -37,29 +39,54 @@ def test_contributions_name_every_site_with_rounds_and_reasons() -> None:
         },
         {},
     )
-    first, *_ = describe_contributions(summary)
+    first, warning = describe_contributions(summary, tmp_path)
     assert first == (
-        "contributed: site-1 3/3, site-2 0/3 (E_DATA 2, quarantined 1), site-3 1/3 (timed_out 2), target (never asked)"
+        "contributed: site-1 3/3, site-2 0/3 (2 x E_DATA, 1 x quarantined), site-3 1/3 (2 x timed out), "
+        "target (never asked)"
     )
-    assert find_idle_sites(summary) == ["site-2"]
+    assert "trained without site-2: " in warning
+    assert "site_error.txt and the log at the site give the reason" in warning
+    assert find_idle_sites(summary, {}) == ["site-2"]
 
 
-def test_events_are_shown_before_the_warning() -> None:
+@pytest.mark.parametrize("name", ["site_errors/site-2.txt", "workspace/brains/site-2/simulate_job/site_error.txt"])
+def test_warning_names_the_report_of_a_site_on_this_machine(tmp_path: Path, name: str) -> None:
+    missed = {"asked": 3, "contributed": 0, "missed": {"E_DATA": 3}}
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("E_DATA: no such file")
+    warning = describe_contributions(build_summary({"site-1": ROUNDS, "site-2": missed}, {}), tmp_path)[-1]
+    assert f"The reason is in {tmp_path / name};" in warning
+
+
+def test_events_are_shown_before_the_warning(tmp_path: Path) -> None:
     event = {"round": 2, "site": "site-1", "event": "checkpoint_damaged", "detail": "checkpoint 2 is damaged"}
-    lines = describe_contributions(build_summary({"site-1": ROUNDS}, {"site-1": {"mae": 1.0}}, events=[event]))
+    lines = describe_contributions(
+        build_summary({"site-1": ROUNDS}, {"site-1": {"mae": 1.0}}, events=[event]), tmp_path
+    )
     assert lines == ["contributed: site-1 3/3", "note: round 2, site-1: checkpoint 2 is damaged"]
 
 
-def test_site_without_figures_is_idle_where_the_method_has_no_other_round() -> None:
+def test_site_is_idle_by_the_last_round_where_the_method_has_no_other(tmp_path: Path) -> None:
     never = {"asked": 0, "contributed": 0, "missed": {}}
-    summary = build_summary({"site-1": never, "site-2": never}, {"site-1": {"mae": 1.0}})
-    assert find_idle_sites(summary) == ["site-2"]
-    assert find_idle_sites(build_summary({}, {})) == [], "a record without counts"
+    names = ["site-1", "site-2", "site-3"]
+    summary = build_summary(dict.fromkeys(names, never), {"site-1": {"mae": 1.0}})
+    last = {
+        "sites_asked": names, "sites_contributed": ["site-1", "site-3"], "rejected": {"site-2": "E_DATA"},
+        "timed_out": [], "abstained": [],
+    }  # fmt: skip
+    # site-3 trained its model and has no test examples.
+    assert find_idle_sites(summary, last) == ["site-2"]
+    (tmp_path / "rounds.jsonl").write_text(json.dumps(last) + "\n")
+    assert (
+        describe_contributions(summary, tmp_path)[0] == "contributed: site-1 1/1, site-2 0/1 (1 x E_DATA), site-3 1/1"
+    )
+    assert find_idle_sites(build_summary({}, {}), {}) == [], "a record without counts"
 
 
 def test_sites_without_a_figure_of_the_final_model_keep_their_row_and_its_reason(tmp_path: Path) -> None:
     names = ("site-1", "site-2", "site-3", "site-4", "site-5")
-    summary = build_summary(dict.fromkeys(names, ROUNDS), {"site-1": {"mae": 1.25, "test_examples": 4.0}})
+    figures = {"site-1": {"mae": 1.25, "test_examples": 4.0}, "site-6": {"test_examples": 0.0}}
+    summary = build_summary(dict.fromkeys(names, ROUNDS), figures)
     last = {
         "sites_contributed": ["site-1", "site-2"],
         "timed_out": ["site-3"],
@@ -75,6 +102,7 @@ def test_sites_without_a_figure_of_the_final_model_keep_their_row_and_its_reason
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["site-1", "1.250", "4"],
         ["site-2", "-", "no test examples"],
+        ["site-6", "-", "no test examples"],
     ]
 
 

@@ -1,4 +1,4 @@
-"""``flare-sparse watch``: what it shows of a run that grows, and when it ends."""
+"""``flare-sparse watch``: rounds of a run whose files grow, are written again or lose rounds."""
 
 from __future__ import annotations
 
@@ -72,3 +72,51 @@ def test_plain_lines_where_the_output_is_no_terminal() -> None:
     shown = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [text.split("  ")[0] for text in shown] == ["round 1/30", "round 2/30"]
     assert shown[1].endswith("1 min 24 s left")
+
+
+def build_line(number: int, *events: str, committed_at: float = 0.0) -> dict[str, Any]:
+    return {
+        "run": "0" * 16, "kind": "train", "round": number, "rounds": 4, "metric": "mae", "unit": "years",
+        "metrics": {"mae": float(number)}, "bytes_up": 500, "bytes_down": 500, "dense_bytes": 2000, "seconds": 1.0,
+        "sites_asked": ["site-1"], "sites_contributed": ["site-1"], "rejected": {}, "timed_out": [],
+        "committed_at": committed_at, "events": [{"event": event} for event in events],
+    }  # fmt: skip
+
+
+def write_rounds(folder: Path, *lines: dict[str, Any]) -> None:
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def list_shown_rounds(updates: Any) -> list[str]:
+    screen = io.StringIO()
+    show_updates(Console(file=screen, width=200), updates)
+    return [line.split("  ")[0] for line in screen.getvalue().splitlines()]
+
+
+def test_watch_shows_each_round_once_while_the_file_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = build_line(1), build_line(2), build_line(3)
+    repeated = build_line(2, "stepped_back", committed_at=9.0)
+    # A resumed run empties the file and writes its rounds again; a run that steps back replaces the last ones.
+    looks = [[first, second], [], [first], [first, second, third], [first], [first, repeated], [first, repeated, third]]
+
+    def write_next(_seconds: float) -> None:
+        write_rounds(tmp_path, *looks.pop(0))
+        if not looks:
+            (tmp_path / "summary.json").write_text("{}")
+
+    monkeypatch.setattr(time, "sleep", write_next)
+    shown = list_shown_rounds(follow_folder(tmp_path, 1.0))
+    assert shown == ["round 1/4", "round 2/4", "round 3/4", "round 2/4", "round 3/4"]
+
+
+def test_line_that_is_written_in_part_is_shown_when_it_is_whole(tmp_path: Path) -> None:
+    text = json.dumps(build_line(1)) + "\n"
+    (tmp_path / "rounds.jsonl").write_text(text + text[:40])
+    assert next(follow_folder(tmp_path, 1.0)) == [build_line(1)]
+
+
+def test_table_sums_the_bytes_of_all_rounds_and_estimates_the_time_left() -> None:
+    table = build_table([build_line(1), build_line(2)])
+    assert str(table.caption) == "2.0 kB in total, 2.0x less than dense, about 2 s left"

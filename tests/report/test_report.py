@@ -189,13 +189,17 @@ def test_card_and_page_say_which_sites_contributed_and_which_have_no_test_exampl
         "site-1": {"asked": 2, "contributed": 2, "missed": {}},
         "site-2": {"asked": 2, "contributed": 1, "missed": {"timed_out": 1}},
         "site-3": {"asked": 2, "contributed": 0, "missed": {"E_DATA": 2}},
+        "site-4": {"asked": 0, "contributed": 0, "missed": {"excluded": 2}},
+        "target": {"asked": 0, "contributed": 0, "missed": {}},
     }
     events = [{"round": 2, "site": "site-2", "event": "residual dropped", "detail": "damaged"}]
     final = {**run.summary["final"], "sites": sites}
     run = change_summary(run, contributions=contributions, events=events, final=final)
     card = format_card(run)
-    assert "on the data of 2 of 3 sites for 2" in card
-    assert "contributed to no round: site-3 (2 x E_DATA)" in card
+    assert "on the data of 2 of 5 sites for 2" in card
+    assert "contributed to no round: site-3 (2 x E_DATA), site-4 (2 x excluded)" in card
+    assert "| site-4 | 0 of 2 |" in card
+    assert "| target | never asked |" in card
     assert "| site-2 | 1 of 2 | no test examples | - |" in card
     assert "- round 2, site-2: residual dropped damaged" in card
     table = build_contributions([run])
@@ -203,14 +207,22 @@ def test_card_and_page_say_which_sites_contributed_and_which_have_no_test_exampl
         ["site-1", "2 of 2"],
         ["site-2", "1 of 2 (1 x timed out)"],
         ["site-3", "none of 2 (2 x E_DATA)"],
+        ["site-4", "none of 2 (2 x excluded)"],
+        ["target", "never asked"],
     ]
-    assert any("learned nothing from site-3 (2 x E_DATA)" in line for line in describe_findings([run]))
+    assert any(
+        "learned nothing from site-3 (2 x E_DATA), site-4 (2 x excluded)" in line for line in describe_findings([run])
+    )
     text = describe_means([run])
     assert "for AUC, C-index, F1 and RMSE it is not" in text
-    assert "site-2 (all); site-3 (all)" in text
+    assert "site-2 (all); site-3 (all); site-4 (all)" in text
     assert "The best model was selected by its metric on these test examples" in text
     matrix = build_matrices([run])[0]
-    assert matrix.columns == ["model", "site-1 (2)", "site-2 (no test examples)", "site-3 (no test examples)"]
+    assert matrix.columns == [
+        "model",
+        "site-1 (2)",
+        *(f"{site} (no test examples)" for site in ("site-2", "site-3", "site-4", "target")),
+    ]
 
 
 def test_contributions_come_from_the_rounds_where_the_summary_lacks_them(finished: dict[str, Path]) -> None:

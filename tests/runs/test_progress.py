@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flare_sparse.runs.growing import LEDGER, ROUNDS, GrowingRecord
-from flare_sparse.runs.progress import ProgressFormatter, compare_with_dense, estimate_seconds_left
+from flare_sparse.runs.progress import ProgressFormatter, append_round, compare_with_dense, estimate_seconds_left
 
 
 def line(number: int, seconds: float, **more: Any) -> dict[str, Any]:
@@ -18,19 +18,6 @@ def line(number: int, seconds: float, **more: Any) -> dict[str, Any]:
         "sites_contributed": ["a"], "metric": "mae", "metrics": {"mae": 4.0}, "unit": "years", "bytes_up": 500,
         "bytes_down": 500, "dense_bytes": 900, "seconds": seconds, "rejected": {}, "timed_out": [], **more,
     }  # fmt: skip
-
-
-def test_time_left_extends_the_last_ten_rounds() -> None:
-    rounds = [line(0, 100.0, kind="score")]
-    assert estimate_seconds_left([]) is None
-    assert estimate_seconds_left(rounds) is None
-    rounds += [line(1, 60.0), line(2, 20.0)]
-    assert estimate_seconds_left(rounds) == 38 * 40
-    rounds += [line(number, 2.0) for number in range(3, 21)]
-    assert estimate_seconds_left(rounds) == 20 * 2
-    # A second request of the round, such as a count of zeros, belongs to its duration.
-    assert estimate_seconds_left([*rounds, line(20, 3.0, kind="count")]) == pytest.approx(20 * 2.3)
-    assert estimate_seconds_left([*rounds, line(41, 1.0, kind="evaluate")]) == 0
 
 
 def test_round_shows_the_time_left_and_says_that_more_than_dense_was_sent() -> None:
@@ -58,3 +45,34 @@ def test_growing_files_start_empty_and_hold_whole_lines(tmp_path: Path) -> None:
     record.append(ROUNDS, [])
     assert (record.get_count(ROUNDS), record.get_count(LEDGER)) == (2, 0)
     assert [json.loads(text) for text in (tmp_path / ROUNDS).read_text().splitlines()] == [{"round": 1}, {"round": 2}]
+
+
+def build_lines(*seconds: float, rounds: int = 12) -> list[dict[str, Any]]:
+    return [{"round": i, "rounds": rounds, "seconds": s, "events": []} for i, s in enumerate(seconds, 1)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "left"),
+    [
+        ((), None),
+        ((40.0,), 11 * 40.0),
+        # The first round, in which libraries are loaded, no longer counts.
+        ((40.0, 2.0), 10 * 2.0),
+        ((40.0, 2.0, 4.0), 9 * 3.0),
+        ((40.0, *[2.0] * 11), 0.0),
+    ],
+)
+def test_time_left_extends_the_recent_rounds_without_the_first(seconds: tuple[float, ...], left: float | None) -> None:
+    assert estimate_seconds_left(build_lines(*seconds)) == left
+
+
+def test_time_left_adds_up_the_requests_of_a_round() -> None:
+    lines = build_lines(40.0, 2.0)
+    assert estimate_seconds_left([*lines, {**lines[-1], "kind": "count"}]) == 10 * 4.0
+
+
+def test_rounds_that_a_run_steps_back_from_are_removed() -> None:
+    lines: list[Any] = build_lines(1.0, 1.0, 1.0)
+    again = {**lines[1], "events": [{"event": "checkpoint_damaged"}, {"event": "stepped_back"}]}
+    append_round(lines, again)
+    assert lines == [lines[0], again]

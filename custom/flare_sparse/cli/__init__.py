@@ -10,7 +10,7 @@ import typer
 from .adapt import adapt
 from .bench import bench
 from .check import check
-from .console import Commands
+from .console import Commands, join_lines
 from .console import out as console
 from .decrypt import decrypt
 from .estimate import estimate
@@ -35,6 +35,8 @@ for command in (
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(site, name="site")
+for info in (*app.registered_commands, *site.registered_commands):
+    info.help = join_lines(info.callback.__doc__ or "")
 
 
 def _show_version(requested: bool) -> None:

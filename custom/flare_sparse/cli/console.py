@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import typer
@@ -27,6 +28,12 @@ def print_error(error: FlareSparseError) -> None:
     err.print(f"[bold red]error[/] {error.code} (docs/troubleshooting.md)")
     for text in (str(error), *getattr(error, "__notes__", ())):
         err.print(text, markup=False)
+
+
+def join_lines(text: str) -> str:
+    """Join the lines of every paragraph of a docstring, except examples: the terminal wraps the help to its width."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else part.replace("\n", " ") for part in paragraphs)
 
 
 class Commands(TyperGroup):

@@ -134,7 +134,10 @@ class _SiteErrors:
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"{site}.txt"
         file.write_text(report)
-        self._console.print(f"site {site} failed: {report.splitlines()[0]}; see {file}", markup=False)
+        first, *others = report.splitlines()
+        # The line of the user's module, where the error has one.
+        where = others[0].rstrip() if others and others[0].startswith("  at ") else ""
+        self._console.print(f"site {site} failed: {first}{where}; see {file}", markup=False)
 
 
 def _open_site(assembly: Assembly, data: SiteData) -> Site | Exception:

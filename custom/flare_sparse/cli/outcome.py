@@ -23,7 +23,7 @@ from rich.console import Console
 
 from ..errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
 from .console import err
-from .resume import FOLDER
+from .resume import FOLDER, has_checkpoint
 
 Env = Literal["local", "sim", "poc", "prod"]
 
@@ -220,11 +220,6 @@ def _describe_safe(env: Env, progress: RunProgress, out: Path) -> str:
     if has_checkpoint(out):
         return f"safe: the rounds that were committed before, {where}"
     return "safe: no round was committed yet, so there is nothing to lose"
-
-
-def has_checkpoint(out: Path) -> bool:
-    """Return whether a result folder holds a checkpoint of an unfinished run."""
-    return any(path.name.isdigit() for path in out.glob(f"{FOLDER}/*/server/*"))
 
 
 def end_processes(processes: list[psutil.Process], patience_s: float = 5.0) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 from ..errors import ConfigError, DiskFull
+from ..runs.continuation import FINAL
 from ..runs.folder import APPENDED_FILES
 from ..runs.model_files import delete_models
-from .outcome import LEAST_FREE, RunCommand, describe_disk, has_checkpoint, measure_free
+from ..runs.results import EVALUATIONS
+from .local import ERRORS
+from .outcome import LEAST_FREE, RunCommand, describe_disk, measure_free
+from .resume import has_checkpoint
 
 RECORD = ("summary.json", *APPENDED_FILES, "model_card.md", "metrics_summary.json", "round_metrics.jsonl", "job_id.txt")
 """Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
+FOLDERS = (EVALUATIONS, ERRORS, FINAL)
+"""Folders that describe the models and the sites of a finished run, or continue it."""
 
 
 def is_finished(out: Path) -> bool:
@@ -80,6 +87,8 @@ def delete_record(out: Path) -> None:
     delete_models(out)
     for name in RECORD:
         (out / name).unlink(missing_ok=True)
+    for name in FOLDERS:
+        shutil.rmtree(out / name, ignore_errors=True)
 
 
 def _check_for_a_run(command: RunCommand, *, is_deployed: bool) -> None:

@@ -15,6 +15,7 @@ from ..endpoints.server import SERVER
 from ..errors import CheckpointError, ConfigError
 from ..federation.events import STEP_BACK
 from ..runs.continuation import FINAL, copy_key_contexts, prepare_continuation
+from ..runs.folder import SUMMARY
 from .console import out as stdout
 from .keys import FOLDER as KEYS
 
@@ -73,6 +74,11 @@ def continue_run(run: Path, config: RunConfig, file: Path, out: Path | None, env
         )
     run = run.resolve()
     folder = (out or run.with_name(f"{run.name}-{config.method.config.rounds}")).resolve()
+    if folder != run and has_checkpoint(folder):
+        raise ConfigError(
+            f"--out {folder}: holds an interrupted run. If it is this continuation, go on with it: the same command with "
+            f"--out {folder} --resume in place of --continue-from. Else choose another --out"
+        )
     prepare_continuation(run, config, assemble(config, load_task(config, file.parent)), folder, FOLDER)
     if config.encrypted:
         copy_key_contexts(run / KEYS, folder / KEYS)
@@ -93,6 +99,11 @@ def check_step_back(step_back: int | None, env: str, *, resume: bool, continue_f
     if continue_from is not None or not resume:
         reason = " and not for --continue-from" if continue_from is not None else "; add --resume"
         raise ConfigError(f"--step-back discards commits of an interrupted run: it is for --resume{reason}")
+
+
+def has_checkpoint(out: Path) -> bool:
+    """Return whether a result folder holds a checkpoint of an unfinished run."""
+    return any(path.name.isdigit() for path in out.glob(f"{FOLDER}/*/{SERVER}/*"))
 
 
 def prepare_checkpoints(config: RunConfig, assembly: Assembly, out: Path, *, resume: bool, step_back: int = 0) -> Path:
@@ -121,9 +132,13 @@ def prepare_checkpoints(config: RunConfig, assembly: Assembly, out: Path, *, res
     # A changed setting changes the job's folder below root: compare with the others there and name the difference.
     for folder in sorted(root.glob(f"*/{SERVER}")):
         Store(folder, store.identity).check()
+    if (out / SUMMARY).is_file():
+        raise CheckpointError(
+            f"--resume: {root} holds no checkpoint, because the run in {out} has finished. For more rounds: "
+            f"flare-sparse run {out / 'config.yaml'} --rounds N --continue-from {out}"
+        )
     raise CheckpointError(
-        f"--resume: {root} holds no checkpoint: the run committed no round, or it has finished. Leave --resume out "
-        "to start again"
+        f"--resume: {root} holds no checkpoint: the run committed no round. Leave --resume out to start again"
     )
 
 

@@ -18,7 +18,7 @@ from .options import ConfigFile, Overrides, load_with_options
 from .outcome import Env, RunCommand, explain_outcome
 from .result_folder import choose_default_folder, prepare_result_folder
 from .resume import ContinueFrom, Resume, StepBack, check_step_back, continue_run
-from .summary import PARTIAL, find_idle_sites, show_result
+from .summary import PARTIAL, find_idle_sites, read_last_round, show_result
 
 
 def run(
@@ -84,6 +84,8 @@ def run(
     """
     _check_options(env, sites=sites, resume=resume, overwrite=overwrite, kit=kit, byoc=byoc)
     check_step_back(step_back, env, resume=resume, continue_from=continue_from)
+    if overwrite and continue_from is not None:
+        raise ConfigError("--continue-from replaces no run; leave --overwrite out and choose a new --out")
     resolved = load_with_options(config, sites, rounds, seed, set_)
     name = f"{resolved.name}-local" if env == "local" else resolved.name
     if continue_from is not None:
@@ -114,7 +116,7 @@ def run(
                 restart_command=command.format(),
             )
         show_result(console, summary, folder)
-    if find_idle_sites(summary):
+    if find_idle_sites(summary, read_last_round(folder)):
         raise typer.Exit(PARTIAL)
 
 

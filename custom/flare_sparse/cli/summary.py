@@ -10,6 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..endpoints.reported import TEST_EXAMPLES
+from ..report.tables import NO_TESTS
+from ..runs.contributions import Contributions, describe_missed, read_contributions
 from ..runs.progress import compare_with_dense, format_bytes
 
 PARTIAL = 3
@@ -40,54 +43,65 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
     console.print(f"record: {out / 'summary.json'}, rounds.jsonl, ledger.jsonl, config.yaml, model_card.md{log}")
     console.print(f"report: flare-sparse report {out}")
     console.print(_suggest_next_step(summary))
-    for line in describe_contributions(summary):
+    for line in describe_contributions(summary, out):
         console.print(line, markup=False)
 
 
-def describe_contributions(summary: Mapping[str, Any]) -> list[str]:
+def describe_contributions(summary: Mapping[str, Any], out: Path) -> list[str]:
     """Return the last lines of a run: in how many rounds each site contributed, damages, and a warning.
 
     The counts are those of ``contributions`` in ``summary.json``: over the committed rounds that changed the model.
+
+    Args:
+        summary: summary of the run.
+        out: result folder, with the reports of the sites that failed where they are on this machine.
     """
-    parts = summary.get("contributions", {})
+    last = read_last_round(out)
+    parts = _read_parts(summary, last)
     lines = []
-    if any(_count_rounds(part) for part in parts.values()):
-        lines.append("contributed: " + ", ".join(_describe_site(site, part) for site, part in sorted(parts.items())))
+    if any(part.expected for part in parts.values()):
+        lines.append("contributed: " + ", ".join(_describe_site(site, part) for site, part in parts.items()))
     lines += [
-        f"note: round {event['round']}, {event.get('site') or 'server'}: {event['detail']}"
-        for event in summary.get("events", ())
+        f"note: round {event['round']}, {event['site']}: {event['detail']}" for event in summary.get("events", ())
     ]
-    if idle := find_idle_sites(summary):
+    if idle := find_idle_sites(summary, last):
         lines.append(
             f"warning: the model was trained without {', '.join(idle)}: no contribution in any round (exit code "
-            f"{PARTIAL}). site_error.txt and the log at the site give the reason; docs/troubleshooting.md lists the "
-            "codes"
+            f"{PARTIAL}). {_locate_reports(out, idle)}; docs/troubleshooting.md lists the codes"
         )
     return lines
 
 
-def find_idle_sites(summary: Mapping[str, Any]) -> list[str]:
+def find_idle_sites(summary: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
     """Return the sites that were to contribute and did so in no round.
 
     A site that the method itself never asks, such as one that only adapts the final model, is not among them.
+
+    Args:
+        summary: summary of the run.
+        last: the record of the final evaluation.
     """
-    parts = summary.get("contributions", {})
-    if parts and not any(_count_rounds(part) for part in parts.values()):
-        # A method whose only request is also the evaluation, such as local_only.
-        return sorted(site for site in summary["sites"] if site not in summary["final"]["sites"])
-    return sorted(site for site, part in parts.items() if not part["contributed"] and part["missed"])
+    return [site for site, part in _read_parts(summary, last).items() if part.is_idle]
 
 
-def _count_rounds(part: Mapping[str, Any]) -> int:
-    return int(part["contributed"]) + sum(part["missed"].values())
+def _read_parts(summary: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Contributions]:
+    return read_contributions(summary, [last] if last else [])
 
 
-def _describe_site(site: str, part: Mapping[str, Any]) -> str:
-    rounds = _count_rounds(part)
-    if not rounds:
+def _locate_reports(out: Path, sites: list[str]) -> str:
+    """Return where the errors of sites are described: files on this machine, or files at the sites."""
+    # With --env local and in FLARE's simulator.
+    places = [name for site in sites for name in (f"site_errors/{site}.txt", f"workspace/**/{site}/**/site_error.txt")]
+    files = [str(file) for place in places for file in sorted(out.glob(place))]
+    if files:
+        return f"The reason is in {', '.join(files)}"
+    return "site_error.txt and the log at the site give the reason"
+
+
+def _describe_site(site: str, part: Contributions) -> str:
+    if not part.expected:
         return f"{site} (never asked)"
-    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(part["missed"].items()))
-    return f"{site} {part['contributed']}/{rounds}" + (f" ({reasons})" if reasons else "")
+    return f"{site} {part.contributed}/{part.expected}" + (f" ({describe_missed(part)})" if part.missed else "")
 
 
 def read_last_round(out: Path) -> dict[str, Any]:
@@ -108,7 +122,8 @@ def _build_sites_table(summary: dict[str, Any], name: str, unit: str, last: Mapp
     for site in sorted({*rows, *absent}):
         figures = rows.get(site, {})
         value = f"{figures[name]:.3f}" if name in figures else "-"
-        table.add_row(site, value, absent.get(site) or f"{figures.get('test_examples', 0):.0f}")
+        tests = figures.get(TEST_EXAMPLES, 0)
+        table.add_row(site, value, absent.get(site) or (f"{tests:.0f}" if tests else NO_TESTS))
     overall = summary["final"]["metrics"]
     if name in overall:
         table.add_section()
@@ -124,13 +139,13 @@ def find_absent_sites(summary: Mapping[str, Any], last: Mapping[str, Any]) -> di
         last: the record of the final evaluation.
     """
     reasons = {
-        **dict.fromkeys(find_idle_sites(summary), "not evaluated"),
+        **dict.fromkeys(find_idle_sites(summary, last), "not evaluated"),
         **dict.fromkeys(last.get("quarantined", ()), "quarantined"),
         **{site: str(reason).partition(":")[0] for site, reason in last.get("excluded", {}).items()},
         **dict.fromkeys(last.get("timed_out", ()), "did not reply"),
         **last.get("rejected", {}),
-        **dict.fromkeys(last.get("abstained", ()), "no test examples"),
-        **dict.fromkeys(last.get("sites_contributed", ()), "no test examples"),
+        **dict.fromkeys(last.get("abstained", ()), NO_TESTS),
+        **dict.fromkeys(last.get("sites_contributed", ()), NO_TESTS),
     }
     return {site: reason for site, reason in reasons.items() if site not in summary["final"]["sites"]}
 

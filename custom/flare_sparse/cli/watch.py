@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from ..runs.folder import SUMMARY
 from ..runs.growing import ROUNDS
 from ..runs.progress import (
     ProgressFormatter,
+    append_round,
     compare_with_dense,
     estimate_seconds_left,
     format_bytes,
@@ -62,8 +63,8 @@ def watch(
         stdout.print("no longer watching; the run continues")
 
 
-def follow_folder(folder: Path, every_s: float) -> Iterator[list[dict[str, Any]]]:
-    """Yield the new rounds of a run in a result folder, at every look, until the run has ended.
+def follow_folder(folder: Path, every_s: float) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield all rounds of a run in a result folder, at every look, until the run has ended.
 
     Args:
         folder: result folder; the run need not have started.
@@ -74,32 +75,24 @@ def follow_folder(folder: Path, every_s: float) -> Iterator[list[dict[str, Any]]
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no result folder; give the folder of --out, or a job's id with --kit")
-    position = 0
     while True:
         # Looked for before the rounds are read: the summary is written last, so that no round is missed.
         has_ended = (folder / SUMMARY).is_file()
-        lines, position = _read_lines(folder / ROUNDS, position)
-        yield lines
+        # Read from its beginning: a run that is resumed, or that steps back, writes the file again.
+        yield _read_lines(folder / ROUNDS)
         if has_ended:
             return
         time.sleep(every_s)
 
 
-def _read_lines(file: Path, position: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the complete lines of a growing file from a position on, and the position after them."""
-    if not file.is_file():
-        return [], 0
-    with file.open("rb") as stream:
-        # A shorter file belongs to a new run in the same folder.
-        stream.seek(position if file.stat().st_size >= position else 0)
-        text = stream.read()
-        complete = text[: text.rfind(b"\n") + 1]
-        end = stream.tell() - len(text) + len(complete)
-    return [json.loads(line) for line in complete.splitlines()], end
+def _read_lines(file: Path) -> list[Mapping[str, Any]]:
+    """Return the complete lines of a growing file."""
+    text = file.read_bytes() if file.is_file() else b""
+    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
 
 
-def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[dict[str, Any]]]:
-    """Yield the new rounds of a job in a running federation, at every look, until the job has ended.
+def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield all rounds of a job in a running federation, at every look, until the job has ended.
 
     Args:
         job: id of the job.
@@ -114,7 +107,7 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[dict[str, A
     from ..flare.launch.connection import LOST, open_connection
 
     with open_connection(kit) as connection:
-        num_rounds = 0
+        num_rounds, rounds = 0, list[Mapping[str, Any]]()
 
         def read(session: Session) -> tuple[str, list[dict[str, Any]]]:
             try:
@@ -136,28 +129,38 @@ def follow_job(job: str, kit: Path, every_s: float) -> Iterator[list[dict[str, A
         while True:
             status, lines = connection.ask(read)
             num_rounds += len(lines)
-            yield lines
+            for line in lines:
+                append_round(rounds, line)
+            yield list(rounds)
             if status.startswith("FINISHED"):
                 return
             time.sleep(every_s)
 
 
-def show_updates(console: Console, updates: Iterator[list[dict[str, Any]]]) -> None:
-    """Show rounds as they come: a live table on a terminal, else one line each."""
-    lines: list[dict[str, Any]] = []
+def show_updates(console: Console, updates: Iterator[list[Mapping[str, Any]]]) -> None:
+    """Show rounds as they come: a live table on a terminal, else one line each.
+
+    Args:
+        console: receives the rounds.
+        updates: all rounds so far, at every look.
+    """
+    shown: list[Mapping[str, Any]] = []
     if not console.is_terminal:
-        formatter = ProgressFormatter()
-        for new in updates:
-            for line in new:
-                console.print(formatter.format(line), markup=False)
+        for lines in updates:
+            pairs = enumerate(zip(shown, lines, strict=False))
+            num_known = next((i for i, (old, new) in pairs if old != new), len(shown))
+            formatter = ProgressFormatter()
+            for text in [formatter.format(line) for line in lines][num_known:]:
+                console.print(text, markup=False)
+            # A resumed run first writes the rounds that it has: they are not shown a second time.
+            shown = lines if len(lines) > num_known or num_known < len(shown) else shown
         return
-    with Live(build_table(lines), console=console, auto_refresh=False) as live:
-        for new in updates:
-            lines += new
+    with Live(build_table(shown), console=console, auto_refresh=False) as live:
+        for lines in updates:
             live.update(build_table(lines), refresh=True)
 
 
-def build_table(lines: Sequence[dict[str, Any]]) -> Table:
+def build_table(lines: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of the last rounds, with the bytes so far and the time left below it."""
     table = Table(title=_describe_run(lines), caption=_describe_total(lines), title_justify="left")
     for column in ("round", "request", "sites", "metric", "bytes", "seconds"):
@@ -176,14 +179,14 @@ def build_table(lines: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _describe_run(lines: Sequence[dict[str, Any]]) -> Text:
+def _describe_run(lines: Sequence[Mapping[str, Any]]) -> Text:
     if not lines:
         return Text("waiting for the first round ...")
     line = lines[-1]
     return Text(f"run {line['run']}: {line['metric']} ({line['unit']})" if line["unit"] else f"run {line['run']}")
 
 
-def _describe_total(lines: Sequence[dict[str, Any]]) -> Text:
+def _describe_total(lines: Sequence[Mapping[str, Any]]) -> Text:
     sent = sum(line["bytes_up"] + line["bytes_down"] for line in lines)
     dense = sum(line["dense_bytes"] for line in lines)
     parts = [f"{format_bytes(sent)} in total"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -63,7 +63,8 @@ def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, regi
     if error["type"] == "extra_forbidden":
         fields = _find_fields(loc[:-1], root, data, registries)
         allowed_fields = f" Allowed fields: {', '.join(fields)}." if fields else ""
-        return f"{path}: no such field.{suggest(str(loc[-1]), fields)}{allowed_fields}"
+        near = suggest(str(loc[-1]), fields) or _suggest_section(loc, fields, root, data, registries)
+        return f"{path}: no such field.{near}{allowed_fields}"
     text = error["msg"].removeprefix("Value error, ")
     if error["type"] in ("choice", "value_error"):
         return f"{path}: {text}" if path else text
@@ -73,6 +74,16 @@ def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, regi
     if error["type"] == "missing":
         return f"{path}: missing; {expected}{meaning}"
     return f"{path}: found {error['input']!r}; {expected}{meaning}"
+
+
+def _suggest_section(
+    loc: Sequence[int | str], fields: Iterable[str], root: type[BaseModel], data: Any, registries: Registries
+) -> str:
+    """Return `` Did you mean 'x.y'?`` with the section beside the field that has such a field, or an empty string."""
+    for section in fields:
+        if str(loc[-1]) in _find_fields((*loc[:-1], section), root, data, registries):
+            return f" Did you mean {'.'.join(map(str, (*loc[:-1], section, loc[-1])))!r}?"
+    return ""
 
 
 def _find_fields(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..endpoints.server import Attempt, ServerEndpoint
@@ -200,13 +200,19 @@ class RoundRunner:
         return {site: reply for site, reply in self.transport(attempt).items() if site in assignments}
 
     def _describe_failure(self, result: AttemptResult, contributed: int, asked: int) -> str:
+        rejected = [f"{site} {code}" for site, code in sorted(result.rejected.items())]
+        safe = "The last committed model is intact." if result.attempt.round > 1 else "No round was committed."
         by_weight = f" with {self.rules.min_weight:.0%} of the examples of the sites asked"
         return (
             f"round {result.attempt.round} ({result.attempt.kind}): {contributed} of {asked} sites contributed in the "
             f"last of {self.rules.retries + 1} attempts, {self.rules.min_sites} are needed"
-            f"{by_weight if self.rules.min_weight else ''}; rejected: {result.rejected or 'none'}, timed out: "
-            f"{result.timed_out or 'none'}. The last committed model is intact."
+            f"{by_weight if self.rules.min_weight else ''}; rejected: {_list(rejected)}; timed out: "
+            f"{_list(result.timed_out)}. {safe}"
         )
+
+
+def _list(items: Iterable[str]) -> str:
+    return ", ".join(items) or "none"
 
 
 def _asks_for_scores(assignments: Mapping[str, Assignment]) -> bool:

@@ -171,5 +171,6 @@ def dry_run(
 
 
 def _raise_site_error(_: str, error: Exception) -> None:
-    """Raise the error of a dry site: it has no data that could be at fault."""
-    raise error.error if isinstance(error, TaskFailed) else error
+    """Raise the error of a dry site: neither data nor a user task can be at fault."""
+    # The advice of TaskFailed, to correct the task and to resume, does not apply.
+    raise (error.__cause__ or error) if isinstance(error, TaskFailed) else error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -103,15 +104,23 @@ def deliver(
 ) -> Iterator[tuple[str, Reply]]:
     """Deliver an attempt's requests to the sites; yield the reply of each site that answers in time, by name."""
     for name, message in attempt.messages.items():
-        start = time.monotonic()
+        start, endpoint = time.monotonic(), endpoints[name]
+        if isinstance(endpoint, Exception):
+            # Not raised again: each raise would extend its traceback, so that equal errors get different reports.
+            on_site_error(name, endpoint)
+            yield name, get_failure_code(endpoint)
+            continue
         try:
-            update, data, events = _answer(endpoints[name], message, attempt.acknowledged.get(name))
+            update, data, events = _answer(endpoint, message, attempt.acknowledged.get(name))
         except MissingBase as error:
             # Not a failure: the server sends the full model.
             yield name, error
             continue
         # Any exception of a task, a model or its data, as at a site of FLARE.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
+            # The sites of this process share the server's disk: the run cannot go on without this one.
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
             on_site_error(name, error)
             yield name, get_failure_code(error)
             continue
@@ -124,10 +133,8 @@ def deliver(
             yield name, error
 
 
-def _answer(endpoint: SiteEndpoint | Exception, message: Any, acknowledged: int | None) -> tuple[Update, Any, Any]:
+def _answer(endpoint: SiteEndpoint, message: Any, acknowledged: int | None) -> tuple[Update, Any, Any]:
     """Return a site's update, its encoded message and its events."""
-    if isinstance(endpoint, Exception):
-        raise endpoint
     request = endpoint.receive(message, acknowledged)
     update = endpoint.answer(request)
     data = endpoint.encode(request, update).data

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ..endpoints.reported import TEST_EXAMPLES
+from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import format_bytes
-from ..runs.results import Contributions, RunResult
+from ..runs.results import RunResult
 from .findings import describe_caveat
-from .tables import NO_TESTS, build_evaluations, build_events, describe_means, describe_missed, format_metric
+from .tables import NO_TESTS, build_evaluations, build_events, describe_means, format_metric
 
 FILE = "model_card.md"
 
@@ -90,7 +91,8 @@ def _format_site(run: RunResult, site: str) -> str:
     """Return the row of a site, also of one without contributions or test examples."""
     metrics, part = run.summary["final"]["sites"].get(site, {}), run.contributions.get(site, Contributions())
     tests = metrics.get(TEST_EXAMPLES)
-    cells = [site, f"{part.contributed} of {part.asked}", f"{tests:.0f}" if tests else NO_TESTS]
+    rounds = f"{part.contributed} of {part.expected}" if part.expected else "never asked"
+    cells = [site, rounds, f"{tests:.0f}" if tests else NO_TESTS]
     return "| " + " | ".join([*cells, *(format_metric(metrics.get(name)) for name in run.metric_names)]) + " |"
 
 

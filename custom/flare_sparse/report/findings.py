@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from statistics import mean, median
 
+from ..runs.contributions import describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, find_dense_run, group_by_seed, label_groups
-from .tables import describe_missed
 
 
 def describe_findings(runs: list[RunResult]) -> list[str]:

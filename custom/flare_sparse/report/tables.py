@@ -8,8 +8,9 @@ from statistics import mean, stdev
 from typing import Any
 
 from ..endpoints.reported import TEST_EXAMPLES
+from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import format_bytes
-from ..runs.results import Contributions, RunResult, group_by_seed, label_groups
+from ..runs.results import RunResult, group_by_seed, label_groups
 
 NO_TESTS = "no test examples"
 
@@ -43,25 +44,21 @@ def compare_bytes(sent: float, dense: float) -> str:
     return f"{dense / sent:.1f}x less" if dense >= sent else f"{sent / dense:.1f}x more"
 
 
-def describe_missed(part: Contributions) -> str:
-    """Return why a site did not contribute, such as ``3 x E_DATA``."""
-    return ", ".join(f"{count} x {reason.replace('_', ' ')}" if not reason.startswith("E_") else f"{count} x {reason}"
-                     for reason, count in sorted(part.missed.items()))  # fmt: skip
-
-
 def build_contributions(runs: Sequence[RunResult]) -> ReportTable:
     """Return in how many rounds each site contributed."""
     sites = sorted({site for run in runs for site in run.contributions})
     rows = [[site, *(_format_part(run.contributions.get(site)) for run in runs)] for site in sites]
-    note = "Rounds in which a site's update counted, of those in which it was asked; evaluations do not count."
+    note = "Rounds in which a site's update counted, of those that it was to contribute to; evaluations do not count."
     return ReportTable("Who contributed", ["site", *(run.label for run in runs)], rows, note)
 
 
 def _format_part(part: Contributions | None) -> str:
     if part is None:
         return "-"
+    if not part.expected:
+        return "never asked"
     missed = f" ({describe_missed(part)})" if part.missed else ""
-    return f"{part.contributed or 'none'} of {part.asked}{missed}"
+    return f"{part.contributed or 'none'} of {part.expected}{missed}"
 
 
 def build_metrics(runs: Sequence[RunResult]) -> ReportTable:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..federation.events import STEPPED_BACK
+
 RECENT_ROUNDS = 10
 """Rounds whose mean duration an estimate of the time left extends."""
 LEAST_SHOWN_S = 10
@@ -56,6 +58,8 @@ def format_duration(seconds: float) -> str:
 def estimate_seconds_left(lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the time until a run ends: the rounds that remain, at the mean duration of the last ten.
 
+    The first round counts only while it is the only one: it takes longer, because libraries are loaded in it.
+
     Args:
         lines: lines of ``rounds.jsonl`` so far.
 
@@ -66,9 +70,17 @@ def estimate_seconds_left(lines: Sequence[Mapping[str, Any]]) -> float | None:
         return None
     current, total = lines[-1]["round"], lines[-1]["rounds"]
     # A round may have several requests, such as a count of zeros after the training.
-    recent = [line for line in lines if max(current - RECENT_ROUNDS, 0) < line["round"] <= current]
+    before = 0 if current == 1 else max(current - RECENT_ROUNDS, 1)
+    recent = [line for line in lines if before < line["round"] <= current]
     seconds = float(sum(line["seconds"] for line in recent))
-    return max(int(total - current), 0) * seconds / min(int(current), RECENT_ROUNDS)
+    return max(int(total - current), 0) * seconds / int(current - before)
+
+
+def append_round(lines: list[Mapping[str, Any]], line: Mapping[str, Any]) -> None:
+    """Append the line of a round; the rounds that the run stepped back from before it are removed."""
+    if any(event["event"] == STEPPED_BACK for event in line.get("events", ())):
+        lines[:] = [other for other in lines if other["round"] < line["round"]]
+    lines.append(line)
 
 
 class ProgressFormatter:
@@ -79,7 +91,7 @@ class ProgressFormatter:
 
     def format(self, line: Mapping[str, Any]) -> str:
         """Return the display text of the next round; see :func:`format_progress`."""
-        self._lines.append(line)
+        append_round(self._lines, line)
         left = estimate_seconds_left(self._lines)
         return format_progress(line, left if left and left >= LEAST_SHOWN_S else None)
 

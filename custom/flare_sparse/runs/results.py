@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,13 @@ import yaml
 from ..endpoints.reported import TEST_EXAMPLES
 from ..errors import ConfigError
 from ..methods import METHODS
+from .contributions import Contributions, read_contributions
 
 
 EVALUATIONS = "evaluations"
 """Folder of the evaluations of a run's models, in the result folder."""
 CROSS_SITE_FILE = "cross_site.json"
 """File in that folder with the metrics of every model at every site."""
-
-
-@dataclass(frozen=True)
-class Contributions:
-    """A site's part in the rounds of a run, evaluations aside.
-
-    Attributes:
-        asked: number of rounds in which the site was asked.
-        contributed: number of rounds in which its update counted.
-        missed: number of the other rounds, by reason.
-    """
-
-    asked: int = 0
-    contributed: int = 0
-    missed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -205,27 +190,6 @@ class RunResult:
             # safe_open returns no mapping: its names must be listed with keys().
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         return {name: float(bits.float().mean()) for name, bits in tensors.items() if bits.dim() > 1}
-
-
-def read_contributions(summary: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> dict[str, Contributions]:
-    """Return the part of each site in a run, from its summary, or from its rounds where the summary does not tell."""
-    recorded = summary.get("contributions")
-    if recorded is not None:
-        parts = {site: Contributions(p["asked"], p["contributed"], p.get("missed", {})) for site, p in recorded.items()}
-        # A method whose sites train in answer to the final request has no rounds before it.
-        if any(part.asked for part in parts.values()):
-            return dict(sorted(parts.items()))
-    lines = rounds[:-1] or rounds
-    reasons: dict[str, list[str]] = {site: [] for site in summary["sites"]}
-    contributed = Counter(site for line in lines for site in line["sites_contributed"])
-    asked = Counter(site for line in lines for site in line["sites_asked"])
-    for line in lines:
-        missed = {**line["rejected"], **dict.fromkeys(line["timed_out"], "timed_out")}
-        missed |= {**dict.fromkeys(line["abstained"], "abstained"), **line.get("excluded", {})}
-        missed |= dict.fromkeys(line.get("quarantined", []), "quarantined")
-        for site, reason in missed.items():
-            reasons.setdefault(site, []).append(reason.split(":")[0])
-    return {site: Contributions(asked[site], contributed[site], Counter(reasons[site])) for site in sorted(reasons)}
 
 
 def group_by_seed(runs: list[RunResult]) -> list[list[RunResult]]:
