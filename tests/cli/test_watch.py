@@ -43,7 +43,7 @@ def test_folder_is_followed_to_the_end_of_its_run(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(time, "sleep", write)
     looks = [[entry["round"] for entry in new] for new in follow_folder(tmp_path, 1.0)]
-    assert looks == [[], [1], [2, 3]]
+    assert looks == [[], [1], [1, 2, 3]]
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:
