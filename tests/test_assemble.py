@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from flare_sparse.assemble import assemble, open_site
+from flare_sparse.assemble import assemble, count_model_entries, open_site
 from flare_sparse.cli.sites import prepare_site_data
-from flare_sparse.config import RunConfig, load_config
+from flare_sparse.config import RunConfig, build_task, load_config, parse_job
 from flare_sparse.data.source import find_site_data, write_site_files
 from flare_sparse.errors import ConfigError
 from flare_sparse.mask import Mask
@@ -91,3 +91,13 @@ def test_saved_mask_round_trips_and_another_network_raises(tmp_path: Path) -> No
         read_mask(tmp_path / "mask.safetensors", Layout.from_module(nn.Linear(4, 2)))
     with pytest.raises(ConfigError, match="cannot be read as a model or mask"):
         read_mask(tmp_path / "none.safetensors", layout)
+
+
+def test_number_of_threads_and_size_of_the_model_are_bounded_before_allocation() -> None:
+    settings = {"name": "job", "method": {"name": "fedavg"}, "task": {"name": "mortality", "medications": 1_000_000}}
+    with pytest.raises(ConfigError, match=r"federation\.threads"):
+        parse_job({**settings, "federation": {"threads": 1025}})
+    job = parse_job({**settings, "task": {**settings["task"], "model": {"name": "mlp", "hidden": [100_000]}}})
+    assert count_model_entries(build_task(job)) == 100_000 * 1_000_002 + 1  # 400 GB if allocated
+    with pytest.raises(ConfigError, match="allows max_model_entries 1000000"):
+        assemble(job, max_entries=10**6)

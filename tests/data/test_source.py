@@ -76,3 +76,9 @@ def test_written_site_files_are_read_back(tmp_path: Path) -> None:
     sites = [SiteData("A", tmp_path, ("x/1", "ü")), SiteData("B-2", tmp_path)]
     variable = write_site_files(tmp_path / "new" / "files", sites)
     assert [find_site_data(name, None, {"FLARE_SPARSE_SITE_FILE": variable}) for name in ("A", "B-2")] == sites
+
+
+def test_deeply_nested_site_file_is_a_data_error(tmp_path: Path) -> None:
+    (tmp_path / "flare_sparse.yaml").write_text("data: " + "[" * 100_000)
+    with pytest.raises(DataError, match="cannot be read as a site file"):
+        find_site_data("site-1", tmp_path, {})

@@ -309,3 +309,9 @@ def test_claimed_sizes_are_refused_without_allocation() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200_000
+
+
+def test_message_longer_than_any_of_the_model_is_refused_unread() -> None:
+    with pytest.raises(RejectedMessage, match="E_LEN") as error:
+        decode(np.zeros(2**24, np.uint8), PLAN)
+    assert error.value.found == 2**24

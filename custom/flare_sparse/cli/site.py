@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +12,7 @@ import typer
 from ..config import build_task, load_config, load_user_task_class
 from .console import out as console
 
-HELP = """Prepare a site: allow the package's classes, set a policy, refuse code, check that it is ready.
+HELP = """Prepare a site: allow classes, set a policy, refuse code, check that it is ready; show what was asked of it.
 
 [dim]flare-sparse site allow /opt/flare/site-1[/]
 
@@ -19,6 +21,8 @@ HELP = """Prepare a site: allow the package's classes, set a policy, refuse code
 [dim]flare-sparse site no-code /opt/flare/site-1[/]
 
 [dim]flare-sparse site preflight /opt/flare/site-1[/]
+
+[dim]flare-sparse site requests /opt/flare/site-1[/]
 """
 
 site = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP)
@@ -120,3 +124,50 @@ def preflight(
         console.print(f"{finding.subject}: {finding.detail}", markup=False)
         failed = failed or finding.verdict == "FAIL"
     raise typer.Exit(int(failed))
+
+
+@site.command()
+def requests(
+    kit: Kit,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with the kind, round, time and model digest of every request")
+    ] = False,
+) -> None:
+    """Show what servers asked of this site, run by run, from the site's own record. Nothing is changed.
+
+    For each run: how many models the site answered by kind of request, the last round, how often the job was started,
+    how many models' metrics left, and the SHA-256 of the last model. Sites whose method has one model for all can
+    compare the digests of a round with each other: different digests show that the server sent them different models.
+
+    [dim]flare-sparse site requests /opt/flare/site-1[/]
+
+    [dim]flare-sparse site requests /opt/flare/site-1 --json > requests.json[/]
+    """
+    from ..flare.site.requests import summarize_requests
+
+    runs = summarize_requests(kit)
+    if as_json:
+        typer.echo(json.dumps([run.to_dict() for run in runs], indent=2))
+        return
+    for run in runs:
+        record = run.record
+        counts = ", ".join(f"{count} {kind}" for kind, count in run.counts.items()) or "none"
+        period = f"{_format_time(run.first_time)} to {_format_time(run.last_time)}"
+        lines = [
+            f"{run.job} (run {record.run}), {run.site}: {period}",
+            f"  requests: {counts}; last round {run.last_round}; {run.answers} answers with retries",
+            f"  starts of the job: {record.start}; models whose metrics left: {len(record.evaluations)}",
+        ]
+        if run.rounds_with_many_models:
+            lines.append(f"  more than one model in: {', '.join(run.rounds_with_many_models)}")
+        if record.requests:
+            last = record.requests[-1]
+            lines.append(f"  last model ({last.kind}, round {last.round}): sha256 {last.digest}")
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if not runs:
+        console.print("no request of this package was answered here yet")
+
+
+def _format_time(moment: float | None) -> str:
+    return "never" if moment is None else datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ TEST_EXAMPLES = "test_examples"
 """Name of the metric that all other metrics of a site are weighted by."""
 
 _MAX_NAMES = 64
-# Names enter records, terminals and the report page: no markup, no control characters.
-_NAME = re.compile(r"[A-Za-z0-9_.+/@()% -]{1,64}")
+_MAX_NAME_LENGTH = 64
+# Names enter records, terminals and the report page: no markup, no quotes, no control characters.
+_MARKUP = frozenset("<>&\"'`\\[]")
 
 # Integers below 2**53 are exact in float64, which weights are computed in.
 _EXAMPLES_LIMIT = 2**53
@@ -43,8 +43,8 @@ def validate_metrics(value: Any, site: str) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > _MAX_NAMES:
         raise RejectedMessage("E_METRICS", "metrics", "at most 64 names with numbers", type(value).__name__, site)
     for name, number in value.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or isinstance(number, bool):
-            expected = "names of up to 64 letters, digits and _ . - + / @ ( ) %"
+        if not isinstance(name, str) or not _is_metric_name(name) or isinstance(number, bool):
+            expected = "names of 1 to 64 printable characters without quotes, brackets [ ] and < > & \\ `"
             raise RejectedMessage("E_METRICS", "metrics", expected, abbreviate(name), site)
         # "not abs(x) <= limit" and not "abs(x) > limit", which NaN would pass.
         if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST_METRIC:
@@ -53,3 +53,9 @@ def validate_metrics(value: Any, site: str) -> dict[str, float]:
     if not 1 <= value.get(TEST_EXAMPLES, 1) < _EXAMPLES_LIMIT:
         raise RejectedMessage("E_METRICS", TEST_EXAMPLES, "at least 1", abbreviate(value[TEST_EXAMPLES]), site)
     return {name: float(number) for name, number in value.items()}
+
+
+def _is_metric_name(name: str) -> bool:
+    # Not printable: control characters, line breaks, escape sequences, and marks that reverse the direction of text.
+    is_text = name.isprintable() and not name.isspace()
+    return 0 < len(name) <= _MAX_NAME_LENGTH and is_text and _MARKUP.isdisjoint(name)

@@ -55,7 +55,9 @@ class Policy(BaseModel):
     max_starts: int | None = Field(
         None, ge=1, description="how often the server may start a job again and repeat its requests"
     )
-    min_entries: int = Field(0, ge=0, description="fewest entries that a request may ask to train or to score")
+    min_entries: int = Field(
+        0, ge=0, description="fewest entries that a request may ask to train or to score; for scores, of every tensor"
+    )
     max_model_entries: int = Field(
         2**28, ge=1, description="largest number of entries of a job's model; a site needs about 22 bytes for each"
     )
@@ -139,6 +141,28 @@ class Policy(BaseModel):
         # A score or a delta of few entries escapes quantization and averaging, which act on many values at once.
         if kind != EVALUATE and entries < self.min_entries:
             yield f"min_entries: the request asks for {entries} entries, the minimum is {self.min_entries}"
+
+    def check_score_request(self, trainable: Mask, scored: Mask, layout: Layout) -> Iterator[str]:
+        """Yield each tensor or channel of which a request asks for the scores of too few entries.
+
+        Scores are quantized per tensor and averaged per channel, so few entries of one tensor or channel would leave
+        unchanged, however many entries of other tensors go with them. A group that is asked for as a whole passes.
+
+        Args:
+            trainable: entries that the request asks for.
+            scored: entries that have a score; where the method chooses them itself, no group is too small.
+            layout: layout of the model.
+        """
+        if not scored <= trainable:
+            return
+        for name, bits in layout.unflatten(trainable.bits).items():
+            by_channel = self.channel_scores and bits.dim() > 1
+            groups = bits.flatten(1) if by_channel else bits.reshape(1, -1)
+            counts, minimum = groups.sum(1), min(self.min_entries, groups.shape[1])
+            if bool(((counts > 0) & (counts < minimum)).any()):
+                group = f"a channel of {name}" if by_channel else name
+                asked = f"scores of {int(counts[counts > 0].min())} entries of {group}"
+                yield f"min_entries: the request asks for {asked}, the minimum is {minimum}"
 
     def sanitize_metrics(self, metrics: Mapping[str, float], test_examples: int) -> dict[str, float]:
         """Return the metrics that may leave, computed from so many test examples.

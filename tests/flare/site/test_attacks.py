@@ -47,7 +47,7 @@ Oracle = Callable[[Tensor], float | None]
 class Victim:
     """A hospital with 120 patients and the server of its job, which may send any model."""
 
-    def __init__(self, folder: Path, preset: str | None):
+    def __init__(self, folder: Path, preset: str | None, units: int = UNITS):
         (folder / "local").mkdir()
         (folder / "run").mkdir()
         if preset:
@@ -55,7 +55,7 @@ class Victim:
         generator = np.random.default_rng(3)
         codes = (generator.random((120, MEDICATIONS)) < 0.05).astype(np.uint8)
         np.savez(folder / "stays.npz", med=codes, died=generator.integers(0, 2, 120), stay=np.arange(120))
-        task = Mortality(MortalityConfig(medications=MEDICATIONS))
+        task = Mortality(MortalityConfig(medications=MEDICATIONS, model={"name": "mlp", "hidden": (units, 32)}))
         examples = task.load(SiteData("site-1", folder / "stays.npz"), 1)
         self.train_rows = {tuple(row.tolist()) for row in examples.train.tensors[0]}
         self.test_rows = {tuple(row.tolist()) for row in examples.test.tensors[0]}
@@ -233,31 +233,42 @@ def test_metrics_of_chosen_models_reveal_test_rows_only_without_a_policy(
     assert attack.questions == 24 * MEDICATIONS / BITS
 
 
-def reconstruct_training_rows(victim: Victim) -> set[tuple[int, ...]]:
-    """Return the rows read from one training answer to a model whose units differ in single patients."""
-    generator = torch.Generator().manual_seed(5)
+def reconstruct_training_rows(victim: Victim, scales: Tensor) -> set[tuple[int, ...]]:
+    """Return the rows read from one training answer to a model whose units differ in single patients.
+
+    Args:
+        victim: the site.
+        scales: weight of each unit in the next layer; the change of a unit is proportional to it.
+    """
+    units, generator = len(scales), torch.Generator().manual_seed(5)
     direction = 1e-4 * torch.randint(1, 500, (MEDICATIONS,), generator=generator)
-    # The attacker knows how many medications patients take, not which.
-    sample = (torch.rand(2000, MEDICATIONS, generator=generator) < 0.05).float() @ direction
-    thresholds = sample.quantile(torch.arange(UNITS) / UNITS)
-    second, third = torch.full((32, UNITS), 0.03), torch.full((1, 32), 1 / 32)
-    model = join_tensors(direction.expand(UNITS, -1), -thresholds, second, torch.zeros(32), third, torch.zeros(1))
+    # The attacker knows how many medications patients take, not which: a bin of the projection for each unit.
+    sample = (torch.rand(20_000, MEDICATIONS, generator=generator) < 0.05).float() @ direction
+    thresholds = sample.quantile(torch.arange(units) / units)
+    second, third = 0.03 * UNITS / units * scales.expand(32, -1), torch.full((1, 32), 1 / 32)
+    model = join_tensors(direction.expand(units, -1), -thresholds, second, torch.zeros(32), third, torch.zeros(1))
     reply = victim.ask("train", 1, model)
     if reply is None:
         return set()
     changes = victim.layout.unflatten((reply.patch.to_vector() - model).double().float())
     weight, bias = (changes[victim.layout.tensors[number].name] for number in (0, 1))
-    weight, bias = torch.cat([weight, torch.zeros(1, MEDICATIONS)]), torch.cat([bias, torch.zeros(1)])
-    first, second = torch.combinations(torch.arange(UNITS + 1)).T
+    weight = torch.cat([weight / scales[:, None], torch.zeros(1, MEDICATIONS)])
+    bias = torch.cat([bias / scales, torch.zeros(1)])
+    first, second = torch.combinations(torch.arange(units + 1)).T
     quotients = (weight[first] - weight[second]) / (bias[first] - bias[second])[:, None]
     return {tuple(row) for row in quotients[torch.isfinite(quotients).all(1)].round().int().tolist()}
 
 
-@pytest.mark.parametrize("preset", [None, "open", "careful", "strict"])
+@pytest.mark.parametrize(
+    ("preset", "largest"),
+    [(None, 1.0), (None, 2.0), ("open", 1.0), ("open", 2.0), ("careful", 2.0), ("strict", 2.0)],
+)
 def test_training_with_a_chosen_model_reveals_training_rows_only_without_a_policy(
-    preset: str | None, tmp_path: Path
+    preset: str | None, largest: float, tmp_path: Path
 ) -> None:
-    victim = Victim(tmp_path, preset)
-    found = reconstruct_training_rows(victim) & victim.train_rows
+    victim = Victim(tmp_path, preset, units=2 * UNITS)
+    # Units of different weight differ in single patients only after a division by their weights.
+    scales = torch.tensor([1.0, largest]).repeat(UNITS)
+    found = reconstruct_training_rows(victim, scales) & victim.train_rows
     assert len(victim.train_rows) == 96
-    assert len(found) > 20 if preset is None else not found
+    assert len(found) > 48 if preset is None else not found

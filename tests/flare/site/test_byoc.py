@@ -15,10 +15,10 @@ from flare_sparse.errors import ConfigError
 from flare_sparse.flare.site.byoc import list_code_senders, read_permissions, revoke_code_right
 
 
-@pytest.fixture
-def kit(tmp_path: Path) -> Path:
-    """A kit's folder with the authorization that FLARE 2.9 puts there."""
-    local = tmp_path / "site" / "local"
+@pytest.fixture(params=["site-1", "server"])
+def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A site's or the server's kit with the authorization that FLARE 2.9 puts into both."""
+    local = tmp_path / str(request.param) / "local"
     local.mkdir(parents=True)
     default = load_yaml(str(Path(str(templates.__file__)).with_name("master_template.yml")))["default_authz"]
     (local / "authorization.json.default").write_text(default)

@@ -43,7 +43,8 @@ from flare_sparse.flare.payload import (
     update_to_dxo,
 )
 from flare_sparse.flare.session import SiteSession
-from flare_sparse.flare.site.guards import SiteLastGate, SitePlanAuthorizer, SiteResultPolicy
+from flare_sparse.flare.site.authorizer import SitePlanAuthorizer
+from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.flare.site.install import install_guards
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS

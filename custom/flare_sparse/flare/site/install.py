@@ -8,11 +8,10 @@ from typing import Any
 from ...errors import ConfigError
 from ...policy.policy import POLICY_FILE, Policy, find_policy_file, read_policy
 from .allow_list import LOG_STREAMING, RESOURCES, find_local_folder, read_resources
-from .guards import GATE, GUARDS, RESULT_POLICY
+from .authorizer import AUTHORIZER, GATE, RESULT_POLICY
 from .kit_files import read_object, write_object, write_text
 
 PRIVACY = "privacy.json"
-AUTHORIZER = f"{GUARDS}SitePlanAuthorizer"
 SCOPE = "flare_sparse"
 
 

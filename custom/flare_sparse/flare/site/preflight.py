@@ -31,8 +31,8 @@ from .allow_list import (
     get_allow_list,
     read_resources,
 )
+from .authorizer import find_missing_guard
 from .byoc import list_code_senders, read_permissions
-from .guards import find_missing_guard
 
 Verdict = Literal["PASS", "WARN", "FAIL"]
 FLARE_SERIES = "2.9"

@@ -1,0 +1,101 @@
+"""The guard that checks a job before it runs, and the paths of all guards of a site.
+
+``SitePlanAuthorizer`` refuses jobs that carry their own filters or executors or that name other parts of this package
+than a job's classes, and refuses every job while one of the other guards is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.fl_exception import UnsafeComponentError
+
+from ...policy.policy import POLICY_FILE, read_policy
+from .allow_list import CLASSES, PACKAGE
+
+GATE = "flare_sparse.flare.site.guards.SiteLastGate"
+RESULT_POLICY = "flare_sparse.flare.site.guards.SiteResultPolicy"
+AUTHORIZER = "flare_sparse.flare.site.authorizer.SitePlanAuthorizer"
+_RESTRICTED_SECTIONS = ("executors", "components", "task_result_filters", "task_data_filters")
+"""Sections of a job's configuration for a site, which may hold only classes of this package."""
+_FLARE = "nvflare."
+"""Prefix of FLARE's own classes; a job of this package names none for a site. One of them sends any file as a log."""
+
+
+class SitePlanAuthorizer(FLComponent):
+    """Checks every component of a job before FLARE builds it, whether or not the job carries code."""
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Raises:
+        UnsafeComponentError: an executor or filter of another package, a name of this package that is not one of a
+            job's classes, or a site without its other guards.
+        """
+        if event_type != EventType.BEFORE_BUILD_COMPONENT:
+            return
+        try:
+            self._check_component(fl_ctx)
+        except UnsafeComponentError:
+            raise
+        # Fail closed: FLARE continues after any other kind of exception.
+        except Exception as error:
+            raise UnsafeComponentError(
+                f"E_POLICY: {type(error).__name__} while a component of the job was checked"
+            ) from error
+
+    def _check_component(self, fl_ctx: FLContext) -> None:
+        config, node = fl_ctx.get_prop(FLContextKey.COMPONENT_CONFIG), fl_ctx.get_prop(FLContextKey.COMPONENT_NODE)
+        location = str(node.path()) if node is not None else ""
+        path = str((config or {}).get("path") or (config or {}).get("class_path") or (config or {}).get("name") or "")
+        workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
+        local = Path(workspace.get_site_config_dir())
+        # Arguments of a component may name other classes: a user task, which the site has allowed by name.
+        is_argument = location.startswith("components") and ".args" in location
+        is_restricted = location.startswith(_RESTRICTED_SECTIONS) and not is_argument
+        runs_foreign_jobs = read_policy(local / POLICY_FILE).foreign_jobs
+        if is_restricted and path not in CLASSES and not runs_foreign_jobs:
+            raise UnsafeComponentError(
+                f"E_POLICY: {location}: {path!r} is not a class of flare_sparse; this site runs no others"
+            )
+        for class_path in _iterate_class_paths(config):
+            if class_path.startswith(_FLARE) and not runs_foreign_jobs:
+                raise UnsafeComponentError(f"E_POLICY: {location}: {class_path!r}: jobs name no classes of FLARE here")
+            if class_path.startswith(PACKAGE) and class_path not in CLASSES:
+                raise UnsafeComponentError(f"E_POLICY: {location}: {class_path!r} is not a class that a job may name")
+        if missing := find_missing_guard(local):
+            raise UnsafeComponentError(f"E_POLICY: {missing}. Run: flare-sparse site policy KIT")
+
+
+def _iterate_class_paths(config: Any) -> Iterator[str]:
+    """Yield the class paths in a component's configuration, at any depth.
+
+    Some of FLARE's own classes build objects from class paths that they find in their arguments.
+    """
+    if isinstance(config, dict):
+        yield from (str(config[key]) for key in ("path", "class_path") if key in config)
+    if isinstance(config, dict | list | tuple):
+        for part in config.values() if isinstance(config, dict) else config:
+            yield from _iterate_class_paths(part)
+
+
+def find_missing_guard(local: Path) -> str:
+    """Return which guard is missing in a site's ``local`` folder; empty when all are installed."""
+    file = local / "privacy.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "privacy.json is missing or malformed"
+    components = [part.get("path") for part in content.get("components", []) if isinstance(part, dict)]
+    if GATE not in components:
+        return "privacy.json: the components lack SiteLastGate"
+    for scope in content.get("scopes", []):
+        filters = [part.get("path") for part in scope.get("task_result_filters", [])]
+        if RESULT_POLICY not in filters:
+            return f"privacy.json: scope {scope.get('name')!r} lacks SiteResultPolicy"
+    return "" if content.get("scopes") else "privacy.json has no scope"

@@ -1,0 +1,96 @@
+"""What servers asked of a site, summarized from its own records of the requests that it answered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...endpoints.request_log import RunRecord, read_record
+from ...errors import ConfigError
+from ..session import REQUESTS_FOLDER
+from .allow_list import find_local_folder
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What was asked of a site in one run.
+
+    Attributes:
+        site: name of the site.
+        job: name of the job.
+        record: every request with its model's digest.
+    """
+
+    site: str
+    job: str
+    record: RunRecord
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of different models that the site answered, by kind of request."""
+        return dict(Counter(request.kind for request in self.record.requests))
+
+    @property
+    def answers(self) -> int:
+        """Number of answers, retries included."""
+        return sum(request.answers for request in self.record.requests)
+
+    @property
+    def last_round(self) -> int:
+        """Largest round that was asked for."""
+        return max((request.round for request in self.record.requests), default=0)
+
+    @property
+    def first_time(self) -> float | None:
+        """Unix time of the first answer."""
+        return min((request.time for request in self.record.requests), default=None)
+
+    @property
+    def last_time(self) -> float | None:
+        """Unix time at which the last different model was answered."""
+        return max((request.time for request in self.record.requests), default=None)
+
+    @property
+    def rounds_with_many_models(self) -> list[str]:
+        """Kind and round of the requests that came with more than one model, as after a new start of the job."""
+        models: dict[str, set[str]] = {}
+        for request in self.record.requests:
+            models.setdefault(f"{request.kind} {request.round}", set()).add(request.digest)
+        return [name for name, digests in models.items() if len(digests) > 1]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the summary and every request as JSON values."""
+        return {
+            "site": self.site,
+            "job": self.job,
+            "run": self.record.run,
+            "starts": self.record.start,
+            "requests_by_kind": self.counts,
+            "answers": self.answers,
+            "last_round": self.last_round,
+            "first_time": self.first_time,
+            "last_time": self.last_time,
+            "metrics_released": len(self.record.evaluations),
+            "rounds_with_many_models": self.rounds_with_many_models,
+            "requests": [request.model_dump() for request in self.record.requests],
+        }
+
+
+def summarize_requests(kit: Path) -> list[RunSummary]:
+    """Return a summary of each run that a startup kit has a record of, the run with the latest answer last.
+
+    Raises:
+        ConfigError: the folder is no kit.
+        RequestRefused: a record cannot be read.
+    """
+    folder = find_local_folder(kit).absolute().parent / REQUESTS_FOLDER
+    try:
+        files = sorted(folder.glob("*/*.json"))
+    except OSError as error:
+        raise ConfigError(f"{folder}: it cannot be read: {error}; run this as the user that runs the site") from error
+    summaries = []
+    for file in files:
+        record = read_record(file)
+        summaries.append(RunSummary(file.parent.name, file.stem.removesuffix(f"-{record.run}"), record))
+    return sorted(summaries, key=lambda summary: summary.last_time or 0.0)

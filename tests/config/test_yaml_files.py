@@ -1,0 +1,38 @@
+"""YAML files are read within bounds: no aliases, no deep nesting, no huge files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flare_sparse.config.yaml_files import MAX_BYTES, MAX_DEPTH, parse_yaml, read_yaml
+from flare_sparse.errors import ConfigError
+from flare_sparse.policy.policy import read_policy
+
+# Each level stands for ten of the one before: a billion values in half a kilobyte.
+ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (ALIAS_BOMB, r"aliases such as \*a0 are not allowed"),
+        ("a: " + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested deeper than 32 levels"),
+        ("a: " + "[" * 100_000, "nested deeper than 32 levels"),
+        (" " * (MAX_BYTES + 1), "more than 1048576 bytes"),
+    ],
+)
+def test_settings_that_exhaust_memory_are_refused(text: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        read_yaml(file)
+    with pytest.raises(ConfigError, match=problem):
+        read_policy(file)
+
+
+def test_override_with_an_alias_is_refused() -> None:
+    with pytest.raises(yaml.YAMLError, match="aliases"):
+        parse_yaml("[&a [x], *a]")

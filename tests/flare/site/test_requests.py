@@ -1,0 +1,64 @@
+"""``flare-sparse site requests``: what servers asked of a site, from the site's own records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flare_sparse.cli import app
+from flare_sparse.endpoints.request_log import RequestLog, compute_digest
+from flare_sparse.endpoints.site_state import RequestId
+
+RUN = "00112233445566ff"
+MODELS = [torch.full((3,), float(t)) for t in range(4)]
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    """A kit whose site answered three requests of one job: the first twice, the second with two models."""
+    (tmp_path / "local").mkdir()
+    file = tmp_path / "flare_sparse_requests" / "site-1" / f"brain-age-{RUN}.json"
+    log = RequestLog(RUN, lambda kind, t: 1, attempts=2, file=file)
+    train = [RequestId("train", 1), RequestId("train", 1), RequestId("train", 2), RequestId("train", 2)]
+    for request, model in zip(train, (0, 0, 1, 2), strict=True):
+        log.admit(request, MODELS[model])
+    log.admit(RequestId("evaluate", 3), MODELS[3])
+    log.release_metrics(RequestId("evaluate", 3), MODELS[3], None, None)
+    return tmp_path
+
+
+def test_requests_are_counted_by_kind_with_the_digest_of_every_model(kit: Path) -> None:
+    result = CliRunner().invoke(app, ["site", "requests", str(kit), "--json"])
+    (run,) = json.loads(result.stdout)
+    assert (run["site"], run["job"], run["run"]) == ("site-1", "brain-age", RUN)
+    assert run["requests_by_kind"] == {"train": 3, "evaluate": 1}
+    assert (run["starts"], run["answers"], run["last_round"], run["metrics_released"]) == (2, 5, 3, 1)
+    assert run["rounds_with_many_models"] == ["train 2"]
+    assert [request["digest"] for request in run["requests"]] == [compute_digest(model) for model in MODELS]
+
+
+def test_terminal_names_the_run_the_counts_and_the_last_model(kit: Path) -> None:
+    result = CliRunner().invoke(app, ["site", "requests", str(kit)])
+    assert result.exit_code == 0
+    assert f"brain-age (run {RUN}), site-1: " in result.output
+    assert "requests: 3 train, 1 evaluate; last round 3; 5 answers with retries" in result.output
+    assert "more than one model in: train 2" in result.output
+    assert f"last model (evaluate, round 3): sha256 {compute_digest(MODELS[3])}" in result.output
+
+
+def test_site_without_a_record_was_asked_nothing(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    assert "no request" in CliRunner().invoke(app, ["site", "requests", str(tmp_path)]).output
+    assert json.loads(CliRunner().invoke(app, ["site", "requests", str(tmp_path), "--json"]).stdout) == []
+
+
+def test_damaged_record_is_an_error_that_names_the_file(kit: Path) -> None:
+    (file,) = (kit / "flare_sparse_requests").glob("*/*.json")
+    file.write_text("{")
+    result = CliRunner().invoke(app, ["site", "requests", str(kit)])
+    assert result.exit_code != 0
+    assert file.name in (result.output + str(result.exception)).replace("\n", "")
