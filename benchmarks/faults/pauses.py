@@ -21,9 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kill_matrix import JOB, make_folder, run_undisturbed
-from kills.cell import ROUND, VICTIM, is_balanced, resubmit
+from kills.damage import VICTIM
+from kills.drop import ROUND
 from kills.federation import JOBS, Federation, Unexpected, wait_for
+from kills.jobs import follow, submit, write_job
 from kills.proxy import Proxy
 
 
@@ -58,9 +59,10 @@ CASES: dict[str, tuple[str, Callable[[Federation, Proxy], str]]] = {
 }
 
 
-def run_case(federation: Federation, proxy: Proxy, name: str, config: Path, out: Path, digest: str) -> dict[str, Any]:
+def run_case(federation: Federation, proxy: Proxy, name: str, job: Path, out: Path, digest: str) -> dict[str, Any]:
     """Run one job with one disturbance, which a thread causes when the job has reached its phase."""
     phase, act = CASES[name]
+    federation.clear_checkpoints()
     (federation.faults / "reached.json").unlink(missing_ok=True)
     (federation.faults / "armed.json").write_text(json.dumps({"phase": phase, "participant": VICTIM, "round": ROUND}))
     done: list[str] = []
@@ -72,14 +74,14 @@ def run_case(federation: Federation, proxy: Proxy, name: str, config: Path, out:
     thread = threading.Thread(target=disturb, daemon=True)
     thread.start()
     began = time.monotonic()
-    summary = resubmit(federation, config, out)
+    result = follow(federation, submit(federation, job), out)
     thread.join(timeout=60)
-    lines = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    lines = result.rounds
     return {
         "checks": {
             "hit": bool(done),
-            "same model": summary["model_sha256"] == digest,
-            "balanced": is_balanced(out / "rounds.jsonl"),
+            "same model": result.digest == digest,
+            "balanced": result.is_balanced(),
             "everyone in every round": all(line["sites_contributed"] == line["sites_asked"] for line in lines),
             "first attempt": all(line["attempts"] == 1 for line in lines),
         },
@@ -94,21 +96,21 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("pauses"))
     parser.add_argument("--ports", type=int, nargs=3, default=(8202, 8203, 8204), help="sites', admins', proxy's")
     options = parser.parse_args()
-    folder = make_folder(options.folder.resolve())
-    config = folder / "job.yaml"
-    config.write_text(JOB)
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    job = write_job(folder, "fedavg")
     results: dict[str, Any] = {}
-    undisturbed: dict[str, Any] = {}
     federation = Federation(folder, tuple(options.ports[:2]), {VICTIM: options.ports[2]})
     proxy = Proxy(options.ports[2], options.ports[0])
     federation.prepare()
     try:
         federation.start()
-        digest = run_undisturbed(federation, config, folder, undisturbed)
+        wait_for(federation.is_connected, 120, "all sites connected", every=1)
+        digest = follow(federation, submit(federation, job), folder / "undisturbed").digest
         for name in CASES:
-            out = make_folder(folder / name.replace(" ", "-").replace(",", ""))
+            out = folder / name.replace(" ", "-").replace(",", "")
             try:
-                results[name] = run_case(federation, proxy, name, config, out, digest)
+                results[name] = run_case(federation, proxy, name, job, out, digest)
             except Exception as error:  # noqa: BLE001 - the other cases run on
                 results[name] = {"checks": {"ended": False}, "what": [f"{type(error).__name__}: {error}"]}
             print(name, json.dumps(results[name], indent=2), flush=True)

@@ -1,7 +1,8 @@
-"""Three of the 25 kills of benchmarks/faults/kill_matrix.py, on a provisioned federation of its own."""
+"""Three of the 100 kills of benchmarks/faults/kill_matrix.py, on a provisioned federation of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -14,17 +15,17 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CELLS = ("SJ:aggregating", "SP+SJ:saving", "CJ:training")
+CELLS = ("topk_ef:SJ:aggregating", "topk_ef:SP+SJ:saving", "topk_ef:CJ:training")
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("localhost", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+def find_free_ports(count: int) -> int:
+    """Return the first of ``count`` neighbouring ports that are free."""
+    for first in range(20000, 60000, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("localhost", port))
+            return first
+    raise OSError("no free ports")
 
 
 def test_hooks_of_the_kill_matrix_wrap_functions_that_exist() -> None:
@@ -44,11 +45,12 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The outcome of each kill, by name."""
     folder = tmp_path_factory.mktemp("kills")
     line = [sys.executable, str(ROOT / "benchmarks" / "faults" / "kill_matrix.py"), "--cells", ",".join(CELLS)]
-    line += ["--folder", str(folder), "--ports", *map(str, free_ports(2))]
+    line += ["--parts", "kills", "--lanes", "1", "--folder", str(folder), "--first-port", str(find_free_ports(5))]
     done = subprocess.run(line, capture_output=True, text=True, timeout=900, check=False)
-    assert (folder / "kills.json").is_file(), done.stdout + done.stderr
-    found: dict[str, Any] = json.loads((folder / "kills.json").read_text())["cells"]
-    assert not [cell for cell in found.values() if "error" in cell], f"{found}\n{done.stderr}"
+    outcomes = [json.loads(file.read_text()) for file in (folder / "cells").glob("*.json")]
+    found = {":".join(outcome[key] for key in ("method", "target", "phase")): outcome for outcome in outcomes}
+    assert sorted(found) == sorted(CELLS), done.stdout + done.stderr
+    assert not [cell for cell in outcomes if "error" in cell], f"{found}\n{done.stdout}"
     return found
 
 
@@ -56,19 +58,16 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CELLS)
 def test_killed_job_submitted_again_ends_with_the_model_of_an_undisturbed_run(name: str, cells: dict[str, Any]) -> None:
     cell = cells[name]
-    assert cell["checks"]["hit"], "the kill came in another phase"
     assert cell["committed"] == [1], "one round was committed before the kill"
-    assert cell["checks"]["committed rounds kept"], f"asked again: {cell['asked again']}"
-    assert cell["checks"]["same model"]
-    assert cell["checks"]["balanced"]
+    assert [check for check, holds in cell["checks"].items() if not holds] == []
 
 
 @pytest.mark.long
 def test_flare_reports_and_restarts_what_the_docs_describe(cells: dict[str, Any]) -> None:
     """The facts that docs/provisioned.md gives under "When something dies"."""
-    assert cells["SJ:aggregating"]["steps"] == ["FINISHED:EXECUTION_EXCEPTION"]
-    assert cells["CJ:training"]["steps"] == ["FINISHED:EXECUTION_EXCEPTION"]
-    restarted, zombie = cells["SP+SJ:saving"]["steps"]
+    assert cells["topk_ef:SJ:aggregating"]["steps"] == ["FINISHED:EXECUTION_EXCEPTION"]
+    assert cells["topk_ef:CJ:training"]["steps"] == ["FINISHED:EXECUTION_EXCEPTION"]
+    restarted, zombie = cells["topk_ef:SP+SJ:saving"]["steps"]
     assert restarted == "the supervisor restarted localhost"
-    assert zombie.startswith("still RUNNING after 20 s; abort_job: InternalError")
+    assert zombie.startswith("still RUNNING after 4 s; abort_job: InternalError")
     assert "delete_job: JobNotDone" in zombie
