@@ -12,9 +12,10 @@ from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from nvflare.job_config.fed_job_config import FedJobConfig
 
 from flare_sparse.config import RunConfig, load_config, serialize_job
-from flare_sparse.flare import aggregator, controller, executor, filters, session
+from flare_sparse.flare import aggregator, controller, executor, filters, session, tracking
 from flare_sparse.flare.export import SIGNATURES, export_job, find_outdated_files
-from flare_sparse.flare.site.allow_list import CLASSES
+from flare_sparse.flare.recipe import SparseRecipe
+from flare_sparse.flare.site.allow_list import CLASSES, SERVER_CLASSES
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
 
@@ -28,6 +29,7 @@ COMPONENTS = [
     filters.DecodeRequest(),
     filters.EncodeUpdate(),
     filters.DecodeUpdate(),
+    tracking.MlflowTracker("http://mlflow", "brain_age", "p98", {"seed": "0"}),
 ]
 
 
@@ -49,7 +51,7 @@ def test_export_keeps_every_constructor_argument(component: object, tmp_path: Pa
 def test_list_of_components_is_complete() -> None:
     found = {
         name
-        for module in (aggregator, controller, executor, filters, session)
+        for module in (aggregator, controller, executor, filters, session, tracking)
         for name, thing in vars(module).items()
         if inspect.isclass(thing) and thing.__module__ == module.__name__ and not issubclass(thing, Exception)
     }
@@ -71,6 +73,29 @@ def test_job_names_only_allowed_classes_and_some_of_flares_default_list(config: 
     assert ours == {*CLASSES} - {"flare_sparse.flare.session.UserTask"}  # only in jobs with a user task
     assert paths - ours <= {*DEFAULT_CLASS_ALLOW_LIST}
     assert "simulator" not in text
+
+
+def test_job_sends_figures_to_mlflow_only_when_asked_and_only_from_the_server(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    tracker = tracking.MlflowTracker("http://mlflow", "brain_age", "p98", {"seed": "0"})
+    texts = {}
+    for name, recipe in {"with": SparseRecipe(config, tracker=tracker), "without": SparseRecipe(config)}.items():
+        recipe.export(str(tmp_path / name))
+        folder = tmp_path / name / config.name / "app" / "config"
+        texts[name] = [(folder / f"config_fed_{side}.json").read_text() for side in ("server", "client")]
+    (component,) = [part for part in json.loads(texts["with"][0])["components"] if part["id"] == "mlflow"]
+    assert component == {
+        "id": "mlflow",
+        "path": SERVER_CLASSES[0],
+        "args": {
+            "tracking_uri": "http://mlflow",
+            "experiment_name": "brain_age",
+            "run_name": "p98",
+            "run_tags": {"seed": "0"},
+        },
+    }
+    assert not any("mlflow" in text for text in [texts["with"][1], *texts["without"]])
 
 
 def test_byoc_job_carries_the_whole_package(config: RunConfig, tmp_path: Path) -> None:

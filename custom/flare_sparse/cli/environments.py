@@ -24,6 +24,7 @@ from .local import run_config_locally
 from .outcome import Env
 from .resume import FOLDER, prepare_checkpoints
 from .sites import prepare_site_data
+from .tracking import build_tracker
 from .user_modules import copy_user_module, list_user_modules
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def run_in_environment(
     step_back: int = 0,
     kit: Path | None,
     byoc: bool,
+    mlflow: str | None = None,
     on_line: OnLine,
     restart_command: str = "",
 ) -> dict[str, Any]:
@@ -59,26 +61,22 @@ def run_in_environment(
         step_back: number of commits to discard before; not for ``prod``.
         kit: startup kit of an admin; only for ``prod``.
         byoc: send the package's source with the job.
+        mlflow: resolved tracking URI; None: no tracking. Not for ``local``.
         on_line: called with each line.
         restart_command: command that submits the job again; only for ``prod``.
     """
     if env == "prod":
         assert kit is not None, "the options were checked"
         return run_in_federation(
-            config, file, out, console, kit, byoc=byoc, resume=resume, on_line=on_line, restart_command=restart_command
+            config, file, out, console, kit, byoc=byoc, resume=resume, mlflow=mlflow, on_line=on_line,
+            restart_command=restart_command,
+        )  # fmt: skip
+    if env == "local":
+        return run_config_locally(
+            config, file, out, resume=resume, step_back=step_back, console=console, on_line=on_line
         )
-    runners: dict[str, Callable[..., dict[str, Any]]] = {
-        "local": _run_locally,
-        "sim": run_in_simulator,
-        "poc": run_in_poc,
-    }
-    return runners[env](config, file, out, console, resume=resume, step_back=step_back, on_line=on_line)
-
-
-def _run_locally(
-    config: RunConfig, file: Path, out: Path, console: Console, *, resume: bool, step_back: int, on_line: OnLine
-) -> dict[str, Any]:
-    return run_config_locally(config, file, out, resume=resume, step_back=step_back, console=console, on_line=on_line)
+    runner = run_in_simulator if env == "sim" else run_in_poc
+    return runner(config, file, out, console, resume=resume, step_back=step_back, mlflow=mlflow, on_line=on_line)
 
 
 def ignore_line(line: dict[str, Any] | str) -> None:
@@ -93,6 +91,7 @@ def run_in_simulator(
     *,
     resume: bool = False,
     step_back: int = 0,
+    mlflow: str | None = None,
     on_line: OnLine = ignore_line,
 ) -> dict[str, Any]:
     """Prepare the sites' data, run the job in FLARE's simulator and return its summary."""
@@ -113,7 +112,7 @@ def run_in_simulator(
             console.print(text, markup=False)
 
     summary = simulate(
-        _build_recipe(config, file, tensorboard=_has_tensorboard()),
+        _build_recipe(config, file, out, mlflow=mlflow, tensorboard=_has_tensorboard()),
         sorted(sites),
         site_files,
         out,
@@ -134,6 +133,7 @@ def run_in_poc(
     *,
     resume: bool = False,
     step_back: int = 0,
+    mlflow: str | None = None,
     on_line: OnLine = ignore_line,
 ) -> dict[str, Any]:
     """Run the job in a POC federation: FLARE provisions and starts a server and sites as separate processes.
@@ -153,7 +153,8 @@ def run_in_poc(
     sites = _prepare_sites(config, file, out, console)
     _announce(console, config, f"{len(sites)} sites as separate processes (nvflare poc, mTLS)")
     with start_poc(out / "poc", sites, checkpoints, encrypted=config.encrypted) as kit:
-        summary = run_deployed(_build_recipe(config, file), kit, out, on_line=_build_printer(console, on_line))
+        recipe = _build_recipe(config, file, out, mlflow=mlflow)
+        summary = run_deployed(recipe, kit, out, on_line=_build_printer(console, on_line))
     if config.encrypted:
         client_context = read_client_context(out / "poc", next(iter(sites)))
         summary = decrypt_record(config, load_task(config, file.parent), out, client_context)
@@ -169,6 +170,7 @@ def run_in_federation(
     *,
     byoc: bool,
     resume: bool = False,
+    mlflow: str | None = None,
     on_line: OnLine = ignore_line,
     restart_command: str = "",
 ) -> dict[str, Any]:
@@ -181,7 +183,7 @@ def run_in_federation(
     out.mkdir(parents=True, exist_ok=True)
     _announce(console, config, f"submitted with {kit}")
     show = _build_printer(console, on_line)
-    recipe = _build_recipe(config, file, byoc=byoc)
+    recipe = _build_recipe(config, file, out, mlflow=mlflow, byoc=byoc)
     summary = run_deployed(recipe, kit.resolve(), out, on_line=show, resume=resume, restart_command=restart_command)
     return _complete_record(config, file, out, summary)
 
@@ -197,13 +199,19 @@ def _prepare_checkpoints(config: RunConfig, file: Path, out: Path, *, resume: bo
     return prepare_checkpoints(config, assembly, out, resume=resume, step_back=step_back)
 
 
-def _build_recipe(config: RunConfig, file: Path, *, byoc: bool = False, tensorboard: bool = False) -> SparseRecipe:
+def _build_recipe(
+    config: RunConfig, file: Path, out: Path, *, mlflow: str | None, byoc: bool = False, tensorboard: bool = False
+) -> SparseRecipe:
     """Build the job; a user task travels as code, and then the package's source travels, too."""
     from ..flare.recipe import SparseRecipe
 
     modules = list_user_modules(config, file)
     return SparseRecipe(
-        config, packaging="byoc" if modules or byoc else "installed", modules=modules, tensorboard=tensorboard
+        config,
+        packaging="byoc" if modules or byoc else "installed",
+        modules=modules,
+        tensorboard=tensorboard,
+        tracker=build_tracker(mlflow, config, out),
     )
 
 

@@ -19,6 +19,7 @@ from .outcome import Env, RunCommand, explain_outcome
 from .result_folder import choose_default_folder, prepare_result_folder
 from .resume import ContinueFrom, Resume, StepBack, check_step_back, continue_run
 from .summary import PARTIAL, find_idle_sites, read_last_round, show_result
+from .tracking import resolve_tracking_uri
 
 
 def run(
@@ -55,6 +56,15 @@ def run(
         bool, typer.Option("--overwrite", help="Replace the finished or interrupted run that the result folder holds")
     ] = False,
     continue_from: ContinueFrom = None,
+    mlflow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URI",
+            help="Send the figures of every round to MLflow: its address, or with sim and poc a folder. The experiment "
+            "is named after the configuration or by MLFLOW_EXPERIMENT_NAME, the run after the result folder. Needs the "
+            "extra mlflow at the server; default: no MLflow",
+        ),
+    ] = None,
     set_: Overrides = None,
 ) -> None:
     """Run a job, show a line for each round, and write model and record to the result folder.
@@ -86,6 +96,7 @@ def run(
     check_step_back(step_back, env, resume=resume, continue_from=continue_from)
     if overwrite and continue_from is not None:
         raise ConfigError("--continue-from replaces no run; leave --overwrite out and choose a new --out")
+    tracking_uri = resolve_tracking_uri(mlflow, env) if mlflow is not None else None
     resolved = load_with_options(config, sites, rounds, seed, set_)
     name = f"{resolved.name}-local" if env == "local" else resolved.name
     if continue_from is not None:
@@ -93,7 +104,15 @@ def run(
         resume = True
     else:
         chosen = out or choose_default_folder(name, resume=resume, overwrite=overwrite)
-    options = {"env": env, "kit": kit, "byoc": byoc, "sites": sites, "rounds": rounds, "seed": seed}
+    options = {
+        "env": env,
+        "kit": kit,
+        "byoc": byoc,
+        "sites": sites,
+        "rounds": rounds,
+        "seed": seed,
+        "mlflow": mlflow,
+    }
     command = RunCommand(config, chosen, options, tuple(set_ or ()))
     folder = prepare_result_folder(command, resume=resume, overwrite=overwrite, is_deployed=env == "prod")
     with open_screen(env) as console:
@@ -112,6 +131,7 @@ def run(
                 step_back=step_back or 0,
                 kit=kit,
                 byoc=byoc,
+                mlflow=tracking_uri,
                 on_line=progress.record,
                 restart_command=command.format(),
             )

@@ -23,6 +23,7 @@ from .executor import SparseExecutor
 from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
 from .payload import HELLO, TASK
 from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, ServerSession, SiteSession, UserTask
+from .tracking import MlflowTracker
 
 Packaging = Literal["installed", "byoc"]
 
@@ -39,6 +40,7 @@ class SparseRecipe(Recipe):
             ``"byoc"``: the package's source travels in the app's ``custom/`` folder.
         modules: source files of a user task; they travel with ``"byoc"`` only.
         tensorboard: add FLARE's TensorBoard receiver to the server, which needs the package ``tensorboard``.
+        tracker: component that sends the figures to MLflow; the server needs the package ``mlflow``. None: no MLflow.
 
     Raises:
         ConfigError: there are ``modules`` but the packaging is ``"installed"``.
@@ -55,6 +57,7 @@ class SparseRecipe(Recipe):
         packaging: Packaging = "installed",
         modules: tuple[Path, ...] = (),
         tensorboard: bool = False,
+        tracker: MlflowTracker | None = None,
     ):
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
@@ -62,7 +65,7 @@ class SparseRecipe(Recipe):
         self._staging = Path(tempfile.mkdtemp(prefix="flare-sparse-"))
         weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
         job.set_app_packages(["flare_sparse"])
-        self._add_server_components(job, tensorboard)
+        self._add_server_components(job, tensorboard, tracker)
         self._add_site_components(job)
         self._add_settings(job, config)
         # Nested under "server", the only place where FLARE reads it.
@@ -74,7 +77,7 @@ class SparseRecipe(Recipe):
                 "modules: source files travel only with packaging 'byoc'; choose it, or install them at the sites"
             )
 
-    def _add_server_components(self, job: FedJob, tensorboard: bool) -> None:
+    def _add_server_components(self, job: FedJob, tensorboard: bool, tracker: MlflowTracker | None) -> None:
         job.to_server(FederatedController(), id="controller")
         job.to_server(ServerSession(), id=SERVER_ID)
         job.to_server(StagingAggregator(), id=AGGREGATOR_ID)
@@ -84,6 +87,8 @@ class SparseRecipe(Recipe):
             from nvflare.app_opt.tracking.tb.tb_receiver import TBAnalyticsReceiver
 
             job.to_server(TBAnalyticsReceiver(events=["analytix_log_stats"]), id="tensorboard")
+        if tracker is not None:
+            job.to_server(tracker, id="mlflow")
 
     def _add_site_components(self, job: FedJob) -> None:
         job.to_clients(SparseExecutor(), tasks=[HELLO, TASK])

@@ -71,7 +71,8 @@ def simulate(
     workspace = out / "workspace" / recipe.name
     shutil.rmtree(workspace, ignore_errors=True)
     (workspace / "local").mkdir(parents=True)
-    allow_classes(workspace, allowed_classes)
+    # FLARE's simulated server and sites share one list.
+    allow_classes(workspace, allowed_classes, at_server=True)
     record = workspace / "server" / "simulate_job" / "app_server" / RESULTS
     log = out / "flare.log"
     # Each site runs in its own process, which inherits only the environment.
