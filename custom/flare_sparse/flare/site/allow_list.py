@@ -30,7 +30,7 @@ CLASSES = (
 )
 """The classes of this package that a job may name; none of them takes an import string or a path."""
 SERVER_CLASSES = ("flare_sparse.flare.tracking.MlflowTracker",)
-"""Further classes that a job may name at the server only; no site builds an object that sends to an address of a job."""
+"""Further classes that a job may name at the server only: no site builds an object that sends to a URI of a job."""
 SERVER_FILE = "startup/fed_server.json"
 """File that only the startup kit of a server holds."""
 EVERYTHING = "*"
