@@ -37,7 +37,8 @@ def site() -> Site:
     torch.manual_seed(0)
     task = VolumeTask()
     data = TensorDataset(torch.randn(8, 1, 6, 6, 6), torch.randn(8))
-    return Site("site-1", task, Examples(data, data), Layout.from_module(task.model()), seed=3)  # type: ignore[arg-type]
+    layout = Layout.from_module(task.model())
+    return Site("site-1", task, Examples(data, data), layout, seed=3)  # type: ignore[arg-type]
 
 
 def test_sparse_training_ends_near_dense_training_and_keeps_entries_off(
