@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .checkpoint.store import Store
 from .config import JobConfig, build_method, build_task, serialize_job
-from .endpoints.server import SERVER
 from .errors import ConfigError
 from .federation import RoundRules
 from .methods import Method
@@ -26,10 +25,6 @@ from .params import Layout
 from .seeds import seed_torch
 from .task import SiteData, Task, load_examples
 from .training import Site
-
-# A server whose newest checkpoint is damaged asks its last committed round again. By then a site may have answered two
-# rounds more: it goes back to the checkpoint before both, or the residual that it had then is lost.
-SITE_CHECKPOINTS = 3
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ def open_checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -
         end: ``"server"`` or the name of a site.
     """
     owner = {"run": assembly.run_id, "layout": assembly.layout.fingerprint, "end": end, "job": serialize_job(job)}
-    return Store(root / f"{job.name}-{assembly.run_id}" / end, owner, keep=2 if end == SERVER else SITE_CHECKPOINTS)
+    return Store(root / f"{job.name}-{assembly.run_id}" / end, owner)
 
 
 def open_site(assembly: Assembly, data: SiteData) -> Site:

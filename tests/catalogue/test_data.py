@@ -304,7 +304,7 @@ def test_labels_outside_the_classes_are_rejected(hospitals: Hospitals) -> None:
     hospitals.task = "sex_classification"
     table = hospitals.damaged / "participants.tsv"
     table.write_text(table.read_text().replace("\tM\t", "\tX\t", 4))
-    assert "sex 'X' in participants.tsv; expected M or F" in hospitals.assert_rejects()
+    assert "sex 'X' in participants.tsv; expected F or 0 (female), M or 1 (male)" in hospitals.assert_rejects()
 
 
 @pytest.mark.row(43)

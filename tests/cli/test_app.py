@@ -134,13 +134,16 @@ def test_unknown_task_suggests_the_closest_name() -> None:
     assert "Did you mean 'morphometry_age'?" in result.output
 
 
-def test_local_run_locates_an_error_of_the_users_task_and_names_the_next_step(config: Path, tmp_path: Path) -> None:
+def test_local_run_locates_an_error_of_the_users_task(config: Path, tmp_path: Path) -> None:
     result = call("run", config, "--env", "local", "--out", tmp_path / "run", "--set", "task.crash=true")
     assert result.exit_code == 1
     assert "Traceback" not in result.output
-    assert "round 1 (train) failed: ZeroDivisionError: integer division or modulo by zero\n  at " in result.output
-    assert "in loss: return batch[0].sum() * (1 // 0)" in result.output
-    assert "--resume" in result.output
+    failure = "site-1: round 1 (train) failed: ZeroDivisionError: integer division or modulo by zero at "
+    assert failure in result.output
+    report = tmp_path / "run" / "site_errors" / "site-1.txt"
+    assert f"in loss: return batch[0].sum() * (1 // 0); see {report}" in result.output
+    assert "error E_QUORUM (docs/troubleshooting.md)" in result.output
+    assert result.output.rstrip().endswith("No round was committed.")
 
 
 def test_unknown_method_exits_with_2_and_suggests_the_closest_name() -> None:

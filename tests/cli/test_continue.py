@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from skips import require
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
@@ -134,7 +136,7 @@ def test_method_whose_schedule_has_ended_is_refused(folder: Path, tmp_path: Path
 
 
 def test_encrypted_run_continues_with_its_own_keys(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tenseal", reason="TenSEAL is needed: pip install 'flare-sparse[he]'")
+    require(importlib.util.find_spec("tenseal") is not None, "TenSEAL is needed: pip install 'flare-sparse[he]'")
     settings = ("--set", "method={name: fedavg}", "--set", "wire={encryption: ckks}", "--set", "federation.min_sites=2")
     short = tmp_path / "short"
     arguments = ("run", folder / "job.yaml", "--env", "local", *settings)

@@ -39,8 +39,8 @@ def leave_damaged_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ignore_age_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites with one mask and bases of different age share an encoded request."""
-    old = "base.mask.fingerprint if base else None, base_sequence)"
-    new = "base.mask.fingerprint if base else None, None)"
+    old = 'base_sequence = base.sequence if base and patch.base == "previous" else None'
+    new = "base_sequence = None"
     monkeypatch.setattr(ServerEndpoint, "encode_requests", rewrite(ServerEndpoint, "encode_requests", server, old, new))
 
 
@@ -49,9 +49,10 @@ def keep_memory_in_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SiteState, "_get_initial_memory", lambda state, request: state.memory_after)
 
 
-def keep_two_checkpoints_at_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_no_reserve_at_sites(monkeypatch: pytest.MonkeyPatch) -> None:
     """A site cannot follow a server that goes back one commit further than usual."""
-    monkeypatch.setattr("stepped_federation.SITE_CHECKPOINTS", 2)
+    save = Store.save
+    monkeypatch.setattr(Store, "save", lambda store, number, content, also_keep=(): save(store, number, content))
 
 
 class FaultsOverBases(RandomFaults):
@@ -104,13 +105,15 @@ def damage_one_server_checkpoint(machine: RandomFaults) -> None:
         machine.deliver({}, dies)
     machine.damage_server("byte flipped", 1)
     machine.resume()
+    machine.deliver({}, None)
+    assert not machine.log.count, "the memory of a site is lost"
 
 
 MUTATIONS = [
     (leave_damaged_checkpoints, damage_two_server_checkpoints, "CheckpointError"),
     (ignore_age_of_bases, lose_one_request, "a request over a base that it never held"),
     (keep_memory_in_retries, lose_one_reply, "memory of site-"),
-    (keep_two_checkpoints_at_sites, damage_one_server_checkpoint, "memory of site-"),
+    (keep_no_reserve_at_sites, damage_one_server_checkpoint, "memory of a site"),
 ]
 """What is taken out, the steps that show it, and what the machine says then."""
 

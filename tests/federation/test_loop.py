@@ -60,7 +60,7 @@ def test_round_below_the_quorum_is_retried_and_then_stops_the_run() -> None:
     assert compute_digest(outcome.weights) == compute_digest(Loop(bench()).run().weights)
     loop = Loop(bench(), rules=RoundRules(min_sites=3, retries=1))
     loop.tamper = lambda q, site, sent: None if site == "site-3" else sent
-    with pytest.raises(RoundFailed, match=r"2 of 3 sites contributed.*timed out: \['site-3'\]"):
+    with pytest.raises(RoundFailed, match=r"2 of 3 sites contributed.*timed out: site-3"):
         loop.run()
 
 

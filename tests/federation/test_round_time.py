@@ -50,7 +50,7 @@ class TimedFederation(LocalFederation):
 def test_round_below_the_quorum_is_retried_with_the_whole_time() -> None:
     federation = TimedFederation("fedavg", rules=RoundRules(min_sites=3, retries=1, round_s=60))
     federation.is_silent = lambda site, attempt: (site, attempt.round) == ("site-2", 2)
-    with pytest.raises(RoundFailed, match=r"timed out: \['site-2'\]"):
+    with pytest.raises(RoundFailed, match="timed out: site-2"):
         federation.run()
     assert federation.seconds == pytest.approx([60, 60, 60], abs=1)
 

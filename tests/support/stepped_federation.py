@@ -6,7 +6,7 @@ import hashlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from local_federation import LocalFederation, Upload
 from toy import ToyBench
 
-from flare_sparse.assemble import SITE_CHECKPOINTS
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.endpoints.server import SERVER, Attempt
 from flare_sparse.endpoints.site_state import SiteMemory
@@ -36,7 +35,7 @@ class KillableStore(Store):
 
     dies: str | None = None
 
-    def save(self, number: int, content: Any, also_keep: int | None = None) -> None:
+    def save(self, number: int, content: Any, also_keep: Collection[int | None] = ()) -> None:
         if self.dies == "before saving":
             raise Killed
         super().save(number, content, also_keep)
@@ -88,7 +87,7 @@ class SteppedFederation(LocalFederation):
     def _open_store(self, end: str) -> Store | None:
         if self.folder is None:
             return None
-        return self.server_store if end == SERVER else Store(self.folder / end, {}, keep=SITE_CHECKPOINTS)
+        return self.server_store if end == SERVER else Store(self.folder / end, {})
 
     def start(self, *, resume: bool) -> tuple[str, Any]:
         """Start the server and return its first event: see :meth:`wait`."""

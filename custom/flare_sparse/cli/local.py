@@ -136,7 +136,7 @@ class _SiteErrors:
         file.write_text(report)
         first, *others = report.splitlines()
         # The line of the user's module, where the error has one.
-        where = others[0].rstrip() if others and others[0].startswith("  at ") else ""
+        where = f" {others[0].strip()}" if others and others[0].startswith("  at ") else ""
         self._console.print(f"site {site} failed: {first}{where}; see {file}", markup=False)
 
 

@@ -29,9 +29,9 @@ StepBack = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Only with --resume: discard the last N commits first and repeat their rounds. For a poisoned commit: most "
-        "sites diverge from its model (E_DIVERGED, E_FINITE), or an update in it turns out to be wrong. Remove the "
-        "cause first. The last two commits are kept, so one step is possible. Not for --env prod",
+        help="Only with --resume: discard the last N commits first and repeat their rounds. For a poisoned commit: "
+        "most sites diverge from its model (E_DIVERGED, E_FINITE), or an update in it turns out to be wrong. Remove "
+        "the cause first. The last two commits are kept, so one step is possible. Not for --env prod",
     ),
 ]
 
@@ -76,8 +76,8 @@ def continue_run(run: Path, config: RunConfig, file: Path, out: Path | None, env
     folder = (out or run.with_name(f"{run.name}-{config.method.config.rounds}")).resolve()
     if folder != run and has_checkpoint(folder):
         raise ConfigError(
-            f"--out {folder}: holds an interrupted run. If it is this continuation, go on with it: the same command with "
-            f"--out {folder} --resume in place of --continue-from. Else choose another --out"
+            f"--out {folder}: holds an interrupted run. If it is this continuation, go on with it: the same command "
+            f"with --out {folder} --resume in place of --continue-from. Else choose another --out"
         )
     prepare_continuation(run, config, assemble(config, load_task(config, file.parent)), folder, FOLDER)
     if config.encrypted:
