@@ -299,7 +299,7 @@ def test_error_of_a_site_is_shown_once_with_the_line_of_the_task(config: Path) -
     assert result.exit_code == 1
     lines = [line for line in result.output.splitlines() if line.startswith("site site-1 failed")]
     (line,) = lines
-    assert "KeyError: 'age'  at " in line
+    assert "KeyError: 'age' at " in line
     assert "test_run.py:" in line
     assert line.endswith("site_errors/site-1.txt")
 

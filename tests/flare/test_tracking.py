@@ -120,7 +120,8 @@ def test_mlflow_that_does_not_reply_leaves_an_error_in_the_log(
 def test_server_without_mlflow_goes_on_and_its_log_says_how_to_install_it(
     context: FLContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)
+    for name in ("mlflow", "mlflow.tracking.client"):
+        monkeypatch.setitem(sys.modules, name, None)
     with caplog.at_level(logging.ERROR):
         run_job(MlflowTracker("http://mlflow", "brain_age", "p98"), context)
     assert "pip install 'flare-sparse[mlflow]'" in caplog.text

@@ -71,7 +71,7 @@ def config(federation: Path, tmp_path: Path) -> Path:
     file.write_text(
         "name: hospitals\nseed: 3\n"
         "method: {name: neurosfl, sparsity: 0.5, rounds: 3, training: {lr: 0.01}}\n"
-        "task: {name: mortality, medications: 3, model: {name: mlp, hidden: [8]}}\n"
+        "task: {name: mortality, medications: 3, model: {name: mlp, hidden: [128]}}\n"
         "federation: {min_sites: 3, task_timeout_s: 60}\n"
         f"simulator: {{sites: 3, data: {{path: '{federation / CANARY / '{site}.csv'}'}}}}\n"
     )
@@ -86,7 +86,7 @@ def user_task(federation: Path, tmp_path: Path) -> Path:
     file.write_text(
         "name: own\nseed: 3\n"
         "method: {name: neurosfl, sparsity: 0.5, rounds: 2, training: {lr: 0.01}}\n"
-        "task: {class: own_task.SumTask, width: 8}\n"
+        "task: {class: own_task.SumTask, width: 64}\n"
         "federation: {min_sites: 3, task_timeout_s: 60}\n"
         f"simulator: {{sites: 3, data: {{path: '{federation / CANARY / '{site}.csv'}'}}}}\n"
     )
