@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from flare_sparse.kernels.cost import is_sparse_faster
+import pytest
+
+from flare_sparse.kernels.cost import Work, is_sparse_faster
 from flare_sparse.kernels.geometry import Geometry, Triple
 
 
@@ -10,20 +12,32 @@ def build_geometry(inputs: int, outputs: int, shape: Triple) -> Geometry:
     return Geometry(inputs, outputs, shape, (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1))
 
 
-def test_sparse_is_faster_for_few_live_weights_of_a_large_layer() -> None:
+@pytest.mark.parametrize(
+    ("is_training", "expected"), [(False, [True, True, True, False]), (True, [True, True, False, False])]
+)
+def test_sparse_is_faster_for_few_live_weights_of_a_large_layer(is_training: bool, expected: list[bool]) -> None:
     geometry = build_geometry(32, 64, (45, 54, 45))
     weights = 32 * 64 * 27
-    decisions = [is_sparse_faster(geometry, int(weights * density), 1) for density in (0.01, 0.1, 0.9, 1.0)]
-    assert decisions == [True, True, False, False]
+    works = [
+        Work(geometry, int(weights * density), 1, is_normalised=True, is_pooled=True, is_training=is_training)
+        for density in (0.01, 0.1, 0.5, 1.0)
+    ]
+    assert [is_sparse_faster(work) for work in works] == expected
+
+
+def test_first_layer_of_a_full_volume_is_fused_whatever_its_mask() -> None:
+    """Normalisation and pooling of 29 million values take longer than the convolution."""
+    geometry = build_geometry(1, 32, (91, 109, 91))
+    assert is_sparse_faster(Work(geometry, 32 * 27, 1, is_normalised=True, is_pooled=True, is_training=True))
 
 
 def test_small_layer_stays_dense_whatever_its_sparsity() -> None:
-    assert not is_sparse_faster(build_geometry(1, 4, (6, 6, 6)), 1, 1)
+    assert not is_sparse_faster(Work(build_geometry(1, 4, (6, 6, 6)), 1, 1))
 
 
 def test_decision_changes_once_from_sparse_to_dense_as_weights_are_added() -> None:
     geometry = build_geometry(64, 128, (11, 13, 11))
-    decisions = [is_sparse_faster(geometry, live, 4) for live in range(0, 64 * 128 * 27, 1000)]
+    decisions = [is_sparse_faster(Work(geometry, live, 4)) for live in range(0, 64 * 128 * 27, 1000)]
     assert decisions == sorted(decisions, reverse=True)
     assert decisions[0]
     assert not decisions[-1]

@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 from ..structure.graph import trace
 from ..structure.tracing import Untraceable
 from .block import BlockSpec, Layer, SparseBlock
-from .cost import is_sparse_faster
+from .cost import Work, is_sparse_faster
 from .geometry import Geometry, PaddedVolume, Triple, build_triple
 from .plan import LiveWeights
 
-Decide = Callable[[Geometry, int, int], bool]
-"""Returns whether the kernels compute a layer, from its geometry, its number of live weights and the samples."""
+Decide = Callable[[Work], bool]
+"""Returns whether the kernels compute a block."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -144,7 +144,7 @@ class Block:
             return self._compute_linear(inputs)
         layer: Any = self.chain.layer
         geometry = Geometry.from_layer(layer, tuple(inputs.shape[2:]))
-        self.is_sparse = inputs.dtype == torch.float32 and self.decide(geometry, self.count, len(inputs))
+        self.is_sparse = inputs.dtype == torch.float32 and self.decide(self._build_work(geometry, len(inputs)))
         if not self.is_sparse:
             return self._compute_densely(inputs)
         producer, padded = getattr(inputs, "_padded", (None, None))
@@ -182,7 +182,7 @@ class Block:
         rows = inputs.reshape(-1, layer.in_features)
         one = (1, 1, 1)
         geometry = Geometry(layer.in_features, layer.out_features, (1, 1, len(rows)), one, one, (0, 0, 0), one)
-        self.is_sparse = inputs.dtype == torch.float32 and self.decide(geometry, self.count, 1)
+        self.is_sparse = inputs.dtype == torch.float32 and self.decide(self._build_work(geometry, 1))
         if not self.is_sparse:
             return self._compute_densely(inputs)
         columns = rows.t().contiguous().view(1, layer.in_features, 1, 1, len(rows))
@@ -197,6 +197,11 @@ class Block:
             live = live or LiveWeights.from_mask(self.live, geometry)
             self._layers[key] = Layer(geometry, live, self._build_spec())
         return self._layers[key]
+
+    def _build_work(self, geometry: Geometry, samples: int) -> Work:
+        chain = self.chain
+        is_training = torch.is_grad_enabled() and chain.layer.training
+        return Work(geometry, self.count, samples, chain.norm is not None, chain.pool is not None, is_training)
 
     def _build_spec(self) -> BlockSpec:
         norm, activation = self.chain.norm, self.chain.activation
