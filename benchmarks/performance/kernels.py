@@ -242,9 +242,11 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="write a Markdown table here")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of torch threads")
     parser.add_argument("--networks", nargs="+", default=[], help="only networks whose name begins with one of these")
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=PATTERNS, help="only these masks")
+    parser.add_argument("--sparsities", type=float, nargs="+", default=SPARSITIES, help="only these sparsities")
     options = parser.parse_args()
-    sparsities = (0.9, 0.95) if options.quick else SPARSITIES
-    patterns = ("uniform",) if options.quick else PATTERNS
+    sparsities = (0.9, 0.95) if options.quick else tuple(options.sparsities)
+    patterns = ("uniform",) if options.quick else tuple(options.patterns)
     threads = [1] if options.quick else options.threads
     repeats = 2 if options.quick else 5
     chosen = [b for b in NETWORKS if not options.networks or b.name.startswith(tuple(options.networks))]

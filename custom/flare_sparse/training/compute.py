@@ -42,7 +42,7 @@ def use_compute(compute: Compute, model: FlatModel, start: Tensor, trainable: Ma
     with use_sparse_kernels(model.module, _find_live_weights(model, start, trainable)) as blocks:
         yield
         names = [block.chain.name for block in blocks if block.is_sparse]
-        log.debug("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))
+        log.info("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))
 
 
 def can_use_kernels(compute: Compute, device: torch.device) -> bool:
