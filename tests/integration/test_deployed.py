@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,9 @@ def run_locally_without(file: Path, absent: str) -> str:
     assembly = assemble(config, build_task(config, import_task_class(config.task.name, file.parent)))
     data = {name: SiteData(name, file.parent) for name in SITES if name != absent}
     sites = {name: open_site(assembly, where) for name, where in data.items()}
+    rules = replace(build_rules(config), min_sites=len(sites))
     outcome, _ = run_locally(
-        assembly.method, assembly.weights, sites, assembly.task.metric, run=assembly.run_id, rules=build_rules(config)
+        assembly.method, assembly.weights, sites, assembly.task.metric, run=assembly.run_id, rules=rules
     )
     return compute_digest(outcome.weights)
 
