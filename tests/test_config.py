@@ -243,6 +243,31 @@ def test_settings_that_need_readable_updates_are_refused_with_encryption(
     assert "wire.encryption" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("method", "reason", "fix"),
+    [
+        ("{name: scbf}", "aggregation sum adds the rounding error", "set aggregation to mean"),
+        ("{name: scbfwp}", "aggregation sum adds the rounding error", "set aggregation to mean"),
+        ("{name: dssgd}", "aggregation sum adds the rounding error", "set aggregation to mean"),
+        ("{name: fedavg, server_lr: 5}", "server_lr 5.0 multiplies the rounding error", "set it to 2 or less"),
+    ],
+)
+def test_methods_that_multiply_rounding_errors_are_refused_with_few_bits(
+    file: Path, method: str, reason: str, fix: str
+) -> None:
+    assert load_config(file, [f"method={method}", "wire.values=bfloat16_zstd"]).wire.values == "bfloat16_zstd"
+    for values in ("int8", "int4", "int2"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(file, [f"method={method}", f"wire.values={values}"])
+        assert f"wire.values is {values}" in str(caught.value)
+        assert reason in str(caught.value)
+        assert fix in str(caught.value)
+
+
+def test_selective_methods_that_average_may_have_few_bits(file: Path) -> None:
+    assert load_config(file, ["method={name: scbf, aggregation: mean}", "wire.values=int4"]).wire.values == "int4"
+
+
 def test_missing_sections_are_named(file: Path) -> None:
     file.write_text("name: x\n")
     assert [line.split(";")[0] for line in load_problems(file)] == ["method: missing", "task: missing"]

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 with atheris.instrument_imports(include=["flare_sparse.wire"], enable_loader_override=False):
-    from flare_sparse.wire.codec import Decoded, decode, encode
-    from flare_sparse.wire.encodings import ENCODINGS
+    from flare_sparse.wire.codec import decode, encode
+    from flare_sparse.wire.encodings import ENCODINGS, Encoding
     from flare_sparse.wire.envelope import HEADER_BYTES, read_header, write_header
 
 from flare_sparse.errors import RejectedMessage, WireError
@@ -39,6 +39,7 @@ from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.wire import envelope
+from flare_sparse.wire.messages import Decoded
 from flare_sparse.wire.plan import Plan
 from flare_sparse.wire.versions import VERSIONS
 
@@ -46,12 +47,15 @@ SLACK_BYTES = 16 * 2**20
 SECONDS = 1.0
 MOST_BYTES = 40_960
 LENGTHS = slice(96, 112)
-IDENTITY = (slice(0, 6), slice(12, 24), slice(32, 72))  # magic and version; round and sequence; kind, run and layout
+CODES: dict[int, Encoding] = {encoding.code: encoding for encoding in ENCODINGS.values()}
+IDENTITY = (slice(0, 4), slice(5, 6), slice(12, 24), slice(32, 72))  # magic; round and sequence; kind, run and layout
 KNOWN = slice(72, 88)
 
 
 def build_layout(*shapes: tuple[int, ...]) -> Layout:
-    return Layout(tuple(TensorSpec(f"t{i}", shape, "weight") for i, shape in enumerate(shapes)))
+    """Return a layout whose last tensor is a buffer."""
+    *weights, buffer = (TensorSpec(f"t{i}", shape, "weight") for i, shape in enumerate(shapes))
+    return Layout((*weights, replace(buffer, role="buffer")))
 
 
 def draw_mask(size: int, share: float) -> Mask:
@@ -60,13 +64,25 @@ def draw_mask(size: int, share: float) -> Mask:
 
 SMALL, LARGE = build_layout((6, 5), (7,), (), (4, 2, 3)), build_layout((100, 60), (20, 10, 3, 3), (17,))
 SERVER = Plan(
-    SMALL, "0123456789abcdef", base_mask=draw_mask(SMALL.size, 0.5), base_sequence=4, sequence=7, round=3, kind="train"
+    SMALL,
+    "0123456789abcdef",
+    base_mask=draw_mask(SMALL.size, 0.5),
+    base_sequence=4,
+    base_vector=torch.linspace(-1, 1, SMALL.size),
+    sequence=7,
+    round=3,
+    kind="train",
 )
 PLANS = (
     SERVER,
     replace(SERVER, sequence=None, round=None, kind=None),
-    replace(SERVER, base_mask=None, base_sequence=None),
-    replace(SERVER, layout=LARGE, base_mask=draw_mask(LARGE.size, 0.5)),
+    replace(SERVER, base_mask=None, base_sequence=None, base_vector=None),
+    replace(
+        SERVER,
+        layout=LARGE,
+        base_mask=draw_mask(LARGE.size, 0.5),
+        base_vector=torch.linspace(-1, 1, LARGE.size),
+    ),
 )
 
 
@@ -77,14 +93,18 @@ class Finding(Exception):
 def build_seeds() -> list[bytes]:
     """Return valid messages of every plan, selection and number format, by every encoding that can write them."""
     messages = []
-    for (number, plan), share, values in product(enumerate(PLANS), (0.0, 0.02, 0.3, 1.0), ("float32", "bfloat16")):
+    formats = [name for version in VERSIONS.values() for name in version.value_formats if name != "ckks"]
+    for (number, plan), share, values in product(enumerate(PLANS), (0.0, 0.02, 0.3, 1.0), formats):
         full = replace(plan, sequence=7, round=3, kind="train")
         masks = [draw_mask(plan.layout.size, share)]
         if plan.base_mask is not None:
             masks += [plan.base_mask, plan.base_mask & masks[0]]
         for mask in masks:
             patch = Patch(torch.ones(mask.count), mask)
-            messages += [bytes([number]) + encode(patch, full, values=values).data.tobytes()]  # type: ignore[arg-type]
+            for content in ("weights", "delta"):
+                generator = torch.Generator().manual_seed(1)
+                options: Any = {"values": values, "content": content, "generator": generator}
+                messages.append(bytes([number]) + encode(patch, full, **options).data.tobytes())
             messages += [
                 bytes([number]) + encode_by(name, full, mask).tobytes()
                 for name in ENCODINGS
@@ -107,10 +127,16 @@ def encode_by(name: str, plan: Plan, mask: Mask) -> np.ndarray:
     encoding = ENCODINGS[name]
     raw = encoding.encode(mask, plan.base_mask, plan.layout)
     assert raw is not None
-    plain = read_header(encode(Patch(torch.ones(mask.count), mask), replace(plan, base_mask=None)).data)
+    generator = torch.Generator().manual_seed(1)
+    format_: Any = "float32" if encoding in VERSIONS[1].encodings else "int4"
+    plain_plan = replace(plan, base_mask=None, base_vector=None)
+    message = encode(Patch(torch.ones(mask.count), mask), plain_plan, values=format_, generator=generator).data
+    plain = read_header(message)
+    values = message[plain.values_start :]
     known = bytes.fromhex(plan.base_mask.fingerprint) if encoding.requires_base and plan.base_mask else bytes(16)
     header = replace(plain, encoding=encoding.code, base_mask=known, selection_bytes=len(raw))
-    buffer = np.zeros(header.values_start + -(-4 * mask.count // 8) * 8, np.uint8)
+    buffer = np.zeros(header.values_start + values.size, np.uint8)
+    buffer[header.values_start :] = values
     buffer[HEADER_BYTES : HEADER_BYTES + len(raw)] = np.frombuffer(raw, np.uint8)
     write_header(header, buffer)
     return buffer
@@ -141,7 +167,8 @@ def with_identity(message: np.ndarray, plan: Plan) -> np.ndarray:
     valid = build_empty_message(plan)
     for part in IDENTITY:
         message[part] = valid[part]
-    encoding = VERSIONS[1].encodings_by_code.get(int(message[6]))
+    message[4] = 1 + (int(message[4]) - 1) % len(VERSIONS)
+    encoding = CODES.get(int(message[6]))
     requires_base = encoding is not None and encoding.requires_base and plan.base_mask is not None
     base = bytes.fromhex(plan.base_mask.fingerprint) if requires_base and plan.base_mask else bytes(16)
     message[KNOWN] = np.frombuffer(base, np.uint8)

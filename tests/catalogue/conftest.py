@@ -45,8 +45,10 @@ class Parts:
     def from_message(cls, message: np.ndarray) -> Parts:
         header = read_header(message)
         selection_end = HEADER_BYTES + header.selection_bytes
-        width = 4 if header.values == 1 else 2
-        values = message[header.values_start : header.values_start + width * header.scalars]
+        # A format of version 2 is no multiple of its values: its section is kept with the padding.
+        width = {1: 4, 2: 2, 3: 2}.get(header.values)
+        values_end = None if width is None else header.values_start + width * header.scalars
+        values = message[header.values_start : values_end]
         return cls(header, message[HEADER_BYTES:selection_end].tobytes(), values.tobytes())
 
     def to_message(self, **header_fields: Any) -> np.ndarray:
@@ -169,6 +171,7 @@ def build_selections(layout: Any) -> dict[str, tuple[Mask, Mask]]:
         "bitmap": (some, most),
         "csr": (Mask(few), full),
         "slices": (Mask(layout.flatten(rows)), full),
+        "gaps": (Mask(few), full),
     }
 
 

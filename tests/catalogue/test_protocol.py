@@ -29,10 +29,10 @@ from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
 from flare_sparse.flare.session import ServerSession
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout, compute_digest
-from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.versions import VERSIONS
 
-every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+every_encoding = pytest.mark.parametrize("encoding", [encoding.name for encoding in VERSIONS[1].encodings])
 
 
 @every_encoding

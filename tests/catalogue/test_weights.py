@@ -11,9 +11,9 @@ import pytest
 
 from flare_sparse.federation import RoundRules
 from flare_sparse.params import compute_digest
-from flare_sparse.wire.encodings import ENCODINGS
+from flare_sparse.wire.versions import VERSIONS
 
-every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+every_encoding = pytest.mark.parametrize("encoding", [encoding.name for encoding in VERSIONS[1].encodings])
 
 
 def claim_examples(*numbers: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flare_sparse.endpoints.bases import SiteBase
-from flare_sparse.endpoints.server_state import EncryptedModel, ServerSnapshot, ServerState
+from flare_sparse.endpoints.server_state import KEPT_VECTORS, EncryptedModel, ServerSnapshot, ServerState
 from flare_sparse.exchange import Assignment, EncryptedValues, Patch, Request
 from flare_sparse.mask import Mask
 
@@ -28,10 +28,12 @@ STATE = ServerState(
     previous_first_sequence=3,
     assignments=(OLD,),
     bases={"a": SiteBase(FULL, 5), "b": SiteBase(HALF, 2)},
+    bases_before={"a": SiteBase(FULL, 4), "b": SiteBase(HALF, 1)},
     residuals={"all": RESIDUAL},
     residuals_before={"all": None},
     pending={"a": OLD, "b": OLD},
     sent={"a": SPARSE, "b": DENSE},
+    vectors={"a": RESIDUAL, "b": RESIDUAL},
     acknowledged={"a": 5, "b": 2},
     acknowledged_before={"a": 2},
     encrypted=FIRST_CIPHERTEXT,
@@ -47,16 +49,18 @@ ROWS = {
             "first_sequence": 8,
             "previous_first_sequence": 6,
             "assignments": (NEW,),
+            "bases_before": {"a": SiteBase(FULL, 5), "b": SiteBase(HALF, 2)},
             "residuals_before": {"all": RESIDUAL},
             "acknowledged_before": {"a": 5, "b": 2},
             "pending": {"a": NEW, "c": NEW},
             "sent": {},
+            "vectors": {},
         },
     ),
-    "retry": (STATE.retry({"b": OLD}), {"sequence": 8, "pending": {"b": OLD}, "sent": {}}),
+    "retry": (STATE.retry({"b": OLD}), {"sequence": 8, "pending": {"b": OLD}, "sent": {}, "vectors": {}}),
     "send": (
-        STATE.send({"a": DENSE}, {"all": NEXT_RESIDUAL}),
-        {"sent": {"a": DENSE}, "residuals": {"all": NEXT_RESIDUAL}},
+        STATE.send({"a": DENSE}, {"all": NEXT_RESIDUAL}, {"a": NEXT_RESIDUAL}),
+        {"sent": {"a": DENSE}, "residuals": {"all": NEXT_RESIDUAL}, "vectors": {"a": NEXT_RESIDUAL}},
     ),
     "acknowledge": (
         STATE.acknowledge("b"),
@@ -66,7 +70,10 @@ ROWS = {
             "acknowledged": {"a": 5, "b": 7},
         },
     ),
-    "forget_base": (STATE.forget_base("a"), {"bases": {"b": SiteBase(HALF, 2)}}),
+    "forget_base": (
+        STATE.forget_base("a"),
+        {"bases": {"b": SiteBase(HALF, 2)}, "bases_before": {"b": SiteBase(HALF, 1)}},
+    ),
     "aggregate": (STATE.aggregate(NEXT_CIPHERTEXT), {"encrypted": NEXT_CIPHERTEXT}),
     "restore": (
         ServerState.restore(SNAPSHOT),
@@ -76,10 +83,12 @@ ROWS = {
             "previous_first_sequence": 0,
             "assignments": (),
             "bases": {"c": SiteBase(FULL, 9)},
+            "bases_before": {},
             "residuals": {"c": NEXT_RESIDUAL},
             "residuals_before": {},
             "pending": {},
             "sent": {},
+            "vectors": {},
             "acknowledged": {"c": 9},
             "acknowledged_before": {},
             "encrypted": NEXT_CIPHERTEXT,
@@ -122,16 +131,38 @@ def test_only_the_same_assignment_objects_make_a_retry() -> None:
 
 
 def test_site_needs_the_full_model_without_a_base_since_the_previous_assignments() -> None:
-    assert not STATE.needs_full_model("a")
-    assert STATE.needs_full_model("b")
-    assert STATE.needs_full_model("c")
+    assert not STATE.needs_full_model(STATE.bases.get("a"))
+    assert STATE.needs_full_model(STATE.bases.get("b"))
+    assert STATE.needs_full_model(STATE.bases.get("c"))
     oldest = replace(STATE, bases={"a": SiteBase(FULL, STATE.previous_first_sequence)})
-    assert not oldest.needs_full_model("a"), "the first attempt at the previous assignments is recent enough"
+    assert not oldest.needs_full_model(oldest.bases.get("a")), (
+        "the first attempt at the previous assignments is recent enough"
+    )
     started = STATE.start({"a": NEW}).send({"a": DENSE}, {})
-    assert started.needs_full_model("a"), "its base is older than the first attempt at the previous assignments"
-    assert not started.acknowledge("a").needs_full_model("a")
+    assert started.needs_full_model(started.bases.get("a")), (
+        "its base is older than the first attempt at the previous assignments"
+    )
+    acknowledged = started.acknowledge("a")
+    assert not acknowledged.needs_full_model(acknowledged.bases.get("a"))
 
 
 def test_snapshot_restores_what_a_resumed_run_needs() -> None:
     assert ServerState.restore(SNAPSHOT).snapshot() == SNAPSHOT
     assert ServerState.restore(STATE.snapshot()).start({"a": NEW}).previous_first_sequence == STATE.first_sequence
+
+
+def test_server_keeps_the_vectors_of_the_newest_messages_only() -> None:
+    """A site with an older vector is one without a base: it receives the full model."""
+    vector = torch.zeros(4)
+    bases = {f"site-{n}": SiteBase(FULL, n, vector) for n in range(1, KEPT_VECTORS + 3)}
+    bases |= {"plain": SiteBase(FULL, 1)}
+    started = replace(STATE, bases=bases).start({"a": NEW})
+    assert sorted(started.bases) == ["plain", *(f"site-{n}" for n in range(3, KEPT_VECTORS + 3))]
+    assert started.bases_before == started.bases
+
+
+def test_acknowledged_base_has_the_vector_that_the_site_reads() -> None:
+    vector = torch.ones(4)
+    state = STATE.send({"b": DENSE}, {}, {"b": vector}).acknowledge("b")
+    assert state.bases["b"].vector is vector
+    assert ServerState.restore(state.snapshot()).bases["b"].vector is vector

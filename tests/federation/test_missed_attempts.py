@@ -22,7 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """The methods whose training requests build on the previous model."""
 ADAPTED = ("ffa_lora", "lora_a2")
-VALUES = ("float32", "bfloat16", "float16")
+VALUES = ("float32", "bfloat16", "float16", "int4")
 MISSED = 2
 """Number of the attempt that is disturbed: the first one of round 2. Every round takes one attempt otherwise."""
 

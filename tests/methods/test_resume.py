@@ -114,7 +114,7 @@ def timeless(record: RoundRecord) -> dict[str, Any]:
     return {k: v for k, v in asdict(record).items() if k not in ("seconds", "committed_at")}
 
 
-@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
 @pytest.mark.parametrize("name", METHODS)
 def test_resumed_run_equals_the_uninterrupted_one(name: str, values: str, bench: Any, tmp_path: Path) -> None:
     """Model, evaluations, rounds and messages are equal, whichever commit was the last."""
@@ -126,7 +126,7 @@ def test_resumed_run_equals_the_uninterrupted_one(name: str, values: str, bench:
         assert run(bench, name, folder, values=values, resume=True) == uninterrupted
 
 
-@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
 @pytest.mark.parametrize("name", METHODS)
 def test_failed_attempt_leaves_no_trace(name: str, values: str, bench: Any, tmp_path: Path) -> None:
     """The first attempt of every round fails, and the sites repeat their updates in the second.
@@ -143,7 +143,7 @@ def test_failed_attempt_leaves_no_trace(name: str, values: str, bench: Any, tmp_
     assert Lossy(bench, name, values, cut).run(resume=True) == uninterrupted
 
 
-@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
 def test_restarted_site_knows_which_update_was_discarded(values: str, bench: Any, tmp_path: Path) -> None:
     """As in a simulator with fewer processes than sites: between attempts a site has only its checkpoint."""
     uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted", values=values)
@@ -151,7 +151,7 @@ def test_restarted_site_knows_which_update_was_discarded(values: str, bench: Any
     assert failed[:3] == uninterrupted[:3]
 
 
-@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
 def test_kill_in_the_last_of_three_attempts_leaves_no_trace(values: str, bench: Any, tmp_path: Path) -> None:
     """However often a round is retried, a site keeps the checkpoint from before it."""
     uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted", values=values)

@@ -24,6 +24,10 @@ def unpack_mask(text: str, size: int) -> Mask:
     return Mask(torch.from_numpy(np.unpackbits(packed, count=size).astype(bool)))
 
 
+def unpack_vector(text: str | None) -> torch.Tensor | None:
+    return None if text is None else torch.from_numpy(np.frombuffer(bytes.fromhex(text), "<f4").copy())
+
+
 def load_expected(file: str) -> tuple[Plan, dict[str, Any]]:
     """Return the plan of both ends and the meaning of a golden message."""
     path = FOLDER / file
@@ -34,6 +38,7 @@ def load_expected(file: str) -> tuple[Plan, dict[str, Any]]:
         expected["run"],
         base_mask=unpack_mask(expected["base_mask"], layout.size),
         base_sequence=expected["base_sequence"],
+        base_vector=unpack_vector(expected.get("base_vector")),
     )
     return plan, expected["messages"][path.stem]
 

@@ -106,7 +106,7 @@ class LocalFederation:
         )
         self.ledger = Ledger()
         cipher = ServerCipher(contexts.server) if contexts else None
-        self.server = ServerEndpoint(self.method.layout, RUN, values, self.ledger, cipher)
+        self.server = ServerEndpoint(self.method.layout, RUN, values, self.ledger, cipher, self.method.seed)
         self.sites = self.bench.sites(sites) if isinstance(sites, int) else dict(sites)
         self.endpoints = {name: self._build_endpoint(name) for name in self.sites}
 

@@ -102,7 +102,7 @@ class RandomFaults(RuleBasedStateMachine):
         self.log = LossLog()
         logging.getLogger("flare_sparse").addHandler(self.log)
 
-    @initialize(data=st.data(), values=st.sampled_from(["float32", "bfloat16"]))
+    @initialize(data=st.data(), values=st.sampled_from(["float32", "bfloat16", "int4"]))
     def start(self, data: st.DataObject, values: str) -> None:
         self.begin(data.draw(st.sampled_from(self.methods)), values)
 

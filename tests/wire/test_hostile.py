@@ -17,9 +17,10 @@ from flare_sparse.errors import MissingBase, RejectedMessage, WireError
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout, TensorSpec
-from flare_sparse.wire.codec import Decoded, decode, encode
+from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, read_header, write_checksums, write_header
+from flare_sparse.wire.messages import Decoded
 from flare_sparse.wire.plan import Plan
 from flare_sparse.wire.versions import CURRENT_VERSION
 

@@ -19,7 +19,7 @@ from flare_sparse.errors import RejectedMessage
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout, TensorSpec
-from flare_sparse.wire import versions
+from flare_sparse.wire import codec
 from flare_sparse.wire.codec import compute_min_message_bytes, decode, encode, read_sequence
 from flare_sparse.wire.encodings import ENCODINGS, Encoding
 from flare_sparse.wire.envelope import HEADER_BYTES, MAGIC, Header, read_header, write_header
@@ -87,13 +87,20 @@ def compute_crc(buffer: np.ndarray) -> int:
     return zlib.crc32(buffer[TOY_FIELDS.size :].tobytes(), zlib.crc32(buffer[: TOY_FIELDS.size - 4].tobytes()))
 
 
-TOY = WireVersion(NEXT, (*VERSIONS[1].encodings, OneRun()), TOY_FIELDS.size, read_toy_header, write_toy_header)
+TOY = WireVersion(
+    NEXT,
+    (*VERSIONS[1].encodings, OneRun()),
+    VERSIONS[1].value_formats,
+    TOY_FIELDS.size,
+    read_toy_header,
+    write_toy_header,
+)
 
 
 @contextmanager
 def register_toy() -> Iterator[None]:
     """Within this context, the package also reads the next version, and writes it."""
-    with patch.dict(VERSIONS, {NEXT: TOY}), patch.object(versions, "CURRENT_VERSION", NEXT):
+    with patch.dict(VERSIONS, {NEXT: TOY}), patch.object(codec, "choose_version", lambda value_format: TOY):
         yield
 
 
@@ -104,8 +111,7 @@ def build_next_message() -> np.ndarray:
 
 def build_v1_message_with_code(code: int, section: bytes, **fields: int) -> np.ndarray:
     """Return a version 1 message with valid checksums whose selection has this code and these bytes."""
-    with patch.object(versions, "CURRENT_VERSION", 1):
-        plain = encode(Patch.from_vector(VECTOR, RUN), PLAN).data
+    plain = encode(Patch.from_vector(VECTOR, RUN), PLAN).data
     header = read_header(plain)
     values = plain[header.values_start :]
     header = replace(header, encoding=code, selection_bytes=len(section), **fields)
@@ -172,15 +178,31 @@ def test_peer_without_the_next_version_refuses_its_messages() -> None:
         assert (caught.value.expected, caught.value.found) == ((b"FSPM", sorted(VERSIONS)), (b"FSPM", NEXT))
 
 
-def test_encoder_writes_the_current_version() -> None:
-    data = encode(Patch.from_vector(VECTOR, RUN), PLAN).data
-    assert int.from_bytes(data[4:6].tobytes(), "little") == versions.CURRENT_VERSION
+@pytest.mark.parametrize(("values", "number"), [("float32", 1), ("bfloat16", 1), ("int4", 2), ("float32_zstd", 2)])
+def test_encoder_writes_the_oldest_version_that_has_the_value_format(values: Any, number: int) -> None:
+    """So that a job without the formats of version 2 sends the bytes of version 1."""
+    data = encode(Patch.from_vector(VECTOR, RUN), PLAN, values=values, generator=torch.Generator()).data
+    assert int.from_bytes(data[4:6].tobytes(), "little") == number
+
+
+@pytest.mark.parametrize(("number", "code"), [(1, 5), (1, 6), (1, 7), (1, 8), (1, 9), (2, 1), (2, 2), (2, 3), (2, 4)])
+def test_value_format_of_another_version_is_refused(number: int, code: int) -> None:
+    values: Any = {1: "float32", 2: "int8"}[number]
+    data = encode(Patch.from_vector(VECTOR, RUN), PLAN, values=values, generator=torch.Generator()).data
+    write_header(replace(read_header(data), values=code), data)
+    with pytest.raises(RejectedMessage, match="E_DTYPE"):
+        decode(data, PLAN)
 
 
 def test_v1_has_its_six_encodings_in_order_of_preference_whatever_the_package_adds() -> None:
     assert [(encoding.code, encoding.name) for encoding in VERSIONS[1].encodings] == [
         (1, "dense"), (2, "shared"), (3, "shrink"), (4, "bitmap"), (5, "csr"), (6, "slices"),
     ]  # fmt: skip
+
+
+def test_v2_has_the_encodings_of_v1_and_gaps() -> None:
+    assert VERSIONS[2].encodings == (*VERSIONS[1].encodings, ENCODINGS["gaps"])
+    assert ENCODINGS["gaps"].code == 7
 
 
 def test_versions_are_registered_under_their_number_with_unique_codes() -> None:

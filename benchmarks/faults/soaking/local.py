@@ -70,7 +70,7 @@ def soak(settings: dict[str, Any], sites: int, share: float) -> dict[str, Any]:
     job = parse_job(settings, FaultyTask)
     assembly = assemble(job, FaultyTask({"faults": "none"}))
     ledger = Ledger()
-    server = ServerEndpoint(assembly.layout, assembly.run_id, job.wire.values, ledger)
+    server = ServerEndpoint(assembly.layout, assembly.run_id, job.wire.values, ledger, seed=job.seed)
     names = [f"site-{i}" for i in range(1, sites + 1)]
     endpoints = {
         name: SiteEndpoint(

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..methods import METHODS, MethodConfig
 from ..task import TaskConfig
 from ..tasks import TASKS
+from ..wire.plan import ValueType
+from ..wire.values import is_quantized
 from .choice import Choice, ChoiceSerializer, build_choice_validator
 
 
@@ -22,10 +24,10 @@ class Section(BaseModel):
 class WireConfig(Section):
     """Format of the messages."""
 
-    values: Literal["float32", "float16", "bfloat16"] = Field(
+    values: ValueType = Field(
         "float32",
         description="number format of values in messages; the rounding residual of a short format is added to the next "
-        "message",
+        "message; int8, int4 and int2 round the difference to what the receiver holds; _zstd is lossless compression",
     )
     encryption: Literal["none", "ckks"] = Field(
         "none", description="ckks: the server aggregates encrypted weights; the keys are part of the startup kits"
@@ -279,6 +281,16 @@ class JobConfig(Section):
     def encrypted(self) -> bool:
         """Whether weights are sent encrypted."""
         return self.wire.encryption != "none"
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> JobConfig:
+        reason = self.method.config.quantization_blocker
+        if is_quantized(self.wire.values) and reason:
+            raise ValueError(
+                f"wire.values is {self.wire.values}, but method {self.method.name}: {reason}; or set wire.values to "
+                "bfloat16"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_encryption(self) -> JobConfig:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..exchange import Request
+from torch import Tensor
+
+from ..exchange import Patch, Request
 from ..mask import Mask
 from ..params import Layout
 from ..wire.plan import CiphertextFormat, Plan
@@ -17,10 +19,26 @@ class SiteBase:
     Attributes:
         mask: live entries of the vector.
         sequence: sequence number of the message that carried the vector.
+        vector: ``(P,)`` the vector as the site reads it, at the server, if the job's values are quantized; else None.
     """
 
     mask: Mask
     sequence: int
+    vector: Tensor | None = field(default=None, compare=False, repr=False)
+
+
+def compute_site_vector(received: Patch, base: SiteBase | None) -> Tensor:
+    """Return the vector ``(P,)`` of a site after a message.
+
+    Args:
+        received: the patch as the site reads it.
+        base: base of the site before, as the server knows it; None: none.
+    """
+    if received.base == "zeros":
+        return received.to_vector()
+    assert base is not None, "a patch over the previous model is for a site with a base"
+    assert base.vector is not None, "the server keeps the vectors of a job with quantized values"
+    return received.write_into(base.vector.clone())
 
 
 def plan_request(
@@ -47,6 +65,7 @@ def plan_request(
         run,
         base_mask=base.mask if base else None,
         base_sequence=base.sequence if base else None,
+        base_vector=base.vector if base else None,
         sequence=sequence,
         round=request.round if request else None,
         kind=request.kind if request else None,
@@ -60,6 +79,7 @@ def plan_update(
     request: Request,
     sequence: int,
     ciphertext_format: CiphertextFormat | None = None,
+    vector: Tensor | None = None,
 ) -> Plan:
     """Return the plan of the update that answers ``request``, the same at both ends.
 
@@ -71,11 +91,14 @@ def plan_update(
         request: the request that the update answers.
         sequence: number of the attempt that the site received.
         ciphertext_format: format of encrypted values that this end accepts; None: it accepts none.
+        vector: ``(P,)`` the vector that the site received, if the job's values are quantized; else None.
     """
     return Plan(
         layout,
         run,
         base_mask=request.trainable,
+        base_sequence=None if vector is None else sequence,
+        base_vector=vector,
         sequence=sequence,
         round=request.round,
         kind=request.kind,

@@ -13,11 +13,13 @@ from ..encryption import ServerCipher
 from ..errors import RejectedMessage
 from ..exchange import EVALUATE, Assignment, Contribution, Patch, UpdateSpec
 from ..params import Layout
-from ..wire.codec import Decoded, Encoded, compute_min_message_bytes, decode, encode
+from ..seeds import make_generator
+from ..wire.codec import compute_min_message_bytes, decode, encode
 from ..wire.ledger import Ledger
+from ..wire.messages import Decoded, Encoded
 from ..wire.plan import ValueType
-from ..wire.values import is_representable
-from .bases import plan_request, plan_update
+from ..wire.values import is_quantized, is_representable
+from .bases import SiteBase, compute_site_vector, plan_request, plan_update
 from .encrypted import aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
 from .events import parse_events
 from .reported import validate_metrics, validate_num_examples
@@ -62,10 +64,20 @@ class ServerEndpoint:
         values: number format on the wire.
         ledger: receives one line per message.
         cipher: aggregates encrypted weights without decrypting them; None: all values travel in the clear.
+        seed: seed of the run, for the rounding of quantized values.
     """
 
-    def __init__(self, layout: Layout, run: str, values: ValueType, ledger: Ledger, cipher: ServerCipher | None = None):
+    def __init__(
+        self,
+        layout: Layout,
+        run: str,
+        values: ValueType,
+        ledger: Ledger,
+        cipher: ServerCipher | None = None,
+        seed: int = 0,
+    ):
         self.layout, self.run, self.values, self.ledger, self.cipher = layout, run, values, ledger, cipher
+        self.seed = seed
         self._state = ServerState()
 
     @property
@@ -87,14 +99,19 @@ class ServerEndpoint:
         messages: dict[str, np.ndarray] = {}
         patches: dict[str, Patch] = {}
         residuals: dict[str, Tensor | None] = {}
+        vectors: dict[tuple[int, str | None, int | None], Tensor] = {}
+        site_vectors: dict[str, Tensor] = {}
+        is_difference = is_quantized(self.values)
+        bases = self._state.bases_before if is_difference else self._state.bases
         for site in sorted(assignments):
             assignment = assignments[site]
-            request, base = assignment.request, self._state.bases.get(site)
-            patch = self._select_patch(site, assignment)
+            request, base = assignment.request, bases.get(site)
+            patch = self._select_patch(base, assignment)
             plan = plan_request(self.layout, self.run, base, request=request, sequence=self._state.sequence)
             # A patch over the previous model names the receiver's base. Sites with one mask can hold bases of different
             # age, for example after one of them missed an attempt, and each refuses a message over another base.
-            base_sequence = base.sequence if base and patch.base == "previous" else None
+            # Differences refer to the receiver's vector, whatever the patch applies to.
+            base_sequence = base.sequence if base and (patch.base == "previous" or is_difference) else None
             key = (id(assignment), base.mask.fingerprint if base else None, base_sequence)
             if key not in encoded:
                 # A broadcast has one residual, since all sites hold the same vector; different models have their own.
@@ -105,18 +122,25 @@ class ServerEndpoint:
                     trainable=request.trainable,
                     values=self.values,
                     residual=self._state.residuals_before.get(stream),
+                    generator=make_generator(self.seed, "rounding", SERVER, stream, request.kind, request.round),
                 )
+                received = encoded[key].received
+                if received is not None:
+                    vectors[key] = compute_site_vector(Patch(received, patch.mask, patch.base), base)
                 # The residual of a broadcast is that of the regular patch. That of a full model counts only if no
                 # site of the stream can take the regular patch.
-                if not is_retry and (patch is request.model or stream not in residuals):
+                # Differences contain what earlier ones lost.
+                if not is_retry and not is_difference and (patch is request.model or stream not in residuals):
                     residual = encoded[key].residual
                     # A patch over zeros sets every entry outside it to zero, so no residual remains there.
                     if residual is not None and patch.base == "zeros":
                         residual = residual.where(patch.mask.bits, 0.0)
                     residuals[stream] = residual
             messages[site], patches[site] = encoded[key].data, patch
+            if is_difference:
+                site_vectors[site] = vectors[key]
             self.ledger.record_sent(encoded[key], plan, site, assignment.expected.content)
-        self._state = self._state.send(patches, residuals)
+        self._state = self._state.send(patches, residuals, site_vectors)
         first = next(iter(assignments.values())).request
         acknowledged = {site: self._state.acknowledged_before.get(site, 0) for site in messages}
         return Attempt(self._state.sequence, first.kind, first.round, messages, acknowledged)
@@ -138,7 +162,14 @@ class ServerEndpoint:
         if assignment is None:
             raise RejectedMessage("E_REPLAY", "site", f"one of {sorted(self._state.pending)}", site, site)
         ciphertext_format = self.cipher.ciphertext_format if self.cipher else None
-        plan = plan_update(self.layout, self.run, assignment.request, self._state.sequence, ciphertext_format)
+        plan = plan_update(
+            self.layout,
+            self.run,
+            assignment.request,
+            self._state.sequence,
+            ciphertext_format,
+            self._state.vectors.get(site),
+        )
         message = decode(data, plan, site)
         if message.patch.base != "zeros" or message.trainable is not None:
             raise RejectedMessage("E_KIND", "base", "an update, with base zeros", "a request", site)
@@ -203,10 +234,10 @@ class ServerEndpoint:
         """Continue from an older snapshot while the sites' processes run on; every site receives the full model."""
         self._state = ServerState.restore(self._state.step_back(snapshot))
 
-    def _select_patch(self, site: str, assignment: Assignment) -> Patch:
+    def _select_patch(self, base: SiteBase | None, assignment: Assignment) -> Patch:
         """Return the request's patch, or the full model for a site without the base that the patch applies to."""
         patch = assignment.request.model
-        if patch.base == "previous" and self._state.needs_full_model(site):
+        if patch.base == "previous" and self._state.needs_full_model(base):
             assert assignment.full_model is not None, "a patch over the previous model needs Assignment.full_model"
             patch = assignment.full_model
         return self._attach_ciphertext(patch)

@@ -12,9 +12,12 @@ from ..encryption import SiteCipher
 from ..errors import FlareSparseError, MissingBase, RejectedMessage, RequestRefused, TaskFailed, abbreviate
 from ..exchange import EVALUATE, Patch, Request, SiteEvent, Update
 from ..methods import Method
+from ..seeds import make_generator
 from ..training import Site
-from ..wire.codec import Decoded, Encoded, decode, encode, read_sequence
-from ..wire.plan import ValueType
+from ..wire.codec import decode, encode, read_sequence
+from ..wire.messages import Decoded, Encoded
+from ..wire.plan import Plan, ValueType
+from ..wire.values import is_quantized
 from .bases import SiteBase, plan_request, plan_update
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, describe_event
 from .request_log import RequestLog
@@ -136,10 +139,8 @@ class SiteEndpoint:
             RejectedMessage: a value is not finite, or cannot be encrypted; nothing may be sent.
             CheckpointError: the checkpoint could not be written; nothing may be sent.
         """
-        plan = plan_update(self.site.layout, self.run, request, self._state.sequence)
-        values: ValueType = "float32" if update.content == "scores" else self.values
         residual = self._state.memory.residual
-        encoded = encode(self._encrypt(update), plan, content=update.content, values=values, residual=residual)
+        encoded = self.encode_message(request, update)
         # Error feedback applies to model values only: an update of scores or metrics leaves the residual unchanged.
         if update.content in ("weights", "delta"):
             residual = encoded.residual
@@ -148,6 +149,26 @@ class SiteEndpoint:
                 residual = residual.where(update.patch.mask.bits, 0.0)
         self._record_answer(RequestId(request.kind, request.round), SiteMemory(residual, dict(self.site.memory)))
         return encoded
+
+    def encode_message(self, request: Request, update: Update) -> Encoded:
+        """Return the message of ``update``, the same each time until the next request.
+
+        Raises:
+            RejectedMessage: as in :meth:`encode`.
+        """
+        return encode(
+            self._encrypt(update),
+            self.plan_update(request),
+            content=update.content,
+            values="float32" if update.content == "scores" else self.values,
+            residual=self._state.memory.residual,
+            generator=make_generator(self.method.seed, "rounding", self.site.name, request.kind, request.round),
+        )
+
+    def plan_update(self, request: Request) -> Plan:
+        """Return the plan of the update that answers ``request``."""
+        vector = self.site.weights if is_quantized(self.values) else None
+        return plan_update(self.site.layout, self.run, request, self._state.sequence, vector=vector)
 
     def build_hello(self, **limits: Any) -> dict[str, str | int | float]:
         """Return the hello: this site's capabilities, sent to the server before the first request.
@@ -189,11 +210,18 @@ class SiteEndpoint:
                 with suppress(MissingBase):
                     message = self._decode_over(base, data)
                     if (message.kind, message.round) == self._state.received:
-                        return message
+                        return self._keep_vector(message) if message.is_difference else message
             raise
+
+    def _keep_vector(self, message: Decoded) -> Decoded:
+        """Return a message whose differences this site has added already with the values that the site holds."""
+        mask = message.patch.mask
+        return replace(message, patch=Patch(mask.take(self.site.weights).clone(), mask, message.patch.base))
 
     def _decode_over(self, base: SiteBase | None, data: Any) -> Decoded:
         ciphertext_format = self.cipher.ciphertext_format if self.cipher else None
+        if base is not None:
+            base = replace(base, vector=self.site.weights)
         plan = plan_request(self.site.layout, self.run, base, ciphertext_format=ciphertext_format)
         return decode(data, plan, "server")
 

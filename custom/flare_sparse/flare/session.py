@@ -97,7 +97,7 @@ class ServerSession(FLComponent):
             self.store.unmark_finished()
         cipher = load_server_cipher(fl_ctx) if self.job.encrypted else None
         self.endpoint = ServerEndpoint(
-            self.assembly.layout, self.assembly.run_id, self.job.wire.values, self.ledger, cipher
+            self.assembly.layout, self.assembly.run_id, self.job.wire.values, self.ledger, cipher, self.job.seed
         )
 
 

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 from ..methods import Method
 from ..methods.traffic import MessageFacts, SelectionBounds
-from ..wire.codec import compute_min_message_bytes
+from ..wire.codec import bound_message_bytes, compute_min_message_bytes
 from ..wire.envelope import round_up_to_words
 from ..wire.ledger import LedgerLine
 from ..wire.plan import ValueType
+from ..wire.values import COMPRESSED
 from .dry_run import DrySite
 
 CIPHERTEXT_TOLERANCE = 0.001
@@ -52,6 +53,7 @@ def bound_messages(
     """
     # As a federation does after the handshake: a site may have limits of its own.
     method = method.configure_for({name: method.get_capabilities(site) for name, site in sites.items()})
+    buffers = sum(tensor.size for tensor in method.layout.tensors if tensor.role == "buffer")
     for line in lines:
         facts = MessageFacts(
             line.direction,
@@ -64,21 +66,25 @@ def bound_messages(
             sites[line.site].site_settings,
         )
         bounds = None if line.content == "metrics" and line.direction == "up" else method.bound_selection(facts)
-        size = _bound_bytes(line, bounds)
+        size = _bound_bytes(line, bounds, buffers)
         # Bounds that meet in one number of bytes are exact, whatever decides the entries.
         yield line, size, "" if size.is_exact or bounds is None else bounds.reason
 
 
-def _bound_bytes(line: LedgerLine, bounds: SelectionBounds | None) -> BytesRange:
+def _bound_bytes(line: LedgerLine, bounds: SelectionBounds | None, buffers: int) -> BytesRange:
     if line.values == "ckks":
         margin = round(line.payload_bytes * CIPHERTEXT_TOLERANCE)
         return BytesRange(line.payload_bytes - margin, line.payload_bytes, line.payload_bytes + margin)
-    if bounds is None:
-        return BytesRange(line.payload_bytes, line.payload_bytes, line.payload_bytes)
     total, values = line.scalars_total, cast(ValueType, line.values)
+    if bounds is None:
+        if values not in COMPRESSED:
+            return BytesRange(line.payload_bytes, line.payload_bytes, line.payload_bytes)
+        # The values decide how far they compress, and those of a dry run are noise.
+        least, most = bound_message_bytes(line.scalars_sent, values, selection_bytes=line.selection_bytes)
+        return BytesRange(least, line.payload_bytes, most)
     # A bitmap can name any selection, and naming all entries needs no bytes.
     bitmap = 0 if bounds.is_known else round_up_to_words(-(-total // 8))
-    most = compute_min_message_bytes(min(bounds.most, total - 1), values) + bitmap
+    most = bound_message_bytes(min(bounds.most, total - 1), values, buffers=buffers)[1] + bitmap
     if bounds.most == total:
-        most = max(most, compute_min_message_bytes(total, values))
+        most = max(most, bound_message_bytes(total, values, buffers=buffers)[1])
     return BytesRange(compute_min_message_bytes(bounds.least, values), line.payload_bytes, most)

@@ -74,7 +74,8 @@ def run_locally(
         The outcome and the ledger.
     """
     ledger = Ledger() if ledger is None else ledger
-    server = ServerEndpoint(method.layout, run, values, ledger, ServerCipher(contexts.server) if contexts else None)
+    server_cipher = ServerCipher(contexts.server) if contexts else None
+    server = ServerEndpoint(method.layout, run, values, ledger, server_cipher, method.seed)
     cipher = SiteCipher(contexts.client) if contexts else None
     endpoints = {
         name: site if isinstance(site, Exception) else SiteEndpoint(site, method, run, values, stores(name), cipher)

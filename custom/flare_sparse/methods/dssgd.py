@@ -16,13 +16,23 @@ from ..exchange import Contribution
 from ..mask import Mask, floor_fraction, top_k
 from ..training import Site
 from .method import MethodConfig
-from .support.selective import Aggregation, SelectiveMethod, SelectiveState, aggregate_revealed
+from .support.selective import (
+    Aggregation,
+    SelectiveMethod,
+    SelectiveState,
+    aggregate_revealed,
+    explain_quantization_blocker,
+)
 from .traffic import MessageFacts
 
 
 class Config(MethodConfig):
     rate: float = Field(0.3, gt=0, le=1, description="share of the parameters that a site uploads in a round")
     aggregation: Aggregation = Field("sum", description="sum (the paper), mean or count; as in scbf")
+
+    @property
+    def quantization_blocker(self) -> str | None:
+        return explain_quantization_blocker(self.aggregation)
 
 
 @final

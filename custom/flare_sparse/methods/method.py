@@ -73,6 +73,15 @@ class MethodConfig(BaseModel):
         """
         return "the server computes with the values of single updates"
 
+    @property
+    def quantization_blocker(self) -> str | None:
+        """Why messages cannot have values of few bits, and the setting to change; None where they can.
+
+        They can where the server's next model contains the error with which the sites read the last one at most once:
+        the weights of a round's updates in the next model add up to 1.
+        """
+        return None
+
 
 class HasRound(Protocol):
     """A state that knows the next round."""

@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 from ..errors import MissingBase, RejectedMessage
 from ..exchange import Base, Patch
-from .ciphertexts import FORMAT_CODE as CIPHERTEXT_CODE
 from .encodings import Encoding
 from .envelope import Header, is_kind
 from .plan import Plan, ValueFormat
 from .values import FORMAT_CODES
+from .versions import WireVersion
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def check_identity(header: Header, plan: Plan) -> None:
             raise RejectedMessage(code, field, _format_field(expected), _format_field(found))
 
 
-def check_base(header: Header, base: Base, encoding: Encoding, plan: Plan) -> None:
+def check_base(header: Header, base: Base, encoding: Encoding, plan: Plan, *, is_difference: bool) -> None:
     """Check that the receiver holds the mask and the vector that the message refers to.
 
     Raises:
@@ -67,26 +67,28 @@ def check_base(header: Header, base: Base, encoding: Encoding, plan: Plan) -> No
     # An unused field must be zero: a message has one valid form, and no data can be hidden in it.
     elif header.base_mask != NO_MASK:
         raise RejectedMessage("E_CANON", "mask fingerprint", "zeros", _format_field(header.base_mask))
-    if base == "previous":
+    if base == "previous" or is_difference:
+        if is_difference and plan.base_vector is None:
+            raise MissingBase("E_NOT_HELD", "base", "a message without differences", header.base_sequence)
         if plan.base_sequence is None or header.base_sequence != plan.base_sequence:
             raise MissingBase("E_NOT_HELD", "base", plan.base_sequence, header.base_sequence)
     elif header.base_sequence:
         raise RejectedMessage("E_CANON", "base", 0, header.base_sequence)
 
 
-def find_value_format(code: int, plan: Plan) -> ValueFormat:
+def find_value_format(code: int, plan: Plan, version: WireVersion) -> ValueFormat:
     """Return the value format that has ``code`` in the header.
 
     Raises:
-        RejectedMessage: there is no such code, or the values are encrypted and this end accepts plain values only.
+        RejectedMessage: this version has no such code, or the values are encrypted and this end accepts plain values
+            only.
     """
     # Without the format of its ciphertexts an end can neither bound their length nor read them.
-    if code == CIPHERTEXT_CODE and plan.ciphertext_format is not None:
-        return "ckks"
-    for value_type, format_code in FORMAT_CODES.items():
-        if format_code == code:
-            return value_type
-    raise RejectedMessage("E_DTYPE", "values", dict(FORMAT_CODES), code)
+    accepted = [name for name in version.value_formats if name != "ckks" or plan.ciphertext_format is not None]
+    for name in accepted:
+        if FORMAT_CODES[name] == code:
+            return name
+    raise RejectedMessage("E_DTYPE", "values", {name: FORMAT_CODES[name] for name in accepted}, code)
 
 
 def find_by_code(table: tuple[T, ...], code: int, field: str) -> T:

@@ -20,59 +20,17 @@ from .checks import NO_MASK, check_base, check_identity, check_patch, check_send
 from .encoding_choice import choose_encoding, compute_selection_entropy
 from .encodings import Encoding
 from .envelope import Header, round_up_to_words
+from .messages import Decoded, Encoded
 from .plan import Plan, ValueFormat, ValueType
-from .values import BYTES_PER_VALUE, FORMAT_CODES, read_values, write_values
-from .versions import WireVersion, find_version, get_current_version
+from .sections import WITHOUT_BASE, CodedValues, code_values, measure_section, read_section
+from .values import BYTES_PER_VALUE, FORMAT_CODES, compute_value_bytes, is_quantized, write_values
+from .versions import WireVersion, choose_version, find_version
 
 # The position is the code in the header. Spelled out, because the order of the Literal types means nothing elsewhere.
 _CONTENTS_BY_CODE: tuple[Content, ...] = ("weights", "delta", "scores", "metrics")
 _BASES_BY_CODE: tuple[Base, ...] = ("zeros", "previous")
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A message and its cost in bytes.
-
-    Attributes:
-        data: uint8 ``(n,)``, the whole message.
-        encoding: name of the selection's encoding.
-        values: format of the values.
-        scalars: number of values.
-        selection_bytes: length of the selection and trainable sections.
-        values_bytes: length of the values section.
-        floor_bytes: least number of bytes: the values, and the entropy of the selection given the receiver's base.
-        residual: ``(P,)`` rounding error of the number format; None for float32 without an earlier residual.
-    """
-
-    data: np.ndarray
-    encoding: str
-    values: ValueFormat
-    scalars: int
-    selection_bytes: int
-    values_bytes: int
-    floor_bytes: int
-    residual: Tensor | None
-
-    @property
-    def payload_bytes(self) -> int:
-        """Length of the whole message."""
-        return int(self.data.size)
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """The content of a message that passed every check. ``trainable`` is None in an update."""
-
-    patch: Patch
-    content: Content
-    trainable: Mask | None
-    kind: str
-    round: int
-    sequence: int
-    encoding: str
-    values: ValueFormat
-    selection_bytes: int
-    values_bytes: int
+_DIFFERENCE = 2
+"""Added to the code of the base where the values are differences to the receiver's vector."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +55,19 @@ def encode(
     trainable: Mask | None = None,
     values: ValueType = "float32",
     residual: Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> Encoded:
-    """Return the message that carries a patch, in the current version of the format.
+    """Return the message that carries a patch, in the oldest version that has the number format.
 
     Args:
         patch: values and the entries that they belong to.
         plan: the receiver's plan; ``sequence``, ``round`` and ``kind`` must be given.
         content: kind of the values.
         trainable: second selection of a request, encoded relative to ``patch.mask``.
-        values: number format; ignored for an encrypted patch. ``Encoded.residual`` is its rounding error.
+        values: number format; ignored for an encrypted patch. ``Encoded.residual`` is its rounding error. A quantized
+            format sends weights as differences to ``plan.base_vector``; without that, in ``WITHOUT_BASE``.
         residual: residual of the previous message.
+        generator: source of the rounding of a quantized format, in the same state for every attempt at a request.
 
     Raises:
         RejectedMessage: a value is not finite in this format.
@@ -114,37 +75,57 @@ def encode(
     """
     check_sender_plan(plan)
     check_patch(patch, plan)
-    version = get_current_version()
+    if is_quantized(values) and content == "weights" and plan.base_vector is None:
+        values = WITHOUT_BASE
+    value_format: ValueFormat = values if patch.encrypted is None else "ckks"
+    version = choose_version(value_format)
     sections = _encode_selections(patch, trainable, plan, version)
-    header = _build_header(patch, plan, version, sections, content, values)
-    values_bytes = _count_value_bytes(patch, values)
+    coded = code_values(patch, plan, content, values, residual, generator)
+    header = _build_header(patch, plan, version, sections, content, value_format)
+    values_bytes = coded.section.size if coded is not None else BYTES_PER_VALUE[values] * patch.mask.count
     start, end = header.values_start, header.values_start + values_bytes
     buffer = np.empty(round_up_to_words(end), np.uint8)
     _write_selections(sections, header, buffer)
     # np.empty returns old memory: the padding is zeroed, so that equal content has equal bytes and no memory leaks out.
     buffer[end:] = 0
-    new_residual = residual
-    if patch.encrypted is None:
-        new_residual = write_values(patch, values, residual, buffer[start:end])
+    if coded is None:
+        coded = CodedValues(buffer[start:end], write_values(patch, values, residual, buffer[start:end]))
     else:
-        buffer[start:end] = patch.encrypted.data.numpy()
+        buffer[start:end] = coded.section
     # Last: the checksums in the header cover everything else.
     version.write_header(header, buffer)
     return Encoded(
         data=buffer,
         encoding=sections.encoding.name,
-        values=values if patch.encrypted is None else "ckks",
+        values=value_format,
         scalars=patch.mask.count,
         selection_bytes=sections.total_bytes,
         values_bytes=values_bytes,
         floor_bytes=values_bytes + _compute_selection_floor(patch, trainable, plan, sections),
-        residual=new_residual,
+        residual=coded.residual,
+        received=coded.received,
     )
 
 
 def compute_min_message_bytes(scalars: int, values: ValueType) -> int:
-    """Return the length of a message with so many values whose selection needs no bytes."""
-    return get_current_version().header_bytes + round_up_to_words(BYTES_PER_VALUE[values] * scalars)
+    """Return the length of the shortest message with so many values, whose selection needs no bytes."""
+    return bound_message_bytes(scalars, values)[0]
+
+
+def bound_message_bytes(
+    scalars: int, values: ValueType, *, selection_bytes: int = 0, buffers: int = 0
+) -> tuple[int, int]:
+    """Return the lengths of the shortest and of the longest message with so many values.
+
+    Args:
+        scalars: number of values.
+        values: number format.
+        selection_bytes: length of the selection and trainable sections.
+        buffers: most values that can be those of buffers.
+    """
+    start = round_up_to_words(choose_version(values).header_bytes + selection_bytes)
+    shortest, longest = compute_value_bytes(scalars, values, buffers)
+    return start + round_up_to_words(shortest), start + round_up_to_words(longest)
 
 
 def _encode_selections(patch: Patch, trainable: Mask | None, plan: Plan, version: WireVersion) -> _Sections:
@@ -157,11 +138,6 @@ def _encode_selections(patch: Patch, trainable: Mask | None, plan: Plan, version
     return _Sections(encoding, selection, second.code, section)
 
 
-def _count_value_bytes(patch: Patch, values: ValueType) -> int:
-    """Return the length of the values section."""
-    return BYTES_PER_VALUE[values] * patch.mask.count if patch.encrypted is None else patch.encrypted.data.numel()
-
-
 def _write_selections(sections: _Sections, header: Header, buffer: np.ndarray) -> None:
     """Write both selections and the padding after them."""
     selections = np.frombuffer(sections.selection + sections.trainable, np.uint8)
@@ -172,22 +148,24 @@ def _write_selections(sections: _Sections, header: Header, buffer: np.ndarray) -
 
 
 def _build_header(
-    patch: Patch, plan: Plan, version: WireVersion, sections: _Sections, content: Content, values: ValueType
+    patch: Patch, plan: Plan, version: WireVersion, sections: _Sections, content: Content, values: ValueFormat
 ) -> Header:
     assert plan.sequence is not None
     assert plan.round is not None
     assert plan.kind is not None
     base_mask = plan.base_mask if sections.encoding.requires_base else None
+    is_difference = is_quantized(values) and content == "weights" and plan.base_vector is not None
+    refers_to_base = is_difference or patch.base == "previous"
     return Header(
         version=version.number,
         encoding=sections.encoding.code,
         trainable=sections.trainable_code,
-        values=ciphertexts.FORMAT_CODE if patch.encrypted is not None else FORMAT_CODES[values],
+        values=FORMAT_CODES[values],
         content=_CONTENTS_BY_CODE.index(content),
-        base=_BASES_BY_CODE.index(patch.base),
+        base=_BASES_BY_CODE.index(patch.base) + _DIFFERENCE * is_difference,
         round=plan.round,
         sequence=plan.sequence,
-        base_sequence=(plan.base_sequence or 0) if patch.base == "previous" else 0,
+        base_sequence=(plan.base_sequence or 0) if refers_to_base else 0,
         kind=plan.kind,
         run=bytes.fromhex(plan.run),
         layout=bytes.fromhex(plan.layout.fingerprint),
@@ -265,10 +243,11 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
     header = version.read_header(buffer)
     check_identity(header, plan)
     encoding = version.find_encoding(header.encoding, "encoding")
-    value_format = find_value_format(header.values, plan)
+    value_format = find_value_format(header.values, plan, version)
     content = find_by_code(_CONTENTS_BY_CODE, header.content, "content")
-    base = find_by_code(_BASES_BY_CODE, header.base, "base")
-    check_base(header, base, encoding, plan)
+    is_difference = is_quantized(value_format) and content == "weights" and header.base >= _DIFFERENCE
+    base = find_by_code(_BASES_BY_CODE, header.base - _DIFFERENCE * is_difference, "base")
+    check_base(header, base, encoding, plan, is_difference=is_difference)
     # Every size is known to be right before a section is decoded: first the number of values, then the exact length.
     if header.scalars > plan.layout.size:
         raise RejectedMessage("E_SIZE", "scalars", f"at most {plan.layout.size}", header.scalars)
@@ -291,7 +270,8 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
         # Copied, because the transport delivers read-only bytes and torch cannot share their memory.
         patch = Patch.from_encrypted(EncryptedValues(torch.from_numpy(values.copy())), mask, base)
     else:
-        patch = Patch(read_values(values, value_format), mask, base)
+        base_vector = plan.base_vector if is_difference else None
+        patch = Patch(read_section(values, value_format, mask, plan.layout, base_vector), mask, base)
     return Decoded(
         patch=patch,
         content=content,
@@ -303,13 +283,14 @@ def _decode(buffer: np.ndarray, plan: Plan) -> Decoded:
         values=value_format,
         selection_bytes=header.selection_bytes + header.trainable_bytes,
         values_bytes=values.size,
+        is_difference=is_difference,
     )
 
 
 def _measure_values(buffer: np.ndarray, header: Header, value_format: ValueFormat, plan: Plan) -> int:
     """Return the length of the values section, from the receiver's own plan and lengths that have been checked."""
     if value_format != "ckks":
-        return BYTES_PER_VALUE[value_format] * header.scalars
+        return measure_section(buffer[header.values_start :], header.scalars, value_format)
     assert plan.ciphertext_format is not None, "find_value_format has checked it"
     return ciphertexts.measure_ciphertexts(buffer[header.values_start :], header.scalars, plan.ciphertext_format)
 

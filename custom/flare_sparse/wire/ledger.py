@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..exchange import Content
-from .codec import Decoded, Encoded
 from .encoding_choice import compute_selection_entropy
+from .messages import Decoded, Encoded
 from .plan import Plan
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from torch import Tensor
 
 from ..mask import Mask
 from ..params import Layout
 
-ValueType = Literal["float32", "float16", "bfloat16"]
+ValueType = Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "float32_zstd", "bfloat16_zstd"]
 """Number formats of values in the clear."""
 
 ValueFormat = ValueType | Literal["ckks"]
@@ -44,6 +46,8 @@ class Plan:
         run: 16 hex digits that identify the run.
         base_mask: mask that the receiver holds; None: it holds none.
         base_sequence: sequence number of the message that carried the vector of the receiver; None: it has none.
+        base_vector: ``(P,)`` that vector, for formats that send weights as differences to it; None: such
+            messages cannot be sent or read.
         sequence, round, kind: of the request that the message is or answers. A sender gives all three. A site that
             receives a request does not know them yet and leaves them None; they are then not checked.
         ciphertext_format: format of encrypted values; None: this end accepts no encrypted values.
@@ -56,6 +60,7 @@ class Plan:
     run: str
     base_mask: Mask | None = None
     base_sequence: int | None = None
+    base_vector: Tensor | None = field(default=None, compare=False, repr=False)
     sequence: int | None = None
     round: int | None = None
     kind: str | None = None

@@ -16,6 +16,7 @@ from ..errors import RejectedMessage
 from . import envelope
 from .encodings import ENCODINGS, Encoding
 from .envelope import MAGIC, Header
+from .plan import ValueFormat
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class WireVersion:
         number: number in the header, from 1.
         encodings: encodings that its messages may use. Of two encodings with the same number of bytes, the encoder
             uses the one listed first.
+        value_formats: value formats that its messages may have.
         header_bytes: length of the header, a multiple of 8 and at least ``envelope.HEADER_BYTES``.
         read_header: returns the header of a message of this version, raises RejectedMessage if it is wrong.
         write_header: writes header and checksums into a message whose sections and values are in place.
@@ -33,6 +35,7 @@ class WireVersion:
 
     number: int
     encodings: tuple[Encoding, ...]
+    value_formats: tuple[ValueFormat, ...]
     header_bytes: int
     read_header: Callable[[np.ndarray], Header]
     write_header: Callable[[Header, np.ndarray], None]
@@ -54,24 +57,38 @@ class WireVersion:
 
 
 # Each version names its encodings: one that is added to the package later does not become part of an old version.
+_V1_ENCODINGS = tuple(ENCODINGS[name] for name in ("dense", "shared", "shrink", "bitmap", "csr", "slices"))
+_V1_FORMATS: tuple[ValueFormat, ...] = ("float32", "float16", "bfloat16", "ckks")
 VERSIONS: dict[int, WireVersion] = {
     1: WireVersion(
         number=1,
-        encodings=tuple(ENCODINGS[name] for name in ("dense", "shared", "shrink", "bitmap", "csr", "slices")),
+        encodings=_V1_ENCODINGS,
+        value_formats=_V1_FORMATS,
         header_bytes=envelope.HEADER_BYTES,
         read_header=envelope.read_header,
         write_header=envelope.write_header,
-    )
+    ),
+    2: WireVersion(
+        number=2,
+        encodings=(*_V1_ENCODINGS, ENCODINGS["gaps"]),
+        value_formats=("int8", "int4", "int2", "float32_zstd", "bfloat16_zstd"),
+        header_bytes=envelope.HEADER_BYTES,
+        read_header=envelope.read_header,
+        write_header=envelope.write_header,
+    ),
 }
 """Every version that this package reads, by number."""
 
-CURRENT_VERSION = 1
-"""The version that this package writes."""
+CURRENT_VERSION = 2
+"""The newest version that this package reads and writes. Both ends of a run must have the same."""
 
 
-def get_current_version() -> WireVersion:
-    """Return the version that this package writes."""
-    return VERSIONS[CURRENT_VERSION]
+def choose_version(value_format: ValueFormat) -> WireVersion:
+    """Return the version that this package writes for a value format: the oldest that has it.
+
+    So a format keeps its bytes when a version is added.
+    """
+    return next(version for _, version in sorted(VERSIONS.items()) if value_format in version.value_formats)
 
 
 def find_version(buffer: np.ndarray) -> WireVersion:

@@ -51,6 +51,7 @@ from flare_sparse.methods import METHODS
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.plan import ValueType
 
 RUN = "0" * 16
 
@@ -71,6 +72,7 @@ class Hospital:
         method: str = "fedavg",
         policy: dict[str, Any] | None = None,
         keys: KeyContexts | None = None,
+        values: ValueType = "float32",
     ):
         (folder / "local").mkdir(parents=True)
         (folder / "run").mkdir()
@@ -82,12 +84,10 @@ class Hospital:
         data = Examples(TensorDataset(x[8:], x[8:, :1]), TensorDataset(x[:8], x[:8, :1]))
         settings = {"rounds": 2, **({"sparsity": 0.5} if method == "neurosfl" else {})}
         self.method = METHODS[method](METHODS[method].Config.model_validate(settings), layout, 1)
-        self.server = ServerEndpoint(layout, RUN, "float32", Ledger(), ServerCipher(keys.server) if keys else None)
+        self.server = ServerEndpoint(layout, RUN, values, Ledger(), ServerCipher(keys.server) if keys else None, 1)
         session = SiteSession()
         cipher = SiteCipher(keys.client) if keys else None
-        session._endpoint = SiteEndpoint(
-            Site("site-1", task, data, layout, 1), self.method, RUN, "float32", cipher=cipher
-        )
+        session._endpoint = SiteEndpoint(Site("site-1", task, data, layout, 1), self.method, RUN, values, cipher=cipher)
         self.endpoint, self.folder, self.layout, self.session = session._endpoint, folder, layout, session
         state = self.method.init(weights, ["site-1"])
         self.attempt = self.server.encode_requests(self.method.ask(state, ["site-1"]) or {})
@@ -147,6 +147,41 @@ def test_unchanged_update_leaves_with_the_bits_of_the_trained_weights(tmp_path: 
     trained = Hospital(tmp_path / "c")
     request = trained.endpoint.receive(trained.attempt.messages["site-1"])
     assert torch.equal(update.patch.values, trained.endpoint.answer(request).patch.values)
+
+
+QUANTIZED = pytest.mark.parametrize("values", ["int8", "int4", "int2"])
+
+
+@QUANTIZED
+def test_quantized_update_leaves_with_the_values_that_the_seed_rounds_to(values: Any, tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path, values=values)
+    reply = hospital.run_task()
+    assert reply.get_return_code() == ReturnCode.OK, hospital.read_site_error()
+    message, meta = from_shareable(reply).data["message"], from_shareable(reply).meta
+    update = hospital.server.decode("site-1", message, meta["examples"], meta["metrics"])
+    assert hospital.endpoint.request is not None
+    trained = hospital.endpoint.answer(hospital.endpoint.request).patch.values
+    assert (
+        0 < (update.patch.values - trained).abs().max() < 0.7 * (trained - hospital.endpoint.site.weights).abs().max()
+    )
+
+
+@QUANTIZED
+def test_job_filter_that_rounds_otherwise_sends_nothing(values: Any, tmp_path: Path) -> None:
+    """Each value could be rounded to another number within the tolerance of few bits: a channel for anything."""
+    hospital = Hospital(tmp_path, values=values)
+
+    def round_otherwise(reply: Shareable) -> Shareable:
+        endpoint = hospital.endpoint
+        assert endpoint.request is not None
+        endpoint.method.seed += 1
+        message = endpoint.encode_message(endpoint.request, endpoint.answer(endpoint.request))
+        endpoint.method.seed -= 1
+        return message_to_shareable(message.data, dict(from_shareable(reply).meta))
+
+    reply = hospital.run_task(JobFilter(round_otherwise))
+    assert is_stripped(reply)
+    assert "not the update that the site approved" in hospital.read_site_error()
 
 
 def forge_values(reply: Shareable) -> Shareable:

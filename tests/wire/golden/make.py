@@ -3,8 +3,8 @@
     PYTHONPATH=custom python tests/wire/golden/make.py
 
 A released version must stay readable: never overwrite its folder. Each ``.bin`` is a message; ``expected.json`` holds
-the plan of both ends and the meaning of each message, with selections as packed bits and values as little-endian
-float32, both in hex.
+the plan of both ends and the meaning of each message, with selections as packed bits and values and the base vector as
+little-endian float32, all in hex.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ import torch
 from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout, TensorSpec
-from flare_sparse.wire.codec import Decoded, decode, encode
+from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
+from flare_sparse.wire.messages import Decoded
 from flare_sparse.wire.plan import Plan, ValueType
-from flare_sparse.wire.versions import CURRENT_VERSION, get_current_version
+from flare_sparse.wire.versions import CURRENT_VERSION, VERSIONS
 
 FOLDER = Path(__file__).parent / f"v{CURRENT_VERSION}"
 LAYOUT = Layout(
@@ -34,6 +35,7 @@ LAYOUT = Layout(
         TensorSpec("nothing", (0, 3), "other"),
         TensorSpec("fc.weight", (10, 20), "weight"),
         TensorSpec("scale", (), "other"),
+        TensorSpec("norm.running_var", (8,), "buffer"),
     )
 )
 GENERATOR = torch.Generator().manual_seed(1)
@@ -50,6 +52,7 @@ CHANNELS = Mask(
             "nothing": torch.zeros(0, 3, dtype=torch.bool),
             "fc.weight": (torch.arange(20) % 7 == 2).expand(10, 20),
             "scale": torch.tensor(True),
+            "norm.running_var": torch.ones(8, dtype=torch.bool),
         }
     ).bool()
 )
@@ -60,38 +63,60 @@ SELECTIONS = {
     "bitmap": ~NESTED,
     "csr": FEW,
     "slices": CHANNELS,
+    "gaps": FEW,
 }
-PLAN = Plan(LAYOUT, "00112233aabbccdd", base_mask=BASE_MASK, base_sequence=41, sequence=42, round=7, kind="train")
+VERSION = VERSIONS[CURRENT_VERSION]
+FORMATS: list[Any] = [name for name in VERSION.value_formats if name != "ckks"]
+BASE_VECTOR = BASE_MASK.put(
+    BASE_MASK.take(VECTOR + 0.1 * torch.randn(LAYOUT.size, generator=GENERATOR)), torch.zeros(LAYOUT.size)
+)
+PLAN = Plan(
+    LAYOUT,
+    "00112233aabbccdd",
+    base_mask=BASE_MASK,
+    base_sequence=41,
+    base_vector=BASE_VECTOR,
+    sequence=42,
+    round=7,
+    kind="train",
+)
+
+
+def write(patch: Patch, values: ValueType = FORMATS[0], plan: Plan = PLAN, **options: Any) -> np.ndarray:
+    generator = torch.Generator().manual_seed(3)
+    return encode(patch, plan, values=values, generator=generator, **options).data
 
 
 def force_encoding(name: str, values: ValueType) -> np.ndarray:
     """Return a message whose selection is written by the named encoding, whether or not it is the shortest."""
-    version, mask, encoding = get_current_version(), SELECTIONS[name], ENCODINGS[name]
-    shortest = encode(Patch.from_vector(VECTOR, mask), PLAN, values=values).data
-    header = version.read_header(shortest)
+    mask, encoding = SELECTIONS[name], ENCODINGS[name]
+    shortest = write(Patch.from_vector(VECTOR, mask), values)
+    header = VERSION.read_header(shortest)
     value_words = shortest[header.values_start :]
     section = encoding.encode(mask, BASE_MASK, LAYOUT)
     assert section is not None
     fingerprint = bytes.fromhex(BASE_MASK.fingerprint) if encoding.requires_base else bytes(16)
     header = replace(header, encoding=encoding.code, base_mask=fingerprint, selection_bytes=len(section))
     message = np.zeros(header.values_start + value_words.size, np.uint8)
-    message[version.header_bytes : version.header_bytes + len(section)] = np.frombuffer(section, np.uint8)
+    message[VERSION.header_bytes : VERSION.header_bytes + len(section)] = np.frombuffer(section, np.uint8)
     message[header.values_start :] = value_words
-    version.write_header(header, message)
+    VERSION.write_header(header, message)
     return message
 
 
 def build_messages() -> dict[str, np.ndarray]:
-    names = [encoding.name for encoding in get_current_version().encodings]
-    forced = {f"{name}_{values}": force_encoding(name, values) for name in names for values in get_args(ValueType)}
+    names = [encoding.name for encoding in VERSION.encodings]
+    forced = {f"{name}_{values}": force_encoding(name, values) for name in names for values in FORMATS}
     sparse = Patch.from_vector(VECTOR, FEW, "previous")
+    nested = Patch.from_vector(VECTOR, NESTED)
     return forced | {
-        "question": encode(Patch.from_vector(VECTOR, BASE_MASK, "previous"), PLAN, trainable=NESTED).data,
-        "question_all_trainable": encode(sparse, PLAN, trainable=Mask.full(LAYOUT.size)).data,
-        "bitmap_zstd": encode(Patch.from_vector(VECTOR, Mask(FEW.bits | (torch.arange(LAYOUT.size) < 200))), PLAN).data,
-        "difference": encode(Patch.from_vector(VECTOR, NESTED), PLAN, content="delta", values="bfloat16").data,
-        "scores": encode(Patch.from_vector(VECTOR.abs(), BASE_MASK), PLAN, content="scores").data,
-        "nothing": encode(Patch.empty(LAYOUT.size), PLAN, content="metrics").data,
+        "question": write(Patch.from_vector(VECTOR, BASE_MASK, "previous"), trainable=NESTED),
+        "question_all_trainable": write(sparse, trainable=Mask.full(LAYOUT.size)),
+        "bitmap_zstd": write(Patch.from_vector(VECTOR, Mask(FEW.bits | (torch.arange(LAYOUT.size) < 200)))),
+        "difference": write(nested, FORMATS[-1], content="delta"),
+        "first": write(nested, plan=replace(PLAN, base_vector=None)),
+        "scores": write(Patch.from_vector(VECTOR.abs(), BASE_MASK), content="scores"),
+        "nothing": write(Patch.empty(LAYOUT.size), content="metrics"),
     }
 
 
@@ -118,6 +143,7 @@ def main() -> None:
         "run": PLAN.run,
         "base_mask": BASE_MASK.packed.hex(),
         "base_sequence": PLAN.base_sequence,
+        "base_vector": BASE_VECTOR.numpy().astype("<f4").tobytes().hex(),
         "messages": {},
     }
     for name, data in build_messages().items():

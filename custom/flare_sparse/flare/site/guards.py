@@ -28,8 +28,10 @@ from ...errors import FlareSparseError, PolicyRefusal
 from ...exchange import Patch, Request, Update
 from ...policy.isolation import MAX_EXAMPLES, withhold_isolated_units
 from ...policy.policy import Policy, raise_refusals
-from ...wire.codec import Decoded, decode
-from ...wire.plan import Plan, ValueFormat
+from ...wire.codec import decode
+from ...wire.messages import Decoded
+from ...wire.plan import ValueFormat
+from ...wire.values import is_quantized
 from ..payload import (
     CODE_HEADER,
     EVENTS,
@@ -154,7 +156,7 @@ class SiteLastGate(FLComponent):
             raise PolicyRefusal(
                 f"this site's policy: encrypted: the {decoded.content} are not encrypted; set wire.encryption: ckks"
             )
-        _check_approved(decoded, meta, approved)
+        _check_approved(decoded, meta, _round_approved(decoded, approved, endpoint))
         # Checked again on the encoded message: only now is its size known, and rounding may have changed the norm.
         values = decoded.patch.values - (_get_reference(approved, endpoint) if approved.content == "weights" else 0)
         mask, layout = decoded.patch.mask, endpoint.site.layout
@@ -216,16 +218,21 @@ def _get_reference(update: Update, endpoint: SiteEndpoint) -> Any:
 def _decode_message(message: Any, endpoint: SiteEndpoint, request: Request) -> Decoded:
     """Decode an update as the server will, and decrypt it with the site's key, which the server does not have."""
     ciphertext_format = endpoint.cipher.ciphertext_format if endpoint.cipher else None
-    plan = Plan(
-        endpoint.site.layout,
-        endpoint.run,
-        base_mask=request.trainable,
-        round=request.round,
-        kind=request.kind,
-        ciphertext_format=ciphertext_format,
-    )
+    plan = replace(endpoint.plan_update(request), ciphertext_format=ciphertext_format)
     decoded = decode(message, plan, endpoint.site.name)
     return replace(decoded, patch=endpoint.decrypt(decoded.patch))
+
+
+def _round_approved(decoded: Decoded, approved: Update, endpoint: SiteEndpoint) -> Update:
+    """Return the approved update with the values that its message must have, if these are quantized.
+
+    Few bits round by more than a useful tolerance, but the rounding depends on the site's own seed and residual only.
+    """
+    if not is_quantized(decoded.values) or decoded.patch.mask != approved.patch.mask:
+        return approved
+    assert endpoint.request is not None
+    received = endpoint.encode_message(endpoint.request, approved).received
+    return approved if received is None else replace(approved, patch=Patch(received, approved.patch.mask))
 
 
 def _compute_tolerance(form: ValueFormat, values: torch.Tensor) -> tuple[float, float]:
@@ -235,7 +242,8 @@ def _compute_tolerance(form: ValueFormat, values: torch.Tensor) -> tuple[float, 
     """
     if form == "ckks":
         return PRECISION, PRECISION
-    if form == "float32" or not values.numel():
+    # Quantized values are compared after rounding, see _round_approved.
+    if form in ("float32", "float32_zstd") or is_quantized(form) or not values.numel():
         return 0.0, 0.0
     return _ROUNDING, _ROUNDING * float(values.abs().max())
 

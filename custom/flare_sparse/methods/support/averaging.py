@@ -52,6 +52,12 @@ class ServerStepConfig(AveragingConfig):
             return self.aggregation_blocker
         return f"server_lr {self.server_lr} is a step from a model that the server reads"
 
+    @property
+    def quantization_blocker(self) -> str | None:
+        if self.server_lr <= 2:
+            return None
+        return f"server_lr {self.server_lr} multiplies the rounding error of the download; set it to 2 or less"
+
 
 def take_server_step(
     contributions: Sequence[Contribution], weights: Tensor, config: ServerStepConfig, trainable_size: int

@@ -18,7 +18,7 @@ from ...scores.scbf.selection import NeuronGroups, build_groups
 from ...seeds import make_generator
 from ...training import Site
 from ..method import MethodConfig
-from .selective import Aggregation
+from .selective import Aggregation, explain_quantization_blocker
 
 
 class ChannelConfig(MethodConfig):
@@ -50,6 +50,10 @@ class ChannelConfig(MethodConfig):
     sampled_channels: int = Field(
         1_000_000, ge=1000, description="channel paths sampled to estimate the threshold of larger networks"
     )
+
+    @property
+    def quantization_blocker(self) -> str | None:
+        return explain_quantization_blocker(self.aggregation)
 
 
 class ChannelSiteConfig(BaseModel):

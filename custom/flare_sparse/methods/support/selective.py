@@ -32,6 +32,15 @@ MOSTLY_CHANGED = 31 / 32
 """Share of changed entries above which naming them takes more bytes than sending all values."""
 
 
+def explain_quantization_blocker(aggregation: Aggregation) -> str | None:
+    """Return why messages of a selective method cannot have values of few bits; None where they can."""
+    # The server subtracts its own model from each site's values: their sum has the rounding error of the download once
+    # for each site.
+    if aggregation != "sum":
+        return None
+    return "aggregation sum adds the rounding error of the download once for each site; set aggregation to mean"
+
+
 @dataclass(frozen=True)
 class SelectiveState:
     """The model, the entries of its last change, and the progress of pruning.

@@ -8,12 +8,13 @@ from .bitmap import Bitmap
 from .csr import Csr
 from .dense import Dense
 from .encoding import Encoding
+from .gaps import Gaps
 from .shared import Shared
 from .shrink import Shrink
 from .slices import Slices
 
 ENCODINGS: dict[str, Encoding] = {
-    encoding.name: encoding for encoding in (Dense(), Shared(), Shrink(), Bitmap(), Csr(), Slices())
+    encoding.name: encoding for encoding in (Dense(), Shared(), Shrink(), Bitmap(), Csr(), Slices(), Gaps())
 }
 """Every encoding of the package by name, whichever versions have it."""
 

@@ -1,0 +1,196 @@
+"""Bytes that a federation sends until its model reaches a given error: number formats, masks and top-k.
+
+    python benchmarks/experiments/bytes_to_error.py ../shared/data [--only scanners_age] [--seeds 1 2 3] [--out FOLDER]
+    python benchmarks/experiments/bytes_to_error.py --report [--out FOLDER]
+
+Sites train in turn, in one process, on one core; every message is encoded, decoded and counted. One file per run, in
+``--out``: processes share the work, and an interrupted run starts again. ``--report`` prints the tables.
+
+The error of round t is that of the model that the sites receive in it, averaged over three rounds, since single rounds
+are noisy. Its bytes are those of all messages up to these requests. A format reaches an error if it does so on every
+seed; the table has the mean of the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from results import CONFIGS, FILES, claim
+
+from flare_sparse.assemble import assemble, build_rules
+from flare_sparse.cli.sites import prepare_site_data
+from flare_sparse.config import load_config
+from flare_sparse.local.run import run_locally
+from flare_sparse.training import Site
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A configuration file with overrides, and the errors whose bytes are reported."""
+
+    config: str
+    rounds: int
+    training: str
+    overrides: tuple[str, ...]
+    targets: tuple[float, ...]
+
+
+EXPERIMENTS = {
+    "scanners_age": Experiment(
+        "neurosfl_morphometry_age",
+        40,
+        "{epochs: 2, batch_size: 16, optimizer: adam, lr: 1e-3}",
+        ("simulator.sites=8",),
+        (8.5, 8.0, 7.5),
+    ),
+    "brain_t1": Experiment(
+        "neurosfl_brain_t1", 15, "{epochs: 2, batch_size: 8, optimizer: adam, lr: 1e-3}", (), (12.0, 11.0)
+    ),
+}
+METHODS = {
+    "FedAvg": ("name: fedavg", ("bfloat16", "int4", "float32", "int2", "int8")),
+    "random mask 90 %": (
+        "name: neurosfl, scores: random, sparsity: 0.9",
+        ("bfloat16", "int4", "int2", "int8", "float32"),
+    ),
+    "top-k 10 %": ("name: topk_ef, fraction: 0.1", ("bfloat16", "int4", "int2", "int8", "float32")),
+    "top-k 2 %": ("name: topk_ef, fraction: 0.02", ("bfloat16", "int4", "int2", "int8", "float32")),
+}
+OLD_FORMATS = ("float32", "bfloat16")
+
+
+def run(experiment: Experiment, method: str, values: str, seed: int, data: Path) -> dict[str, Any]:
+    """Return the error and the bytes of every round of one run."""
+    config = load_config(
+        CONFIGS / f"{experiment.config}.yaml",
+        [
+            f"method={{{METHODS[method][0]}, rounds: {experiment.rounds}, training: {experiment.training}}}",
+            f"wire.values={values}",
+            f"seed={seed}",
+            f"simulator.data.path={(data / FILES[experiment.config]).resolve()}",
+            *experiment.overrides,
+        ],
+    )
+    assembly, began = assemble(config), time.monotonic()
+    site_data = prepare_site_data(config, assembly.task, Path())
+    sites = {
+        name: Site(name, assembly.task, assembly.task.load(where, seed), assembly.layout, seed)
+        for name, where in site_data.items()
+    }
+    outcome, ledger = run_locally(
+        assembly.method,
+        assembly.weights,
+        sites,
+        assembly.task.metric,
+        values=config.wire.values,
+        run=assembly.run_id,
+        rules=build_rules(config),
+    )
+    requests, updates = defaultdict(int), defaultdict(int)
+    for line in ledger.lines:
+        (requests if line.direction == "down" else updates)[line.round] += line.payload_bytes
+    rounds = [record.round for record in outcome.rounds]
+    errors = [record.evaluation.overall.get(assembly.task.metric.name) for record in outcome.rounds]
+    sent = [sum(requests[t] for t in requests if t <= n) + sum(updates[t] for t in updates if t < n) for n in rounds]
+    return {
+        "method": method,
+        "values": values,
+        "seed": seed,
+        "entries": assembly.layout.size,
+        "rounds": rounds,
+        "errors": errors,
+        "bytes": sent,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def find_bytes(row: dict[str, Any], target: float) -> int | None:
+    """Return the bytes until the mean error of three rounds is at most ``target``; None if it never is."""
+    points = [(error, sent) for error, sent in zip(row["errors"], row["bytes"], strict=True) if error is not None]
+    for index in range(2, len(points)):
+        if mean(error for error, _ in points[index - 2 : index + 1]) <= target:
+            return points[index][1]
+    return None
+
+
+def average(sent: list[int | None]) -> float | None:
+    """Return the mean; None if a run has no figure."""
+    reached = [number for number in sent if number is not None]
+    return mean(reached) if len(reached) == len(sent) else None
+
+
+def report(name: str, rows: list[dict[str, Any]]) -> str:
+    """Return the table of an experiment: a row for each method and format."""
+    targets = EXPERIMENTS[name].targets
+    figures: dict[tuple[str, str], list[float | None]] = {}
+    for method, (_, formats) in METHODS.items():
+        for values in formats:
+            runs = [row for row in rows if (row["method"], row["values"]) == (method, values)]
+            if runs:
+                found = [[find_bytes(row, target) for row in runs] for target in targets]
+                figures[method, values] = [average(sent) for sent in found]
+    lines = [f"| {name} | error at the end | " + " | ".join(f"MB to {target:g}" for target in targets) + " |"]
+    lines.append("| --- " * (len(targets) + 2) + "|")
+    # What today's formats need at least, by target.
+    best = [
+        min((sent[place] for key, sent in figures.items() if key[1] in OLD_FORMATS and sent[place]), default=None)
+        for place in range(len(targets))
+    ]
+    for (method, values), sent in figures.items():
+        runs = [row for row in rows if (row["method"], row["values"]) == (method, values)]
+        ends = [mean(row["errors"][-3:]) for row in runs]
+        cells = [
+            "not reached" if number is None else f"{number / 1e6:.2f}" + (f" ({least / number:.1f}x)" if least else "")
+            for number, least in zip(sent, best, strict=True)
+        ]
+        lines.append(
+            f"| {method}, {values} | {mean(ends):.2f} ({min(ends):.2f}-{max(ends):.2f}) | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, nargs="?", help="folder with brain_t1/ and brain_morphometry/")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--only", choices=EXPERIMENTS, nargs="+", default=list(EXPERIMENTS))
+    parser.add_argument("--minutes", type=float, default=None, help="start no further run after this time")
+    parser.add_argument("--out", type=Path, default=Path("runs/bytes_to_error"))
+    parser.add_argument("--report", action="store_true", help="print the tables of the files in --out")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    for name in arguments.only:
+        folder = arguments.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        # The formats of every method that matter most come first, so that an interrupted experiment compares them.
+        order = [(seed, place, method) for seed in arguments.seeds for place in range(5) for method in METHODS]
+        for seed, place, method in order if arguments.data else ():
+            values = METHODS[method][1][place]
+            file = folder / f"{method} {values} {seed}.json".replace(" ", "_")
+            if arguments.minutes is not None and time.monotonic() - began > 60 * arguments.minutes:
+                return 0
+            with claim(file) as is_claimed:
+                if not is_claimed:
+                    continue
+                row = run(EXPERIMENTS[name], method, values, seed, arguments.data)
+                part = file.with_suffix(".new")
+                part.write_text(json.dumps(row) + "\n")
+                part.replace(file)
+            print(f"{name} {method} {values} {seed}: {row['errors'][-1]:.2f}, {row['seconds']:.0f} s", flush=True)
+        if arguments.report:
+            print(report(name, [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Values of 8, 4 or 2 bits: blocks with one scale each, rounded at random without bias.
+
+A section holds: number of exact values (uint64) | exact values (float32) | scale of each block (bfloat16 bits, uint16)
+| codes, packed from the lowest bit of each byte. Buffers are the exact values: a running variance that rounding made
+negative would give NaN.
+
+With ``b`` bits the code ``q`` of a block with the scale ``s`` means ``(2q - M) * s / M``, ``M = 2^b - 1``: no code is
+unused, as in SparseLoCo (arXiv:2508.15706), whose 2-bit values these are with scales by the largest value. The rounding
+error of a value is below ``2s / M``, two thirds of the block's largest value at 2 bits. So a residual cannot grow
+without bound: it stays below ``2 / (M - 2)`` times the largest value that was ever added to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..errors import RejectedMessage
+from ..mask import Mask
+from ..params import Layout
+
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+"""Bits of a value, by format."""
+
+BLOCK = 64
+"""Values with a common scale. A scale costs 2 bytes, a quarter of a bit for each value; the largest of 64 normal values
+is 2.4 standard deviations, that of 1,024 values 3.2, which would cost nearly half a bit of resolution."""
+
+LARGEST = 1e38
+"""Largest magnitude that a sender accepts: the sum of two such values is still a finite number."""
+
+_COUNT_BYTES = 8
+_INFINITE_SCALE = 0x7F80
+# Below this, scale / M could be subnormal, and a division by it could overflow. The value goes into the residual.
+_SMALLEST_SCALE = np.float32(2.0**-100)
+
+
+@dataclass(frozen=True)
+class QuantizedValues:
+    """A section and what its receiver reads.
+
+    Attributes:
+        section: uint8 ``(n,)``.
+        values: float32 ``(k,)``, the decoded values.
+    """
+
+    section: np.ndarray
+    values: np.ndarray
+
+
+def compute_quantized_bytes(scalars: int, value_type: str, exact: int) -> int:
+    """Return the length of a section with so many values, ``exact`` of them buffers."""
+    rounded = scalars - exact
+    return _COUNT_BYTES + 4 * exact + 2 * -(-rounded // BLOCK) + -(-rounded * BITS[value_type] // 8)
+
+
+def measure_quantized(buffer: np.ndarray, scalars: int, value_type: str) -> int:
+    """Return the length in bytes of the section at the start of ``buffer``, uint8, which may be longer.
+
+    Raises:
+        RejectedMessage: the buffer is too short, or the section claims more exact values than there are values.
+    """
+    if buffer.size < _COUNT_BYTES:
+        raise RejectedMessage("E_LEN", "values", f"at least {_COUNT_BYTES} bytes", buffer.size)
+    exact = int.from_bytes(buffer[:_COUNT_BYTES].tobytes(), "little")
+    if exact > scalars:
+        raise RejectedMessage("E_SIZE", "exact values", f"at most {scalars}", exact)
+    return compute_quantized_bytes(scalars, value_type, exact)
+
+
+def find_exact_values(mask: Mask, layout: Layout) -> np.ndarray:
+    """Return which values of ``mask`` are those of buffers, bool ``(k,)``."""
+    if all(tensor.role != "buffer" for tensor in layout.tensors):
+        return np.zeros(mask.count, dtype=bool)
+    return mask.take(layout.select(lambda tensor: tensor.role == "buffer")).numpy()
+
+
+def write_quantized(
+    exact_values: np.ndarray,
+    differences: np.ndarray,
+    reference: np.ndarray,
+    is_exact: np.ndarray,
+    value_type: str,
+    generator: torch.Generator,
+) -> QuantizedValues:
+    """Return the section that carries ``reference + differences``.
+
+    Args:
+        exact_values: float32 ``(k,)``; read where ``is_exact``.
+        differences: float32 ``(k,)``, what is rounded.
+        reference: float32 ``(k,)``, what the receiver adds.
+        is_exact: bool ``(k,)``, values that are not rounded.
+        value_type: ``"int8"``, ``"int4"`` or ``"int2"``.
+        generator: source of the rounding; a retry needs one in the same state.
+
+    Raises:
+        RejectedMessage: a value is NaN or infinite, or above ``LARGEST``.
+    """
+    rounded = differences[~is_exact]
+    exact = exact_values[is_exact].astype("<f4")
+    with np.errstate(invalid="ignore"):
+        if not (np.isfinite(exact).all() and (np.abs(rounded) <= LARGEST).all()):
+            raise RejectedMessage("E_FINITE", f"values as {value_type}", f"numbers up to {LARGEST:g}", "others")
+    bits = BITS[value_type]
+    scales, codes = _round_blocks(rounded, bits, torch.rand(rounded.size, generator=generator).numpy())
+    head = exact.size.to_bytes(_COUNT_BYTES, "little")
+    parts = [head, exact.tobytes(), scales.astype("<u2").tobytes(), _pack_codes(codes, bits).tobytes()]
+    # As the receiver computes them, so that the vectors of both ends stay equal bit for bit over all rounds.
+    values = reference.copy()
+    values[~is_exact] += _expand_blocks(scales, codes, bits)
+    values[is_exact] = exact
+    return QuantizedValues(np.frombuffer(b"".join(parts), np.uint8), values)
+
+
+def read_quantized(section: np.ndarray, reference: np.ndarray, is_exact: np.ndarray, value_type: str) -> np.ndarray:
+    """Return the values, float32 ``(k,)``, of a section whose length :func:`measure_quantized` has checked.
+
+    Args:
+        section: uint8 ``(n,)``, not trusted.
+        reference: float32 ``(k,)``, what the rounded values are added to.
+        is_exact: bool ``(k,)``, from the receiver's own layout.
+        value_type: ``"int8"``, ``"int4"`` or ``"int2"``.
+
+    Raises:
+        RejectedMessage: a scale is negative or not finite, the section is not in canonical form, or the number of exact
+            values is not that of the selected buffers.
+    """
+    bits, count = BITS[value_type], int(np.count_nonzero(is_exact))
+    rounded = is_exact.size - count
+    stated = int.from_bytes(section[:_COUNT_BYTES].tobytes(), "little")
+    # The length was checked with the stated number: padding to whole words can hide a difference of one.
+    if stated != count:
+        raise RejectedMessage("E_NNZ", "exact values", f"{count} selected entries of buffers", stated)
+    exact_end = _COUNT_BYTES + 4 * count
+    scales_end = exact_end + 2 * -(-rounded // BLOCK)
+    # Copied, because the parts need not start at a multiple of their width.
+    scales = np.frombuffer(section[exact_end:scales_end].tobytes(), "<u2")
+    _check_scales(scales)
+    codes = _unpack_codes(section[scales_end:], rounded, bits)
+    # A block of zeros has one form; other codes would carry data that no check of the values sees.
+    if codes[np.repeat(scales == 0, BLOCK)[:rounded]].any():
+        raise RejectedMessage("E_CANON", "codes", "zeros in a block with scale 0", "others")
+    values = reference.copy()
+    # Finite numbers may overflow in the sum; the caller checks that every value is finite.
+    with np.errstate(over="ignore"):
+        values[~is_exact] += _expand_blocks(scales, codes, bits)
+    values[is_exact] = np.frombuffer(section[_COUNT_BYTES:exact_end].tobytes(), "<f4")
+    return values
+
+
+def _check_scales(scales: np.ndarray) -> None:
+    if (scales >= 0x8000).any():
+        raise RejectedMessage("E_RANGE", "scales", "numbers from 0", "a negative number")
+    if (scales >= _INFINITE_SCALE).any():
+        raise RejectedMessage("E_FINITE", "scales", "finite numbers", "NaN or infinity")
+
+
+def _round_blocks(values: np.ndarray, bits: int, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scales, uint16 ``(blocks,)``, and the codes, uint8 ``(n,)``, of float32 ``(n,)``.
+
+    Args:
+        values: float32 ``(n,)``, finite.
+        bits: bits of a code.
+        noise: float32 ``(n,)``, uniform in [0, 1).
+    """
+    largest_code = 2**bits - 1
+    padded = np.zeros(-(-values.size // BLOCK) * BLOCK, np.float32)
+    padded[: values.size] = np.abs(values)
+    # Rounded up to bfloat16: a scale below the largest value would clip it, and the rounding would be biased.
+    scales = ((padded.reshape(-1, BLOCK).max(1).view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)).astype(np.uint16)
+    scales[_widen(scales) < _SMALLEST_SCALE] = 0
+    steps = np.repeat(_widen(scales) / np.float32(largest_code), BLOCK)[: values.size]
+    # A division by 0 would make the codes NaN.
+    is_zero = steps == 0
+    steps[is_zero] = 1
+    position = (values / steps + np.float32(largest_code)) / 2
+    # The next lower code, or with the probability of the fraction the next higher one: right on average.
+    codes = np.clip(np.floor(position + noise), 0, largest_code).astype(np.uint8)
+    codes[is_zero] = 0
+    return scales, codes
+
+
+def _expand_blocks(scales: np.ndarray, codes: np.ndarray, bits: int) -> np.ndarray:
+    """Return the values of codes, float32 ``(n,)``: the same bits at both ends, which add them to one vector."""
+    largest_code = 2**bits - 1
+    steps = np.repeat(_widen(scales) / np.float32(largest_code), BLOCK)[: codes.size]
+    return (2 * codes.astype(np.float32) - np.float32(largest_code)) * steps
+
+
+def _widen(scales: np.ndarray) -> np.ndarray:
+    """Return bfloat16 bits as float32."""
+    return (scales.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+    per_byte = 8 // bits
+    padded = np.zeros((-(-codes.size // per_byte), per_byte), np.uint8)
+    padded.reshape(-1)[: codes.size] = codes
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    return np.bitwise_or.reduce(padded << shifts, axis=1) if codes.size else padded.reshape(-1)
+
+
+def _unpack_codes(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
+    """Return the codes, uint8 ``(count,)``.
+
+    Raises:
+        RejectedMessage: a padding bit of the last byte is set.
+    """
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes = ((packed[:, None] >> shifts) & np.uint8(2**bits - 1)).reshape(-1)
+    if codes[count:].any():
+        raise RejectedMessage("E_CANON", "padding of the codes", "zero bits", "other bits")
+    return codes[:count]

@@ -1,0 +1,154 @@
+"""The values section in every format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..exchange import Content, Patch
+from ..mask import Mask
+from ..params import Layout
+from .plan import Plan, ValueType
+from .quantized import find_exact_values, measure_quantized, read_quantized, write_quantized
+from .shuffled import measure_shuffled, pack_shuffled, unpack_shuffled
+from .values import BYTES_PER_VALUE, COMPRESSED, is_quantized, read_values, require_finite, write_values
+
+WITHOUT_BASE: ValueType = "int8"
+"""Format of weights in a quantized message whose receiver holds no vector: fewer bits lose too much of whole weights,
+and the next message sends what this one rounds off."""
+
+
+@dataclass(frozen=True)
+class CodedValues:
+    """A values section.
+
+    Attributes:
+        section: uint8 ``(n,)``.
+        residual: ``(P,)`` what the message loses to rounding, with what earlier ones lost elsewhere; None: nothing.
+        received: ``(k,)`` the values that the receiver reads, if the format is quantized; else None.
+    """
+
+    section: np.ndarray
+    residual: Tensor | None
+    received: Tensor | None = None
+
+
+def code_values(
+    patch: Patch,
+    plan: Plan,
+    content: Content,
+    values: ValueType,
+    residual: Tensor | None,
+    generator: torch.Generator | None,
+) -> CodedValues | None:
+    """Return the section of a format that is not plain; None for a plain one, which is written in place.
+
+    The arguments are those of :func:`~flare_sparse.wire.codec.encode`.
+    """
+    if patch.encrypted is not None:
+        return CodedValues(patch.encrypted.data.numpy(), residual)
+    if is_quantized(values):
+        base_vector = plan.base_vector if content == "weights" else None
+        return _code_quantized(patch, plan.layout, values, residual, base_vector, generator)
+    return _code_compressed(patch, values, residual) if values in COMPRESSED else None
+
+
+def _code_quantized(
+    patch: Patch,
+    layout: Layout,
+    value_type: ValueType,
+    residual: Tensor | None,
+    base_vector: Tensor | None,
+    generator: torch.Generator | None,
+) -> CodedValues:
+    """Return the section of a patch with few bits a value.
+
+    Args:
+        patch: the patch.
+        layout: layout of the model; entries of its buffers are not rounded.
+        value_type: a quantized format.
+        residual: ``(P,)`` what earlier messages lost to rounding; None: nothing.
+        base_vector: ``(P,)`` the receiver's vector, to which the section has the differences; None: the section has the
+            values themselves.
+        generator: source of the rounding.
+
+    Raises:
+        RejectedMessage: a value is not finite, or too large for the format.
+        ValueError: there is no generator.
+    """
+    if generator is None:
+        raise ValueError(f"generator: {value_type} rounds at random; give a generator that every attempt seeds alike")
+    mask, is_exact = patch.mask, find_exact_values(patch.mask, layout)
+    reference = _take_reference(mask, base_vector)
+    # Error feedback, as in the plain formats; buffers have no residual, because they are not rounded.
+    new_residual = torch.zeros(mask.size) if residual is None else residual.clone()
+    target = (patch.values + mask.take(new_residual)).detach().numpy()
+    written = write_quantized(
+        patch.values.detach().numpy(), target - reference, reference, is_exact, value_type, generator
+    )
+    received = torch.from_numpy(written.values)
+    error = torch.from_numpy(np.where(is_exact, np.float32(0), target - written.values))
+    return CodedValues(written.section, mask.put(error, new_residual), received)
+
+
+def _code_compressed(patch: Patch, value_type: ValueType, residual: Tensor | None) -> CodedValues:
+    """Return the section of a patch in a plain format, compressed without loss.
+
+    Raises:
+        RejectedMessage: a value is not finite in the plain format.
+    """
+    plain_type = COMPRESSED[value_type]
+    width = BYTES_PER_VALUE[plain_type]
+    plain = np.empty(width * patch.mask.count, np.uint8)
+    new_residual = write_values(patch, plain_type, residual, plain)
+    return CodedValues(pack_shuffled(plain, width), new_residual)
+
+
+def measure_section(buffer: np.ndarray, scalars: int, value_type: ValueType) -> int:
+    """Return the length in bytes of the section of ``scalars`` values at the start of ``buffer``, which may be longer.
+
+    Raises:
+        RejectedMessage: the buffer is too short for the section's own length, or that is larger than possible.
+    """
+    if is_quantized(value_type):
+        return measure_quantized(buffer, scalars, value_type)
+    if value_type in COMPRESSED:
+        return measure_shuffled(buffer, scalars, BYTES_PER_VALUE[COMPRESSED[value_type]])
+    return BYTES_PER_VALUE[value_type] * scalars
+
+
+def read_section(
+    section: np.ndarray, value_type: ValueType, mask: Mask, layout: Layout, base_vector: Tensor | None
+) -> Tensor:
+    """Return the values, float32 ``(k,)``, of a section whose length :func:`measure_section` has checked.
+
+    Args:
+        section: uint8 ``(n,)``, not trusted.
+        value_type: format of the section.
+        mask: entries of the values.
+        layout: the receiver's own layout.
+        base_vector: ``(P,)`` the receiver's vector, to which the section has the differences; None: the section has the
+            values themselves.
+
+    Raises:
+        RejectedMessage: a value is not finite, or the section is not one that a sender writes.
+    """
+    if is_quantized(value_type):
+        reference = _take_reference(mask, base_vector)
+        values = read_quantized(section, reference, find_exact_values(mask, layout), value_type)
+        require_finite(values, "values")
+        return torch.from_numpy(values)
+    if value_type in COMPRESSED:
+        plain_type = COMPRESSED[value_type]
+        width = BYTES_PER_VALUE[plain_type]
+        return read_values(unpack_shuffled(section, mask.count, width), plain_type)
+    return read_values(section, value_type)
+
+
+def _take_reference(mask: Mask, base_vector: Tensor | None) -> np.ndarray:
+    if base_vector is None:
+        return np.zeros(mask.count, np.float32)
+    return mask.take(base_vector).detach().numpy()

@@ -1,0 +1,154 @@
+"""Gap-coded selections: within 4 % of the entropy of a selection at random, one form, and no trust in any number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flare_sparse.errors import RejectedMessage
+from flare_sparse.exchange import Patch
+from flare_sparse.mask import Mask
+from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.wire.codec import encode
+from flare_sparse.wire.encoding_choice import choose_encoding, compute_selection_entropy
+from flare_sparse.wire.encodings import ENCODINGS
+from flare_sparse.wire.plan import Plan
+from flare_sparse.wire.versions import VERSIONS
+
+GAPS = ENCODINGS["gaps"]
+SIZE = 200_000
+LAYOUT = Layout((TensorSpec("w", (SIZE,), "weight"),))
+
+
+def draw_mask(density: float, seed: int = 1, size: int = SIZE) -> Mask:
+    return Mask(torch.rand(size, generator=torch.Generator().manual_seed(seed)) < density)
+
+
+def decode(section: bytes, layout: Layout = LAYOUT) -> Mask:
+    return GAPS.decode(np.frombuffer(section, np.uint8), None, layout)
+
+
+@pytest.mark.parametrize("density", [0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001])
+def test_random_selection_takes_at_most_4_percent_more_than_its_entropy(density: float) -> None:
+    mask = draw_mask(density)
+    section = GAPS.encode(mask, None, LAYOUT)
+    assert section is not None
+    assert decode(section) == mask
+    assert len(section) <= 1.04 * compute_selection_entropy(mask, None) + 16
+
+
+def test_layers_of_different_density_have_widths_of_their_own() -> None:
+    """One width for all would take 1.5 times the bytes."""
+    mask = Mask(torch.cat([draw_mask(0.3, 2, SIZE // 2).bits, draw_mask(0.001, 3, SIZE // 2).bits]))
+    section = GAPS.encode(mask, None, LAYOUT)
+    assert section is not None
+    assert decode(section) == mask
+    parts = (Mask(part) for part in mask.bits.split(SIZE // 2))
+    assert len(section) <= 1.05 * sum(compute_selection_entropy(part, None) for part in parts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), size=st.integers(0, 3000))
+def test_any_selection_of_up_to_half_of_the_entries_comes_back(data: st.DataObject, size: int) -> None:
+    layout = Layout((TensorSpec("w", (size,), "weight"),))
+    indices = data.draw(st.sets(st.integers(0, size - 1), max_size=size // 2)) if size else set()
+    bits = torch.zeros(size, dtype=torch.bool)
+    bits[sorted(indices)] = True
+    section = GAPS.encode(Mask(bits), None, layout)
+    assert section is not None
+    assert decode(section, layout) == Mask(bits)
+    bound = GAPS.compute_min_bytes(Mask(bits), None, layout)
+    assert bound is not None
+    assert bound <= len(section)
+
+
+def test_denser_selections_are_left_to_the_bitmap() -> None:
+    assert GAPS.encode(draw_mask(0.6), None, LAYOUT) is None
+    assert GAPS.compute_min_bytes(draw_mask(0.6), None, LAYOUT) is None
+
+
+def test_version_2_writes_gaps_where_they_are_shorter_and_version_1_never_does() -> None:
+    mask = draw_mask(0.01)
+    sizes = {}
+    for number, name in ((1, "bitmap"), (2, "gaps")):
+        encoding, section = choose_encoding(mask, None, LAYOUT, VERSIONS[number].encodings)
+        assert encoding.name == name
+        sizes[number] = len(section)
+    assert sizes[2] < 0.65 * sizes[1]
+    plan = Plan(LAYOUT, "0" * 16, sequence=1, round=1, kind="train")
+    patch = Patch.from_vector(torch.zeros(SIZE), mask)
+    assert encode(patch, plan, values="float32").encoding == "bitmap"
+    assert encode(patch, plan, values="float32_zstd").encoding == "gaps"
+
+
+def with_count(count: int) -> Callable[[bytes], bytes]:
+    return lambda section: count.to_bytes(8, "little") + section[8:]
+
+
+def with_byte(offset: int, change: Callable[[int], int]) -> Callable[[bytes], bytes]:
+    return lambda section: section[:offset] + bytes([change(section[offset])]) + section[offset:][1:]
+
+
+SMALL = Layout((TensorSpec("w", (100,), "weight"),))
+FEW = Mask(torch.tensor([index in (3, 20, 64, 99) for index in range(100)]))
+# Gaps 3, 16, 43, 34: mean 24, width 4. Lowest bits 3, 0, 11, 2 in 2 bytes; quotients 0, 1, 2, 2, the bits
+# 1 01 001 001, in 2 bytes.
+SECTION = (4).to_bytes(8, "little") + bytes([4, 0x30, 0xB2, 0b10100100, 0b10000000])
+
+
+def test_section_is_that_of_the_format_page() -> None:
+    assert GAPS.encode(FEW, None, SMALL) == SECTION
+    assert decode(SECTION, SMALL) == FEW
+
+
+@pytest.mark.parametrize(
+    ("forge", "code"),
+    [
+        (with_count(5), "E_LEN"),
+        (with_count(3), "E_LEN"),
+        (with_count(51), "E_SIZE"),
+        (with_count(2**64 - 1), "E_SIZE"),
+        (with_count(0), "E_LEN"),
+        (with_byte(8, lambda width: 41), "E_LEN"),
+        (with_byte(8, lambda width: 3), "E_LEN|E_CANON"),
+        (with_byte(8, lambda width: 40), "E_LEN"),
+        (lambda section: section + b"\0", "E_LEN"),
+        (lambda section: section + b"\x80", "E_LEN"),
+        (lambda section: section[:-1], "E_LEN"),
+        (lambda section: section[:7], "E_LEN"),
+        (lambda section: section[:8], "E_LEN"),
+        (lambda section: section + bytes(10_000), "E_LEN"),
+        # The last quotient is 3, not 2: position 115.
+        (lambda section: section[:-1] + b"\x40", "E_INDEX"),
+        # A quotient of 8: a gap above 128.
+        (lambda section: section[:-2] + bytes([0b00000000, 0b10000000, 0b10010010]), "E_LEN|E_INDEX"),
+    ],
+)
+def test_forged_sections_are_refused(forge: Callable[[bytes], bytes], code: str) -> None:
+    with pytest.raises(RejectedMessage, match=code):
+        decode(forge(SECTION), SMALL)
+
+
+def test_another_width_of_a_block_is_not_canonical() -> None:
+    """Gaps 3, 16, 43, 34 with the width 5: the same selection in other bytes."""
+    low_bits = "".join(f"{gap % 32:05b}" for gap in (3, 16, 43, 34)).ljust(24, "0")
+    quotients = "".join("0" * (gap // 32) + "1" for gap in (3, 16, 43, 34)).ljust(8, "0")
+    body = int(low_bits + quotients, 2).to_bytes(4, "big")
+    with pytest.raises(RejectedMessage, match="E_CANON"):
+        decode((4).to_bytes(8, "little") + b"\x05" + body, SMALL)
+
+
+@settings(max_examples=300, deadline=None)
+@given(section=st.binary(max_size=60), count=st.integers(0, 60))
+def test_random_bytes_are_refused_or_the_one_form_of_a_selection(section: bytes, count: int) -> None:
+    forged = count.to_bytes(8, "little") + section
+    try:
+        mask = decode(forged, SMALL)
+    except RejectedMessage:
+        return
+    assert GAPS.encode(mask, None, SMALL) == forged
