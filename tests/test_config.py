@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 from torch import nn
 
+from flare_sparse.assemble import build_rules
 from flare_sparse.config import (
     JobConfig,
     RunConfig,
@@ -335,7 +336,7 @@ def test_user_task_beside_the_file_is_loaded(file: Path) -> None:
     own = "task={class: own_task_module.MyTask, depth: 4}"
     config = load_config(file, [own])
     kind = import_task_class("own_task_module.MyTask")
-    assert config.task.config.model_dump() == {"width": 3, "dropout": 0.0, "depth": 4}
+    assert config.task.config.model_dump(exclude={"split"}) == {"width": 3, "dropout": 0.0, "depth": 4}
     assert serialize_job(config)["task"]["class"] == "own_task_module.MyTask"
     assert type(build_task(config, kind)) is kind
     assert parse_job(serialize_job(config), kind) == config.job
@@ -357,3 +358,11 @@ def test_class_that_is_not_a_task_is_refused(file: Path, dotted: str) -> None:
 def test_every_section_has_a_description() -> None:
     for model in (RunConfig, JobConfig):
         assert [name for name, field in model.model_fields.items() if not field.description and name != "data"] == []
+
+
+def test_early_stopping_needs_validation_examples(file: Path) -> None:
+    stopping = "federation.early_stopping={patience: 3}"
+    assert "task.split.validation is 0; set it" in load_problems(file, stopping)[0]
+    config = load_config(file, [stopping, "task.split.validation=0.1"])
+    assert build_rules(config).patience == 3
+    assert build_rules(load_config(file)).patience is None

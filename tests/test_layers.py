@@ -22,7 +22,7 @@ PACKAGE = Path(next(iter(flare_sparse.__path__)))
 TESTS = Path(__file__).parent
 ORDER = (
     ("errors", "version", "seeds"),
-    ("params",),
+    ("params", "split"),
     ("mask",),
     ("exchange", "task", "structure", "checkpoint"),
     ("kernels", "models"),
@@ -49,7 +49,7 @@ ORDER = (
 )
 RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 DOMAIN = {"models", "data", "tasks"}
-DOMAIN_MAY_USE = {"errors", "params", "structure", "task"}
+DOMAIN_MAY_USE = {"errors", "params", "split", "structure", "task"}
 USES_DOMAIN = {"config", "flare", "cli"}
 USES_FLARE = {"flare", "cli"}
 

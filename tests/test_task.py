@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.utils.data import TensorDataset
 from toy import Toy
 
 from flare_sparse.errors import ConfigError, DataError, MetricsError, TaskFailed
-from flare_sparse.task import Cohort, Metric, SiteData, load_examples
+from flare_sparse.task import Cohort, Examples, Metric, SiteData, load_examples
 
 DATA = TensorDataset(torch.zeros(4, 12), torch.zeros(4, 1))
 
@@ -40,6 +41,7 @@ def evaluate(result: Any, metric: Metric | None = None) -> dict[str, float]:
         (("mae", "", "MAX"), "mode is 'MAX'; expected 'min'"),
         (("", "", "min"), "name is ''; expected the key of the main metric"),
         (("test_examples", "", "min"), "is reserved"),
+        (("validation_mae", "", "min"), "marks metrics on validation examples"),
     ],
 )
 def test_unusable_metric_is_refused_where_it_is_written(arguments: tuple[Any, ...], message: str) -> None:
@@ -57,6 +59,7 @@ def test_unusable_metric_is_refused_where_it_is_written(arguments: tuple[Any, ..
         ({"mse": "1"}, "'mse' is str; expected a plain number"),
         ({"mse": None}, "'mse' is NoneType; expected a plain number"),
         ({1: 1.0}, "the name 1 is int; expected text"),
+        ({"mse": 1.0, "validation_mse": 1.0}, "the name 'validation_mse' starts with 'validation_', which is reserved"),
         ({"mae": 1.0}, "has no 'mse', by which rounds and models are compared; it has mae"),
         ({}, "it has nothing"),
         (1.0, "returned float; expected a dict"),
@@ -122,3 +125,14 @@ def test_own_exception_of_load_names_site_file_and_line(tmp_path: Any) -> None:
     assert first.startswith(f"site Bern: Loading.load({tmp_path}) failed: FileNotFoundError: ")
     assert f"{__file__}:" in second
     assert second.endswith('in load: return np.load(data.path / "missing.npy")')
+
+
+def test_task_that_ignores_the_share_for_validation_is_refused() -> None:
+    class Ignoring(Toy):
+        def load(self, data: SiteData, seed: int) -> Examples:
+            return Examples(DATA, DATA)
+
+    site = SiteData("site-1", Path("here"))
+    assert load_examples(Ignoring(), site, 1).n_validation == 0
+    with pytest.raises(DataError, match=r"no validation examples, but task\.split\.validation is 0\.1"):
+        load_examples(Ignoring({"split": {"validation": 0.1}}), site, 1)

@@ -79,6 +79,7 @@ def build_rules(job: JobConfig) -> RoundRules:
         examples_tolerance=settings.examples_tolerance,
         quarantine_after=settings.quarantine_after,
         examples=settings.examples,
+        patience=settings.early_stopping.patience if settings.early_stopping else None,
     )
 
 

@@ -6,7 +6,7 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,17 +14,36 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from .errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
+from .split import Split, SplitConfig
+
+VALIDATION = "validation_"
+"""Prefix of the names of the metrics on validation examples."""
+TEST_EXAMPLES = "test_examples"
+"""Name of the metric that the other metrics of a site on test examples are weighted by."""
+VALIDATION_EXAMPLES = f"{VALIDATION}examples"
+"""Name of the metric that the metrics of a site on validation examples are weighted by."""
+COUNTS = (TEST_EXAMPLES, VALIDATION_EXAMPLES)
+"""Names of the metrics that are numbers of examples."""
+
+
+def get_count_name(metric: str) -> str:
+    """Return the name of the number of examples that a metric was computed from."""
+    return VALIDATION_EXAMPLES if metric.startswith(VALIDATION) else TEST_EXAMPLES
 
 
 class TaskConfig(BaseModel):
     """Base class of a task's settings; an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    split: SplitConfig = Field(
+        default_factory=SplitConfig, description="which of a site's subjects are for training, validation and testing"
+    )
 
 
 @dataclass(frozen=True)
@@ -47,10 +66,15 @@ class Metric:
     may_be_undefined: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name or self.name == "test_examples":
+        if not isinstance(self.name, str) or not self.name or self.name == TEST_EXAMPLES:
             raise ConfigError(
                 f"Metric: name is {self.name!r}; expected the key of the main metric in the result of metrics(), such "
                 "as 'mae' ('test_examples' is reserved)"
+            )
+        if self.name.startswith(VALIDATION):
+            raise ConfigError(
+                f"Metric: name {self.name!r} starts with {VALIDATION!r}, which marks metrics on validation examples; "
+                "choose another name"
             )
         if self.mode not in ("min", "max"):
             raise ConfigError(
@@ -82,15 +106,17 @@ class SiteData:
 
 @dataclass(frozen=True)
 class Examples:
-    """A site's training and test examples.
+    """A site's training, test and validation examples.
 
     Attributes:
         train: training examples.
         test: test examples; may be empty.
-        skipped: number of unusable examples that are in neither.
+        skipped: number of unusable examples that are in none of them.
         train_ids: identifiers of the training examples, in order, for ``flare-sparse check``; empty: not known.
         test_ids: identifiers of the test examples.
         columns: names of the columns of a tabular input, in order; empty: not known.
+        validation: examples that choose the best round and end a run early; None: none.
+        validation_ids: identifiers of the validation examples.
     """
 
     train: Dataset[Any]
@@ -99,6 +125,8 @@ class Examples:
     train_ids: Sequence[str] = ()
     test_ids: Sequence[str] = ()
     columns: Sequence[str] = ()
+    validation: Dataset[Any] | None = None
+    validation_ids: Sequence[str] = ()
 
     @property
     def n_train(self) -> int:
@@ -109,6 +137,11 @@ class Examples:
     def n_test(self) -> int:
         """Number of test examples."""
         return len(self.test)  # type: ignore[arg-type]
+
+    @property
+    def n_validation(self) -> int:
+        """Number of validation examples."""
+        return 0 if self.validation is None else len(self.validation)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -168,7 +201,7 @@ class Task(ABC):
 
     @abstractmethod
     def load(self, data: SiteData, seed: int) -> Examples:
-        """Load the site's examples, split into training and test; the split depends on ``seed`` only.
+        """Load the site's examples, split as ``config.split`` says; the split depends on ``seed`` only.
 
         Raises:
             DataError: the data is missing or invalid; the message names files and fields.
@@ -228,6 +261,10 @@ class Task(ABC):
         for name, value in metrics.items():
             if not isinstance(name, str):
                 raise MetricsError(f"{source}: the name {name!r} is {type(name).__name__}; expected text")
+            if name.startswith(VALIDATION):
+                raise MetricsError(
+                    f"{source}: the name {name!r} starts with {VALIDATION!r}, which is reserved; rename it"
+                )
             if not isinstance(value, numbers.Real):
                 raise MetricsError(
                     f"{source}: {name!r} is {type(value).__name__}; expected a plain number, such as float(value)"
@@ -244,6 +281,24 @@ class Task(ABC):
                 "Metric(..., may_be_undefined=True) if some test examples leave it undefined"
             )
         return {name: float(value) for name, value in metrics.items()}
+
+
+def build_examples(
+    split: Split,
+    build_dataset: Callable[[Sequence[str]], Dataset[Any]],
+    skipped: int = 0,
+    columns: Sequence[str] = (),
+) -> Examples:
+    """Return the examples of a split.
+
+    Args:
+        split: identifiers of the parts.
+        build_dataset: returns the data set of some identifiers, in their order.
+        skipped: number of unusable examples.
+        columns: names of the columns of a tabular input.
+    """
+    train, test, validation = (build_dataset(ids) for ids in (split.train, split.test, split.validation))
+    return Examples(train, test, skipped, split.train, split.test, columns, validation, split.validation)
 
 
 def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
@@ -265,12 +320,22 @@ def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
             f"{source} returned {type(examples).__name__}; expected flare_sparse.task.Examples(train, test), two "
             "torch data sets"
         )
-    for name, dataset in (("train", examples.train), ("test", examples.test)):
+    parts = {"train": examples.train, "test": examples.test, "validation": examples.validation}
+    for name, dataset in parts.items():
+        if name == "validation" and dataset is None:
+            continue
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise DataError(
                 f"{source}: {name} is {type(dataset).__name__}; expected a torch data set with a length, such as "
                 "TensorDataset(x, y)"
             )
+    # A run that was to be chosen by validation would end without a best model, and no record would say why.
+    if task.config.split.validation and examples.validation is None:
+        raise DataError(
+            f"{source} returned no validation examples, but task.split.validation is "
+            f"{task.config.split.validation:g}; use self.config.split.assign(ids, seed) and "
+            "Examples(train, test, validation=...)"
+        )
     return examples
 
 

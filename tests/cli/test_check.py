@@ -88,11 +88,11 @@ def test_check_shows_every_site_in_a_table_and_ends_with_a_verdict(config: Path)
     assert lines[1].startswith(note)
     assert lines[3] == "PASS model: 3 scalars"
     rows = [line.split() for line in lines if line.startswith("site-")]
-    assert [(row[0], row[1:4], row[-1]) for row in rows] == [
-        ("site-1", ["8", "2", "0"], "PASS"),
-        ("site-2", ["8", "2", "0"], "PASS"),
+    assert [(row[0], row[1:5], row[-1]) for row in rows] == [
+        ("site-1", ["8", "2", "0", "0"], "PASS"),
+        ("site-2", ["8", "2", "0", "0"], "PASS"),
     ]
-    assert all(float(row[4]) > 0 and float(row[5]) > 0 for row in rows)
+    assert all(float(row[5]) > 0 and float(row[6]) > 0 for row in rows)
     assert lines[-1] == "READY 8 checks passed"
 
 
@@ -123,7 +123,9 @@ def test_check_continues_with_the_sites_that_have_data(config: Path) -> None:
 def test_check_reports_a_model_that_cannot_be_built_and_still_reads_the_data(config: Path) -> None:
     result = call("check", config, "--set", "task.broken=true")
     assert "FAIL model: E_CONFIG" in result.output
-    assert [line.split()[1:4] for line in result.output.splitlines() if line.startswith("site-2")] == [["8", "2", "0"]]
+    assert [line.split()[1:5] for line in result.output.splitlines() if line.startswith("site-2")] == [
+        ["8", "2", "0", "0"]
+    ]
     assert result.exit_code == 2
 
 

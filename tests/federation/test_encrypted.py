@@ -31,7 +31,7 @@ def contexts() -> KeyContexts:
 
 def run(name: str, *, encrypted: bool, **options: Any) -> Any:
     """Return outcome and ledger of a run over three sites."""
-    bench = toy.ToyBench()
+    bench = toy.ToyBench(validation=4)
     settings = {"rounds": 3, "training": SGD, **options.pop("settings", {})}
     method, sites = bench.method(name, **settings), bench.sites()
     keys = contexts() if encrypted else None

@@ -41,7 +41,11 @@ class SumTask(Task):
         generator = torch.Generator().manual_seed(int(data.site[-1]))
         x = torch.randn(40, 12, generator=generator)
         y = x[:, :3].sum(1, keepdim=True)
-        return Examples(TensorDataset(x[8:], y[8:]), TensorDataset(x[:8], y[:8]))
+        start = 12 if self.config.split.validation else 8
+        train, test, validation = (
+            TensorDataset(x[part], y[part]) for part in (slice(start, 40), slice(8), slice(8, start))
+        )
+        return Examples(train, test, validation=validation)
 
     @property
     def _subject(self) -> str:

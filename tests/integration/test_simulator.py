@@ -159,7 +159,9 @@ def test_round_below_the_quorum_ends_the_job_with_the_reason(tmp_path: Path) -> 
 
 def test_run_writes_a_consistent_record(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    summary = simulate(configuration(tmp_path / "config", METHODS["neurosfl"]), out)
+    file = configuration(tmp_path / "config", METHODS["neurosfl"], task={"split": {"validation": 0.1}})
+    summary = simulate(file, out)
+    assert summary["best"]["metrics"].keys() >= {"mse", "validation_mse"}
     assert {
         "summary.json",
         "ledger.jsonl",

@@ -133,6 +133,17 @@ def test_scores_of_few_entries_of_a_tensor_are_refused(
     assert not refusal or re.search(refusal, problems[0])
 
 
+def test_metrics_of_few_examples_stay_whichever_part_they_are_of() -> None:
+    metrics = {"mae": 3.14159, "test_examples": 20.0, "validation_mae": 2.71828, "validation_examples": 4.0}
+    counts = {"test_examples": 20, "validation_examples": 4}
+    policy = Policy(min_test_examples=5, metrics="rounded")
+    assert policy.sanitize_metrics(metrics, counts) == {"mae": 3.14, "test_examples": 20.0}
+    assert policy.sanitize_metrics(metrics, {**counts, "test_examples": 4}) == {}
+    exact = Policy(min_test_examples=4)
+    assert exact.sanitize_metrics(metrics, counts) == metrics
+    assert Policy(metrics="none").sanitize_metrics(metrics, counts) == {}
+
+
 def test_presets_become_stricter_from_open_to_careful_to_strict() -> None:
     policies = {name: read_policy(find_policy_file(Path(name))) for name in PRESETS}
     assert list(policies) == ["careful", "open", "strict"]

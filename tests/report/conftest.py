@@ -22,7 +22,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     file = folder / "brains.yaml"
     file.write_text(
-        "name: brains\nseed: 1\nmethod: {name: fedavg}\ntask: {name: brain_age, downsample: 4}\n"
+        "name: brains\nseed: 1\nmethod: {name: fedavg}\n"
+        "task: {name: brain_age, downsample: 4, split: {validation: 0.2}}\n"
         "simulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
     )
     for name, method in METHODS.items():

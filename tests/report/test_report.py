@@ -216,7 +216,7 @@ def test_card_and_page_say_which_sites_contributed_and_which_have_no_test_exampl
     text = describe_means([run])
     assert "for AUC, C-index, F1 and RMSE it is not" in text
     assert "site-2 (all); site-3 (all); site-4 (all)" in text
-    assert "The best model was selected by its metric on these test examples" in text
+    assert "The best model was selected by its metric on validation examples" in text
     matrix = build_matrices([run])[0]
     assert matrix.columns == [
         "model",

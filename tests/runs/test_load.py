@@ -26,7 +26,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "brains.yaml"
     file.write_text(
         "name: brains\nseed: 1\nmethod: {name: neurosfl, sparsity: 0.9, rounds: 2}\n"
-        "task: {name: brain_age, downsample: 4}\nsimulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
+        "task: {name: brain_age, downsample: 4, split: {validation: 0.2}}\n"
+        "simulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
     )
     run_config_locally(load_config(file), file, folder / "run")
     return folder / "run"

@@ -65,19 +65,20 @@ class ToyBench:
     Attributes:
         task: task of all sites.
         seed: seed of the initial model, the sites and the methods.
+        validation: number of validation examples of a site.
         layout, weights: layout and initial model, ``(P,)``.
     """
 
-    def __init__(self, task: Task | None = None, seed: int = 1):
-        self.task, self.seed = task or Toy(), seed
+    def __init__(self, task: Task | None = None, seed: int = 1, validation: int = 0):
+        self.task, self.seed, self.validation = task or Toy(), seed, validation
         self.layout, self.weights = build_initial_model(self.task, seed)
 
     def site(self, index: int, examples: int = 24, data: int | None = None) -> Site:
         """Return ``site-{index}`` with ``examples`` training and 8 test examples, drawn from the seed ``data``."""
         generator = torch.Generator().manual_seed(index if data is None else data)
-        x = torch.randn(examples + 8, 12, generator=generator)
-        y = x[:, :3].sum(1, keepdim=True)
-        split = Examples(TensorDataset(x[8:], y[8:]), TensorDataset(x[:8], y[:8]))
+        x = torch.randn(examples + 8 + self.validation, 12, generator=generator)
+        parts = [TensorDataset(part, part[:, :3].sum(1, keepdim=True)) for part in x.tensor_split([8, 8 + examples])]
+        split = Examples(parts[1], parts[0], validation=parts[2] if self.validation else None)
         return Site(f"site-{index}", self.task, split, self.layout, self.seed)
 
     def sites(self, count: int = 3) -> dict[str, Site]:

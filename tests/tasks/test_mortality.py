@@ -145,7 +145,7 @@ def test_each_dose_is_its_own_input() -> None:
 def test_first_day_medications_predict_death(shared_data: Path) -> None:
     """AUC above 0.65 on the test stays of the whole cohort (logistic regression in the data's README: 0.79)."""
     learn = task(
-        medications=420, codes="meds_24h", outcome="died_in_hospital", include="has_medications", test_share=0.3
+        medications=420, codes="meds_24h", outcome="died_in_hospital", include="has_medications", split={"test": 0.3}
     )
     path = shared_data / "eicu_demo" / "mortality.npz"
     cohort = learn.cohort(path)

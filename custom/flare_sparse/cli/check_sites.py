@@ -156,10 +156,11 @@ def describe_non_finite_examples(examples: Examples, data: SiteData) -> str:
     lines = []
     for part, dataset, ids in (
         ("training", examples.train, examples.train_ids),
+        ("validation", examples.validation, examples.validation_ids),
         ("test", examples.test, examples.test_ids),
     ):
         start = 0
-        for batch in _iterate_batches(dataset):
+        for batch in _iterate_batches(dataset) if dataset is not None else ():
             problems = find_non_finite(batch)
             lines += [_describe_rows(problem, part, start, ids, examples.columns) for problem in problems]
             start += _count_examples(batch)
@@ -235,13 +236,14 @@ def build_sites_table(sites: Sequence[SiteCheck], metric: Metric) -> Table:
     title = f"first {metric.name} ({metric.unit})" if metric.unit else f"first {metric.name}"
     table = Table(box=None, pad_edge=False)
     table.add_column("site", no_wrap=True)
-    for column in ("training", "test", "skipped", "one step moves", title):
+    for column in ("training", "test", "validation", "skipped", "one step moves", title):
         table.add_column(column, justify="right")
     table.add_column("verdict")
     for site in sites:
-        counts = ("-", "-", "-")
-        if site.examples is not None:
-            counts = (str(site.examples.n_train), str(site.examples.n_test), str(site.examples.skipped))
+        counts, examples = ["-"] * 4, site.examples
+        if examples is not None:
+            numbers = (examples.n_train, examples.n_test, examples.n_validation, examples.skipped)
+            counts = [str(number) for number in numbers]
         distance = "-" if site.distance is None else f"{site.distance:.3g}"
         value = f"{site.metrics[metric.name]:.4g}" if metric.name in site.metrics else "-"
         failed = any(finding.error is not None for finding in site.findings)

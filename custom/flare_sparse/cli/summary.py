@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..endpoints.reported import TEST_EXAMPLES
 from ..report.tables import NO_TESTS
 from ..runs.contributions import Contributions, describe_missed, read_contributions
 from ..runs.progress import compare_with_dense, format_bytes
+from ..task import TEST_EXAMPLES, VALIDATION
 
 PARTIAL = 3
 """Exit code of a finished run to which a site contributed in no round."""
@@ -29,12 +29,15 @@ def show_result(console: Console, summary: dict[str, Any], out: Path) -> None:
         console.print(f"{summary['method']}: {summary['note']}", markup=False)
     best = summary["best"]
     if best["round"] >= 0:
-        figure = best["metrics"][name]
-        console.print(f"best model: after round {best['round']}, {name} {figure:.3f} {unit}")
+        figure = best["metrics"][f"{VALIDATION}{name}"]
+        console.print(f"best model: after round {best['round']}, {name} on validation examples {figure:.3f} {unit}")
+    if stopped := summary.get("stopped_after"):
+        console.print(f"stopped after round {stopped} of {summary['rounds']}: no better on validation examples")
     digest = summary["model_sha256"]
     console.print(f"seconds: {summary['seconds']:.0f}" + (f"   model sha256: {digest[:16]}..." if digest else ""))
     if digest:
-        console.print(f"model:  {out / 'model.safetensors'}  (best: best_model.safetensors)")
+        best_file = "  (best: best_model.safetensors)" if best["round"] >= 0 else ""
+        console.print(f"model:  {out / 'model.safetensors'}{best_file}")
     else:
         console.print(
             f"model:  encrypted; a site can decrypt it: flare-sparse decrypt {out} --context FILE", markup=False

@@ -34,6 +34,14 @@ class WireConfig(Section):
     )
 
 
+class EarlyStopping(Section):
+    """End of a run whose model no longer gets better on validation examples."""
+
+    patience: int = Field(
+        10, ge=1, description="rounds in a row without a better metric on validation examples, after which the run ends"
+    )
+
+
 class FederationConfig(Section):
     """Rules that decide when a round is committed and how much a site may weigh."""
 
@@ -73,6 +81,11 @@ class FederationConfig(Section):
         allow_inf_nan=False,
         description="minutes after which an attempt at a round ends with the sites that have replied, if they meet the "
         "quorum; at most task_timeout_s; null: task_timeout_s alone ends it",
+    )
+    early_stopping: EarlyStopping | None = Field(
+        None,
+        description="end the run when the metric on validation examples no longer improves, {patience: 10}; needs "
+        "task.split.validation; null: run all rounds",
     )
     retries: int = Field(2, ge=0, description="number of times a failed round is retried before the run stops")
     request_interval_s: float = Field(
@@ -274,6 +287,15 @@ class JobConfig(Section):
             raise ValueError(
                 f"federation.min_sites is {self.federation.min_sites}; method {self.method.name} with these settings "
                 f"needs {min_sites_needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_early_stopping(self) -> JobConfig:
+        if self.federation.early_stopping is not None and not self.task.config.split.validation:
+            raise ValueError(
+                "federation.early_stopping needs validation examples, but task.split.validation is 0; set it, such as "
+                "to 0.1, or leave early_stopping out"
             )
         return self
 

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import RejectedMessage, abbreviate
-
-TEST_EXAMPLES = "test_examples"
-"""Name of the metric that all other metrics of a site are weighted by."""
+from ..task import COUNTS
 
 _MAX_NAMES = 64
 _MAX_NAME_LENGTH = 64
@@ -49,9 +47,10 @@ def validate_metrics(value: Any, site: str) -> dict[str, float]:
         # "not abs(x) <= limit" and not "abs(x) > limit", which NaN would pass.
         if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST_METRIC:
             raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite float32", abbreviate(number), site)
-    # The means over all sites are weighted by this metric: a zero or a huge number would make them useless.
-    if not 1 <= value.get(TEST_EXAMPLES, 1) < _EXAMPLES_LIMIT:
-        raise RejectedMessage("E_METRICS", TEST_EXAMPLES, "at least 1", abbreviate(value[TEST_EXAMPLES]), site)
+    # The means over all sites are weighted by these metrics: a zero or a huge number would make them useless.
+    for count in COUNTS:
+        if not 1 <= value.get(count, 1) < _EXAMPLES_LIMIT:
+            raise RejectedMessage("E_METRICS", count, "at least 1", abbreviate(value[count]), site)
     return {name: float(number) for name, number in value.items()}
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..aggregation.weighted import cap
-from ..endpoints.reported import TEST_EXAMPLES
 from ..exchange import Contribution, EncryptedValues
 from ..mask import Mask
+from ..task import COUNTS, TEST_EXAMPLES, get_count_name
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Evaluation:
     """Metrics of one model.
 
     Attributes:
-        overall: over the test examples of all sites.
-        sites: by site; those of a site without test examples are empty.
+        overall: over the test examples of all sites, and with the prefix ``validation_`` over the validation examples.
+        sites: by site; those of a site without test and validation examples are empty.
     """
 
     overall: dict[str, float]
@@ -27,9 +27,10 @@ class Evaluation:
 
     @classmethod
     def from_contributions(cls, contributions: Sequence[Contribution], max_share: float = 1.0) -> Evaluation:
-        """Return the means of the sites' metrics, weighted by test examples.
+        """Return the means of the sites' metrics, weighted by test or validation examples.
 
-        For metrics that are means over examples, such as MAE and accuracy, this is the value over all examples.
+        For metrics that are means over examples, such as MAE and accuracy, this is the value over all examples. For
+        others, such as AUC, it is a mean of values within sites; predictions of single examples never reach the server.
 
         Args:
             contributions: contributions, with or without metrics.
@@ -38,29 +39,34 @@ class Evaluation:
         reported = {contribution.site: contribution.metrics for contribution in contributions}
         # No site reports metrics with scores. Otherwise a site without any has no test examples, and stays visible.
         sites = reported if any(reported.values()) else {}
-        total = sum(_cap_test_examples([metrics for metrics in sites.values() if metrics], max_share))
-        names = sorted({name for metrics in sites.values() for name in metrics} - {TEST_EXAMPLES})
+        names = sorted({name for metrics in sites.values() for name in metrics} - set(COUNTS))
         overall = {}
         for name in names:
             # A site may lack a metric, such as the AUC of a single class: its examples do not count then.
             present = [metrics for metrics in sites.values() if name in metrics]
-            weights = _cap_test_examples(present, max_share)
+            weights = _cap_examples(present, get_count_name(name), max_share)
             weighted = sum(metrics[name] * weight for metrics, weight in zip(present, weights, strict=True))
             overall[name] = weighted / sum(weights)
-        return cls({**overall, TEST_EXAMPLES: total} if sites else {}, sites)
+        for count in COUNTS:
+            present = [metrics for metrics in sites.values() if any(get_count_name(name) == count for name in metrics)]
+            if present or (sites and count == TEST_EXAMPLES):
+                overall[count] = sum(_cap_examples(present, count, max_share))
+        return cls(overall, sites)
 
 
-def _cap_test_examples(metrics: list[dict[str, float]], max_share: float) -> list[float]:
-    """Return the number of test examples that each site's metrics are weighted by."""
-    return cap([values.get(TEST_EXAMPLES, 1.0) for values in metrics], max_share)
+def _cap_examples(metrics: list[dict[str, float]], count: str, max_share: float) -> list[float]:
+    """Return the number of examples that each site's metrics are weighted by."""
+    return cap([values.get(count, 1.0) for values in metrics], max_share)
 
 
 @dataclass(frozen=True)
 class BestModel:
-    """The best committed model so far by the task's metric.
+    """The best committed model so far by the task's metric on the validation examples of all sites.
+
+    Test examples choose nothing: a metric on examples that chose the model is too good.
 
     Attributes:
-        round: round of the model; -1: none was evaluated yet.
+        round: round of the model; -1: no model was evaluated on validation examples.
         metrics: overall metrics.
         weights: ``(P,)``; NaN where the server cannot read them.
         mask: live entries.

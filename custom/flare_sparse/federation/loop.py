@@ -17,7 +17,7 @@ from ..endpoints.server_state import ServerSnapshot
 from ..errors import SiteExcluded
 from ..exchange import EVALUATE, EncryptedValues
 from ..methods import Method
-from ..task import Metric
+from ..task import VALIDATION, Metric
 from .census import Census, Handshake
 from .evaluation import BestModel, Evaluation
 from .events import UPDATE_DISCARDED, EventLog
@@ -38,7 +38,7 @@ class Federation:
     Args:
         method: the method; only its server-side functions are called.
         endpoint: the server's end of the wire.
-        metric: decides which model is best.
+        metric: decides, on validation examples, which model is best.
         connected: returns the names of the sites that are connected now.
         transport: carries requests and replies.
         rules: quorum, retries and limits of a round.
@@ -94,6 +94,8 @@ class Federation:
             participants = participants.select_available(progress.roster, self.rules)
         while True:
             participants, assignments = self._admission.assign(progress.state, participants, progress.roster)
+            if self._is_stopped(progress):
+                assignments = None
             learn = partial(self._learn, participants.method, progress.state)
             try:
                 if assignments is None:
@@ -145,7 +147,10 @@ class Federation:
     def _finish(self, progress: Progress, participants: Participants) -> Outcome:
         """Evaluate the last model and return the outcome."""
         method = participants.method
-        assignments = method.ask_final(progress.state, participants.sites)
+        # The request after the last round, also where early stopping leaves rounds out: a site answers it in that round
+        # alone.
+        last = replace(progress.state, round=method.config.rounds + 1)
+        assignments = method.ask_final(last, participants.sites)
         result = self._rounds.run(assignments, participants.silent, progress.roster)
         evaluation = self._evaluate(result)
         # A request of another kind evaluates the sites' personal models, which are not candidates for the best model.
@@ -163,6 +168,7 @@ class Federation:
             [*progress.records, record],
             self._get_encrypted_values(),
             sorted({*self._admission.seen, *self.rules.examples}),
+            progress.committed if self._is_stopped(progress) and progress.committed < method.config.rounds else None,
         )
 
     def _commit(self, result: RoundResult, progress: Progress, method: Method[Any, Any]) -> Progress:
@@ -195,14 +201,22 @@ class Federation:
         """Return the better of the best model so far and the last committed model."""
         # Each round also evaluates the model that it started from: evaluation needs no extra request, and the best
         # model is known one round later.
-        value, best = evaluation.overall.get(self.metric.name), progress.best
+        name, best = f"{VALIDATION}{self.metric.name}", progress.best
+        value = evaluation.overall.get(name)
         if value is None:
             return best
-        if best.round >= 0 and not self.metric.is_better(value, best.metrics[self.metric.name]):
+        if best.round >= 0 and not self.metric.is_better(value, best.metrics[name]):
             return best
         model = method.model(progress.state)
         encrypted = self._get_encrypted_values()
         return BestModel(progress.committed, evaluation.overall, model.to_vector(), model.mask, encrypted)
+
+    def _is_stopped(self, progress: Progress) -> bool:
+        """Whether so many models in a row were no better on validation examples that the run ends early."""
+        if self.rules.patience is None or progress.best.round < 0:
+            return False
+        # The last committed model is evaluated in the next round.
+        return progress.committed - 1 - progress.best.round >= self.rules.patience
 
     def _build_record(
         self, result: RoundResult, evaluation: Evaluation, previous: Progress, state: Any, method: Method[Any, Any]

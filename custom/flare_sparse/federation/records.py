@@ -162,6 +162,7 @@ class Outcome:
         rounds: records of all rounds.
         encrypted: values of the last model, if the server cannot read them.
         sites: sites that were connected at any time or are expected by the settings.
+        stopped_after: round after which early stopping ended the run; None: it ran all rounds.
     """
 
     state: Any
@@ -172,6 +173,7 @@ class Outcome:
     rounds: list[RoundRecord]
     encrypted: EncryptedValues | None = None
     sites: list[str] = field(default_factory=list)
+    stopped_after: int | None = None
 
     @property
     def events(self) -> list[Event]:

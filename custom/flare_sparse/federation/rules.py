@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..aggregation.weighted import compute_common_cap
 from ..errors import RoundFailed
 from ..exchange import Contribution
+from ..task import TEST_EXAMPLES, VALIDATION_EXAMPLES
 
 MAX_QUARANTINE_ROUNDS = 16
 
@@ -29,6 +30,7 @@ class RoundRules:
         examples_tolerance: relative deviation from the registered number of examples that is accepted.
         quarantine_after: rounds in a row without an accepted update after which a site is quarantined; 0: never.
         examples: known numbers of training examples by site; a site that reports more is rejected, with the tolerance.
+        patience: models in a row that are not better on validation examples, after which the run ends; None: never.
     """
 
     min_sites: int = 1
@@ -41,20 +43,22 @@ class RoundRules:
     examples_tolerance: float = 0.1
     quarantine_after: int = 3
     examples: Mapping[str, int] = field(default_factory=dict)
+    patience: int | None = None
 
 
 @dataclass(frozen=True)
 class Roster:
     """History of each site's examples and misses.
 
-    A site registers its number of training examples with its first accepted update, and its number of test examples
-    with the first one that carries metrics. A site without an accepted update in ``quarantine_after`` rounds in a row
-    is quarantined for 1 round, then for 2, 4, 8 and at most 16 rounds, with one request in between. One accepted update
-    ends this.
+    A site registers its number of training examples with its first accepted update, and its numbers of test and
+    validation examples with the first one that carries metrics. A site without an accepted update in
+    ``quarantine_after`` rounds in a row is quarantined for 1 round, then for 2, 4, 8 and at most 16 rounds, with one
+    request in between. One accepted update ends this.
 
     Attributes:
         registered: training examples (n_k) by site.
         tested: test examples by site.
+        validated: validation examples by site.
         missed: rounds in a row without an accepted update, by site.
         quarantined: remaining rounds of quarantine, by site.
     """
@@ -63,6 +67,7 @@ class Roster:
     tested: dict[str, float] = field(default_factory=dict)
     missed: dict[str, int] = field(default_factory=dict)
     quarantined: dict[str, int] = field(default_factory=dict)
+    validated: dict[str, float] = field(default_factory=dict)
 
     def select_available(self, sites: Sequence[str], rules: RoundRules) -> list[str]:
         """Return the sites that are not quarantined, or all sites if too few remain."""
@@ -73,7 +78,7 @@ class Roster:
     def find_violation(self, contribution: Contribution, rules: RoundRules) -> str | None:
         """Return the reason code for rejecting a contribution; None if its numbers of examples are acceptable.
 
-        The number of training examples must not exceed the known one, and both numbers must be near the registered
+        The number of training examples must not exceed the known one, and all numbers must be near the registered
         ones. A site must not gain weight in the course of a run.
         """
         site, known_examples = contribution.site, rules.examples.get(contribution.site)
@@ -82,18 +87,25 @@ class Roster:
         registered = self.registered.get(site, contribution.num_examples)
         if not _is_near(contribution.num_examples, registered, rules):
             return "E_WEIGHT"
-        tested = contribution.metrics.get("test_examples")
-        if tested is not None and not _is_near(tested, self.tested.get(site, tested), rules):
-            return "E_METRICS"
+        for count, registered_counts in self._counts.items():
+            examples = contribution.metrics.get(count)
+            if examples is not None and not _is_near(examples, registered_counts.get(site, examples), rules):
+                return "E_METRICS"
         return None
+
+    @property
+    def _counts(self) -> dict[str, dict[str, float]]:
+        """Registered numbers of examples that metrics are computed from, by name of the number and by site."""
+        return {TEST_EXAMPLES: self.tested, VALIDATION_EXAMPLES: self.validated}
 
     def register(self, contribution: Contribution) -> Roster:
         """Return the roster with a site's numbers of examples; numbers registered earlier are kept."""
-        registered, tested = dict(self.registered), dict(self.tested)
-        registered.setdefault(contribution.site, contribution.num_examples)
-        if "test_examples" in contribution.metrics:
-            tested.setdefault(contribution.site, contribution.metrics["test_examples"])
-        return replace(self, registered=registered, tested=tested)
+        site, metrics = contribution.site, contribution.metrics
+        registered = {site: contribution.num_examples, **self.registered}
+        tested, validated = (
+            {site: metrics[count], **known} if count in metrics else known for count, known in self._counts.items()
+        )
+        return replace(self, registered=registered, tested=tested, validated=validated)
 
     def record_round(self, accepted: Collection[str], asked: Collection[str], rules: RoundRules) -> Roster:
         """Return the roster after a committed round.

@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor
 
 from ..config.yaml_files import parse_yaml, read_settings
-from ..endpoints.reported import TEST_EXAMPLES
 from ..errors import ConfigError, PolicyRefusal, suggest
 from ..exchange import EVALUATE, Content, Patch
 from ..mask import Mask
 from ..params import Layout, TensorSpec
+from ..task import COUNTS, get_count_name
 from ..training import SampleUsage
 
 POLICY_FILE = "flare_sparse_policy.yaml"
@@ -42,7 +42,7 @@ class Policy(BaseModel):
     )
     min_score_examples: int = Field(0, ge=0, description="the same minimum for scores, such as 64")
     min_score_batches: int = Field(0, ge=0, description="minimum number of minibatches for scores, such as 4")
-    min_test_examples: int = Field(0, ge=0, description="metrics of fewer test examples are left out of the update")
+    min_test_examples: int = Field(0, ge=0, description="metrics of fewer test or validation examples stay at the site")
     metrics: Literal["exact", "rounded", "none"] = Field(
         "exact", description="rounded: to two decimals, or three digits of a number above 1; none: no metrics leave"
     )
@@ -164,17 +164,27 @@ class Policy(BaseModel):
                 asked = f"scores of {int(counts[counts > 0].min())} entries of {group}"
                 yield f"min_entries: the request asks for {asked}, the minimum is {minimum}"
 
-    def sanitize_metrics(self, metrics: Mapping[str, float], test_examples: int) -> dict[str, float]:
-        """Return the metrics that may leave, computed from so many test examples.
+    def sanitize_metrics(self, metrics: Mapping[str, float], examples: Mapping[str, int]) -> dict[str, float]:
+        """Return the metrics that may leave, each computed from enough examples.
+
+        Args:
+            metrics: the site's metrics.
+            examples: numbers of test and of validation examples, by the name of the metric that reports them.
 
         Rounding to hundredths is absolute below 1: relative to the value, it would show a single example among many
         whose error a hostile model keeps near zero.
         """
-        if self.metrics == "none" or test_examples < self.min_test_examples:
+        if self.metrics == "none":
             return {}
+        # Validation examples are a part of their own: enough test examples do not hide a single one of these.
+        enough = {
+            name: value
+            for name, value in metrics.items()
+            if examples.get(get_count_name(name), 0) >= self.min_test_examples
+        }
         if self.metrics == "exact":
-            return dict(metrics)
-        return {name: value if name == TEST_EXAMPLES else _round_metric(value) for name, value in metrics.items()}
+            return enough
+        return {name: value if name in COUNTS else _round_metric(value) for name, value in enough.items()}
 
     def allows_tensor(self, spec: TensorSpec) -> bool:
         """Whether the tensor's name matches one of ``tensors``."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..endpoints.reported import TEST_EXAMPLES
 from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult
+from ..task import TEST_EXAMPLES
 from .findings import describe_caveat
 from .tables import NO_TESTS, build_evaluations, build_events, describe_means, format_metric
 

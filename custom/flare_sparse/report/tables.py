@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-from ..endpoints.reported import TEST_EXAMPLES
 from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, group_by_seed, label_groups
+from ..task import TEST_EXAMPLES
 
 NO_TESTS = "no test examples"
 
@@ -90,7 +90,7 @@ def describe_means(runs: Sequence[RunResult]) -> str:
         sentences.append(f"Sites without a value, which are not in these means: {listed}.")
     if any(run.summary["best"]["round"] >= 0 for run in runs):
         sentences.append(
-            "The best model was selected by its metric on these test examples, so its own value there is optimistic."
+            "The best model was selected by its metric on validation examples; test examples choose nothing."
         )
     return " ".join(sentences)
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from ..assemble import Assembly, open_site
-from ..endpoints.reported import TEST_EXAMPLES
+from ..task import TEST_EXAMPLES
 from ..errors import DataError, FlareSparseError
 from ..seeds import make_generator
 from ..task import Examples, SiteData, Task
 from ..training import Site
 
-Split = Literal["all", "test", "train"]
+Split = Literal["all", "test", "validation", "train"]
 LEVEL = 0.95
 """Level of the bootstrap intervals."""
 
@@ -47,7 +47,8 @@ class Cohort:
     Args:
         assembly: parts of the run.
         data: location of the examples.
-        split: all examples, or those that the task's split with the run's seed assigns to testing or training.
+        split: all examples, or those that the task's split with the run's seed assigns to testing, validation or
+            training.
 
     Attributes:
         size: number of examples.
@@ -155,10 +156,10 @@ def bootstrap(
 
 
 def _select(examples: Examples, split: Split) -> Dataset[Any]:
-    if split == "all":
-        parts = [part for part in (examples.train, examples.test) if len(part)]  # type: ignore[arg-type]
-        return ConcatDataset(parts) if parts else examples.test
-    return examples.test if split == "test" else examples.train
+    parts = {"train": examples.train, "validation": examples.validation, "test": examples.test}
+    sized = [part for name, part in parts.items() if split in ("all", name) and part is not None]
+    chosen = [part for part in sized if len(part)]  # type: ignore[arg-type]
+    return ConcatDataset(chosen) if chosen else TensorDataset(torch.zeros(0))
 
 
 def _describe(task: Task, function: str, error: Exception) -> str:

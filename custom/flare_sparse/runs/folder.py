@@ -164,6 +164,7 @@ class RunFolder:
             "metric": asdict(metric),
             "final": _to_dict(outcome.evaluation),
             "best": {"round": outcome.best.round, "metrics": outcome.best.metrics},
+            "stopped_after": outcome.stopped_after,
             "sparsity": outcome.rounds[-1].sparsity,
             "traffic": sum_traffic(self.ledger),
             "seconds": time.monotonic() - self._start_time,

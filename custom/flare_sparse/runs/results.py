@@ -12,7 +12,7 @@ from typing import Any
 import safetensors
 import yaml
 
-from ..endpoints.reported import TEST_EXAMPLES
+from ..task import TEST_EXAMPLES, VALIDATION
 from ..errors import ConfigError
 from ..methods import METHODS
 from .contributions import Contributions, read_contributions
@@ -128,10 +128,10 @@ class RunResult:
 
     @cached_property
     def metric_names(self) -> list[str]:
-        """Names of all metrics of the final model, the task's own metric first."""
+        """Names of all metrics of the final model on test examples, the task's own metric first."""
         parts = [self.summary["final"]["metrics"], *self.summary["final"]["sites"].values()]
-        names = {name for metrics in parts for name in metrics} - {TEST_EXAMPLES}
-        return sorted(names | {self.metric}, key=lambda name: (name != self.metric, name))
+        names = {name for metrics in parts for name in metrics if not name.startswith(VALIDATION)}
+        return sorted(names - {TEST_EXAMPLES} | {self.metric}, key=lambda name: (name != self.metric, name))
 
     @cached_property
     def contributions(self) -> dict[str, Contributions]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,11 @@ from torch import nn
 
 from ..data import bids
 from ..data.screening import screen_subjects
-from ..data.split import split_train_test
 from ..data.volumes import VolumeDataset, VolumeExample, build_preprocessing, read_voxels
 from ..models import ModelConfig
 from ..models.config import require_input
 from ..models.fields import Volume
-from ..task import Cohort, Examples, SiteData
+from ..task import Cohort, Examples, SiteData, build_examples
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .age import AgeConfig, AgeTask
 from .classes import BinaryTask
@@ -75,7 +75,7 @@ class BrainTask(AdaptableTask, ABC):
         return bids.read_cohort(path)
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        """Read and check every subject once; 20 % are for testing."""
+        """Read and check every subject once."""
         subjects, shape, spacing = bids.read_subjects(data.path), self.config.shape, self.config.spacing
         preprocess = build_preprocessing(self.config.downsample)
 
@@ -89,11 +89,10 @@ class BrainTask(AdaptableTask, ABC):
         skip = self.config.skip_bad_subjects
         examples, skipped = screen_subjects(ids, read_example, skip_bad_subjects=skip, source=data.path)
 
-        train, test = (
-            VolumeDataset([examples[name] for name in names], shape, self.config.downsample, spacing)
-            for names in split_train_test(examples, seed)
-        )
-        return Examples(train, test, skipped)
+        def build_dataset(names: Sequence[str]) -> VolumeDataset:
+            return VolumeDataset([examples[name] for name in names], shape, self.config.downsample, spacing)
+
+        return build_examples(self.config.split.assign(examples, seed), build_dataset, skipped)
 
 
 class BrainAgeConfig(BrainConfig, AgeConfig):

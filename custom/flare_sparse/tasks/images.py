@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,12 +14,11 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from ..data.images import read_cohort, read_images
-from ..data.split import split_train_test
 from ..errors import DataError
 from ..models import ModelConfig
 from ..models.config import require_input
 from ..models.fields import Image
-from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig
+from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
 from .classes import compute_binary_metrics
 
 
@@ -51,12 +52,11 @@ class ImageClassification(Task):
         return read_cohort(path, self.config.images_per_split)
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        """Read the images of a site; 20 % are for testing."""
+        """Read the images of a site."""
         ids = self.cohort(data.path).ids if data.subset is None else data.subset
-        train, test = split_train_test(ids, seed)
-        return Examples(self._read_dataset(data.path, train), self._read_dataset(data.path, test))
+        return build_examples(self.config.split.assign(ids, seed), partial(self._read_dataset, data.path))
 
-    def _read_dataset(self, path: Path, ids: tuple[str, ...]) -> TensorDataset:
+    def _read_dataset(self, path: Path, ids: Sequence[str]) -> TensorDataset:
         channels, height, width = self.config.image
         expected = (height, width, channels)
         images, labels = read_images(path, ids)

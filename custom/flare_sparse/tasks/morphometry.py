@@ -23,12 +23,11 @@ from torch.utils.data import TensorDataset
 
 from ..data.atlases import ATLASES
 from ..data.screening import SEX_VALUES, parse_sex, screen_subjects
-from ..data.split import split_train_test
 from ..data.tables import Table, format_identifier, read_table
 from ..errors import DataError, suggest
 from ..models import ModelConfig
 from ..models.config import require_input
-from ..task import Cohort, Examples, SiteData, Task, TaskConfig
+from ..task import Cohort, Examples, SiteData, Task, TaskConfig, build_examples
 from .age import AgeConfig, AgeTask
 from .classes import BinaryTask
 
@@ -83,7 +82,7 @@ class MorphometryTask(Task, ABC):
         return read_table(path).to_cohort(ID)
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        """Read the rows of a site; 20 % are for testing."""
+        """Read the rows of a site."""
         table = read_table(data.path)
         columns = select_feature_columns(table, self.config.features)
         features = scale_features(table, columns)
@@ -110,8 +109,7 @@ class MorphometryTask(Task, ABC):
             x, y = features[selected].astype(np.float32), targets[selected, None].astype(np.float32)
             return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
-        train, test = split_train_test(rows, seed)
-        return Examples(build_dataset(train), build_dataset(test), skipped, train, test, columns)
+        return build_examples(self.config.split.assign(rows, seed), build_dataset, skipped, columns)
 
 
 class MorphometryAgeConfig(MorphometryConfig, AgeConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,11 +15,11 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from ..data.admissions import AdmissionColumns, Admissions, read_admissions
-from ..data.split import split_train_test
 from ..errors import DataError
 from ..models import ModelConfig
 from ..models.config import require_input
-from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig
+from ..split import Split
+from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
 
 BINS = 10
 
@@ -47,7 +48,6 @@ class MortalityConfig(TaskConfig):
         description="weight of a death in the loss; balanced: survivors divided by deaths among the site's own "
         "training stays. Any weight but 1 shifts the predicted risks: see calibration_error",
     )
-    test_share: float = Field(0.2, gt=0, lt=1, description="share of the patients for testing")
 
     @property
     def columns(self) -> AdmissionColumns:
@@ -75,7 +75,7 @@ class Mortality(Task):
         return _read_cached(path, self.config.columns).cohort
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        """Read the stays of a site; ``test_share`` of its patients are for testing."""
+        """Read the stays of a site; ``split`` is by patient."""
         stays = _read_cached(data.path, self.config.columns)
         if stays.codes.shape[1] != self.config.medications:
             raise DataError(
@@ -87,14 +87,19 @@ class Mortality(Task):
         rows = np.array([row_of[n] for n in subset if n in row_of] if subset is not None else [*row_of.values()])
         if subset is not None and len(rows) < len(subset):
             raise DataError(f"{data.path}: {len(subset) - len(rows)} of {len(subset)} stays are not in the file")
-        train, test = split_train_test({stays.patients[row] for row in rows}, seed, self.config.test_share)
-        return Examples(
-            self._build_dataset(stays, rows, frozenset(train)), self._build_dataset(stays, rows, frozenset(test))
-        )
+        split = self.config.split.assign({stays.patients[row] for row in rows}, seed)
 
-    def _build_dataset(self, stays: Admissions, rows: np.ndarray, patients: frozenset[str]) -> TensorDataset:
-        """Return the examples of those ``rows`` that belong to ``patients``."""
-        selected = np.array([row for row in rows if stays.patients[row] in patients], dtype=np.int64)
+        # In the order of the rows, as before the split.
+        def list_stays(patients: Sequence[str]) -> tuple[str, ...]:
+            chosen = frozenset(patients)
+            return tuple(stays.ids[row] for row in rows if stays.patients[row] in chosen)
+
+        by_stay = Split(list_stays(split.train), list_stays(split.validation), list_stays(split.test))
+        return build_examples(by_stay, lambda ids: self._build_dataset(stays, [row_of[name] for name in ids]))
+
+    def _build_dataset(self, stays: Admissions, rows: Sequence[int]) -> TensorDataset:
+        """Return the examples of ``rows``."""
+        selected = np.array(rows, dtype=np.int64)
         died = torch.from_numpy(stays.died[selected]).float()[:, None]
         codes = encode_one_hot(stays.codes[selected], self.config.levels)
         return TensorDataset(torch.from_numpy(codes), died, self._compute_weights(died))

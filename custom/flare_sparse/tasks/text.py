@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from ..data.split import split_train_test
 from ..data.tables import read_table
 from ..errors import ConfigError, DataError
 from ..models.base import find_base_folder, seed_initialization
 from ..models.text import Architecture, build_text_classifier, tokenize
-from ..task import Cohort, Examples, Metric, SiteData
+from ..task import Cohort, Examples, Metric, SiteData, build_examples
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 
 
@@ -63,7 +64,7 @@ class TextClassification(AdaptableTask):
         return Cohort(tuple(map(str, rows)), {"label": labels[:: self.config.every]})
 
     def load(self, data: SiteData, seed: int) -> Examples:
-        """Read and tokenise the rows of a site; 20 % are for testing."""
+        """Read and tokenise the rows of a site."""
         if self.config.base is None:
             raise ConfigError("task.base: missing; texts need the tokenizer of a pre-trained encoder")
         table = read_table(data.path)
@@ -78,10 +79,9 @@ class TextClassification(AdaptableTask):
                 f"{data.path}: row {wrong[0]} has class {labels[wrong[0]]:g}; expected 0 to {self.config.classes - 1}. "
                 "Set task.classes to the number of classes"
             )
-        train, test = split_train_test(ids, seed)
-        return Examples(self._build_dataset(texts, labels, train), self._build_dataset(texts, labels, test))
+        return build_examples(self.config.split.assign(ids, seed), partial(self._build_dataset, texts, labels))
 
-    def _build_dataset(self, texts: np.ndarray, labels: np.ndarray, ids: tuple[str, ...]) -> TensorDataset:
+    def _build_dataset(self, texts: np.ndarray, labels: np.ndarray, ids: Sequence[str]) -> TensorDataset:
         assert self.config.base is not None
         rows = [int(name) for name in ids]
         token_ids, attention_mask = tokenize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from ..errors import ConfigError
 from ..mask import Mask
@@ -18,7 +18,7 @@ from ..seeds import derive_seed, make_generator, seed_torch
 from ..structure.compact import remove_channels
 from ..structure.observing import ObservedNetwork
 from ..structure.removal import narrow_network
-from ..task import Examples, Task
+from ..task import TEST_EXAMPLES, VALIDATION, Examples, Task
 from .batches import check_joins_last, iterate_pass, plan_batch_sizes
 from .compute import use_compute
 from .config import TrainingConfig
@@ -84,6 +84,11 @@ class Site:
     def num_test_examples(self) -> int:
         """Number of test examples."""
         return self._examples.n_test
+
+    @property
+    def num_validation_examples(self) -> int:
+        """Number of validation examples."""
+        return self._examples.n_validation
 
     @property
     def usage(self) -> SampleUsage:
@@ -302,17 +307,25 @@ class Site:
         """Return the task's metrics of ``weights`` on the site's test examples; empty without test examples.
 
         Adds ``test_examples``, their number, and for a network with channel gates ``channel_sparsity``, the share of
-        closed gates.
+        closed gates. The metrics on validation examples are added with the prefix ``validation_``.
         """
         self.evaluated = weights
-        if not self._examples.n_test:
-            return {}
-        self._model.load(weights)
+        examples, metrics = self._examples, {}
+        if examples.n_test or examples.n_validation:
+            self._model.load(weights)
+        if examples.n_test:
+            metrics = {**self._evaluate_on(examples.test), TEST_EXAMPLES: float(examples.n_test)}
+        if examples.validation is not None and examples.n_validation:
+            chosen_by = {**self._evaluate_on(examples.validation), "examples": float(examples.n_validation)}
+            metrics |= {f"{VALIDATION}{name}": value for name, value in chosen_by.items()}
+        return metrics
+
+    def _evaluate_on(self, dataset: Dataset[Any]) -> dict[str, float]:
+        """Return the metrics of the loaded model on a data set."""
         with observe_gates(self._model.module) as observed:
-            metrics = self.task.evaluate(self._model.module, self._examples.test)
+            metrics = self.task.evaluate(self._model.module, dataset)
         sparsity = compute_channel_sparsity(observed)
-        gate_metrics = {} if sparsity is None else {"channel_sparsity": sparsity}
-        return {**metrics, **gate_metrics, "test_examples": float(self._examples.n_test)}
+        return metrics if sparsity is None else {**metrics, "channel_sparsity": sparsity}
 
     def _iterate_batches(self, config: TrainingConfig, order: torch.Generator, steps: int | None) -> Iterator[Any]:
         """Yield ``steps`` minibatches, or ``config.epochs`` passes; lazily, so that unused examples do not count."""

@@ -28,9 +28,10 @@ from ...errors import FlareSparseError, PolicyRefusal
 from ...exchange import Patch, Request, Update
 from ...policy.isolation import MAX_EXAMPLES, withhold_isolated_units
 from ...policy.policy import Policy, raise_refusals
+from ...task import TEST_EXAMPLES, VALIDATION_EXAMPLES
 from ...wire.codec import decode
 from ...wire.messages import Decoded
-from ...wire.plan import ValueFormat
+from ...wire.plan import Plan, ValueFormat
 from ...wire.values import is_quantized
 from ..payload import (
     CODE_HEADER,
@@ -194,7 +195,9 @@ def _select_metrics(
     metrics: dict[str, float], policy: Policy, endpoint: SiteEndpoint, request: Request
 ) -> dict[str, float]:
     """Return the metrics that may leave: rounded or none, and none once the limit on evaluated models is reached."""
-    metrics, requests = policy.sanitize_metrics(metrics, endpoint.site.num_test_examples), endpoint.requests
+    site, requests = endpoint.site, endpoint.requests
+    counts = {TEST_EXAMPLES: site.num_test_examples, VALIDATION_EXAMPLES: site.num_validation_examples}
+    metrics = policy.sanitize_metrics(metrics, counts)
     is_limited = policy.max_evaluations is not None or policy.max_daily_evaluations is not None
     if not metrics or not is_limited:
         return metrics

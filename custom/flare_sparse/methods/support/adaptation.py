@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ...exchange import Assignment, Patch, Request, Update
 from ...mask import Mask
+from ...task import COUNTS
 from ...training import Site, TrainingConfig
 from ..method import Method, MethodConfig, StateT, broadcast, sample_sites
 
@@ -113,6 +114,8 @@ def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: A
 def report_adaptation(site: Site, adapted: Tensor) -> Update:
     """Return the metrics of the adapted model ``(P,)`` and, as ``..._before``, of the model received; no weights."""
     before = site.evaluate(site.weights)
-    before.pop("test_examples", None)
-    metrics = {**site.evaluate(adapted), **{f"{name}_before": value for name, value in before.items()}}
+    metrics = {
+        **site.evaluate(adapted),
+        **{f"{name}_before": value for name, value in before.items() if name not in COUNTS},
+    }
     return Update(Patch.empty(site.layout.size), "metrics", site.num_examples, metrics)

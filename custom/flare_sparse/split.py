@@ -1,0 +1,91 @@
+"""Split of a site's examples into training, validation and test: a function of seed and identifiers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Ids = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Disjoint identifiers, each part in the order of the hashes.
+
+    Attributes:
+        train: identifiers of the training examples.
+        validation: identifiers of the examples that choose rounds and settings.
+        test: identifiers of the examples that choose nothing.
+    """
+
+    train: Ids
+    validation: Ids
+    test: Ids
+
+
+class SplitConfig(BaseModel):
+    """Shares of a site's subjects for testing and validation, or one fold of a cross-validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    test: float = Field(0.2, gt=0, lt=1, description="share of a site's subjects for testing; folds replace it")
+    validation: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of a site's subjects that choose the best round and end a run early; 0: none, and the run "
+        "has no best model, because test subjects choose nothing",
+    )
+    folds: int | None = Field(
+        None,
+        ge=2,
+        le=1000,
+        description="number of folds: with each fold once, every subject of every site is tested once; null: one split",
+    )
+    fold: int = Field(1, ge=1, description="fold for testing, 1 to folds; fold 1 of 5 tests the subjects of one split")
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> SplitConfig:
+        if self.folds is None and self.fold != 1:
+            raise ValueError(f"fold is {self.fold}, but folds is not set; set folds, such as 5")
+        if self.folds is not None and self.fold > self.folds:
+            raise ValueError(f"fold is {self.fold} of {self.folds} folds; expected 1 to {self.folds}")
+        test = self.test if self.folds is None else 1 / self.folds
+        if test + self.validation >= 1:
+            raise ValueError(
+                f"validation {self.validation:g} and the {test:g} for testing leave no subject for training; lower one"
+            )
+        return self
+
+    def assign(self, ids: Iterable[str], seed: int) -> Split:
+        """Split identifiers into training, validation and test.
+
+        Identifiers are sorted by ``sha256("<seed>:<id>")``. Without folds, the first ``round(test * n)`` are for
+        testing, at least one if there are two or more; the default is the 80 to 20 split within each site of NeuroSFL,
+        section 4.2. With folds, the order is cut into ``folds`` parts of nearly equal length, and part ``fold`` is for
+        testing. The next ``round(validation * n)``, from the start again after the end, are for validation, at least
+        one if two or more remain.
+        """
+        ordered = sorted(ids, key=lambda name: sha256(f"{seed}:{name}".encode()).digest())
+        start, end = self._locate_test(len(ordered))
+        remaining = ordered[end:] + ordered[:start]
+        count = 0
+        if self.validation and len(remaining) > 1:
+            count = min(max(round(self.validation * len(ordered)), 1), len(remaining) - 1)
+        return Split(tuple(remaining[count:]), tuple(remaining[:count]), tuple(ordered[start:end]))
+
+    def _locate_test(self, count: int) -> tuple[int, int]:
+        """Return where the test identifiers start and end in the order of the hashes."""
+        if self.folds is None:
+            return 0, max(round(self.test * count), 1 if count > 1 else 0)
+        # No minimum of one: a subject of a site smaller than the number of folds would be tested twice.
+        return round((self.fold - 1) * count / self.folds), round(self.fold * count / self.folds)
+
+
+def split_train_test(ids: Iterable[str], seed: int, test_share: float = 0.2) -> tuple[Ids, Ids]:
+    """Return training and test identifiers of :meth:`SplitConfig.assign` without validation."""
+    split = SplitConfig(test=test_share).assign(ids, seed)
+    return split.train, split.test

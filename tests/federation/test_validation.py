@@ -1,0 +1,102 @@
+"""Validation examples choose the best model and end a run early; test examples choose nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from local_federation import LocalFederation, Upload
+from toy import ToyBench
+
+from flare_sparse.exchange import Contribution, Patch
+from flare_sparse.federation import Evaluation, RoundRules
+from flare_sparse.federation.rules import Roster
+from flare_sparse.params import compute_digest
+
+NAMES = ["fedavg", "neurosfl", "fedsparsify", "dispfl", "fedavg_ft", "topk_ef", "scbfwp"]
+
+
+def report(metrics: dict[str, float], site: str = "a") -> Contribution:
+    return Contribution(site, Patch.empty(1), "metrics", 1, metrics)
+
+
+def test_best_model_has_the_best_validation_metric_and_not_the_best_test_metric() -> None:
+    validation = [9.0, 5.0, 3.0, 4.0, 2.0, 6.0, 7.0]
+    federation = LocalFederation("fedavg", ToyBench(validation=4), rounds=6)
+
+    def claim(upload: Upload) -> Upload:
+        evaluated = upload.attempt.round - 1
+        metrics = {"mse": float(100 - evaluated), "test_examples": 8.0}
+        return replace(upload, metrics={**metrics, "validation_mse": validation[evaluated], "validation_examples": 4.0})
+
+    federation.change_update = claim
+    outcome = federation.run()
+    assert outcome.best.round == 4, "the test metric is best after round 6"
+    assert outcome.best.metrics == {
+        "mse": 96.0, "test_examples": 24.0, "validation_mse": 2.0, "validation_examples": 12.0
+    }  # fmt: skip
+    model = LocalFederation("fedavg", ToyBench(validation=4), rounds=4).run()
+    assert compute_digest(outcome.best.weights) == compute_digest(model.weights)
+
+
+def test_run_without_validation_examples_has_no_best_model_and_the_same_final_model() -> None:
+    outcome = LocalFederation("fedavg", ToyBench()).run()
+    assert (outcome.best.round, outcome.best.weights) == (-1, None)
+    assert "validation_mse" not in outcome.evaluation.overall
+    # Validation examples are drawn after the others, so training sees the same ones.
+    validated = LocalFederation("fedavg", ToyBench(validation=4)).run()
+    assert validated.best.round >= 0
+    assert torch.equal(validated.weights, outcome.weights)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_run_ends_after_so_many_models_without_a_better_one(name: str) -> None:
+    federation = LocalFederation(name, ToyBench(validation=4), rules=RoundRules(patience=2), rounds=8)
+    values = iter([9.0, 5.0, 6.0, 7.0, *[8.0] * 90])
+    current: dict[int, float] = {}
+
+    def claim(upload: Upload) -> Upload:
+        if not upload.metrics:
+            return upload
+        value = current.setdefault(upload.attempt.sequence, 0.0) or next(values)
+        current[upload.attempt.sequence] = value
+        return replace(upload, metrics={**upload.metrics, "validation_mse": value})
+
+    federation.change_update = claim
+    outcome = federation.run()
+    assert outcome.stopped_after is not None
+    assert outcome.stopped_after == outcome.best.round + 3 < 8
+    assert outcome.rounds[-1].round == 9, "the last request is that of round 9, which every site's copy of the job has"
+    assert outcome.rounds[-1].evaluated_round == outcome.stopped_after
+    assert not outcome.rounds[-1].rejected
+    shorter = LocalFederation(name, ToyBench(validation=4), rounds=outcome.stopped_after).run()
+    if name not in ("fedsparsify", "dispfl"):
+        assert torch.equal(outcome.weights, shorter.weights), "the schedules of the other two depend on the rounds"
+
+
+def test_run_that_gets_better_is_not_stopped() -> None:
+    federation = LocalFederation("fedavg", ToyBench(validation=4), rules=RoundRules(patience=1), rounds=4)
+    federation.change_update = lambda upload: replace(
+        upload, metrics={**upload.metrics, "validation_mse": float(9 - upload.attempt.round)}
+    )
+    outcome = federation.run()
+    assert (outcome.stopped_after, outcome.best.round, len(outcome.rounds)) == (None, 4, 5)
+
+
+def test_validation_metrics_are_weighted_by_validation_examples() -> None:
+    first = {"mse": 1.0, "test_examples": 1.0, "validation_mse": 10.0, "validation_examples": 3.0}
+    second = {"mse": 2.0, "test_examples": 3.0, "validation_mse": 20.0, "validation_examples": 1.0}
+    evaluation = Evaluation.from_contributions([report(first), report(second, "b")])
+    assert evaluation.overall == {
+        "mse": 1.75, "test_examples": 4.0, "validation_mse": 12.5, "validation_examples": 4.0
+    }  # fmt: skip
+    only = Evaluation.from_contributions([report({"validation_mse": 10.0, "validation_examples": 3.0})])
+    assert only.overall == {"validation_mse": 10.0, "validation_examples": 3.0, "test_examples": 0}
+
+
+def test_number_of_validation_examples_must_stay_near_the_registered_one() -> None:
+    roster = Roster().register(report({"mse": 1.0, "test_examples": 20.0, "validation_examples": 10.0}))
+    assert roster.validated == {"a": 10.0}
+    assert roster.find_violation(report({"validation_examples": 11.0}), RoundRules()) is None
+    assert roster.find_violation(report({"validation_examples": 2.0**52}), RoundRules()) == "E_METRICS"
