@@ -36,6 +36,10 @@ def get_count_name(metric: str) -> str:
     return VALIDATION_EXAMPLES if metric.startswith(VALIDATION) else TEST_EXAMPLES
 
 
+Kind = Literal["regression", "binary", "classes", "survival"]
+"""What targets are: numbers; class 0 or 1; classes from 0; times with the mark of an event."""
+
+
 class TaskConfig(BaseModel):
     """Base class of a task's settings; an unknown field is an error."""
 
@@ -186,11 +190,13 @@ class Task(ABC):
         Config: class of the settings.
         metric: the metric that rounds and models are compared by.
         reads: the data that ``load`` reads, in one sentence; ``flare-sparse tasks`` shows it.
+        kind: what the targets are, for baselines and paired comparisons; None: runs are compared by their metrics only.
     """
 
     Config: ClassVar[type[TaskConfig]] = TaskConfig
     metric: ClassVar[Metric]
     reads: ClassVar[str] = ""
+    kind: Kind | None = None
 
     def __init__(self, config: TaskConfig | Mapping[str, Any] | None = None):
         self.config = config if isinstance(config, TaskConfig) else self.Config.model_validate(config or {})
@@ -228,6 +234,16 @@ class Task(ABC):
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         """Return the metrics over all test examples as finite numbers, ``metric.name`` among them."""
 
+    def tabulate(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the examples of a batch as rows for linear baselines: features ``(B, d)`` and targets ``(B, t)``.
+
+        By default the batch is inputs and targets, and every number of an input is a feature.
+
+        Raises:
+            NotImplementedError: a linear model of the inputs makes no sense, as with the tokens of a text.
+        """
+        return batch[0].flatten(1).float(), batch[1].reshape(len(batch[1]), -1)
+
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a trained model to ``folder`` in a format that other tools read; by default ``model.safetensors``.
 
@@ -245,13 +261,25 @@ class Task(ABC):
         """
         if not len(test):  # type: ignore[arg-type]
             return {}
+        return self._validate_metrics(self.metrics(*self.predict_all(model, test, batch_size)))
+
+    def predict_all(self, model: nn.Module, dataset: Dataset[Any], batch_size: int = 16) -> tuple[Tensor, Tensor]:
+        """Return ``predict`` over a data set with at least one example, with the model in eval mode."""
         was_training = model.training
         model.eval()
         with torch.no_grad():
-            pairs = [self.predict(model, batch) for batch in DataLoader(test, batch_size=batch_size)]
+            pairs = [self.predict(model, batch) for batch in DataLoader(dataset, batch_size=batch_size)]
         model.train(was_training)
         predictions, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        return self._validate_metrics(self.metrics(predictions, targets))
+        return predictions, targets
+
+    def tabulate_all(self, dataset: Dataset[Any] | None, batch_size: int = 64) -> tuple[Tensor, Tensor]:
+        """Return ``tabulate`` over a data set; empty for none."""
+        if dataset is None or not len(dataset):  # type: ignore[arg-type]
+            return torch.zeros(0, 1), torch.zeros(0, 1)
+        rows = [self.tabulate(batch) for batch in DataLoader(dataset, batch_size=batch_size)]
+        features, targets = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return features, targets
 
     def _validate_metrics(self, metrics: Any) -> dict[str, float]:
         """Return the metrics as floats; raise MetricsError as :meth:`evaluate` does."""

@@ -34,11 +34,9 @@ def evaluate(
     data: Annotated[
         Path | None, typer.Option(help="Data to evaluate on: the folder or file that a site file would name")
     ] = None,
-    split: Annotated[
-        Split, typer.Option(help="Examples to use: all, or those that the run's split assigns to test or train")
-    ] = "all",
+    split: Annotated[Split, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all",
     best: Annotated[
-        bool, typer.Option("--best", help="Evaluate the best model by the task's metric instead of the final one")
+        bool, typer.Option("--best", help="Evaluate the best model on validation examples instead of the final one")
     ] = False,
     site_model: Annotated[
         str | None,

@@ -17,7 +17,7 @@ def save(
     run: Annotated[Path, typer.Argument(help="Result folder of a run", show_default=False)],
     to: Annotated[Path | None, typer.Option(help="Folder to write; default: saved/ in the result folder")] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="Save the best model by the task's metric instead of the last one")
+        bool, typer.Option("--best", help="Save the best model on validation examples instead of the last one")
     ] = False,
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Write ONNX, too, after a check that it computes the same on the run's data")

@@ -20,6 +20,7 @@ from . import figures
 from .findings import describe_caveat, describe_findings, describe_sites
 from .tables import (
     NO_TESTS,
+    build_comparisons,
     build_contributions,
     build_evaluations,
     build_events,
@@ -144,6 +145,7 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
         "rows": [_build_run_row(run) for run in runs],
         "averages": build_seed_averages(runs),
         "metrics": build_metrics(runs),
+        "comparisons": build_comparisons(runs),
         "means": describe_means(runs),
         "contributions": build_contributions(runs),
         "evaluations": build_evaluations(runs),

@@ -23,7 +23,7 @@ def load_model(run: str | Path, *, best: bool = False, compute: Compute = "dense
 
     Args:
         run: result folder of ``flare-sparse run``.
-        best: load the best model by the task's metric instead of the last one.
+        best: load the best model on validation examples instead of the last one.
         compute: ``auto`` or ``sparse``: compute with sparse kernels on the CPU, for inference only (docs/compute.md).
 
     Raises:

@@ -16,6 +16,7 @@ from ..task import TEST_EXAMPLES, VALIDATION
 from ..errors import ConfigError
 from ..methods import METHODS
 from .contributions import Contributions, read_contributions
+from .predictions import PREDICTIONS_FILE, Predictions
 
 
 EVALUATIONS = "evaluations"
@@ -69,6 +70,12 @@ class RunResult:
         """Content of ``config.yaml``; empty if it is missing."""
         file = self.path / "config.yaml"
         return dict(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+    @property
+    def fold(self) -> int | None:
+        """The fold that the run tests; None without folds."""
+        split = self.config.get("task", {}).get("split", {})
+        return int(split["fold"]) if split.get("folds") else None
 
     @property
     def metric(self) -> str:
@@ -162,6 +169,16 @@ class RunResult:
         return [record for record in records if record.keys() >= {"cohort", "model", "metrics", "examples"}]
 
     @cached_property
+    def predictions(self) -> Predictions | None:
+        """Predictions for every test subject; None if ``flare-sparse report`` has not computed any."""
+        return Predictions.read(self.path / EVALUATIONS / PREDICTIONS_FILE, self.identity)
+
+    @property
+    def identity(self) -> str:
+        """Run id and digest of the final model, which the predictions of a run name."""
+        return f"{self.summary['run']}:{self.summary['model_sha256']}"
+
+    @cached_property
     def cross_site(self) -> dict[str, Any]:
         """Record of ``flare-sparse evaluate --matrix``; empty without one."""
         record = _read_json(self.path / EVALUATIONS / CROSS_SITE_FILE)
@@ -193,15 +210,26 @@ class RunResult:
 
 
 def group_by_seed(runs: list[RunResult]) -> list[list[RunResult]]:
-    """Return the runs in groups whose members differ by nothing but their seed, in the order of ``runs``."""
+    """Return the runs in groups whose members differ by nothing but their seed and fold, in the order of ``runs``."""
     groups: dict[str, list[RunResult]] = {}
     for run in runs:
-        config = run.config
-        settings = {k: v for k, v in config.items() if k not in ("seed", "name")} or str(run.path)
+        settings = _select_settings(run.config) or str(run.path)
         groups.setdefault(json.dumps([settings, run.metric, run.summary["method"]], sort_keys=True), []).append(run)
-    # Two runs of one seed are no independent repetitions: their mean and range would mean nothing.
-    repeated = [group for group in groups.values() if len({run.summary["seed"] for run in group}) == len(group)]
+    # Two runs of one seed and fold are no independent repetitions: their mean and range would mean nothing.
+    repeated = [
+        group for group in groups.values() if len({(run.summary["seed"], run.fold) for run in group}) == len(group)
+    ]
     return [part for group in groups.values() for part in ([group] if group in repeated else [[run] for run in group])]
+
+
+def _select_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run without its name, seed and fold."""
+    if not config:
+        return {}
+    task = dict(config.get("task", {}))
+    if split := task.get("split"):
+        task["split"] = {name: value for name, value in split.items() if name != "fold"}
+    return {name: value for name, value in {**config, "task": task}.items() if name not in ("seed", "name")}
 
 
 def label_groups(groups: list[list[RunResult]]) -> list[str]:
@@ -211,8 +239,14 @@ def label_groups(groups: list[list[RunResult]]) -> list[str]:
     for group in groups:
         method = str(group[0].summary["method"])
         name = method if methods[method] == 1 else group[0].label
-        labels.append(group[0].label if len(group) == 1 else f"{name} ({len(group)} seeds)")
+        labels.append(group[0].label if len(group) == 1 else f"{name} ({_count_repetitions(group)})")
     return labels
+
+
+def _count_repetitions(group: list[RunResult]) -> str:
+    seeds, folds = len({run.summary["seed"] for run in group}), len({run.fold for run in group})
+    counts = [f"{seeds} seeds"] if seeds > 1 else []
+    return ", ".join(counts + ([f"{folds} folds"] if folds > 1 else []))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -224,27 +258,28 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def find_dense_run(run: RunResult, runs: list[RunResult]) -> RunResult | None:
-    """Return the run of dense FedAvg with the seed of ``run``, which has the same initial weights and split.
+    """Return the run of dense FedAvg with the seed and fold of ``run``, which has the same initial weights and split.
 
     None if there is no such run, or if ``run`` is dense FedAvg itself.
     """
     dense = [other for other in runs if other.summary["method"] == "fedavg" and abs(other.reduction - 1) < 0.05]
-    return None if run in dense else _find_same_seed(run, dense)
+    return None if run in dense else _find_same_split(run, dense)
 
 
 def compute_site_gains(runs: list[RunResult]) -> dict[str, dict[str, float]]:
-    """Return the gains of each run's sites over the ``local_only`` run with the same seed, by label and site.
+    """Return the gains of each run's sites over the ``local_only`` run with the same split, by label and site.
 
     Runs without such a ``local_only`` run, or without common sites, are omitted.
     """
     local_only = [run for run in runs if run.summary["method"] == "local_only"]
-    pairs = [(run, _find_same_seed(run, local_only)) for run in runs if run not in local_only]
+    pairs = [(run, _find_same_split(run, local_only)) for run in runs if run not in local_only]
     gains_by_label = {run.label: run.compute_gains(other) for run, other in pairs if other}
     return {label: gains for label, gains in gains_by_label.items() if gains}
 
 
-def _find_same_seed(run: RunResult, others: list[RunResult]) -> RunResult | None:
-    return next((other for other in others if other.summary["seed"] == run.summary["seed"]), None)
+def _find_same_split(run: RunResult, others: list[RunResult]) -> RunResult | None:
+    split = run.summary["seed"], run.fold
+    return next((other for other in others if (other.summary["seed"], other.fold) == split), None)
 
 
 def read_runs(paths: list[Path]) -> list[RunResult]:

@@ -28,6 +28,7 @@ class AgeTask(Task, ABC):
 
     config: AgeConfig
     metric = Metric("mae", "years", "min")
+    kind = "regression"
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the smooth L1 or the squared error of the standardised age, a scalar."""

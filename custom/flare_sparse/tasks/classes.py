@@ -16,6 +16,7 @@ class BinaryTask(Task, ABC):
     """A network with one logit; batches are ``(inputs, class 0 or 1 as float (B, 1))`` (NeuroSFL, section 4.2)."""
 
     metric = Metric("accuracy", "", "max")
+    kind = "binary"
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the binary cross-entropy, a scalar."""

@@ -41,6 +41,7 @@ class ImageClassification(Task):
     Config = ImageConfig
     config: ImageConfig
     metric = Metric("accuracy", "", "max")
+    kind = "classes"
     reads = "an npz file with arrays <split>_images (uint8) and <split>_labels, as in MedMNIST"
 
     def model(self) -> nn.Module:

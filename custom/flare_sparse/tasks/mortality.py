@@ -61,6 +61,7 @@ class Mortality(Task):
     Config = MortalityConfig
     config: MortalityConfig
     metric = Metric("auc_roc", "", "max", may_be_undefined=True)
+    kind = "binary"
     reads = (
         "a table or an npz file with one row per stay: the column died (1 or 0) and a code per medication, in the same "
         "order at every site"

@@ -45,6 +45,7 @@ class TextClassification(AdaptableTask):
     Config = TextConfig
     config: TextConfig
     metric = Metric("accuracy", "", "max")
+    kind = "classes"
     reads = "a table (CSV, Parquet or npz) with a column of texts and a column of classes, whole numbers from 0"
 
     def build_network(self) -> nn.Module:
@@ -96,6 +97,10 @@ class TextClassification(AdaptableTask):
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return logits ``(B, classes)`` and true classes ``(B,)``."""
         return _compute_logits(model, batch), batch[2]
+
+    def tabulate(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Raise NotImplementedError: token numbers are names, of which a linear model learns nothing."""
+        raise NotImplementedError("texts have no linear baseline")
 
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         """Return accuracy and mean cross-entropy."""

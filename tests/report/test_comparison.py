@@ -1,0 +1,168 @@
+"""``report --json``: metrics, baselines and paired differences of finished runs, subject by subject."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from flare_sparse.cli import app
+from flare_sparse.runs.comparison import describe_runs
+from flare_sparse.runs.predictions import RUN, Predictions
+from flare_sparse.runs.results import RunResult
+
+BASELINES = ["site_mean", "ridge_local", "ridge_pooled"]
+
+
+def call(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def printed(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Any]:
+    """Copies of the finished runs, and what ``report --json`` prints of them."""
+    folder = tmp_path_factory.mktemp("compared")
+    copies = {name: Path(shutil.copytree(path, folder / name)) for name, path in finished.items()}
+    result = call(*copies.values(), "--json")
+    assert result.exit_code == 0, result.output
+    return copies, json.loads(result.stdout)
+
+
+def test_predictions_reproduce_the_record_of_the_run_and_of_each_sites_own_model(printed: Any) -> None:
+    for run in printed[1]["runs"]:
+        assert run["note"] == ""
+        for site, metrics in run["final"]["by_site"].items():
+            assert run["pooled"]["mae_by_site"][site] == pytest.approx(metrics["mae"], rel=1e-5), run["label"]
+            assert not any(name.startswith("validation_") for name in metrics)
+        assert run["pooled"]["mae"] == pytest.approx(run["final"]["all"]["mae"])
+        assert run["bytes"].keys() == {"up", "down"}
+        assert run["best"]["round"] >= 0 or run["method"] == "local_only"
+
+
+def test_baselines_and_differences_stand_beside_every_run(printed: Any) -> None:
+    runs = {run["label"]: run for run in printed[1]["runs"]}
+    for run in runs.values():
+        assert list(run["baselines"]) == list(run["differences"]) == BASELINES
+        assert run["baselines"] == runs["fedavg"]["baselines"], "the same subjects, so the same baselines"
+        for name, differences in run["differences"].items():
+            difference = differences["mae"]
+            assert difference["first"] == run["pooled"]["mae"]
+            assert difference["second"] == run["baselines"][name]["mae"]
+            assert difference["low"] <= difference["value"] <= difference["high"]
+            assert difference["by_site"].keys() == {"site-1", "site-2"}
+
+
+def test_runs_are_compared_with_one_another_on_the_same_subjects(printed: Any) -> None:
+    groups = {group["label"]: group for group in printed[1]["groups"]}
+    forward = groups["fedavg"]["differences"]["local_only"]["mae"]
+    backward = groups["local_only"]["differences"]["fedavg"]["mae"]
+    assert forward["subjects"] == groups["fedavg"]["subjects"] == 4
+    assert forward["value"] == pytest.approx(-backward["value"])
+    assert (forward["low"], forward["high"]) == (pytest.approx(-backward["high"]), pytest.approx(-backward["low"]))
+    assert {*BASELINES, "neurosfl", "local_only"} == set(groups["fedavg"]["differences"])
+
+
+def test_predictions_are_computed_once_and_belong_to_one_model(printed: Any) -> None:
+    copies, _ = printed
+    folder = copies["fedavg"]
+    file = folder / "evaluations" / "test_predictions.json"
+    content = json.loads(file.read_text())
+    assert set(content["subjects"]) <= set(range(10))
+    assert "sub-" not in file.read_text(), "no identifier of a subject"
+    content["predictions"]["run"] = [[0.0]] * len(content["sites"])
+    file.write_text(json.dumps(content))
+    mean_age = float(np.mean(content["targets"]))
+    described = json.loads(call(folder, "--json").stdout)["runs"][0]
+    assert described["pooled"]["mae_by_site"] != described["final"]["by_site"]
+    assert described["differences"]["site_mean"]["mae"]["first"] == pytest.approx(mean_age)
+    file.write_text(json.dumps({**content, "identity": "another"}))
+    described = json.loads(call(folder, "--json").stdout)["runs"][0]
+    assert described["pooled"]["mae"] == pytest.approx(described["final"]["all"]["mae"]), "computed again"
+
+
+def test_page_shows_the_baselines(printed: Any, tmp_path: Path) -> None:
+    result = call(printed[0]["neurosfl"], "--out", tmp_path / "page")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert "Compared with trivial baselines" in page
+    assert "neurosfl against ridge_pooled" in page
+
+
+def test_run_whose_data_changed_is_not_compared(printed: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(printed[0]["fedavg"], tmp_path / "run"))
+    (folder / "evaluations" / "test_predictions.json").unlink()
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["final"]["sites"]["site-2"]["mae"] += 1
+    (folder / "summary.json").write_text(json.dumps(summary))
+    described = json.loads(call(folder, "--json").stdout)["runs"][0]
+    assert "site site-2: mae of the final model is" in described["note"]
+    assert (described["pooled"], described["baselines"], described["differences"]) == (None, None, None)
+
+
+def test_deployed_run_has_metrics_only(printed: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(printed[0]["fedavg"], tmp_path / "run"))
+    shutil.rmtree(folder / "evaluations")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    del config["simulator"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    described = json.loads(call(folder, "--json").stdout)["runs"][0]
+    assert described["note"] == "the data of the sites is not on this machine; a deployed site sends metrics only"
+    assert described["final"]["all"]["mae"] > 0
+    result = call(folder, "--out", tmp_path / "page")
+    assert result.exit_code == 0
+    assert "fedavg: no baselines: the data of the sites is not on this machine" in result.stderr
+    assert "Compared with trivial baselines" not in (tmp_path / "page" / "report.html").read_text()
+
+
+def test_json_prints_and_writes_no_page(printed: Any, tmp_path: Path) -> None:
+    result = call(printed[0]["fedavg"], "--json", "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "--json prints and writes no page" in result.output
+
+
+def build_run(label: str, method: str, seed: int, fold: int, errors: list[float], subjects: list[int]) -> RunResult:
+    """Return a run of one fold with given absolute errors of given subjects of site a."""
+    summary = {
+        "method": method, "seed": seed, "rounds": 1, "sites": ["a"], "best": {"round": -1, "metrics": {}},
+        "metric": {"name": "mae", "unit": "", "mode": "min"},
+        "final": {"metrics": {"mae": 1.0, "test_examples": 2.0}, "sites": {"a": {"mae": 1.0, "test_examples": 2.0}}},
+        "traffic": {way: {"payload_bytes": 1, "dense_bytes": 1} for way in ("up", "down")},
+    }  # fmt: skip
+    run = RunResult(label, Path(label), summary, [], [])
+    count = len(subjects)
+    run.__dict__["config"] = {"seed": seed, "method": method, "task": {"split": {"folds": 2, "fold": fold}}}
+    run.__dict__["predictions"] = Predictions(
+        "", "regression", np.array(["a"] * count), np.array(subjects), np.zeros((count, 1)),
+        {RUN: np.array(errors)[:, None], "site_mean": np.full((count, 1), 3.0)},
+    )  # fmt: skip
+    return run
+
+
+def test_folds_and_seeds_of_a_method_are_taken_together_subject_by_subject() -> None:
+    runs = [
+        build_run("f11", "fedavg", 1, 1, [1.0, 2.0], [0, 1]),
+        build_run("f12", "fedavg", 1, 2, [3.0, 4.0], [2, 3]),
+        build_run("f21", "fedavg", 2, 1, [3.0, 4.0], [0, 3]),
+        build_run("n11", "neurosfl", 1, 1, [0.0, 0.0], [0, 1]),
+        build_run("n12", "neurosfl", 1, 2, [0.0, 0.0], [2, 3]),
+    ]
+    groups = describe_runs(runs, {})["groups"]
+    assert [group["label"] for group in groups] == ["fedavg (2 seeds, 2 folds)", "neurosfl (2 folds)"]
+    fedavg = groups[0]
+    # Subject 0 has the errors 1 and 3, subject 3 has 4 and 4.
+    assert (fedavg["subjects"], fedavg["mae"]) == (4, pytest.approx((2 + 2 + 3 + 4) / 4))
+    assert fedavg["differences"]["site_mean"]["mae"]["value"] == pytest.approx(2.75 - 3)
+    other = fedavg["differences"]["neurosfl (2 folds)"]["mae"]
+    assert (other["value"], other["verdict"], other["subjects"]) == (pytest.approx(2.75), "behind", 4)
+
+
+def test_subjects_without_identifiers_are_not_taken_for_one_another() -> None:
+    runs = [build_run(f"f{seed}", "fedavg", seed, 1, [float(seed), 1.0], [-1, -1]) for seed in (1, 2)]
+    group = describe_runs(runs, {})["groups"][0]
+    assert group["subjects"] == 4

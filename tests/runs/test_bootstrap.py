@@ -1,0 +1,120 @@
+"""Paired bootstrap: values, intervals and verdicts."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+
+from flare_sparse.runs.bootstrap import (
+    ACCURACY,
+    AUC,
+    MAE,
+    compare_pairs,
+    compare_predictors,
+    compare_scores,
+    compute_r2_within_sites,
+    find_comparable_pairs,
+)
+
+SITES = np.array(["a"] * 30 + ["b"] * 20)
+
+
+def draw(seed: int, count: int = 50) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=count)
+
+
+def test_interval_of_a_mean_is_that_of_the_formula_within_sites() -> None:
+    first, second = draw(1) + 1.0, draw(2)
+    result = compare_scores(first, second, SITES, is_lower_better=True)
+    change = first - second
+    assert result.value == pytest.approx(change.mean())
+    # A resample keeps the sites' sizes, so only the variance within sites counts.
+    variance = sum(change[SITES == site].var() * (SITES == site).sum() for site in ("a", "b")) / 50**2
+    assert (result.high - result.low) / 2 == pytest.approx(1.96 * np.sqrt(variance), rel=0.05)
+    assert result.by_site == {
+        site: pytest.approx(change[SITES == site].mean()) for site in ("a", "b")
+    }  # fmt: skip
+
+
+def test_equal_predictors_are_undecided_and_a_constant_gain_is_ahead() -> None:
+    error = np.abs(draw(3))
+    same = compare_scores(error, error, SITES, is_lower_better=True)
+    assert (same.value, same.low, same.high, same.verdict, same.sites_that_gain) == (0, 0, 0, "undecided", 0)
+    better = compare_scores(error - 0.5, error, SITES, is_lower_better=True)
+    assert (better.verdict, better.sites_that_gain) == ("ahead", 1)
+    assert (better.low, better.high) == (pytest.approx(-0.5), pytest.approx(-0.5))
+    assert compare_scores(error - 0.5, error, SITES, is_lower_better=False).verdict == "behind"
+
+
+def test_worst_site_and_share_of_sites_that_gain_follow_the_direction_of_the_metric() -> None:
+    change = np.where(SITES == "a", -1.0, 2.0)
+    lower = compare_scores(change, np.zeros(50), SITES, is_lower_better=True)
+    assert (lower.worst_site, lower.sites_that_gain) == ("b", 0.5)
+    assert compare_scores(change, np.zeros(50), SITES, is_lower_better=False).worst_site == "a"
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**32 - 1), decimals=st.integers(0, 2))
+def test_pooled_auc_equals_that_of_scikit_learn(seed: int, decimals: int) -> None:
+    """Rounded risks have ties."""
+    classes = (draw(seed) > 0).astype(float)[:, None]
+    if len(np.unique(classes)) < 2:
+        return
+    first, second = (np.round(draw(seed + i) + classes[:, 0], decimals) for i in (1, 2))
+    result = compare_pairs(first, second, find_comparable_pairs("binary", classes), SITES, resamples=20)
+    assert result is not None
+    assert result.first == pytest.approx(roc_auc_score(classes, first))
+    assert result.second == pytest.approx(roc_auc_score(classes, second))
+
+
+def test_interval_of_an_auc_equals_one_computed_resample_by_resample() -> None:
+    classes = (np.arange(50) % 3 == 0).astype(float)[:, None]
+    first, second = draw(5) + classes[:, 0], draw(6)
+    pairs = find_comparable_pairs("binary", classes)
+    result = compare_pairs(first, second, pairs, SITES, resamples=300)
+    generator, slow = np.random.default_rng(0), []
+    counts = np.concatenate(
+        [generator.multinomial(n, np.full(n, 1 / n), size=300) for n in (30, 20)], axis=1
+    )  # fmt: skip
+    for count in counts:
+        rows = np.repeat(np.arange(50), count)
+        values = [roc_auc_score(classes[rows], risk[rows]) for risk in (first, second)]
+        slow.append(values[0] - values[1])
+    assert result is not None
+    assert (result.low, result.high) == pytest.approx(tuple(np.quantile(slow, [0.025, 0.975])), abs=1e-5)
+
+
+def test_pairs_of_survival_are_those_of_harrells_c() -> None:
+    targets = np.array([[1.0, 1], [2.0, 0], [3.0, 1], [3.0, 0], [2.0, 1]])
+    expected = {
+        (i, j)
+        for i, j in itertools.product(range(5), repeat=2)
+        if targets[i, 1] and targets[i, 0] < targets[j, 0]
+    }  # fmt: skip
+    assert set(zip(*np.nonzero(find_comparable_pairs("survival", targets)), strict=True)) == expected
+    assert compare_pairs(draw(1, 3), draw(2, 3), np.zeros((3, 3), dtype=bool), np.array(["a"] * 3)) is None
+
+
+def test_metric_of_each_kind_scores_subjects() -> None:
+    probabilities, classes = np.array([[0.1, 0.9], [0.6, 0.4]]), np.array([[1.0], [1.0]])
+    assert ACCURACY.score is not None
+    assert ACCURACY.score(probabilities, classes).tolist() == [1, 0]
+    assert ACCURACY.score(probabilities[:, 1:], classes).tolist() == [1, 0]
+    sites, targets = np.array(["a", "a"]), np.array([[10.0], [20.0]])
+    result = compare_predictors("regression", MAE, targets + 1, targets - 3, targets, sites)
+    assert result is not None
+    assert (result.first, result.second, result.verdict) == (1, 3, "ahead")
+    assert compare_predictors("binary", AUC, targets, targets, classes, sites) is None, "one class has no AUC"
+
+
+def test_mean_of_each_site_explains_nothing_within_sites() -> None:
+    targets = (draw(7) + np.where(SITES == "a", 0.0, 30.0))[:, None]
+    means = np.array([targets[SITES == site].mean() for site in SITES])[:, None]
+    assert compute_r2_within_sites(means, targets, SITES) == pytest.approx(0)
+    assert compute_r2_within_sites(targets, targets, SITES) == 1
+    assert compute_r2_within_sites(targets[:1], targets[:1], SITES[:1]) is None
