@@ -194,7 +194,7 @@ class Task(ABC):
     """
 
     Config: ClassVar[type[TaskConfig]] = TaskConfig
-    metric: ClassVar[Metric]
+    metric: Metric
     reads: ClassVar[str] = ""
     kind: Kind | None = None
 

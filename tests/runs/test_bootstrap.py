@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,11 +12,11 @@ from flare_sparse.runs.bootstrap import (
     ACCURACY,
     AUC,
     MAE,
-    compare_pairs,
+    build_auc,
+    build_c_index,
     compare_predictors,
     compare_scores,
     compute_r2_within_sites,
-    find_comparable_pairs,
 )
 
 SITES = np.array(["a"] * 30 + ["b"] * 20)
@@ -60,44 +58,49 @@ def test_worst_site_and_share_of_sites_that_gain_follow_the_direction_of_the_met
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), decimals=st.integers(0, 2))
-def test_pooled_auc_equals_that_of_scikit_learn(seed: int, decimals: int) -> None:
+def test_weighted_auc_equals_that_of_scikit_learn(seed: int, decimals: int) -> None:
     """Rounded risks have ties."""
     classes = (draw(seed) > 0).astype(float)[:, None]
+    weights = np.random.default_rng(seed).integers(0, 4, size=(3, 50))
+    weights[:, classes[:, 0].argmax()] += 1
+    weights[:, classes[:, 0].argmin()] += 1
+    risk = np.round(draw(seed + 1) + classes[:, 0], decimals)
+    values = build_auc(risk, classes)(weights)
     if len(np.unique(classes)) < 2:
+        assert np.isnan(values).all()
         return
-    first, second = (np.round(draw(seed + i) + classes[:, 0], decimals) for i in (1, 2))
-    result = compare_pairs(first, second, find_comparable_pairs("binary", classes), SITES, resamples=20)
-    assert result is not None
-    assert result.first == pytest.approx(roc_auc_score(classes, first))
-    assert result.second == pytest.approx(roc_auc_score(classes, second))
+    assert values == pytest.approx([roc_auc_score(classes, risk, sample_weight=row) for row in weights])
 
 
 def test_interval_of_an_auc_equals_one_computed_resample_by_resample() -> None:
     classes = (np.arange(50) % 3 == 0).astype(float)[:, None]
     first, second = draw(5) + classes[:, 0], draw(6)
-    pairs = find_comparable_pairs("binary", classes)
-    result = compare_pairs(first, second, pairs, SITES, resamples=300)
+    result = compare_predictors("binary", AUC, first[:, None], second[:, None], classes, SITES, resamples=300)
     generator, slow = np.random.default_rng(0), []
-    counts = np.concatenate(
-        [generator.multinomial(n, np.full(n, 1 / n), size=300) for n in (30, 20)], axis=1
-    )  # fmt: skip
+    counts = np.concatenate([generator.multinomial(n, np.full(n, 1 / n), size=300) for n in (30, 20)], axis=1)
     for count in counts:
         rows = np.repeat(np.arange(50), count)
         values = [roc_auc_score(classes[rows], risk[rows]) for risk in (first, second)]
         slow.append(values[0] - values[1])
     assert result is not None
-    assert (result.low, result.high) == pytest.approx(tuple(np.quantile(slow, [0.025, 0.975])), abs=1e-5)
+    assert (result.low, result.high) == pytest.approx(tuple(np.quantile(slow, [0.025, 0.975])))
+    of_a = SITES == "a"
+    assert result.by_site["a"] == pytest.approx(
+        roc_auc_score(classes[of_a], first[of_a]) - roc_auc_score(classes[of_a], second[of_a])
+    )
 
 
-def test_pairs_of_survival_are_those_of_harrells_c() -> None:
+def test_c_index_counts_the_pairs_of_harrell() -> None:
     targets = np.array([[1.0, 1], [2.0, 0], [3.0, 1], [3.0, 0], [2.0, 1]])
-    expected = {
-        (i, j)
-        for i, j in itertools.product(range(5), repeat=2)
-        if targets[i, 1] and targets[i, 0] < targets[j, 0]
-    }  # fmt: skip
-    assert set(zip(*np.nonzero(find_comparable_pairs("survival", targets)), strict=True)) == expected
-    assert compare_pairs(draw(1, 3), draw(2, 3), np.zeros((3, 3), dtype=bool), np.array(["a"] * 3)) is None
+    risk = np.array([2.0, 0, 1, 1, 2])
+    pairs = [(i, j) for i in range(5) for j in range(5) if targets[i, 1] and targets[i, 0] < targets[j, 0]]
+    expected = np.mean([1.0 if risk[i] > risk[j] else 0.5 if risk[i] == risk[j] else 0.0 for i, j in pairs])
+    statistic = build_c_index(risk, targets)
+    assert statistic(np.ones((1, 5))) == pytest.approx([expected])
+    assert np.isnan(statistic(np.array([[0, 1, 0, 1, 0]]))).all(), "two subjects without events"
+    doubled = np.array([[2, 1, 1, 1, 1]])
+    again = np.repeat(np.arange(5), doubled[0])
+    assert statistic(doubled) == pytest.approx(build_c_index(risk[again], targets[again])(np.ones((1, 6))))
 
 
 def test_metric_of_each_kind_scores_subjects() -> None:

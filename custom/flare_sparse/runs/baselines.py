@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from ..task import Kind
+from .cox import compute_partial_loss, fit_cox
 
 PENALTIES = tuple(10.0**power for power in range(-1, 6))
 """Penalties of the squared norm of standardised coefficients to choose from."""
 FOLDS = 5
+NAMES: dict[Kind, str] = {"regression": "ridge", "binary": "logistic", "classes": "logistic", "survival": "cox"}
+"""Name of the linear model by kind of the targets."""
 Predict = Callable[[np.ndarray], np.ndarray]
 
 
@@ -27,7 +30,7 @@ class BaselineData:
 
     Attributes:
         x: features ``(n, d)``.
-        y: targets ``(n, 1)``: numbers, or classes from 0.
+        y: targets: numbers or classes from 0 ``(n, 1)``, or times and events ``(n, 2)``.
     """
 
     x: np.ndarray
@@ -50,16 +53,15 @@ class SiteRows:
 def fit_baselines(kind: Kind, sites: Mapping[str, SiteRows]) -> dict[str, np.ndarray]:
     """Return the predictions of each baseline for the test examples of all sites, in the order of ``sites``.
 
-    Predictions are numbers ``(n, 1)``, the probability of class 1 ``(n, 1)``, or probabilities ``(n, classes)``.
+    Predictions are numbers ``(n, 1)``, the probability of class 1 ``(n, 1)``, probabilities ``(n, classes)``, or the
+    logarithm of a relative hazard ``(n, 1)``, of which the mean is 0 everywhere.
 
     Raises:
         ImportError: scikit-learn is not installed.
     """
-    if kind not in ("regression", "binary", "classes"):
-        return {}
     model = _Linear(kind, _count_classes(kind, sites.values()))
     pooled = _stack([site.train for site in sites.values()])
-    name = "ridge" if kind == "regression" else "logistic"
+    name = NAMES[kind]
     strength = _choose_penalty(model, {"all": (pooled, _stack([site.validation for site in sites.values()]))})
     shared = model.fit(pooled, strength)
     strength = _choose_penalty(model, {key: (site.train, site.validation) for key, site in sites.items()})
@@ -76,11 +78,11 @@ def fit_baselines(kind: Kind, sites: Mapping[str, SiteRows]) -> dict[str, np.nda
 
 
 class _Linear:
-    """Ridge or logistic regression on standardised features.
+    """Ridge, logistic or Cox regression on standardised features.
 
     Args:
         kind: kind of the targets.
-        classes: number of classes; 0 for numbers.
+        classes: number of classes; 0 for other targets.
     """
 
     def __init__(self, kind: Kind, classes: int):
@@ -88,7 +90,9 @@ class _Linear:
 
     def fit_mean(self, data: BaselineData) -> Predict:
         """Return the predictor of the mean, or of the shares of the classes."""
-        if self.kind == "regression":
+        if self.kind == "survival":
+            mean = np.zeros(1)
+        elif self.kind == "regression":
             mean = data.y.mean(axis=0)
         else:
             shares = np.bincount(data.y[:, 0].astype(int), minlength=self.classes) / len(data.y)
@@ -100,14 +104,19 @@ class _Linear:
         scale = data.x.std(axis=0) if len(data.x) else np.zeros(data.x.shape[1])
         # Voxels outside the brain and constant columns carry nothing, and would divide by zero.
         varying = scale > 1e-6 * max(float(scale.max(initial=0.0)), 1e-30)
-        if len(np.unique(data.y)) < 2 or not varying.any():
+        # Without an event, a partial likelihood has no minimum.
+        targets = data.y[:, -1]
+        if len(np.unique(data.y)) < 2 or not varying.any() or (self.kind == "survival" and not targets.any()):
             return self.fit_mean(data)
         mean, scale = data.x[:, varying].mean(axis=0), scale[varying]
 
         def standardize(x: np.ndarray) -> np.ndarray:
             return np.asarray((x[:, varying] - mean) / scale)
 
-        predict = self._fit_standardized(standardize(data.x), data.y[:, 0], penalty)
+        if self.kind == "survival":
+            coefficients = fit_cox(standardize(data.x), data.y[:, 0], targets, penalty)
+            return lambda x: (standardize(x) @ coefficients)[:, None]
+        predict = self._fit_standardized(standardize(data.x), targets, penalty)
         return lambda x: predict(standardize(x))
 
     def _fit_standardized(self, x: np.ndarray, y: np.ndarray, penalty: float) -> Predict:
@@ -127,7 +136,9 @@ class _Linear:
         return probabilities[:, 1:] if self.kind == "binary" else probabilities
 
     def compute_loss(self, predictions: np.ndarray, y: np.ndarray) -> float:
-        """Return the sum of absolute errors, or of the logarithmic losses."""
+        """Return the sum of absolute errors, of the logarithmic losses, or the negative partial log-likelihood."""
+        if self.kind == "survival":
+            return compute_partial_loss(predictions[:, 0], y[:, 0], y[:, 1])[0]
         if self.kind == "regression":
             return float(np.abs(predictions - y).sum())
         classes = y[:, 0].astype(int)
@@ -166,7 +177,7 @@ def _stack(parts: Iterable[BaselineData]) -> BaselineData:
 
 
 def _count_classes(kind: Kind, sites: Iterable[SiteRows]) -> int:
-    if kind == "regression":
+    if kind in ("regression", "survival"):
         return 0
     targets = [part.y for site in sites for part in (site.train, site.validation, site.test) if len(part.y)]
     return max(2, int(max(y.max() for y in targets)) + 1)

@@ -17,6 +17,9 @@ from ..task import Kind
 RESAMPLES = 10_000
 LEVEL = 0.95
 _CHUNK = 500
+_MOST_PAIRED = 6000
+Statistic = Callable[[np.ndarray], np.ndarray]
+"""Values ``(r,)`` of a metric for weights ``(r, n)`` of the subjects; NaN where it is undefined."""
 
 
 @dataclass(frozen=True)
@@ -101,80 +104,110 @@ def compare_scores(
         is_lower_better: whether a lower score is better.
         resamples: number of resamples.
     """
-    change = first - second
-    drawn = np.concatenate([counts @ change for counts in _iterate_resamples(sites, resamples)])
-    by_site = {str(site): float(change[sites == site].mean()) for site in np.unique(sites)}
-    means = float(first.mean()), float(second.mean())
-    return _conclude(*means, drawn / len(change), by_site, is_lower_better=is_lower_better)
-
-
-def compare_pairs(
-    first: np.ndarray,
-    second: np.ndarray,
-    comparable: np.ndarray,
-    sites: np.ndarray,
-    resamples: int = RESAMPLES,
-) -> Difference | None:
-    """Compare two predictors by the share of ordered pairs of subjects that they rank correctly; a tie counts half.
-
-    That is the AUC if a pair is one of a case and a control, and the C-index if the first of the pair is known to have
-    the event before the second. Pairs reach across sites.
-
-    Args:
-        first: predicted risk ``(n,)`` of the first predictor.
-        second: predicted risk ``(n,)`` of the second predictor.
-        comparable: bool ``(n, n)``: the risk of the row's subject should be above that of the column's.
-        sites: ``(n,)`` site of each subject.
-        resamples: number of resamples.
-
-    Returns:
-        None if no pair is comparable.
-    """
-    if not comparable.any():
-        return None
-    weights = comparable.astype(np.float32)
-    ranked = [_rank_pairs(risk) * weights for risk in (first, second)]
-    change = ranked[0] - ranked[1]
-    values = []
-    for counts in _iterate_resamples(sites, resamples):
-        drawn = counts.astype(np.float32)
-        total = ((drawn @ weights) * drawn).sum(axis=1)
-        # A resample without any comparable pair has no value.
-        values.append((((drawn @ change) * drawn).sum(axis=1) / np.where(total, total, np.nan)).astype(np.float64))
-    resampled = np.concatenate(values)
-    count = float(weights.sum())
-    means = [float(part.sum() / count) for part in ranked]
-    by_site = {}
-    for site in np.unique(sites):
-        rows = np.ix_(sites == site, sites == site)
-        if pairs := float(weights[rows].sum()):
-            by_site[str(site)] = float(change[rows].sum() / pairs)
-    return _conclude(means[0], means[1], resampled[np.isfinite(resampled)], by_site, is_lower_better=False)
-
-
-def find_comparable_pairs(kind: Kind, targets: np.ndarray) -> np.ndarray:
-    """Return the pairs ``(n, n)`` of which the first subject should have the higher predicted risk.
-
-    Args:
-        kind: ``"binary"``: a case and a control; ``"survival"``: the first has its event at an earlier time than the
-            second has its event or is last seen (Harrell's C).
-        targets: ``(n, 1)`` classes, or ``(n, 2)`` times and events.
-    """
-    if kind == "binary":
-        positive = targets[:, 0] > 0.5
-        return np.asarray(positive[:, None] & ~positive[None, :])
-    times, events = targets[:, 0], targets[:, 1] > 0.5
-    return np.asarray(events[:, None] & (times[:, None] < times[None, :]))
+    statistics = _build_mean(first), _build_mean(second)
+    difference = _compare(*statistics, sites, is_lower_better=is_lower_better, resamples=resamples)
+    assert difference is not None, "a mean is defined for every resample"
+    return difference
 
 
 def compare_predictors(
-    kind: Kind, metric: PairedMetric, first: np.ndarray, second: np.ndarray, targets: np.ndarray, sites: np.ndarray
+    kind: Kind,
+    metric: PairedMetric,
+    first: np.ndarray,
+    second: np.ndarray,
+    targets: np.ndarray,
+    sites: np.ndarray,
+    resamples: int = RESAMPLES,
 ) -> Difference | None:
-    """Compare two predictors ``(n, k)`` on the same subjects by a metric; None if it is undefined."""
+    """Compare two predictors ``(n, k)`` on the same subjects by a metric; None if it is undefined.
+
+    AUC and C-index compare pairs of subjects, across sites too. A C-index of more than 6,000 subjects has no interval
+    here, because it compares all pairs in every resample.
+    """
     if metric.score is not None:
         scores = metric.score(first, targets), metric.score(second, targets)
-        return compare_scores(*scores, sites, is_lower_better=metric.is_lower_better)
-    return compare_pairs(first[:, -1], second[:, -1], find_comparable_pairs(kind, targets), sites)
+        return compare_scores(*scores, sites, is_lower_better=metric.is_lower_better, resamples=resamples)
+    if kind == "survival" and len(targets) > _MOST_PAIRED:
+        return None
+    build = build_auc if kind == "binary" else build_c_index
+    statistics = build(first[:, -1], targets), build(second[:, -1], targets)
+    return _compare(*statistics, sites, is_lower_better=metric.is_lower_better, resamples=resamples)
+
+
+def build_auc(risk: np.ndarray, targets: np.ndarray) -> Statistic:
+    """Return the area under the ROC curve as a function of weights; equal risks count half.
+
+    Args:
+        risk: predicted risk ``(n,)``.
+        targets: classes 0 and 1, ``(n, 1)``.
+    """
+    order = np.argsort(risk, kind="stable")
+    ranked, positive = risk[order], targets[order, 0] > 0.5
+    start, end = np.searchsorted(ranked, ranked, "left"), np.searchsorted(ranked, ranked, "right")
+
+    def compute(weights: np.ndarray) -> np.ndarray:
+        sorted_weights = weights[:, order].astype(np.float64)
+        below = np.zeros((len(weights), len(risk) + 1))
+        np.cumsum(np.where(positive, 0.0, sorted_weights), axis=1, out=below[:, 1:])
+        # The controls with a lower risk, and half of those with the same.
+        ahead = (below[:, start] + below[:, end]) / 2
+        pairs = sorted_weights[:, positive].sum(axis=1) * below[:, -1]
+        won = (ahead * sorted_weights)[:, positive].sum(axis=1)
+        return np.asarray(won / np.where(pairs, pairs, np.nan))
+
+    return compute
+
+
+def build_c_index(risk: np.ndarray, targets: np.ndarray) -> Statistic:
+    """Return Harrell's C-index as a function of weights; equal risks count half.
+
+    Args:
+        risk: predicted risk ``(n,)``.
+        targets: times and events, ``(n, 2)``.
+    """
+    times, events = targets[:, 0], targets[:, 1] > 0.5
+    comparable = (events[:, None] & (times[:, None] < times[None, :])).astype(np.float32)
+    gap = risk[:, None] - risk[None, :]
+    concordant = comparable * ((gap > 0) + 0.5 * (gap == 0)).astype(np.float32)
+
+    def compute(weights: np.ndarray) -> np.ndarray:
+        drawn = weights.astype(np.float32)
+        pairs, won = (((drawn @ matrix) * drawn).sum(axis=1, dtype=np.float64) for matrix in (comparable, concordant))
+        return np.asarray(won / np.where(pairs, pairs, np.nan))
+
+    return compute
+
+
+def _build_mean(scores: np.ndarray) -> Statistic:
+    return lambda weights: np.asarray(weights @ scores / weights.sum(axis=1))
+
+
+def _compare(
+    first: Statistic, second: Statistic, sites: np.ndarray, *, is_lower_better: bool, resamples: int
+) -> Difference | None:
+    """Return the difference of two statistics of the same subjects; None if it is undefined for all of them."""
+    everyone = np.ones((1, len(sites)), dtype=np.int64)
+    means = float(first(everyone)[0]), float(second(everyone)[0])
+    if not all(map(np.isfinite, means)):
+        return None
+    drawn = np.concatenate([first(counts) - second(counts) for counts in _iterate_resamples(sites, resamples)])
+    # A resample of one class has no AUC.
+    low, high = (float(bound) for bound in np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    names = np.unique(sites)
+    members = (sites[None, :] == names[:, None]).astype(np.int64)
+    by_site = {
+        str(site): float(value)
+        for site, value in zip(names, first(members) - second(members), strict=True)
+        if np.isfinite(value)
+    }
+    # Positive: the first is better.
+    sign = -1 if is_lower_better else 1
+    better = sorted((sign * low, sign * high))
+    verdict = "ahead" if better[0] > 0 else "behind" if better[1] < 0 else "undecided"
+    gains = {site: sign * value for site, value in by_site.items()}
+    share = sum(gain > 0 for gain in gains.values()) / len(gains) if gains else None
+    worst = min(gains, key=lambda site: gains[site]) if gains else ""
+    return Difference(*means, means[0] - means[1], low, high, verdict, by_site, share, worst)
 
 
 def compute_r2_within_sites(predictions: np.ndarray, targets: np.ndarray, sites: np.ndarray) -> float | None:
@@ -188,12 +221,6 @@ def compute_r2_within_sites(predictions: np.ndarray, targets: np.ndarray, sites:
     return 1 - float(((predictions[:, 0] - targets[:, 0]) ** 2).sum()) / total if total else None
 
 
-def _rank_pairs(risk: np.ndarray) -> np.ndarray:
-    """Return 1 where the row's risk is above the column's, 0.5 where they are equal, else 0."""
-    gap = risk[:, None] - risk[None, :]
-    return np.asarray((gap > 0) + 0.5 * (gap == 0), dtype=np.float32)
-
-
 def _iterate_resamples(sites: np.ndarray, resamples: int) -> Iterator[np.ndarray]:
     """Yield how often each subject is drawn, ``(chunk, n)``: each site's subjects as often as it has subjects.
 
@@ -205,17 +232,3 @@ def _iterate_resamples(sites: np.ndarray, resamples: int) -> Iterator[np.ndarray
         for rows in members:
             counts[:, rows] = generator.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=len(counts))
         yield counts
-
-
-def _conclude(
-    first: float, second: float, drawn: np.ndarray, by_site: dict[str, float], *, is_lower_better: bool
-) -> Difference:
-    low, high = (float(bound) for bound in np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    # Positive: the first is better.
-    sign = -1 if is_lower_better else 1
-    better = sorted((sign * low, sign * high))
-    verdict = "ahead" if better[0] > 0 else "behind" if better[1] < 0 else "undecided"
-    gains = {site: sign * value for site, value in by_site.items()}
-    share = sum(gain > 0 for gain in gains.values()) / len(gains) if gains else None
-    worst = min(gains, key=lambda site: gains[site]) if gains else ""
-    return Difference(first, second, first - second, low, high, verdict, by_site, share, worst)

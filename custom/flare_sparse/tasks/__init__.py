@@ -7,6 +7,7 @@ from .brain import BrainAge, SexClassification
 from .images import ImageClassification
 from .morphometry import MorphometryAge, MorphometrySex
 from .mortality import Mortality
+from .table import TableTask
 from .text import TextClassification
 
 __all__ = ["TASKS"]
@@ -18,5 +19,6 @@ TASKS: dict[str, type[Task]] = {
     "morphometry_sex": MorphometrySex,
     "image_classification": ImageClassification,
     "mortality": Mortality,
+    "table": TableTask,
     "text_classification": TextClassification,
 }

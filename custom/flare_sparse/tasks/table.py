@@ -1,0 +1,229 @@
+"""Any table with one row per example: the columns, the target and its kind are settings, and no code is needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator, Field, model_validator
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ..data.features import Features, compute_scale, count_inputs, encode_features, read_labels
+from ..data.screening import screen_subjects
+from ..data.tables import Table, read_table
+from ..errors import DataError
+from ..models import ModelConfig
+from ..models.config import require_input
+from ..split import Split
+from ..task import Cohort, Examples, Kind, Metric, SiteData, Task, TaskConfig, build_examples
+from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
+
+
+def _read_labels(value: Any) -> Any:
+    """Return labels as text; YAML reads ``yes`` and ``no`` as booleans."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    if wrong := [label for label in value if isinstance(label, bool) or not isinstance(label, (str, int))]:
+        raise ValueError(f"label {wrong[0]!r}: expected text or a whole number; write labels such as 'yes' in quotes")
+    labels = tuple(str(label) for label in value)
+    if len(set(labels)) < len(labels):
+        raise ValueError("a label occurs twice")
+    return labels
+
+
+Labels = Annotated[tuple[str, ...], BeforeValidator(_read_labels)]
+
+
+class TableConfig(TaskConfig):
+    """Columns of the table and what is predicted; the same at every site."""
+
+    kind: Kind = Field(
+        description="what the target is: a number (regression), one of two labels (binary), one of several (classes), "
+        "or the time of an event (survival)"
+    )
+    target: str = Field(description="column to predict; for survival, the time of the event or of the last visit")
+    features: tuple[str, ...] = Field(min_length=1, description="columns of the inputs, in order")
+    categories: dict[str, Labels] = Field(
+        default_factory=dict, description="labels of the input columns that are categories, {sex: [F, M]}"
+    )
+    event: str | None = Field(None, description="survival: column with 1 for an event, 0 for the end of observation")
+    classes: Labels = Field((), description="labels of the target for binary and classes; default for binary: 0, 1")
+    missing: Literal["refuse", "impute"] = Field(
+        "refuse",
+        description="missing inputs: refuse the example, or impute the center of the column and add an input per "
+        "column that marks it",
+    )
+    scaling: Literal["site", "none"] | dict[str, tuple[float, Annotated[float, Field(gt=0)]]] = Field(
+        "site",
+        description="scaling of numbers: by mean and standard deviation of the site's own training examples, none, or "
+        "by constants, {age: [50, 15]}: the center and the spread of a column",
+    )
+    target_scale: tuple[float, Annotated[float, Field(gt=0)]] = Field(
+        (0.0, 1.0), description="regression: value for the network's output 0, and the change per unit of the output"
+    )
+    unit: str = Field("", description="regression: unit of the target in tables and plots")
+    id: str | None = Field(None, description="column of unique identifiers; null: row numbers, from 1")
+    group: str | None = Field(
+        None, description="column of subjects with several rows; a subject's rows are in one part of the split"
+    )
+    skip_bad_subjects: bool = Field(
+        False, description="skip and count unusable rows; false: refuse to train if there are any"
+    )
+    model: Annotated[ModelConfig, require_input("features")] = Field(
+        ModelConfig(name="mlp"), description="network and its settings"
+    )
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> TableConfig:
+        if len(set(self.features)) < len(self.features):
+            raise ValueError("features: a column occurs twice")
+        if self.target in self.features or (self.event is not None and self.event in self.features):
+            raise ValueError("features: the target is among them, so the network would be told what to predict")
+        known = set(self.features)
+        scaled = set(self.scaling) if isinstance(self.scaling, dict) else set()
+        for name, extra in (("categories", set(self.categories) - known), ("scaling", scaled - known)):
+            if extra:
+                raise ValueError(f"{name}: {min(extra)!r} is not among the features; add it there or remove it")
+        if self.kind == "survival" and self.event is None:
+            raise ValueError("event is missing; set the column with 1 for an event, 0 for the end of observation")
+        if self.kind != "survival" and self.event is not None:
+            raise ValueError(f"event is for kind survival, not for {self.kind}; remove it")
+        expected = {"binary": len(self.classes) in (0, 2), "classes": len(self.classes) > 2}
+        if not expected.get(self.kind, not self.classes):
+            raise ValueError(
+                f"classes has {len(self.classes)} labels; expected 2 for binary, 3 or more for classes, none for others"
+            )
+        return self
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of the network's inputs."""
+        return count_inputs(self.features, self.categories, has_indicators=self.missing == "impute")
+
+    def build_outcome(self) -> Outcome:
+        """Return the outcome of the configured kind."""
+        if self.kind == "regression":
+            return NumberOutcome(self.target, self.unit, *self.target_scale)
+        if self.kind == "survival":
+            assert self.event is not None, "checked above"
+            return SurvivalOutcome(self.target, self.event)
+        return ClassOutcome(self.target, self.classes or ("0", "1"))
+
+
+class TableTask(Task):
+    """A number, a class or the time of an event from the columns of any table; batches are ``(inputs, targets)``."""
+
+    Config = TableConfig
+    config: TableConfig
+    # Of the most frequent kind; the settings decide.
+    metric = Metric("auc", "", "max", may_be_undefined=True)
+    reads = "a table (CSV, Parquet or npz) with one row per example and the columns that the settings name"
+
+    def __init__(self, config: TaskConfig | Mapping[str, Any] | None = None):
+        super().__init__(config)
+        self._outcome = self.config.build_outcome()
+        self.metric, self.kind = self._outcome.metric, self._outcome.kind
+
+    def model(self) -> nn.Module:
+        """Return the configured network."""
+        return self.config.model.build(features=self.config.num_inputs, outputs=self._outcome.outputs)
+
+    def cohort(self, path: Path) -> Cohort:
+        """Return the rows with all columns of the table."""
+        table = _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0)
+        return Cohort(self._get_ids(table), table.columns)
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        """Read the rows of a site."""
+        config, path = self.config, data.path
+        table = _read_cached(path, path.stat().st_mtime_ns if path.is_file() else 0)
+        has_indicators = config.missing == "impute"
+        features = encode_features(table, config.features, config.categories, has_indicators=has_indicators)
+        targets, ids = self._outcome.read(table), self._get_ids(table)
+        row_of = {name: row for row, name in enumerate(ids)}
+
+        def find_row(name: str) -> int:
+            if name not in row_of:
+                raise DataError(f"it has no row in {data.path.name}")
+            row = row_of[name]
+            if not np.isfinite(targets[row]).all():
+                raise DataError(f"its {config.target} is missing")
+            if not has_indicators and (columns := features.describe_missing(row)):
+                raise DataError(f"features are missing: {columns}; task.missing: impute fills them in")
+            return row
+
+        selected = row_of if data.subset is None else data.subset
+        rows, skipped = screen_subjects(
+            selected, find_row, skip_bad_subjects=config.skip_bad_subjects, source=data.path
+        )
+        split = self._split(table, rows, seed)
+        inputs = self._scale(features, [rows[name] for name in split.train]).impute().values
+
+        def build_dataset(names: Sequence[str]) -> TensorDataset:
+            chosen = [rows[name] for name in names]
+            x, y = inputs[chosen].astype(np.float32), targets[chosen].astype(np.float32)
+            return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+
+        return build_examples(split, build_dataset, skipped, features.names)
+
+    def _get_ids(self, table: Table) -> tuple[str, ...]:
+        """Return the identifier of each row.
+
+        Raises:
+            DataError: an identifier occurs twice or is missing.
+        """
+        if self.config.id is None:
+            return tuple(str(row) for row in range(1, len(next(iter(table.columns.values()))) + 1))
+        ids = read_labels(table, self.config.id)
+        if repeated := [name for name, count in Counter(ids).items() if count > 1]:
+            raise DataError(
+                f"{table.source}: {len(repeated)} identifiers in column {self.config.id!r} occur more than once or are "
+                f"missing (first: {repeated[0]!r}). If a subject has several rows, set task.group: {self.config.id} "
+                "and task.id: null; otherwise remove the repeated rows"
+            )
+        return tuple(ids)
+
+    def _split(self, table: Table, rows: Mapping[str, int], seed: int) -> Split:
+        """Return the split of the rows, with all rows of a subject in one part."""
+        if self.config.group is None:
+            return self.config.split.assign(rows, seed)
+        labels = read_labels(table, self.config.group)
+        # A row without a subject is a subject of its own.
+        subject_of = {name: labels[row] or f"row {name}" for name, row in rows.items()}
+        by_subject = self.config.split.assign(set(subject_of.values()), seed)
+        parts = ({*by_subject.train}, {*by_subject.validation}, {*by_subject.test})
+        return Split(*(tuple(name for name in rows if subject_of[name] in part) for part in parts))
+
+    def _scale(self, features: Features, train: Sequence[int]) -> Features:
+        scaling = self.config.scaling
+        if scaling == "site":
+            return features.scale(*compute_scale(features, train))
+        constants = scaling if isinstance(scaling, dict) else {}
+        pairs = np.array([constants.get(name, (0.0, 1.0)) for name in features.names])
+        return features.scale(pairs[:, 0], pairs[:, 1])
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss of the batch, a scalar."""
+        inputs, targets = batch
+        return self._outcome.loss(model(inputs), targets)
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return predictions ``(B, k)`` and targets ``(B, t)``."""
+        inputs, targets = batch
+        return self._outcome.predict(model(inputs)), targets
+
+    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return the metrics of the configured kind."""
+        return self._outcome.metrics(predictions, targets)
+
+
+@lru_cache(maxsize=1)
+def _read_cached(path: Path, version: int) -> Table:  # noqa: ARG001
+    """Read a table, and keep it while its file is unchanged: the sites of a simulated federation share one file."""
+    return read_table(path)

@@ -1,0 +1,254 @@
+"""The generic table task: every kind of target and column, and a clear answer to each defect of a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from flare_sparse.cli import app
+from flare_sparse.errors import DataError
+from flare_sparse.task import Examples, SiteData
+from flare_sparse.tasks.outcomes import compute_c_index, compute_cox_loss
+from flare_sparse.tasks.table import TableTask
+
+ROWS = """patient,visit,age,sex,ward,outcome,months,died
+p1,1,60,F,A,benign,5,1
+p2,2,40,M,B,malignant,8,0
+p3,3,50,F,A,benign,3,1
+p4,4,70,M,C,malignant,9,0
+"""
+
+
+BINARY = """{name: table, kind: binary, target: outcome, classes: [benign, malignant], id: patient,
+  features: [age, sex], categories: {sex: [F, M]}}"""
+
+
+def write(folder: Path, text: str = ROWS) -> SiteData:
+    path = folder / "clinic.csv"
+    path.write_text(text)
+    return SiteData("clinic", path)
+
+
+def build(**settings: Any) -> TableTask:
+    labels = {} if "kind" in settings else {"kind": "binary", "target": "outcome", "classes": ["benign", "malignant"]}
+    return TableTask({"features": ["age", "sex"], "categories": {"sex": ["F", "M"]}, **labels, **settings})
+
+
+def collect(examples: Examples) -> dict[str, tuple[list[float], list[float]]]:
+    """Return inputs and targets of all examples by identifier."""
+    parts = ((examples.train, examples.train_ids), (examples.test, examples.test_ids),
+             (examples.validation, examples.validation_ids))  # fmt: skip
+    return {
+        name: (inputs.tolist(), target.tolist())
+        for dataset, ids in parts
+        if dataset is not None
+        for name, (inputs, target) in zip(ids, dataset, strict=True)
+    }
+
+
+def test_numbers_are_scaled_and_categories_are_one_hot(tmp_path: Path) -> None:
+    task = build(id="patient", scaling={"age": [50, 10]})
+    examples = task.load(write(tmp_path), seed=1)
+    assert examples.columns == ("age", "sex=F", "sex=M")
+    assert collect(examples) == {
+        "p1": ([1, 1, 0], [0]), "p2": ([-1, 0, 1], [1]), "p3": ([0, 1, 0], [0]), "p4": ([2, 0, 1], [1])
+    }  # fmt: skip
+    assert task.model()(torch.zeros(2, 3)).shape == (2, 1)
+
+
+def test_scaling_by_the_site_uses_its_training_rows_only(tmp_path: Path) -> None:
+    examples = build(split={"test": 0.25}, id="patient").load(write(tmp_path), seed=1)
+    ages = {"p1": 60, "p2": 40, "p3": 50, "p4": 70}
+    train = [ages[name] for name in examples.train_ids]
+    for name, (inputs, _) in collect(examples).items():
+        assert inputs[0] == pytest.approx((ages[name] - np.mean(train)) / np.std(train))
+
+
+def test_missing_values_are_refused_or_imputed_with_an_indicator(tmp_path: Path) -> None:
+    data = write(tmp_path, ROWS.replace("p1,1,60,F", "p1,1,NA,").replace("p4,4,70", "p4,4,"))
+    with pytest.raises(DataError) as caught:
+        build(id="patient").load(data, seed=1)
+    assert "p1: features are missing: age, sex; task.missing: impute fills them in" in str(caught.value)
+    assert "p4: features are missing: age" in str(caught.value)
+    task = build(id="patient", missing="impute", scaling={"age": [50, 10]})
+    examples = task.load(data, seed=1)
+    assert examples.columns == ("age", "sex=F", "sex=M", "age missing", "sex missing")
+    rows = {name: inputs for name, (inputs, _) in collect(examples).items()}
+    assert rows["p1"] == [0, 0, 0, 1, 1]
+    assert rows["p4"] == [0, 0, 1, 1, 0]
+    assert rows["p2"] == [-1, 0, 1, 0, 0]
+    assert task.model()(torch.zeros(2, 5)).shape == (2, 1)
+    skipping = build(id="patient", skip_bad_subjects=True).load(data, seed=1)
+    assert (skipping.skipped, sorted(collect(skipping))) == (2, ["p2", "p3"])
+
+
+def test_missing_target_makes_a_row_unusable(tmp_path: Path) -> None:
+    data = write(tmp_path, ROWS.replace("benign,5", ",5"))
+    with pytest.raises(DataError, match="1: its outcome is missing"):
+        build().load(data, seed=1)
+    assert build(skip_bad_subjects=True).load(data, seed=1).skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "message"),
+    [
+        (
+            {"id": "patient"},
+            ("p2", "p1"),
+            "identifiers in column 'patient' occur more than once.*'p1'.*task.group: patient",
+        ),
+        ({"features": ["age", "ward"]}, ("", ""), r"column 'ward' contains text such as 'A'.*\{ward: \[A, B, C\]\}"),
+        (
+            {"features": ["age", "ward"], "categories": {"ward": ["A", "B"]}},
+            ("", ""),
+            r"'C' \(row 4\).*none of its categories",
+        ),
+        (
+            {"classes": ["0", "1"]},
+            ("", ""),
+            r"has the labels benign, malignant, but.*task.classes: \[benign, malignant\]",
+        ),
+        ({"features": ["aeg"], "categories": {}}, ("", ""), "no column 'aeg'.*Did you mean 'age'"),
+        (
+            {"kind": "survival", "target": "months", "event": "visit"},
+            ("", ""),
+            "column 'visit' has 2; expected 1 for an",
+        ),
+        (
+            {"kind": "survival", "target": "months", "event": "died"},
+            (",5,1", ",-5,1"),
+            r"is -5 \(row 1\); expected 0 or more",
+        ),
+    ],
+)
+def test_defect_of_a_table_is_named_with_its_remedy(
+    settings: dict[str, Any], change: tuple[str, str], message: str, tmp_path: Path
+) -> None:
+    base = {} if "kind" in settings else {"kind": "binary", "target": "outcome", "classes": ["benign", "malignant"]}
+    task = TableTask({"features": ["age"], **base, **settings})
+    with pytest.raises(DataError, match=message):
+        task.load(write(tmp_path, ROWS.replace(*change) if change[0] else ROWS), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"features": []}, "at least 1"),
+        ({"features": ["age", "outcome"]}, "the target is among them"),
+        ({"features": ["age", "age"]}, "a column occurs twice"),
+        ({"categories": {"ward": ["A"]}}, "'ward' is not among the features"),
+        ({"scaling": {"ward": [0, 1]}}, "'ward' is not among the features"),
+        ({"classes": ["a", "b", "c"]}, "classes has 3 labels; expected 2 for binary"),
+        ({"classes": [True, False]}, "write labels such as 'yes' in quotes"),
+        ({"classes": ["a", "a"]}, "a label occurs twice"),
+        ({"event": "died"}, "event is for kind survival"),
+        ({"kind": "survival", "target": "months"}, "event is missing"),
+        ({"kind": "classes", "target": "ward"}, "3 or more for classes"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        build(**settings)
+
+
+def test_rows_of_one_subject_are_in_one_part(tmp_path: Path) -> None:
+    rows = [f"p{i // 3},{i},{i},F,A,{'benign' if i % 2 else 'malignant'},1,1" for i in range(60)]
+    data = write(tmp_path, "\n".join([ROWS.splitlines()[0], *rows]) + "\n")
+    examples = build(group="patient", split={"validation": 0.2}).load(data, seed=3)
+    parts = (examples.train_ids, examples.test_ids, examples.validation_ids)
+    patients = [{(int(name) - 1) // 3 for name in ids} for ids in parts]
+    assert [len(part) for part in patients] == [12, 4, 4]
+    assert len(set.union(*patients)) == 20
+    assert sum(len(ids) for ids in parts) == 60
+
+
+def test_site_of_one_class_trains_and_has_no_auc(tmp_path: Path) -> None:
+    task = build()
+    examples = task.load(write(tmp_path, ROWS.replace("malignant", "benign")), seed=1)
+    assert math.isfinite(task.loss(task.model(), examples.train[:]).item())
+    assert set(task.evaluate(task.model(), examples.test)) <= {"accuracy", "f1"}
+
+
+def test_class_1_is_the_second_label_and_several_classes_have_one_output_each(tmp_path: Path) -> None:
+    task = build(kind="classes", target="ward", classes=["A", "B", "C"], id="patient")
+    examples = task.load(write(tmp_path), seed=1)
+    assert {name: target for name, (_, target) in collect(examples).items()} == {
+        "p1": [0], "p2": [1], "p3": [0], "p4": [2]
+    }  # fmt: skip
+    predictions, targets = task.predict(task.model(), examples.train[:])
+    assert predictions.sum(dim=1).tolist() == pytest.approx([1] * len(predictions))
+    metrics = task.metrics(torch.eye(3)[[0, 0, 2, 2]], torch.tensor([[0.0], [0], [1], [2]]))
+    assert metrics == {"accuracy": 0.75, "balanced_accuracy": pytest.approx(2 / 3)}
+    assert (task.metric.name, task.kind) == ("accuracy", "classes")
+    assert math.isfinite(task.loss(task.model(), (examples.train[:][0], targets)).item())
+
+
+def test_number_is_predicted_in_its_unit(tmp_path: Path) -> None:
+    task = build(kind="regression", target="months", target_scale=[6, 2], unit="months", classes=[])
+    assert (task.metric.name, task.metric.unit, task.kind) == ("mae", "months", "regression")
+    inputs, targets = task.load(write(tmp_path), seed=1).train[:]
+    model = task.model()
+    predictions, _ = task.predict(model, (inputs, targets))
+    assert torch.equal(predictions, model(inputs) * 2 + 6)
+    metrics = task.metrics(torch.tensor([[1.0], [2], [3]]), torch.tensor([[1.0], [2], [6]]))
+    assert metrics == {"mae": 1, "rmse": pytest.approx(3**0.5), "bias": -1, "r2": pytest.approx(1 - 9 / 14)}
+    assert "r2" not in task.metrics(torch.ones(2, 1), torch.ones(2, 1))
+
+
+def test_cox_loss_equals_the_partial_likelihood_written_out() -> None:
+    eta, times, events = (torch.tensor(v) for v in ([0.5, -1.0, 2.0, 0.0], [3.0, 1.0, 3.0, 2.0], [1.0, 1.0, 0.0, 0.0]))
+    first = math.log(sum(math.exp(value) for value in eta.tolist())) + 1.0
+    second = math.log(math.exp(0.5) + math.exp(2.0)) - 0.5
+    assert compute_cox_loss(eta, times, events).item() == pytest.approx((first + second) / 2)
+    without = compute_cox_loss(eta.requires_grad_(), times, torch.zeros(4))
+    without.backward()
+    assert without.item() == 0
+    assert eta.grad is not None
+    assert not eta.grad.any()
+
+
+def test_c_index_counts_pairs_that_can_be_compared() -> None:
+    times, events = torch.tensor([1.0, 2, 3, 3]), torch.tensor([1.0, 0, 1, 0])
+    assert compute_c_index(torch.tensor([3.0, 0, 1, 0]), times, events) == 1
+    assert compute_c_index(torch.tensor([0.0, 3, 1, 0]), times, events) == pytest.approx(0.5 / 3)
+    assert compute_c_index(torch.zeros(4), times, torch.zeros(4)) is None
+
+
+@pytest.mark.parametrize(
+    ("task", "metric"),
+    [
+        (BINARY, "auc"),
+        ("{name: table, kind: survival, target: months, event: died, features: [age]}", "c_index"),
+    ],
+)
+def test_table_is_federated_without_code(task: str, metric: str, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    rows = [
+        f"p{i},{i},{age:.0f},{'FM'[i % 2]},{'AB'[i % 2]},{'malignant' if age > 55 else 'benign'},"
+        f"{100 - age:.1f},{i % 3 % 2}"
+        for i, age in enumerate(draw.normal(55, 10, size=120))
+    ]
+    (tmp_path / "all.csv").write_text("\n".join([ROWS.splitlines()[0], *rows]) + "\n")
+    (tmp_path / "job.yaml").write_text(
+        "name: clinics\nseed: 1\nmethod: {name: fedavg, rounds: 20, training: {epochs: 2, lr: 0.01}}\n"
+        f"task: {task}\nsimulator: {{data: {{path: all.csv, partition: {{kind: natural, column: ward}}}}}}\n"
+    )
+    runner, out = CliRunner(), tmp_path / "out"
+    result = runner.invoke(app, ["run", str(tmp_path / "job.yaml"), "--env", "local", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    printed = runner.invoke(app, ["report", str(out), "--json"])
+
+    run = json.loads(printed.stdout)["runs"][0]
+    assert run["note"] == ""
+    assert run["final"]["all"][metric] > 0.9
+    assert run["pooled"][metric] > 0.9
+    assert run["differences"]["site_mean"][metric]["verdict"] == "ahead"
+    assert run["differences"]["site_mean"][metric]["second"] == pytest.approx(0.5, abs=0.01)
