@@ -221,7 +221,8 @@ ENCRYPTED = ("wire.encryption=ckks", "federation.min_sites=2", "method={name: ne
     ("override", "reason", "fix"),
     [
         ("method={name: fedsparsify}", "method fedsparsify: the server computes", "neurosfl or fedavg"),
-        ("method={name: fedavg, server_lr: 0.5}", "server_lr 0.5 is a step", "wire.encryption to none"),
+        ("method={name: fedavg, server: {lr: 0.5}}", "server.optimizer sgd steps from", "wire.encryption to none"),
+        ("method.model_average.kind=ema", "model_average: ema needs models", "with their defaults"),
         (
             "method={name: neurosfl, aggregation: {rule: median, min_owners: 2}}",
             "aggregation.rule median compares",

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "app_configs" / "scbf_mortality.yaml"
 METHODS = {
     "FedAvg": "name: fedavg",
-    "FedAvg, server step x 5": "name: fedavg, server_lr: 5",
+    "FedAvg, server step x 5": "name: fedavg, server: {lr: 5}",
     "SCBF 10 %": "name: scbf, rate: 0.1",
     "SCBF 30 %": "name: scbf, rate: 0.3",
     "SCBF 100 %": "name: scbf, rate: 1",

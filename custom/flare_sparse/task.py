@@ -226,6 +226,14 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss over one batch, a scalar."""
 
+    def augment(self, batch: Any, generator: torch.Generator) -> Any:
+        """Return a minibatch of training examples with random changes; by default the minibatch itself.
+
+        Local training alone calls it. The changes must be drawn from ``generator``, which the run's seed, the site and
+        the round determine, so that a run can be repeated and resumed to the same bits.
+        """
+        return batch
+
     @abstractmethod
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return predictions and targets of one batch in the metric's unit; the first dimension is the batch."""

@@ -12,7 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flare_sparse.data.volumes import VolumeDataset, VolumeExample, build_preprocessing, read_voxels
+from flare_sparse.data.volumes import (
+    VolumeDataset,
+    VolumeExample,
+    build_preprocessing,
+    normalize_brain,
+    read_voxels,
+)
 from flare_sparse.errors import DataError
 
 SHAPE = (6, 8, 4)
@@ -113,3 +119,26 @@ def test_volumes_from_memory_and_from_disk_are_equal(tmp_path: Path) -> None:
     assert torch.equal(kept[0][0], read[0][0])
     assert torch.equal(kept[0][1], torch.tensor([41.5]))
     assert (len(kept), kept[0][1].dtype) == (1, torch.float32)
+
+
+def test_brain_has_median_zero_and_robust_deviation_one_and_background_zero() -> None:
+    volume = torch.tensor([0.0, 0.0, 10.0, 20.0, 30.0, 40.0, 1000.0]).view(1, 7, 1, 1)
+    # Quartiles 20, 30 and 40: the robust standard deviation is 20 / 1.349, whatever the largest value is.
+    expected = torch.tensor([0.0, 0.0, -20.0, -10.0, 0.0, 10.0, 970.0]) * 1.349 / 20
+    torch.testing.assert_close(normalize_brain(volume).flatten(), expected)
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0, 0.0], [0.0, 5.0, 5.0], [0.0, 5.0, 5.0, 5.0, 5.0, 5.0, 9.0]])
+def test_brain_without_spread_between_its_quartiles_stays_finite(values: list[float]) -> None:
+    normalized = normalize_brain(torch.tensor(values))
+    assert torch.isfinite(normalized).all()
+    assert normalized[1] == 0
+
+
+def test_normalization_inside_the_brain_follows_the_downsampling() -> None:
+    voxels = np.zeros((4, 4, 4), np.float32)
+    voxels[:2, :2, :2], voxels[2:, :2, :2] = 10, 30
+    normalized = build_preprocessing(2, "brain")(voxels)
+    assert normalized.dtype == torch.float32
+    assert normalized.shape == (1, 2, 2, 2)
+    assert normalized.flatten().tolist() == pytest.approx([-1.349, 0, 0, 0, 1.349, 0, 0, 0])

@@ -54,7 +54,7 @@ def test_mean_at_rate_one_equals_fedavg_bit_for_bit(name: str, bench: Any) -> No
 def test_sum_at_rate_one_equals_fedavg_with_a_server_step_of_k(sites: int, plain: Any) -> None:
     same = {f"site-{i}": plain.site(i) for i in range(1, sites + 1)}
     added = plain.run("scbf", same, rate=1.0, **EQUAL)[0].weights
-    stepped = plain.run("fedavg", same, server_lr=float(sites), **EQUAL)[0].weights
+    stepped = plain.run("fedavg", same, server={"lr": float(sites)}, **EQUAL)[0].weights
     torch.testing.assert_close(added, stepped, rtol=1e-5, atol=1e-6)
 
 
@@ -139,7 +139,7 @@ def test_site_may_set_its_own_rate_or_budget(plain: Any) -> None:
 def test_running_statistics_are_averaged_where_deltas_are_added(bench: Any) -> None:
     """A sum of variances is not a variance."""
     outcome, _ = bench.run("scbf", rate=1.0, **EQUAL)
-    average, _ = bench.run("fedavg", server_lr=3.0, **EQUAL)
+    average, _ = bench.run("fedavg", server={"lr": 3.0}, **EQUAL)
     assert float(bench.layout.unflatten(outcome.weights)["1.running_var"].min()) > 0
     for name in ("1.running_mean", "1.running_var"):
         assert name in bench.layout.unflatten(average.weights)

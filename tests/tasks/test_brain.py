@@ -66,6 +66,19 @@ def test_loaded_examples_are_normalised_and_split(brains: Path) -> None:
     assert 20 <= age.item() <= 80
 
 
+def test_volumes_are_augmented_and_ages_stay(brains: Path) -> None:
+    augmented = task(normalization="brain", augmentation={"mirror": True, "intensity": 0.1})
+    examples = augmented.load(SiteData("site-1", brains), seed=0)
+    batch = next(iterate_minibatches(examples.train, 8, torch.Generator().manual_seed(0)))
+    volumes, ages = augmented.augment(batch, torch.Generator().manual_seed(0))
+    assert volumes.shape == batch[0].shape
+    assert torch.equal(ages, batch[1])
+    differs = [not torch.equal(a, b) for a, b in zip(volumes, batch[0], strict=True)]
+    assert all(differs)
+    plain = task()
+    assert plain.augment(batch, torch.Generator())[0] is batch[0]
+
+
 def test_subset_selects_a_sites_subjects(brains: Path) -> None:
     examples = task().load(SiteData("a", brains, ("sub-01001", "sub-02003", "sub-01002")), seed=0)
     assert (examples.n_train, examples.n_test) == (2, 1)

@@ -27,6 +27,9 @@ class VolumeTask:
             nn.Conv3d(6, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 27, 1),
         )  # fmt: skip
 
+    def augment(self, batch: list[torch.Tensor], generator: torch.Generator) -> list[torch.Tensor]:
+        return batch
+
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         volumes, ages = batch
         return nn.functional.mse_loss(model(volumes).squeeze(1), ages)

@@ -175,3 +175,60 @@ def test_trial_stream_has_its_own_order_and_keeps_the_main_one() -> None:
     main, trial = local.train(start, full, config, 1), local.train(start, full, config, 1, stream="trial")
     assert not torch.equal(main, trial)
     assert torch.equal(main, local.train(start, full, config, 1))
+
+
+def test_pull_of_the_settings_is_that_of_the_method() -> None:
+    local, start = site()
+    full = Mask.full(start.numel())
+    config = TrainingConfig(optimizer="sgd", lr=0.01)
+    expected = local.train(start, full, config, 1, proximal_strength=3.0)
+    assert torch.equal(local.train(start, full, config.model_copy(update={"proximal": 3.0}), 1), expected)
+    assert not torch.equal(local.train(start, full, config, 1), expected)
+
+
+class Noisy(Normed):
+    """Adds noise to the inputs and records it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise: list[torch.Tensor] = []
+
+    def augment(self, batch: Any, generator: torch.Generator) -> Any:
+        self.noise.append(torch.randn(batch[0].shape, generator=generator))
+        return batch[0] + self.noise[-1], batch[1]
+
+
+def test_augmentation_is_determined_by_seed_site_and_round() -> None:
+    layout, data = site()[0].layout, TensorDataset(torch.randn(24, 4), torch.zeros(24, 1))
+    start = torch.ones(layout.size)
+
+    def draw_noise(name: str = "site-1", seed: int = 1, t: int = 1) -> torch.Tensor:
+        task = Noisy()
+        local = Site(name, task, Examples(data, data), layout, seed)
+        # What was trained before, and what torch's own generator did, must not matter.
+        torch.rand(len(name))
+        local.train(start, Mask.full(layout.size), TrainingConfig(batch_size=8), t)
+        return torch.cat(task.noise)
+
+    first = draw_noise()
+    assert torch.equal(first, draw_noise())
+    assert len(first.unique()) == first.numel() == 24 * 4
+    for other in (draw_noise("site-2"), draw_noise(seed=2), draw_noise(t=2)):
+        assert not torch.equal(first, other)
+
+
+def test_augmentation_leaves_order_and_dropout_alone_and_is_of_training_only() -> None:
+    class Unchanged(Noisy):
+        def augment(self, batch: Any, generator: torch.Generator) -> Any:
+            super().augment(batch, generator)
+            return batch
+
+    local, start = site()
+    task = Unchanged()
+    other = Site("site-1", task, local.examples, local.layout, 1)
+    full = Mask.full(start.numel())
+    assert torch.equal(other.train(start, full, TrainingConfig(), 1), local.train(start, full, TrainingConfig(), 1))
+    drawn = len(task.noise)
+    next(other.compute_gradients(start, 8, 1, 0))
+    other.evaluate(start)
+    assert len(task.noise) == drawn == 3

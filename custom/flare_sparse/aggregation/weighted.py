@@ -106,11 +106,22 @@ def apply_deltas(contributions: Sequence[Contribution], weights: Weights, previo
     Returns:
         float32 ``(P,)``; deltas and their sum are computed in float64, in site-name order.
     """
+    mask, delta = sum_deltas(contributions, weights, previous)
+    return mask.put((mask.take(previous).double() + delta).float(), previous.clone())
+
+
+def sum_deltas(contributions: Sequence[Contribution], weights: Weights, previous: Tensor) -> tuple[Mask, Tensor]:
+    """Return the entries whose delta may differ from zero, and the weighted sum of the sites' deltas there, float64.
+
+    Args:
+        contributions: one per site, with trained weights.
+        weights: weight of each delta; their sum need not be 1.
+        previous: ``(P,)`` the weights that the sites started from.
+    """
     # In float64 the delta of two float32 numbers is nearly always exact; in float32 small deltas would lose digits.
-    mask, delta = _compute_sum(
+    return _compute_sum(
         contributions, weights, lambda c: c.patch.values.double() - c.patch.mask.take(previous).double()
     )
-    return mask.put((mask.take(previous).double() + delta).float(), previous.clone())
 
 
 def average_over_owners(contributions: Sequence[Contribution], weights: Weights, fallback: Tensor) -> Tensor:

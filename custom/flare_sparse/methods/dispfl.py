@@ -126,7 +126,8 @@ class DisPFL(Method[Config, State]):
         return sorted([name, *others])
 
     def answer(self, request: Request, site: Site) -> Update:
-        weights = site.train(site.weights, request.trainable, self.config.training, request.round)
+        training = self.config.get_training(request.round)
+        weights = site.train(site.weights, request.trainable, training, request.round)
         mask = self._evolve_mask(request, site, weights)
         # An entry that has just regrown starts at zero.
         kept = mask & request.trainable
@@ -167,7 +168,7 @@ class DisPFL(Method[Config, State]):
 
     def find_continuation_blocker(self, rounds: int) -> str | None:
         if self.config.initial_drop_fraction == 0:
-            return None
+            return super().find_continuation_blocker(rounds)
         return "the share of entries that every round drops and regrows falls to 0 over method.rounds"
 
     def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:

@@ -12,23 +12,22 @@ from typing import final
 from torch import Tensor
 
 from ..exchange import Contribution, Patch
-from .method import Method, ModelState
-from .support.averaging import ServerStepConfig, take_server_step
+from .method import Method
+from .support.averaging import AveragedState, FedAvgConfig, learn_average
 
 
 @final
-class FedAvg(Method[ServerStepConfig, ModelState]):
+class FedAvg(Method[FedAvgConfig, AveragedState]):
     """Every site trains the whole model; the server averages the models, weighted by examples."""
 
     name = "fedavg"
-    Config = ServerStepConfig
+    Config = FedAvgConfig
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
-        return ModelState(1, weights)
+    def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
+        return AveragedState(1, weights)
 
-    def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
-        weights = take_server_step(contributions, state.weights, self.config, self.layout.trainable_size)
-        return ModelState(state.round + 1, weights)
+    def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
+        return learn_average(state, contributions, self.config, self.layout)
 
-    def model(self, state: ModelState) -> Patch:
+    def model(self, state: AveragedState) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from ..exchange import Assignment, Contribution, Patch, Request, Update
 from ..training import Site
-from .method import Method, ModelState, broadcast
-from .support.averaging import ServerStepConfig, take_server_step
+from .method import Method, broadcast
+from .support.averaging import AveragedState, FedAvgConfig, learn_average
 
 FINETUNE = "finetune"
 
 
-class Config(ServerStepConfig):
+class Config(FedAvgConfig):
     finetune_epochs: int = Field(1, ge=1, description="epochs of local fine-tuning after the last round")
 
 
 @final
-class FedAvgFT(Method[Config, ModelState]):
+class FedAvgFT(Method[Config, AveragedState]):
     """Rounds as in FedAvg; at the end every site reports the metrics of its fine-tuned model, which stays local."""
 
     name = "fedavg_ft"
@@ -32,23 +32,22 @@ class FedAvgFT(Method[Config, ModelState]):
     final_kinds = frozenset({FINETUNE})
     personal_model = "fine-tuned at the site"
 
-    def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
-        return ModelState(1, weights)
+    def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
+        return AveragedState(1, weights)
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != FINETUNE:
             return super().answer(request, site)
-        training = self.config.training.model_copy(update={"epochs": self.config.finetune_epochs})
+        training = self.config.get_training(request.round).model_copy(update={"epochs": self.config.finetune_epochs})
         personal = site.train(site.weights, request.trainable, training, request.round)
         return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, site.evaluate(personal))
 
-    def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
-        weights = take_server_step(contributions, state.weights, self.config, self.layout.trainable_size)
-        return ModelState(state.round + 1, weights)
+    def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
+        return learn_average(state, contributions, self.config, self.layout)
 
-    def model(self, state: ModelState) -> Patch:
+    def model(self, state: AveragedState) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)
 
-    def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask_final(self, state: AveragedState, sites: Sequence[str]) -> dict[str, Assignment]:
         model = self.model(state)
         return broadcast(sites, Assignment(Request(FINETUNE, self.config.rounds + 1, model, model.mask)))

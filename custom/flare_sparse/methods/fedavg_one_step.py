@@ -40,7 +40,7 @@ class FedAvgOneStep(AdaptationMethod[Config, ModelState]):
         return ModelState(1, weights)
 
     def train(self, request: Request, site: Site) -> Update:
-        return train_locally(request, site, self.config.training, steps=self.config.local_steps)
+        return train_locally(request, site, self.config.get_training(request.round), steps=self.config.local_steps)
 
     def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
         weigh = weigh_by_examples if self.config.weighting == "examples" else weigh_equally

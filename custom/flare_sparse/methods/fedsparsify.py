@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import final
@@ -14,7 +14,7 @@ from typing import final
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregation.robust import aggregate
+from ..aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from ..exchange import Contribution, Patch
 from ..mask import Mask, floor_fraction, prune_mask
 from .method import MaskPreset, Method
@@ -61,11 +61,13 @@ class State:
         round: the next round, 1-based.
         weights: float32 ``(P,)``, zero outside ``mask``.
         mask: live entries.
+        memory: what the server carries beside the model.
     """
 
     round: int
     weights: Tensor
     mask: Mask
+    memory: ServerMemory = field(default_factory=ServerMemory)
 
 
 @final
@@ -80,9 +82,14 @@ class FedSparsify(Method[Config, State]):
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         """Return the average of the sites' models, pruned to s_t."""
-        weights = aggregate(contributions, state.weights, self.config.aggregation)
-        mask = prune_mask(state.mask, weights.abs(), self.config.compute_sparsity(state.round), self._prunable)
-        return State(state.round + 1, weights * mask.bits, mask)
+        config, t = self.config, state.round
+        weights, memory = take_server_step(
+            contributions, state.weights, state.memory, config.aggregation, config.server, self.layout.trainable_size
+        )
+        mask = prune_mask(state.mask, weights.abs(), config.compute_sparsity(t), self._prunable)
+        weights = weights * mask.bits
+        weights, memory = update_model_average(weights, memory, mask, config.model_average, t, config.rounds)
+        return State(t + 1, weights, mask, memory)
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, state.mask)
@@ -97,7 +104,7 @@ class FedSparsify(Method[Config, State]):
     def find_continuation_blocker(self, rounds: int) -> str | None:
         longer, count = self.config.model_copy(update={"rounds": rounds}), self.config.rounds
         if all(self.config.compute_sparsity(t) == longer.compute_sparsity(t) for t in range(1, count + 1)):
-            return None
+            return super().find_continuation_blocker(rounds)
         return (
             f"the sparsity of every round depends on method.rounds: the schedule has reached {self.config.sparsity} "
             f"after {count} rounds"

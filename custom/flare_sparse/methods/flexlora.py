@@ -62,7 +62,7 @@ class FlexLoRA(RankedMethod[Config, ModelState]):
 
     def answer(self, request: Request, site: Site) -> Update:
         mask = self.check_affordable(request, site)
-        return train_locally(request, site, self.config.training, trainable=mask)
+        return train_locally(request, site, self.config.get_training(request.round), trainable=mask)
 
     def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
         # The average is the result for entries outside the adapters; the factors are overwritten below.

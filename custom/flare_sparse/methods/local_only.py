@@ -31,7 +31,7 @@ class LocalOnly(Method[MethodConfig, ModelState]):
     def answer(self, request: Request, site: Site) -> Update:
         weights = site.weights
         for t in range(1, self.config.rounds + 1):
-            weights = site.train(weights, request.trainable, self.config.training, t)
+            weights = site.train(weights, request.trainable, self.config.get_training(t), t)
         return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, site.evaluate(weights))
 
     def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:

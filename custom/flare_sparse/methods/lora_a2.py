@@ -119,7 +119,7 @@ class LoRAA2(RankedMethod[Config, State]):
 
     def answer(self, request: Request, site: Site) -> Update:
         active = self.get_active_factor(request.round)
-        training = self._get_training(active)
+        training = self._get_training(active, request.round)
         selected = self._select_slots(active, training, request, site) | self.slots.other_entries
         return train_locally(
             request, site, training, self.update_content, trainable=selected, step_scale=self._get_step_scale(active)
@@ -132,9 +132,9 @@ class LoRAA2(RankedMethod[Config, State]):
             return None
         return torch.where(rest.bits, 1 / self.config.b_lr_ratio, 1.0)
 
-    def _get_training(self, active: Factor) -> TrainingConfig:
-        """Return the settings with eta_A, or with eta_B = ratio * eta_A (LoRA+)."""
-        training = self.config.training
+    def _get_training(self, active: Factor, t: int) -> TrainingConfig:
+        """Return the settings of round ``t`` with eta_A, or with eta_B = ratio * eta_A (LoRA+)."""
+        training = self.config.get_training(t)
         return training.model_copy(update={"lr": training.lr * self.config.b_lr_ratio}) if active == "B" else training
 
     def _select_slots(self, active: Factor, training: TrainingConfig, request: Request, site: Site) -> Mask:

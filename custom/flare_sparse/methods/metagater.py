@@ -80,7 +80,7 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
 
     def train(self, request: Request, site: Site) -> Update:
         strength = self.config.proximity if self.config.local_proximity is None else self.config.local_proximity
-        training, steps = self.config.training, self.config.local_steps
+        training, steps = self.config.get_training(request.round), self.config.local_steps
         return train_locally(request, site, training, self.update_content, steps=steps, proximal_strength=strength)
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:

@@ -59,6 +59,17 @@ class MethodConfig(BaseModel):
     participation: float = Field(1.0, gt=0, le=1, description="share of the sites sampled for each round")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how a site trains in a round")
 
+    def get_training(self, t: int) -> TrainingConfig:
+        """Return the settings of training in round ``t``, with the learning rate that the schedule gives it."""
+        return self.training.resolve_schedule(t, self.rounds)
+
+    @property
+    def continuation_blocker(self) -> str | None:
+        """Why the rounds depend on their number; None where they do not."""
+        if self.training.schedule.is_constant:
+            return None
+        return "training.schedule is over method.rounds, so the learning rate of every round depends on their number"
+
     @property
     def min_sites_needed(self) -> int:
         """Fewest contributions with which these settings define a round."""
@@ -197,7 +208,7 @@ class Method(ABC, Generic[ConfigT, StateT]):
 
         By default the site trains the entries ``request.trainable`` and returns them.
         """
-        return train_locally(request, site, self.config.training, self.update_content)
+        return train_locally(request, site, self.config.get_training(request.round), self.update_content)
 
     def ask_final(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the last assignment of each site: evaluate the result."""
@@ -226,7 +237,7 @@ class Method(ABC, Generic[ConfigT, StateT]):
 
         It can where rounds 1 to ``config.rounds`` are the same in both runs.
         """
-        return None
+        return self.config.continuation_blocker
 
     @property
     def note(self) -> str:

@@ -7,7 +7,7 @@ Network Pruning based on Connection Sensitivity", arXiv 1810.02340.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, final
 
@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..aggregation.robust import aggregate
+from ..aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from ..aggregation.weighted import average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
 from ..errors import ConfigError
 from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
@@ -68,6 +69,11 @@ class Config(AveragingConfig):
     def _check_random_site(self) -> Config:
         if self.random_site and self.scores != "individual_snip":
             raise ValueError(f"random_site: true needs scores: individual_snip, not {self.scores}")
+        # A step from the current model needs the delta of every entry; a site sends those of its own mask.
+        if self.has_individual_masks and not self.server.is_average:
+            raise ValueError(
+                f"server.optimizer {self.server.optimizer} needs one mask for all sites, not {self.scores}"
+            )
         return self
 
     @property
@@ -77,8 +83,8 @@ class Config(AveragingConfig):
 
     @property
     def encryption_blocker(self) -> str | None:
-        if self.aggregation_blocker or not self.has_individual_masks:
-            return self.aggregation_blocker
+        if self.averaging_blocker or not self.has_individual_masks:
+            return self.averaging_blocker
         return f"scores: {self.scores} gives each site its own entries"
 
     @property
@@ -109,6 +115,7 @@ class State:
         weights: float32 ``(P,)``.
         masks: one mask for all sites or, with individual masks, one for each of ``owners``.
         owners: names of the sites with their own mask.
+        memory: what the server carries beside the model.
     """
 
     round: int
@@ -116,6 +123,7 @@ class State:
     weights: Tensor
     masks: tuple[Mask, ...]
     owners: tuple[str, ...]
+    memory: ServerMemory = field(default_factory=ServerMemory)
 
 
 @final
@@ -204,10 +212,15 @@ class NeuroSFL(Method[Config, State]):
         if state.round == 0:
             return self._select_masks(state, contributions)
         if state.owners and self.config.average_over_owners:
-            weights = average_over_owners(contributions, weigh_by_examples, fallback=state.weights)
+            weights, memory = average_over_owners(contributions, weigh_by_examples, state.weights), state.memory
         else:
-            weights = aggregate(contributions, state.weights, self.config.aggregation)
-        return replace(state, round=state.round + 1, weights=weights)
+            rule, optimizer = self.config.aggregation, self.config.server
+            weights, memory = take_server_step(
+                contributions, state.weights, state.memory, rule, optimizer, self.layout.trainable_size
+            )
+        live, average = unite_masks(state.masks), self.config.model_average
+        weights, memory = update_model_average(weights, memory, live, average, state.round, self.config.rounds)
+        return replace(state, round=state.round + 1, weights=weights, memory=memory)
 
     def _select_masks(self, state: State, contributions: Sequence[Contribution]) -> State:
         """Return the state with the masks of this step's scores: T_q(sum_k |s_k|), Eq. 7."""

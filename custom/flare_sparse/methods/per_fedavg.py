@@ -51,10 +51,11 @@ class PerFedAvg(AdaptationMethod[Config, ModelState]):
 
     def train(self, request: Request, site: Site) -> Update:
         weights = site.weights
+        learning_rate = self.config.get_training(request.round).compute_learning_rate(request.round)
         for step in range(self.config.local_steps):
             stream = 3 * ((request.round - 1) * self.config.local_steps + step)
             direction = self.compute_meta_gradient(site, weights, stream) * request.trainable.bits
-            weights = weights - self.config.training.compute_learning_rate(request.round) * direction
+            weights = weights - learning_rate * direction
         weights = self._update_statistics(request, site, weights)
         return Update(Patch.from_vector(weights, request.trainable), self.update_content, site.num_examples)
 

@@ -66,7 +66,8 @@ class TopKEF(Method[Config, State]):
         return floor_fraction(self.config.fraction, self.layout.size)
 
     def answer(self, request: Request, site: Site) -> Update:
-        trained = site.train(site.weights, request.trainable, self.config.training, request.round)
+        training = self.config.get_training(request.round)
+        trained = site.train(site.weights, request.trainable, training, request.round)
         delta = trained - site.weights
         if "residual" in site.memory:
             delta += site.memory["residual"]

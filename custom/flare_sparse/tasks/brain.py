@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 from pydantic import Field, model_validator
 from torch import nn
 
 from ..data import bids
+from ..data.augmentation import Augmentation
 from ..data.screening import screen_subjects
-from ..data.volumes import VolumeDataset, VolumeExample, build_preprocessing, read_voxels
+from ..data.volumes import Normalization, VolumeDataset, VolumeExample, build_preprocessing, read_voxels
 from ..models import ModelConfig
 from ..models.config import require_input
 from ..models.fields import Volume
@@ -34,6 +36,14 @@ class BrainConfig(AdaptedTaskConfig):
     )
     downsample: int = Field(
         2, ge=1, le=16, description="an input voxel is the mean of a cube of this many voxels per side"
+    )
+    normalization: Normalization = Field(
+        "volume",
+        description="volume: z-score of all voxels; brain: median and quartiles inside the brain, 0 outside; for "
+        "volumes that hold the brain alone",
+    )
+    augmentation: Augmentation = Field(
+        default_factory=Augmentation, description="random changes of the training inputs; none by default"
     )
     cache: bool = Field(True, description="keep all inputs in memory; false: read the file at each access")
     skip_bad_subjects: bool = Field(
@@ -77,7 +87,8 @@ class BrainTask(AdaptableTask, ABC):
     def load(self, data: SiteData, seed: int) -> Examples:
         """Read and check every subject once."""
         subjects, shape, spacing = bids.read_subjects(data.path), self.config.shape, self.config.spacing
-        preprocess = build_preprocessing(self.config.downsample)
+        downsample, normalization = self.config.downsample, self.config.normalization
+        preprocess = build_preprocessing(downsample, normalization)
 
         def read_example(name: str) -> VolumeExample:
             subject = subjects.get(name, bids.Subject())
@@ -90,9 +101,14 @@ class BrainTask(AdaptableTask, ABC):
         examples, skipped = screen_subjects(ids, read_example, skip_bad_subjects=skip, source=data.path)
 
         def build_dataset(names: Sequence[str]) -> VolumeDataset:
-            return VolumeDataset([examples[name] for name in names], shape, self.config.downsample, spacing)
+            return VolumeDataset([examples[name] for name in names], shape, downsample, spacing, normalization)
 
         return build_examples(self.config.split.assign(examples, seed), build_dataset, skipped)
+
+    def augment(self, batch: Any, generator: torch.Generator) -> Any:
+        """Return the minibatch with changed volumes; the first axis of a volume in RAS is left to right."""
+        volumes, targets = batch
+        return self.config.augmentation.apply(volumes, generator, mirrored_axis=0), targets
 
 
 class BrainAgeConfig(BrainConfig, AgeConfig):

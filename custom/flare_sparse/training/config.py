@@ -8,6 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from .compute import Compute
+from .schedule import LearningRateSchedule
 
 
 class TrainingConfig(BaseModel):
@@ -24,9 +25,15 @@ class TrainingConfig(BaseModel):
     optimizer: Literal["sgd", "adam", "adamw"] = Field("adam", description="optimiser, new in every round")
     lr: float = Field(1e-3, gt=0, description="learning rate in round 1")
     lr_decay: float = Field(1.0, gt=0, le=1, description="the learning rate of round t is lr * lr_decay ** (t - 1)")
+    schedule: LearningRateSchedule = Field(
+        default_factory=LearningRateSchedule, description="learning rate over the rounds of the run"
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum (sgd only)")
     weight_decay: float = Field(0.0, ge=0, description="weight decay")
     clip_norm: float | None = Field(None, gt=0, description="largest L2 norm of the masked gradient; none: no clipping")
+    proximal: float = Field(
+        0.0, ge=0, description="FedProx: factor mu of the penalty mu / 2 * ||w - w_received||^2 in a site's loss"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where a site computes; auto: a GPU if it has one"
     )
@@ -37,8 +44,15 @@ class TrainingConfig(BaseModel):
         "if flare-sparse[fast] is installed; a result's last bits depend on it",
     )
 
+    def resolve_schedule(self, t: int, rounds: int) -> TrainingConfig:
+        """Return the settings of round ``t`` (1-based) of ``rounds``, with the factor of the schedule in ``lr``."""
+        if self.schedule.is_constant:
+            return self
+        lr = self.lr * self.schedule.compute_factor(t, rounds)
+        return self.model_copy(update={"lr": lr, "schedule": LearningRateSchedule()})
+
     def compute_learning_rate(self, t: int) -> float:
-        """Return the learning rate of round ``t`` (1-based)."""
+        """Return the learning rate of round ``t`` (1-based), without the schedule's factor."""
         return self.lr * self.lr_decay ** max(t - 1, 0)
 
     def build_optimizer(self, parameter: torch.nn.Parameter, t: int) -> torch.optim.Optimizer:

@@ -117,24 +117,27 @@ class Site:
             start: initial weights.
             trainable: entries that may change.
             config: epochs, optimiser, learning rate.
-            t: round, 1-based; with the run's seed and the site's name it seeds the order of examples and dropout.
+            t: round, 1-based; with the run's seed and the site's name it seeds the order of examples, their
+                augmentation and dropout.
             steps: number of minibatches; None for ``config.epochs`` passes.
-            proximal_strength: factor of the proximal term.
+            proximal_strength: factor of the method's proximal term, added to that of ``config``.
             step_scale: ``(P,)`` factors of the optimiser's steps; None: 1.
             stream: label of a second training in the same round, such as a trial, with its own order and dropout.
         """
         labels = (self.name, t, stream) if stream else (self.name, t)
         order = make_generator(self.seed, "order", *labels)
+        # A stream of its own: augmentation changes neither the order of the examples nor dropout.
+        changes = make_generator(self.seed, "augment", *labels)
         compute = use_compute(config.compute, self._model, start, trainable)
         with seed_torch(derive_seed(self.seed, "train", *labels)), compute:
             return train(
                 self._model,
                 self.task,
-                self._iterate_batches(config, order, steps),
+                (self.task.augment(batch, changes) for batch in self._iterate_batches(config, order, steps)),
                 start,
                 trainable,
                 config.build_optimizer(self._model.flat, t),
-                proximal_strength=proximal_strength,
+                proximal_strength=proximal_strength + config.proximal,
                 clip_norm=config.clip_norm,
                 step_scale=step_scale,
             )

@@ -1,15 +1,24 @@
-"""Averaging of the sites' models: settings, and FedAvg's server step."""
+"""Averaging of the sites' models: settings, and the server's step with its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ...aggregation.robust import AggregationRule, aggregate
-from ...aggregation.weighted import apply_deltas, weigh_by_examples
+from ...aggregation.robust import AggregationRule
+from ...aggregation.server_step import (
+    ModelAverage,
+    ServerMemory,
+    ServerOptimizer,
+    take_server_step,
+    update_model_average,
+)
 from ...exchange import Contribution
+from ...mask import Mask
+from ...params import Layout
 from ..method import MethodConfig
 
 
@@ -19,60 +28,89 @@ class AveragingConfig(MethodConfig):
     aggregation: AggregationRule = Field(
         default_factory=AggregationRule, description="how the sites' updates are aggregated"
     )
+    server: ServerOptimizer = Field(
+        default_factory=ServerOptimizer, description="the server's step towards the average of the sites' models"
+    )
+    model_average: ModelAverage = Field(
+        default_factory=ModelAverage,
+        description="average of the models of several rounds, which replaces the model after the last round",
+    )
+
+    @model_validator(mode="after")
+    def _check_rule(self) -> AveragingConfig:
+        if not self.server.is_average and self.aggregation.rule != "mean":
+            raise ValueError(
+                f"server.optimizer {self.server.optimizer} with server.lr {self.server.lr} is a step towards the mean; "
+                f"leave server out with aggregation.rule {self.aggregation.rule}"
+            )
+        return self
 
     @property
     def min_sites_needed(self) -> int:
         return self.aggregation.min_sites_needed
 
     @property
-    def aggregation_blocker(self) -> str | None:
-        """Why ``aggregation`` must read single updates; None where a sum is enough."""
+    def continuation_blocker(self) -> str | None:
+        if self.model_average.kind == "none":
+            return super().continuation_blocker
+        return f"model_average: {self.model_average.kind} has replaced the model after the last round"
+
+    @property
+    def averaging_blocker(self) -> str | None:
+        """Why the server must read single updates or the model; None where a sum is enough."""
         rule = self.aggregation.rule
-        return f"aggregation.rule {rule} compares the sites' values" if self.aggregation.needs_single_updates else None
+        if self.aggregation.needs_single_updates:
+            return f"aggregation.rule {rule} compares the sites' values"
+        if not self.server.is_average:
+            return f"server.optimizer {self.server.optimizer} steps from a model that the server reads"
+        if self.model_average.kind != "none":
+            return f"model_average: {self.model_average.kind} needs models that the server reads"
+        return None
 
 
-class ServerStepConfig(AveragingConfig):
-    """Settings of FedAvg's server."""
-
-    server_lr: float = Field(
-        1.0, gt=0, description="step size of the server towards the average; the number of sites adds their deltas up"
-    )
-
-    @model_validator(mode="after")
-    def _check_rule(self) -> ServerStepConfig:
-        if self.server_lr != 1 and self.aggregation.rule != "mean":
-            raise ValueError(
-                f"server_lr {self.server_lr} is a step towards the mean; leave it at 1 with {self.aggregation.rule}"
-            )
-        return self
+class FedAvgConfig(AveragingConfig):
+    """Settings of methods whose server does nothing but average."""
 
     @property
     def encryption_blocker(self) -> str | None:
-        if self.aggregation_blocker or self.server_lr == 1:
-            return self.aggregation_blocker
-        return f"server_lr {self.server_lr} is a step from a model that the server reads"
+        return self.averaging_blocker
 
     @property
     def quantization_blocker(self) -> str | None:
-        if self.server_lr <= 2:
+        if self.server.lr <= 2:
             return None
-        return f"server_lr {self.server_lr} multiplies the rounding error of the download; set it to 2 or less"
+        return f"server.lr {self.server.lr} multiplies the rounding error of the download; set it to 2 or less"
 
 
-def take_server_step(
-    contributions: Sequence[Contribution], weights: Tensor, config: ServerStepConfig, trainable_size: int
-) -> Tensor:
-    """Return the next weights ``(P,)``: a step of size ``server_lr`` from ``weights`` towards the average.
+@dataclass(frozen=True)
+class AveragedState:
+    """State of a method whose server averages one model.
+
+    Attributes:
+        round: the next round, 1-based.
+        weights: float32 ``(P,)``.
+        memory: what the server carries beside the model.
+    """
+
+    round: int
+    weights: Tensor
+    memory: ServerMemory = field(default_factory=ServerMemory)
+
+
+def learn_average(
+    state: AveragedState, contributions: Sequence[Contribution], config: AveragingConfig, layout: Layout
+) -> AveragedState:
+    """Return the state of FedAvg after a round.
 
     Args:
-        contributions: the sites' weights.
-        weights: ``(P,)`` the current model.
-        config: aggregation and step size.
-        trainable_size: number of parameters; the entries behind them are running statistics.
+        state: the state before the round.
+        contributions: the sites' weights, over the full mask.
+        config: aggregation, step and average over rounds.
+        layout: layout of the model.
     """
-    average, step = aggregate(contributions, weights, config.aggregation), config.server_lr
-    if step != 1:
-        # Running statistics are always averaged: an extrapolated variance could be negative.
-        stepped = apply_deltas(contributions, lambda us: [step * share for share in weigh_by_examples(us)], weights)
-        average[:trainable_size] = stepped[:trainable_size]
-    return average
+    weights, memory = take_server_step(
+        contributions, state.weights, state.memory, config.aggregation, config.server, layout.trainable_size
+    )
+    live = Mask.full(layout.size)
+    weights, memory = update_model_average(weights, memory, live, config.model_average, state.round, config.rounds)
+    return AveragedState(state.round + 1, weights, memory)

@@ -98,7 +98,8 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
         """Train the network of the live units and return the revealed entries."""
         narrowed = site.narrow(request.trainable)
         start = narrowed.weights
-        trained = narrowed.train(start, Mask.full(narrowed.layout.size), self.config.training, request.round)
+        training = self.config.get_training(request.round)
+        trained = narrowed.train(start, Mask.full(narrowed.layout.size), training, request.round)
         revealed = self.reveal(trained - start, narrowed, request.round)
         bits = torch.zeros(self.layout.size, dtype=torch.bool)
         bits[request.trainable.indices] = revealed.bits

@@ -147,6 +147,8 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         return replace(state, weights=weights, live=live, prunings=state.prunings + 1, phase="counted")
 
     def find_continuation_blocker(self, rounds: int) -> str | None:
+        if blocker := super().find_continuation_blocker(rounds):
+            return blocker
         prunings = 0
         for _ in range(1, self.config.rounds):
             prunings += self.config.is_due(prunings)

@@ -1,0 +1,58 @@
+"""Augmentation of a minibatch of volumes or images: mirror images, shifts and changes of intensity."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+
+class Augmentation(BaseModel):
+    """Random changes of a minibatch; every example has draws of its own. The defaults change nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mirror: bool = Field(False, description="mirror half of the inputs, left to right")
+    shift: int = Field(0, ge=0, le=16, description="largest shift along each axis, in voxels or pixels of the input")
+    intensity: float = Field(
+        0.0, ge=0, le=0.5, description="largest relative change of the values' scale, and of their offset in units of 1"
+    )
+
+    def apply(self, inputs: Tensor, generator: torch.Generator, *, mirrored_axis: int) -> Tensor:
+        """Return changed inputs of the same shape; the given ones stay as they are.
+
+        Args:
+            inputs: ``(B, channels, ...)``, float unless ``intensity`` is 0.
+            generator: source of the random numbers.
+            mirrored_axis: the axis from left to right, counted after the channels.
+        """
+        size, axes = len(inputs), inputs.dim() - 2
+        # All numbers are drawn before any is used, so that one kind of change does not alter another one's draws.
+        mirrored = torch.rand(size, generator=generator) < 0.5
+        shifts = torch.randint(-self.shift, self.shift + 1, (size, axes), generator=generator)
+        scales, offsets = (torch.rand(2, size, generator=generator) * 2 - 1) * self.intensity
+        if self.mirror:
+            mirrored = mirrored.to(inputs.device).view(-1, *[1] * (axes + 1))
+            inputs = torch.where(mirrored, inputs.flip(2 + mirrored_axis), inputs)
+        if self.shift:
+            inputs = torch.stack(
+                [_shift(example, steps) for example, steps in zip(inputs, shifts.tolist(), strict=True)]
+            )
+        if self.intensity:
+            shape = (-1, *[1] * (axes + 1))
+            inputs = inputs * (1 + scales.view(shape)) + offsets.view(shape)
+        return inputs
+
+
+def _shift(example: Tensor, steps: list[int]) -> Tensor:
+    """Return an example ``(channels, ...)`` moved by ``steps`` along its axes; values at the border are repeated."""
+    for axis, requested in enumerate(steps, start=1):
+        size = example.shape[axis]
+        step = max(min(requested, size - 1), 1 - size)
+        if step:
+            example = torch.roll(example, step, axis)
+            # The values that a roll moves around the end would be another side of the head.
+            border = example.narrow(axis, 0, step) if step > 0 else example.narrow(axis, size + step, -step)
+            edge = step if step > 0 else size + step - 1
+            border.copy_(example.narrow(axis, edge, 1).expand_as(border))
+    return example

@@ -1,0 +1,163 @@
+"""Server optimisers, the average over rounds, schedules and FedProx's pull as settings of methods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_federation import LocalFederation, Upload
+from pydantic import ValidationError
+
+from flare_sparse.checkpoint.store import Store
+from flare_sparse.endpoints.server import Attempt
+from flare_sparse.errors import ConfigError
+from flare_sparse.federation import Reply, RoundRules
+from flare_sparse.local.run import run_locally
+from flare_sparse.methods import METHODS
+from flare_sparse.params import compute_digest
+from flare_sparse.training.loop import TrainingDiverged
+
+AVERAGING = ["fedavg", "fedavg_ft", "neurosfl", "fedsparsify"]
+YOGI = {"server": {"optimizer": "yogi", "lr": 0.05}, "model_average": {"kind": "ema", "start": 0}}
+SGD = {"optimizer": "sgd", "lr": 0.05}
+
+
+class Killed(BaseException):
+    """Ends the run as a kill of the process would."""
+
+
+def run(bench: Any, name: str, folder: Path, *, killed_after: int | None = None, resume: bool = False) -> str:
+    """Return the digest of the final model of a run with checkpoints."""
+    commits = []
+
+    def on_round(record: Any) -> None:
+        commits.append(record)
+        if len(commits) == killed_after:
+            raise Killed
+
+    outcome, _ = run_locally(
+        bench.method(name, **YOGI),
+        bench.weights,
+        bench.sites(),
+        bench.task.metric,
+        stores=lambda end: Store(folder / end, {}),
+        on_round=on_round,
+        resume=resume,
+    )
+    return compute_digest(outcome.weights)
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_moments_and_average_survive_a_kill_after_any_commit(name: str, bench: Any, tmp_path: Path) -> None:
+    expected = run(bench, name, tmp_path / "uninterrupted")
+    assert expected != bench.compute_digest(name)
+    for commits in range(1, 4):
+        folder = tmp_path / str(commits)
+        with pytest.raises(Killed):
+            run(bench, name, folder, killed_after=commits)
+        assert run(bench, name, folder, resume=True) == expected
+
+
+class Diverging(LocalFederation):
+    """Sites that reply with the code of their error, as in FLARE."""
+
+    def _exchange(self, name: str, attempt: Attempt) -> Reply | None:
+        try:
+            return super()._exchange(name, attempt)
+        except TrainingDiverged as error:
+            return error.code
+
+
+def test_step_back_discards_what_a_harmful_update_did_to_moments_and_average(tmp_path: Path) -> None:
+    def run_poisoned(folder: str, poisons: int) -> str:
+        remaining = iter(range(poisons))
+
+        def poison(upload: Upload) -> Upload:
+            if (upload.site, upload.attempt.round) == ("site-3", 2) and next(remaining, None) is not None:
+                return upload.with_values(torch.full_like(upload.update.patch.values, 1e20))
+            return upload
+
+        federation = Diverging(
+            "fedavg",
+            rules=RoundRules(min_sites=2, max_norm_ratio=None),
+            stores=lambda end: Store(tmp_path / folder / end, {}),
+            rounds=4,
+            server={"optimizer": "momentum"},
+            model_average={"kind": "ema", "start": 0},
+        )
+        federation.change_update = poison
+        return compute_digest(federation.run().weights)
+
+    assert run_poisoned("harmed", 1) == run_poisoned("clean", 0)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("neurosfl", {}), ("fedsparsify", {"sparsity": 0.8})])
+def test_average_replaces_the_last_model_and_keeps_off_what_is_off(
+    name: str, settings: dict[str, Any], bench: Any
+) -> None:
+    """It is the mean of the models that the rounds ended with, on the entries that are on at the end."""
+    models: list[torch.Tensor] = []
+    plain = bench.method(name, rounds=4, **settings)
+    learn = plain.learn
+
+    def record_model(state: Any, contributions: Any) -> Any:
+        state = learn(state, contributions)
+        models.append(state.weights)
+        return state
+
+    plain.learn = record_model
+    last = run_locally(plain, bench.weights, bench.sites(), bench.task.metric)[0]
+    swa = {"model_average": {"kind": "swa", "start": 0.5}}
+    outcome, _ = run_locally(
+        bench.method(name, rounds=4, **settings, **swa), bench.weights, bench.sites(), bench.task.metric
+    )
+    assert outcome.mask == last.mask
+    assert not outcome.weights[~last.mask.bits].any()
+    expected = (models[-2] + models[-1]) / 2 * last.mask.bits
+    torch.testing.assert_close(outcome.weights, expected)
+    assert outcome.evaluation != last.evaluation
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_schedule_reaches_the_training_of_every_method(name: str, bench: Any) -> None:
+    slow = {"kind": "step", "milestones": [0.0], "factor": 1e-3}
+    plain = bench.run(name, training=SGD)[0]
+    scheduled = bench.run(name, training={**SGD, "schedule": slow})[0]
+    divided = bench.run(name, training={**SGD, "lr": 0.05 * 1e-3})[0]
+    assert scheduled.evaluation == divided.evaluation != plain.evaluation
+    assert torch.equal(scheduled.weights, divided.weights)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "per_fedavg"])
+def test_pull_to_the_received_model_reaches_the_training_of_every_method(name: str, bench: Any) -> None:
+    # In the first step of a round the weights are those received, which nothing pulls away from.
+    steps = {"local_steps": 3} if "local_steps" in METHODS[name].Config.model_fields else {}
+    plain, pulled = (
+        bench.run(name, rounds=2, training={**SGD, "proximal": strength}, **steps)[0] for strength in (0.0, 2.0)
+    )
+    assert plain.evaluation != pulled.evaluation
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_run_with_a_schedule_cannot_be_continued(name: str, bench: Any) -> None:
+    method = bench.method(name, training={"schedule": {"kind": "cosine"}})
+    assert method.find_continuation_blocker(6) is not None
+
+
+def test_run_with_an_average_over_rounds_cannot_be_continued(bench: Any) -> None:
+    blocker = bench.method("fedavg", model_average={"kind": "ema"}).find_continuation_blocker(6)
+    assert blocker == "model_average: ema has replaced the model after the last round"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("fedavg", {"server": {"lr": 2}, "aggregation": {"rule": "median"}}, "is a step towards the mean"),
+        ("neurosfl", {"server": {"lr": 2}, "scores": "individual_snip"}, "needs one mask for all sites"),
+    ],
+)
+def test_step_that_is_not_defined_is_refused(name: str, settings: dict[str, Any], message: str, bench: Any) -> None:
+    with pytest.raises((ValidationError, ConfigError), match=message):
+        bench.method(name, **settings)
