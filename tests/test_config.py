@@ -251,7 +251,7 @@ def test_settings_that_need_readable_updates_are_refused_with_encryption(
         ("{name: scbf}", "aggregation sum adds the rounding error", "set aggregation to mean"),
         ("{name: scbfwp}", "aggregation sum adds the rounding error", "set aggregation to mean"),
         ("{name: dssgd}", "aggregation sum adds the rounding error", "set aggregation to mean"),
-        ("{name: fedavg, server_lr: 5}", "server_lr 5.0 multiplies the rounding error", "set it to 2 or less"),
+        ("{name: fedavg, server: {lr: 5}}", "server.lr 5.0 multiplies the rounding error", "set it to 2 or less"),
     ],
 )
 def test_methods_that_multiply_rounding_errors_are_refused_with_few_bits(

@@ -25,6 +25,7 @@ from .params import Layout
 from .seeds import seed_torch
 from .task import SiteData, Task, load_examples
 from .training import Site
+from .training.personal import select_personal
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,11 @@ class Assembly:
     Attributes:
         task: the learning problem.
         method: the federated method.
-        layout: layout of the task's model.
-        weights: ``(P,)`` initial vector.
+        layout: layout of the tensors that are exchanged.
+        weights: ``(P,)`` their initial values.
         run_id: name of the run.
+        network: layout of the task's whole model: with the tensors that stay at the sites.
+        personal: initial values of these tensors by name; empty: all tensors are exchanged.
     """
 
     task: Task
@@ -44,6 +47,14 @@ class Assembly:
     layout: Layout
     weights: Tensor
     run_id: str
+    network: Layout
+    personal: dict[str, Tensor]
+
+    def complete(self, weights: Tensor) -> Tensor:
+        """Return the vector of the whole model: ``weights`` ``(P,)`` and the initial values of what sites keep."""
+        if not self.personal:
+            return weights
+        return self.network.flatten({**self.layout.unflatten(weights), **self.personal})
 
 
 def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | None = None) -> Assembly:
@@ -60,9 +71,14 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
     task = user_task or build_task(job)
     if max_entries is not None:
         _check_size(count_model_entries(task), max_entries)
-    layout, weights = build_initial_model(task, job.seed)
-    _check_size(layout.size, max_entries)
-    return Assembly(task, build_method(job, layout), layout, weights, compute_run_id(serialize_job(job), layout))
+    network, initial = build_initial_model(task, job.seed)
+    _check_size(network.size, max_entries)
+    tensors = network.unflatten(initial)
+    personal = {name: tensors.pop(name).clone() for name in select_personal(network, job.method.config.personal)}
+    layout = network.drop(personal)
+    weights = layout.flatten(tensors) if personal else initial
+    run_id = compute_run_id(serialize_job(job), layout)
+    return Assembly(task, build_method(job, layout), layout, weights, run_id, network, personal)
 
 
 def build_rules(job: JobConfig) -> RoundRules:
@@ -111,7 +127,8 @@ def open_site(assembly: Assembly, data: SiteData) -> Site:
     site_settings = validate_site_settings(method, data)
     examples = load_examples(assembly.task, data, method.seed)
     device = str(method.config.training.torch_device)
-    site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device)
+    personal = assembly.personal
+    site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device, personal=personal)
     site.site_settings = site_settings
     return site
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -100,6 +100,10 @@ class Layout:
             if b is not None and b.is_floating_point() and name not in frozen
         ]
         return cls(tuple(parameters + buffers), _compute_base_model_digest(frozen), _build_skeleton(module))
+
+    def drop(self, names: Collection[str]) -> Layout:
+        """Return the layout without some tensors; a network with them has that layout's fingerprint no more."""
+        return replace(self, tensors=tuple(spec for spec in self.tensors if spec.name not in names))
 
     @cached_property
     def size(self) -> int:

@@ -103,6 +103,20 @@ def test_entry_that_is_pruned_loses_its_moments_and_does_not_move(optimizer: str
         assert moment is None or moment[2] == 0
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "yogi"])
+def test_delta_that_would_freeze_an_entry_for_good_is_refused(optimizer: str) -> None:
+    huge = [Contribution("a", Patch(torch.tensor([1e25, 0.0, 0.0]), LIVE), "weights", 1)]
+    settings = ServerOptimizer.model_validate({"optimizer": optimizer, "lr": 0.1})
+    with pytest.raises(OverflowError, match="exceed float32"):
+        take_server_step(huge, START, ServerMemory(), AggregationRule(), settings, 3)
+
+
+def test_average_of_models_at_the_ends_of_float32_is_refused() -> None:
+    models = [torch.tensor([-3e38, 0.0]), torch.tensor([3e38, 0.0])]
+    with pytest.raises(OverflowError, match="exceed float32"):
+        average(models, [Mask.full(2)] * 2, kind="swa", start=0.0)
+
+
 def test_adaptive_step_without_a_size_is_refused() -> None:
     with pytest.raises(ValidationError, match="lr is missing: adam moves an entry by about lr a round"):
         ServerOptimizer.model_validate({"optimizer": "adam"})

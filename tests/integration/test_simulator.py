@@ -65,6 +65,12 @@ METHODS = {
     "fedsparsify": {"name": "fedsparsify", "sparsity": 0.8},
     "topk_ef": {"name": "topk_ef", "fraction": 0.2, "participation": 0.67},
     "dispfl": {"name": "dispfl", "sparsity": 0.5},
+    "fedavg": {
+        "name": "fedavg",
+        "personal": "head",
+        "server": {"optimizer": "yogi", "lr": 0.05},
+        "model_average": {"kind": "swa", "start": 0},
+    },
     "scbf": {"name": "scbf", "rate": 0.2},
     "scbfwp": {"name": "scbfwp", "rate": 0.2, "prunings": 2, "pruning_rate": 0.3},
 }
@@ -83,7 +89,7 @@ def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) 
     assert ledgers[0] == ledgers[1]
     own_models = [read_digests(tmp_path / run / "site_models") for run in ("sim", "local")]
     assert own_models[0] == own_models[1]
-    assert len(own_models[0]) == (3 if name == "dispfl" else 0)
+    assert len(own_models[0]) == (3 if name in ("dispfl", "fedavg") else 0)
 
 
 def test_bits_depend_on_the_seed_only(tmp_path: Path) -> None:

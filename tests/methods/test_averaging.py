@@ -161,3 +161,18 @@ def test_run_with_an_average_over_rounds_cannot_be_continued(bench: Any) -> None
 def test_step_that_is_not_defined_is_refused(name: str, settings: dict[str, Any], message: str, bench: Any) -> None:
     with pytest.raises((ValidationError, ConfigError), match=message):
         bench.method(name, **settings)
+
+
+def test_site_whose_delta_would_freeze_an_optimizer_is_rejected() -> None:
+    federation = LocalFederation(
+        "fedavg", rules=RoundRules(min_sites=2, max_norm_ratio=None), server={"optimizer": "adam", "lr": 0.01}
+    )
+
+    def poison(upload: Upload) -> Upload:
+        is_hostile = (upload.site, upload.attempt.round) == ("site-3", 1)
+        return upload.with_values(torch.full_like(upload.update.patch.values, 1e25)) if is_hostile else upload
+
+    federation.change_update = poison
+    outcome = federation.run()
+    assert federation.records[0].rejected == {"site-3": "E_RANGE"}
+    assert torch.isfinite(outcome.state.memory.variance).all()

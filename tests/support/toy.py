@@ -18,6 +18,7 @@ from flare_sparse.models.base import seed_initialization
 from flare_sparse.params import compute_digest
 from flare_sparse.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site
+from flare_sparse.training.personal import Personal, select_personal
 from flare_sparse.wire.ledger import Ledger
 
 
@@ -66,12 +67,18 @@ class ToyBench:
         task: task of all sites.
         seed: seed of the initial model, the sites and the methods.
         validation: number of validation examples of a site.
-        layout, weights: layout and initial model, ``(P,)``.
+        personal: which tensors stay at the sites.
+        layout, weights: layout and initial model, ``(P,)``, of the other tensors.
+        kept: initial values of the tensors that stay, by name.
     """
 
-    def __init__(self, task: Task | None = None, seed: int = 1, validation: int = 0):
-        self.task, self.seed, self.validation = task or Toy(), seed, validation
-        self.layout, self.weights = build_initial_model(self.task, seed)
+    def __init__(self, task: Task | None = None, seed: int = 1, validation: int = 0, personal: Personal = ()):
+        self.task, self.seed, self.validation, self.personal = task or Toy(), seed, validation, personal
+        network, initial = build_initial_model(self.task, seed)
+        tensors = network.unflatten(initial)
+        self.kept = {name: tensors[name].clone() for name in select_personal(network, personal)}
+        self.layout = network.drop(self.kept)
+        self.weights = self.layout.flatten(tensors)
 
     def site(self, index: int, examples: int = 24, data: int | None = None) -> Site:
         """Return ``site-{index}`` with ``examples`` training and 8 test examples, drawn from the seed ``data``."""
@@ -79,7 +86,7 @@ class ToyBench:
         x = torch.randn(examples + 8 + self.validation, 12, generator=generator)
         parts = [TensorDataset(part, part[:, :3].sum(1, keepdim=True)) for part in x.tensor_split([8, 8 + examples])]
         split = Examples(parts[1], parts[0], validation=parts[2] if self.validation else None)
-        return Site(f"site-{index}", self.task, split, self.layout, self.seed)
+        return Site(f"site-{index}", self.task, split, self.layout, self.seed, personal=self.kept)
 
     def sites(self, count: int = 3) -> dict[str, Site]:
         """Return sites by name; the first has 24 training examples, each next one 8 more."""
@@ -88,7 +95,8 @@ class ToyBench:
     def method(self, name: str, **settings: Any) -> Any:
         """Return a method of the registry, by default over 3 rounds."""
         kind = METHODS[name]
-        return kind(kind.Config.model_validate({"rounds": 3, **settings}), self.layout, self.seed)
+        settings = {"rounds": 3, "personal": self.personal, **settings}
+        return kind(kind.Config.model_validate(settings), self.layout, self.seed)
 
     def run(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> tuple[Outcome, Ledger]:
         """Return outcome and ledger of a local run."""

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from flare_sparse.data.atlases import ATLASES
 from flare_sparse.data.tables import Table
 from flare_sparse.errors import DataError
 from flare_sparse.task import SiteData, Task, iterate_minibatches
 from flare_sparse.tasks import TASKS
-from flare_sparse.tasks.classes import compute_binary_metrics
+from flare_sparse.tasks.classes import compute_binary_metrics, compute_cross_entropy
 from flare_sparse.tasks.morphometry import scale_features
 
 
@@ -214,3 +215,33 @@ def test_every_task_works_with_its_defaults() -> None:
         assert sum(p.numel() for p in learn.model().parameters()) > 0
         assert kind.Config.model_validate(learn.config.model_dump(mode="json")) == learn.config
         assert [field for field, info in kind.Config.model_fields.items() if not info.description] == []
+
+
+@pytest.mark.parametrize("name", ["image_classification", "text_classification"])
+def test_class_weights_need_one_number_for_each_class(name: str) -> None:
+    config = TASKS[name].Config
+    config.model_validate({"classes": 2, "class_weights": [1, 4]})
+    with pytest.raises(ValidationError, match="class_weights has 3 numbers for 2 classes; give one for each"):
+        config.model_validate({"classes": 2, "class_weights": [1, 4, 2]})
+
+
+def test_class_weights_are_those_of_the_examples_in_the_mean() -> None:
+    logits = torch.tensor([[0.0, 0.0], [2.0, 0.0]])
+    errors = [float(torch.log(torch.tensor(2.0))), float(torch.log1p(torch.exp(torch.tensor(2.0))))]
+    loss = compute_cross_entropy(logits, torch.tensor([0, 1]), (1.0, 4.0))
+    assert float(loss) == pytest.approx((errors[0] + 4 * errors[1]) / 5)
+    assert float(compute_cross_entropy(logits, torch.tensor([0, 1]))) == pytest.approx(sum(errors) / 2)
+
+
+def test_images_are_classified_with_the_weights_of_the_settings() -> None:
+    settings = {"image": [1, 8, 8], "model": {"name": "image_cnn", "channels": [2, 2]}}
+    plain, weighted = (
+        TASKS["image_classification"](TASKS["image_classification"].Config.model_validate({**settings, **more}))
+        for more in ({}, {"class_weights": [1, 9]})
+    )
+    torch.manual_seed(0)
+    network = plain.model()
+    images, labels = torch.randint(0, 255, (4, 1, 8, 8), dtype=torch.uint8), torch.tensor([0, 0, 1, 1])
+    assert weighted.loss(network, (images, labels)).item() != plain.loss(network, (images, labels)).item()
+    ones = (images[:2], labels[:2])
+    assert weighted.loss(network, ones).item() == pytest.approx(plain.loss(network, ones).item())

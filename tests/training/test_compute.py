@@ -16,6 +16,7 @@ from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training import compute as compute_module
 from flare_sparse.training.compute import can_use_kernels, use_compute
 from flare_sparse.training.flat import FlatModel
+from flare_sparse.training.personal import PERSONAL, select_personal
 
 
 class VolumeTask:
@@ -91,3 +92,26 @@ def test_context_of_dense_computation_changes_nothing(site: Site) -> None:
     full = Mask.full(site.layout.size)
     with use_compute("dense", model, torch.zeros(site.layout.size), full):
         assert all("forward" not in vars(part) for part in model.module.modules())
+
+
+def test_personal_norm_between_sparse_layers_trains_as_with_dense_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with kernels computes the normalisation that follows it; here its scale and shift stay at the site."""
+    monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: True).__code__)
+    torch.manual_seed(0)
+    task, data = VolumeTask(), TensorDataset(torch.randn(8, 1, 6, 6, 6), torch.randn(8))
+    module = task.model()
+    network = Layout.from_module(module)
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    kept = {name: tensors[name].detach().clone() for name in select_personal(network, "norms")}
+    layout = network.drop(kept)
+    bits = torch.rand(layout.size, generator=torch.Generator().manual_seed(1)) < 0.3
+    start = layout.flatten({name: tensor.detach() for name, tensor in tensors.items()}) * bits
+    results = {}
+    for compute in ("dense", "sparse"):
+        local = Site("site-1", task, Examples(data, data), layout, 3, personal=kept)  # type: ignore[arg-type]
+        config = TrainingConfig(epochs=3, optimizer="sgd", lr=1e-2, batch_size=4, compute=compute)
+        local.train(start, Mask(bits), config, 1)
+        results[compute] = local.memory[PERSONAL]
+    torch.testing.assert_close(results["sparse"], results["dense"], atol=1e-4, rtol=1e-4)
+    initial = torch.cat([tensor.flatten() for tensor in kept.values()])
+    assert float((results["dense"] - initial).abs().max()) > 1e-3

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -232,3 +233,31 @@ def test_augmentation_leaves_order_and_dropout_alone_and_is_of_training_only() -
     next(other.compute_gradients(start, 8, 1, 0))
     other.evaluate(start)
     assert len(task.noise) == drawn == 3
+
+
+def test_mixed_precision_trains_in_bfloat16_and_keeps_weights_in_float32() -> None:
+    """On a CPU, where autocast rounds the same operations as on a GPU."""
+    formats: list[torch.dtype] = []
+
+    class Watched(Normed):
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            outputs = model(batch[0])
+            formats.append(outputs.dtype)
+            return outputs.float().square().mean()
+
+    layout, data = site()[0].layout, TensorDataset(torch.randn(24, 4), torch.zeros(24, 1))
+    local, start = Site("site-1", Watched(), Examples(data, data), layout, 1), site()[1]
+    full, sgd = Mask.full(layout.size), TrainingConfig(optimizer="sgd", lr=0.05)
+    exact = local.train(start, full, sgd, 1)
+    assert set(formats) == {torch.float32}
+    formats.clear()
+    mixed = local.train(start, full, sgd.model_copy(update={"precision": "bfloat16"}), 1)
+    assert set(formats) == {torch.bfloat16}
+    assert mixed.dtype == torch.float32
+    assert not torch.equal(mixed, exact)
+    torch.testing.assert_close(mixed, exact, atol=0.02, rtol=0.02)
+
+
+def test_mixed_precision_and_sparse_kernels_exclude_each_other() -> None:
+    with pytest.raises(ValidationError, match="the sparse kernels compute in float32; leave compute at auto"):
+        TrainingConfig(precision="bfloat16", compute="sparse")

@@ -118,6 +118,9 @@ def take_server_step(
         rule: how the updates are aggregated.
         optimizer: how far the model moves towards their average.
         trainable_size: number of parameters; the entries behind them are running statistics.
+
+    Raises:
+        OverflowError: the deltas are so large that the memory would not be finite.
     """
     average = aggregate(contributions, weights, rule)
     if optimizer.is_average:
@@ -155,8 +158,20 @@ def _take_adaptive_step(
         torch.full_like(delta, optimizer.tau**2) if before is None else before, delta, optimizer
     )
     values = mask.take(weights).double() + optimizer.lr * momentum / (variance.sqrt() + optimizer.tau)
-    stored_variance = mask.put(variance.float(), torch.zeros_like(weights))
+    stored_variance = _require_finite(mask.put(variance.float(), torch.zeros_like(weights)))
     return mask.put(values.float(), weights.clone()), replace(memory, momentum=stored, variance=stored_variance)
+
+
+def _require_finite(memory: Tensor) -> Tensor:
+    """Return a vector of the server's memory.
+
+    Raises:
+        OverflowError: a value is infinite or NaN.
+    """
+    # The model itself may be finite: an infinite v makes every later step of its entry 0, and nothing else shows it.
+    if not bool(torch.isfinite(memory).all()):
+        raise OverflowError("the squares of the deltas, or the average of the models, exceed float32")
+    return memory
 
 
 def _update_variance(before: Tensor, delta: Tensor, optimizer: ServerOptimizer) -> Tensor:
@@ -181,12 +196,15 @@ def update_model_average(
         average: which models are averaged.
         t: the round, 1-based.
         rounds: rounds of the run.
+
+    Raises:
+        OverflowError: the average would not be finite.
     """
     weight = average.compute_weight(t, rounds)
     if weight == 0:
         return weights, memory
     before = weights if memory.average is None else memory.average
     # An entry that a later round switched off would come back with a fraction of its earlier value.
-    mean = torch.lerp(before, weights, weight) * live.bits
+    mean = _require_finite(torch.lerp(before, weights, weight) * live.bits)
     # Replaced in the last round's own commit: a resumed run, and one that steps back, find the same model.
     return (mean if t == rounds else weights), replace(memory, average=mean)

@@ -73,14 +73,16 @@ def adapt_at_site(assembly: Assembly, site: Site, run_dir: Path, folder: Path) -
     adapted = assembly.method.adapt(site, live)
     seconds = time.perf_counter() - began
     folder.mkdir(parents=True, exist_ok=True)
-    save_model(folder / "model.safetensors", assembly.layout, adapted)
+    after = site.evaluate(adapted)
+    assert site.evaluated is not None, "the adapted model was evaluated"
+    save_model(folder / "model.safetensors", *site.evaluated)
     save_mask(folder / "mask.safetensors", assembly.layout, live)
     figures = {
         "method": assembly.method.name,
         "site": site.name,
         "training_examples": site.num_examples,
         "before": before,
-        "after": site.evaluate(adapted),
+        "after": after,
         "sparsity": 1 - _count_nonzero(adapted, live) / adapted.numel(),
         "adaptation_seconds": seconds,
         "sha256_before": compute_digest(weights),

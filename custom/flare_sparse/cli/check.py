@@ -15,6 +15,7 @@ from ..errors import FlareSparseError, PolicyRefusal, describe_exception
 from ..methods import Method
 from ..params import Layout
 from ..task import SiteData, Task
+from ..training.personal import select_personal
 from .check_sites import Finding, SiteCheck, build_sites_table, find_federation_problems
 from .console import get_exit_code
 from .console import out as console
@@ -120,7 +121,7 @@ def _check_job(report: Report, settings: RunConfig, file: Path, site_policy: Pat
     with tempfile.TemporaryDirectory() as folder:
         data = _locate_sites(report, settings, task, Path(folder))
         if layout is not None:
-            report.attempt("method", lambda: build_method(settings, layout), _describe_method)
+            report.attempt("method", lambda: _build_method(settings, layout), _describe_method)
         sites = _check_sites(report, settings, task, layout, data)
         if layout is not None and site_policy is not None:
             counts = {site.name: site.examples.n_train for site in sites if site.examples is not None}
@@ -137,6 +138,11 @@ def _describe_helpers(task_class: type[Task], helpers: list[Path]) -> str:
         f"{task_class.__module__} imports {names}. A job carries the file of the task only: install these modules at "
         "the server and at every site, or move their code into the task's file (docs/own-task.md, On real sites)"
     )
+
+
+def _build_method(settings: RunConfig, network: Layout) -> Method[Any, Any]:
+    """Return the method over the tensors that it exchanges."""
+    return build_method(settings, network.drop(select_personal(network, settings.method.config.personal)))
 
 
 def _build_layout(task: Task) -> Layout:

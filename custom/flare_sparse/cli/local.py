@@ -98,7 +98,7 @@ def run_config_locally(
         on_site_error=_SiteErrors(out / ERRORS, console).report,
     )[0]
     summary = folder.finish(outcome)
-    if assembly.method.personal_model:
+    if assembly.method.site_model:
         for name in outcome.rounds[-1].sites_contributed:
             site = sites[name]
             assert isinstance(site, Site), f"{name} contributed, so its data was loaded"

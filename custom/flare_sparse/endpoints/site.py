@@ -99,8 +99,7 @@ class SiteEndpoint:
         patch = self.decrypt(message.patch)
         base = self._apply(patch, message.sequence)
         self._state = self._state.receive(RequestId(message.kind, message.round), base)
-        # A copy: a method may replace entries of its memory, and a retry starts from the memory of the first attempt.
-        self.site.memory = dict(self._state.memory.method)
+        self.site.receive(self._state.memory.method)
         # Counted after the state has changed: a refused site still holds the model that its weights contain.
         if self.requests is not None:
             self.requests.admit(RequestId(message.kind, message.round), self.site.weights)

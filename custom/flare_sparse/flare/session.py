@@ -29,6 +29,8 @@ from .he_keys import load_server_cipher, load_site_cipher
 from .watchdog import watch_command
 
 JOB_FILE = "flare_sparse.yaml"
+MODELS_FOLDER = "flare_sparse_models"
+"""Folder in a startup kit that receives the site's own models, by run id, where tensors stay at the site."""
 REQUESTS_FOLDER = "flare_sparse_requests"
 """Folder in a site's startup kit with the records of the requests that the site answered, a file per run."""
 SITE_ID, SERVER_ID, AGGREGATOR_ID, TASK_ID = "site", "server_session", "aggregator", "task"
@@ -114,13 +116,18 @@ class SiteSession(FLComponent):
         self._hello: dict[str, str | int | float] | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Watch the command that started the simulator; write the site's own model there at the end of a job."""
+        """Watch the command that started the simulator; write the site's own model at the end of a job."""
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.START_RUN:
             watch_command()
         folder, endpoint = os.environ.get(SITE_MODELS_VARIABLE), self._endpoint
-        if event_type == EventType.END_RUN and folder and endpoint is not None and endpoint.method.personal_model:
+        if event_type != EventType.END_RUN or endpoint is None:
+            return
+        if folder and endpoint.method.site_model:
             save_site_model(Path(folder), endpoint.site)
+        # Elsewhere the server cannot rebuild such a model, and the site's checkpoints end with the job.
+        elif endpoint.method.config.personal:
+            save_site_model(Path(get_workspace(fl_ctx).get_root_dir()) / MODELS_FOLDER / endpoint.run, endpoint.site)
 
     def get_endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:
         """Return this site's endpoint; the first call loads the site's data.

@@ -42,6 +42,7 @@ from ..mask import Mask
 from ..params import Layout
 from ..seeds import make_generator
 from ..training import Site, TrainingConfig
+from ..training.personal import Personal
 from .traffic import MessageFacts, SelectionBounds
 
 MaskPreset = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
@@ -58,6 +59,11 @@ class MethodConfig(BaseModel):
     rounds: int = Field(10, ge=1, description="T: rounds of training")
     participation: float = Field(1.0, gt=0, le=1, description="share of the sites sampled for each round")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how a site trains in a round")
+    personal: Personal = Field(
+        (),
+        description="tensors that stay at each site and are its own; norms: normalisation layers with their running "
+        "statistics (FedBN); head: the last layer (FedPer); or patterns of names, such as ['3.*']",
+    )
 
     def get_training(self, t: int) -> TrainingConfig:
         """Return the settings of training in round ``t``, with the learning rate that the schedule gives it."""
@@ -148,9 +154,27 @@ class Method(ABC, Generic[ConfigT, StateT]):
     """What each site's own model is, which the final metrics are of; empty where they are of the run's model."""
     has_global_model: ClassVar[bool] = True
     """Whether ``model`` is the result of training."""
+    personal_blocker: ClassVar[str] = ""
+    """Why no tensor of the network can stay at the sites; empty where some can."""
 
     def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
+        if config.personal and self.personal_blocker:
+            raise ConfigError(f"method.personal: {self.name} {self.personal_blocker}; leave personal out")
+
+    @classmethod
+    def describe_site_model(cls, *, is_personal: bool) -> str:
+        """Return what each site's own model is, which the final metrics are of; empty: they are of the run's model.
+
+        Args:
+            is_personal: whether tensors stay at the sites (``config.personal``).
+        """
+        return cls.personal_model or ("the run's model with the site's own tensors" if is_personal else "")
+
+    @property
+    def site_model(self) -> str:
+        """What each site's own model is, see :meth:`describe_site_model`."""
+        return self.describe_site_model(is_personal=bool(self.config.personal))
 
     @cached_property
     def full_mask(self) -> Mask:
@@ -247,13 +271,18 @@ class Method(ABC, Generic[ConfigT, StateT]):
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
         """Return the personal model ``(P,)`` that a site, which may be new, derives from the global ``site.weights``.
 
+        By default the tensors that stay at a site are trained, and the others keep their values.
+
         Args:
             site: trains on its own examples.
             trainable: the live entries of the global model.
 
         Raises:
-            ConfigError: the method has no adaptation step.
+            ConfigError: the method has no adaptation step, and no tensor stays at the sites.
         """
+        if self.config.personal:
+            rounds = self.config.rounds
+            return site.train(site.weights, Mask.empty(self.layout.size), self.config.get_training(rounds), rounds)
         raise ConfigError(
             f"method {self.name!r} does not adapt its model at a site; train with one that does, such as metagater"
         )

@@ -72,7 +72,7 @@ class Cohort:
         device = str(assembly.method.config.training.torch_device)
         no_examples = TensorDataset(torch.zeros(0))
         self._site = Site(
-            data.site, self.task, Examples(no_examples, dataset), assembly.layout, assembly.method.seed, device
+            data.site, self.task, Examples(no_examples, dataset), assembly.network, assembly.method.seed, device
         )
 
     def evaluate(self, weights: Tensor, resamples: int = 0) -> CohortResult:

@@ -61,5 +61,5 @@ def load_trained_model(run: Path, *, best: bool = False) -> tuple[nn.Module, Ass
     assembly, config = load_assembly(run)
     weights = read_model(run / ("best_model.safetensors" if best else "model.safetensors"), assembly.layout)
     model = assembly.task.model()
-    model.load_state_dict(assembly.layout.unflatten(weights), strict=False)
+    model.load_state_dict(assembly.network.unflatten(assembly.complete(weights)), strict=False)
     return model.eval(), assembly, config

@@ -82,7 +82,7 @@ def save_site_model(folder: Path, site: Site) -> None:
     """
     if site.evaluated is not None:
         (folder / SITE_MODELS).mkdir(parents=True, exist_ok=True)
-        save_model(folder / SITE_MODELS / f"{site.name}.safetensors", site.layout, site.evaluated)
+        save_model(folder / SITE_MODELS / f"{site.name}.safetensors", *site.evaluated)
 
 
 def list_site_models(run: Path) -> dict[str, Path]:

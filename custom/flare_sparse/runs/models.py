@@ -14,7 +14,9 @@ FILES = {"final": "model.safetensors", "best": "best_model.safetensors"}
 
 
 def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
-    """Read one model ``(P,)`` of a run.
+    """Read one model of a run, a vector of ``assembly.network``.
+
+    Tensors that stay at the sites have their initial values in the run's model, and the site's own in a site's model.
 
     Args:
         run: result folder.
@@ -32,17 +34,17 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
                 f"{run}: there is no own model of site {name!r}.{suggest(name, site_models)} {existing}; only runs "
                 "with --env local and sim of a method with personal models keep them"
             )
-        return read_model(site_models[name], assembly.layout)
+        return read_model(site_models[name], assembly.network)
     if not assembly.method.has_global_model:
         raise ConfigError(
             f"{run}: {assembly.method.name} trains no common model: each site's model is "
-            f"{assembly.method.personal_model}. Name a site with --site-model, or evaluate every site's model at every "
+            f"{assembly.method.site_model}. Name a site with --site-model, or evaluate every site's model at every "
             "other site with --matrix"
         )
     file = run / FILES[name]
     if name == "best" and not file.is_file() and not (run / f"{ENCRYPTED}{file.name}").is_file():
         raise ConfigError(f"{file}: the run has no best model; leave --best out to evaluate the final one")
-    return read_model(file, assembly.layout)
+    return assembly.complete(read_model(file, assembly.layout))
 
 
 def list_run_models(run: Path, assembly: Assembly) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,26 @@ class BinaryTask(Task, ABC):
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         """Return the metrics of :func:`compute_binary_metrics`."""
         return compute_binary_metrics(predictions.flatten(), targets.flatten())
+
+
+def compute_cross_entropy(logits: Tensor, classes: Tensor, class_weights: Sequence[float] = ()) -> Tensor:
+    """Return the mean cross-entropy of a batch, a scalar.
+
+    Args:
+        logits: ``(B, C)``.
+        classes: true classes ``(B,)``.
+        class_weights: weight of an example by class, ``C`` numbers; empty: 1.
+    """
+    weights = logits.new_tensor(class_weights) if class_weights else None
+    return functional.cross_entropy(logits, classes, weight=weights)
+
+
+def check_class_weights(class_weights: Sequence[float], classes: int) -> None:
+    """Raises:
+    ValueError: the number of weights is not that of the classes.
+    """
+    if class_weights and len(class_weights) != classes:
+        raise ValueError(f"class_weights has {len(class_weights)} numbers for {classes} classes; give one for each")
 
 
 def compute_binary_metrics(probabilities: Tensor, classes: Tensor) -> dict[str, float]:

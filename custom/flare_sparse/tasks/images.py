@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from ..data.images import read_cohort, read_images
@@ -19,7 +18,7 @@ from ..models import ModelConfig
 from ..models.config import require_input
 from ..models.fields import Image
 from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
-from .classes import compute_binary_metrics
+from .classes import check_class_weights, compute_binary_metrics, compute_cross_entropy
 
 
 class ImageConfig(TaskConfig):
@@ -30,9 +29,17 @@ class ImageConfig(TaskConfig):
     )
     image: Image = Field((1, 28, 28), description="channels, height and width of an image")
     classes: int = Field(2, ge=2, le=10_000, description="number of classes")
+    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (), description="weight of an example in the loss, by class; empty: 1. Constants of the job, as [1, 4]"
+    )
     images_per_split: int | None = Field(
         None, ge=1, description="use only the first images of each split in the file; null: all"
     )
+
+    @model_validator(mode="after")
+    def _check_class_weights(self) -> ImageConfig:
+        check_class_weights(self.class_weights, self.classes)
+        return self
 
 
 class ImageClassification(Task):
@@ -76,7 +83,7 @@ class ImageClassification(Task):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the cross-entropy, a scalar."""
         images, labels = batch
-        return functional.cross_entropy(model(_scale_pixels(images)), labels)
+        return compute_cross_entropy(model(_scale_pixels(images)), labels, self.config.class_weights)
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return probabilities ``(B, classes)`` and true classes ``(B,)``."""

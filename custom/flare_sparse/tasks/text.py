@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -20,6 +20,7 @@ from ..models.base import find_base_folder, seed_initialization
 from ..models.text import Architecture, build_text_classifier, tokenize
 from ..task import Cohort, Examples, Metric, SiteData, build_examples
 from .adaptation import AdaptableTask, AdaptedTaskConfig
+from .classes import check_class_weights, compute_cross_entropy
 
 
 class TextConfig(AdaptedTaskConfig):
@@ -29,10 +30,18 @@ class TextConfig(AdaptedTaskConfig):
         "minilm-l6", description="architecture if base is null; for estimates only, because it has no tokenizer"
     )
     classes: int = Field(77, ge=2, le=10_000, description="number of classes")
+    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (), description="weight of an example in the loss, by class; empty: 1. Constants of the job, as [1, 4]"
+    )
     max_length: int = Field(32, ge=4, le=512, description="most tokens of a text; longer texts are truncated")
     text: str = Field("text", description="column of the texts")
     label: str = Field("label", description="column of the classes, whole numbers from 0")
     every: int = Field(1, ge=1, description="use only every n-th row of the table")
+
+    @model_validator(mode="after")
+    def _check_class_weights(self) -> TextConfig:
+        check_class_weights(self.class_weights, self.classes)
+        return self
 
 
 class TextClassification(AdaptableTask):
@@ -92,7 +101,7 @@ class TextClassification(AdaptableTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the cross-entropy, a scalar."""
-        return functional.cross_entropy(_compute_logits(model, batch), batch[2])
+        return compute_cross_entropy(_compute_logits(model, batch), batch[2], self.config.class_weights)
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return logits ``(B, classes)`` and true classes ``(B,)``."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .compute import Compute
+from .loop import Precision
 from .schedule import LearningRateSchedule
 
 
@@ -38,11 +39,24 @@ class TrainingConfig(BaseModel):
         "auto", description="where a site computes; auto: a GPU if it has one"
     )
 
+    precision: Precision = Field(
+        "float32",
+        description="number format of a training pass; bfloat16: torch's autocast, for GPUs; weights, optimiser and "
+        "messages stay float32",
+    )
     compute: Compute = Field(
         "auto",
         description="how a CPU computes a masked network; auto: each layer by sparse kernels where these are faster, "
         "if flare-sparse[fast] is installed; a result's last bits depend on it",
     )
+
+    @model_validator(mode="after")
+    def _check_precision(self) -> TrainingConfig:
+        if self.precision != "float32" and self.compute == "sparse":
+            raise ValueError(
+                f"precision {self.precision}: the sparse kernels compute in float32; leave compute at auto"
+            )
+        return self
 
     def resolve_schedule(self, t: int, rounds: int) -> TrainingConfig:
         """Return the settings of round ``t`` (1-based) of ``rounds``, with the factor of the schedule in ``lr``."""

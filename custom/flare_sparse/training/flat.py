@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..params import Layout, get_frozen_tensors
+from .personal import PersonalTensors
 
 
 class FlatModel:
@@ -26,11 +27,13 @@ class FlatModel:
     Attributes:
         module: the network; its parameters are views of ``flat``.
         flat: parameter ``(layout.trainable_size,)`` that an optimiser steps.
+        personal: tensors outside the layout that stay at the site; None: there are none.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device | str = "cpu"):
         self.layout, self.device = layout, torch.device(device)
         self.module = module.to(self.device)
+        self.personal: PersonalTensors | None = None
         self.flat = nn.Parameter(torch.zeros(layout.trainable_size, device=self.device))
         self.flat.grad = torch.zeros_like(self.flat)
         parameters = dict(self.module.named_parameters())
@@ -70,6 +73,9 @@ class FlatModel:
         # make the result depend on what this process has trained before, and a resumed run differ from the original.
         for name, initial in self._initial_integer_buffers.items():
             self._buffers[name].copy_(initial)
+        # With every vector: what an evaluation or a trial did to them must not last.
+        if self.personal is not None:
+            self.personal.load()
 
     def set_training_mode(self, trainable: Tensor | None = None) -> None:
         """Put the module in training mode; modules with frozen buffers stay in eval mode, so that these do not drift.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from ..mask import Mask
 from ..task import Task
 from .flat import FlatModel
 from .inputs import find_non_finite
+
+Precision = Literal["float32", "bfloat16"]
+"""Number format in which autocast computes the operations that allow it."""
 
 
 class TrainingDiverged(FlareSparseError):
@@ -32,6 +35,8 @@ def train(
     proximal_strength: float = 0.0,
     clip_norm: float | None = None,
     step_scale: Tensor | None = None,
+    step_personal: Callable[[], None] = lambda: None,
+    precision: Precision = "float32",
 ) -> Tensor:
     """Train from ``start`` on ``batches`` (docs/algorithms.md, section 1.8).
 
@@ -45,6 +50,8 @@ def train(
         proximal_strength: factor ``mu`` of a proximal term ``mu / 2 * ||w - start||^2``.
         clip_norm: largest L2 norm of the masked gradient.
         step_scale: ``(P,)`` factors of the optimiser's steps, as if each entry had its own learning rate; None: 1.
+        step_personal: takes a step of the tensors that stay at the site.
+        precision: number format of the forward and backward passes.
 
     Returns:
         ``(P,)`` trained weights.
@@ -60,7 +67,9 @@ def train(
     frozen = None if bool(unfrozen.all()) else ~unfrozen
     scale = None if step_scale is None else step_scale[:size].to(model.device)
     for step, batch in enumerate(batches, start=1):
-        loss = task.loss(model.module, model.to_device(batch))
+        # No scaling of the loss: bfloat16 has the exponents of float32, so that small gradients do not vanish.
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = task.loss(model.module, model.to_device(batch))
         if not torch.isfinite(loss):
             raise TrainingDiverged(
                 explain_divergence(loss, batch, f"step {step}", "lower training.lr or set clip_norm")
@@ -76,6 +85,7 @@ def train(
                 torch.nn.utils.clip_grad_norm_([model.flat], clip_norm)
         before = None if scale is None else model.flat.detach().clone()
         optimizer.step()
+        step_personal()
         # Every optimiser's step is proportional to its learning rate, and its state does not depend on the rate.
         if scale is not None and before is not None:
             torch.where(scale == 1, model.flat.data, torch.lerp(before, model.flat.data, scale), out=model.flat.data)

@@ -25,6 +25,7 @@ from .config import TrainingConfig
 from .flat import FlatModel
 from .gate_sparsity import compute_channel_sparsity, observe_gates
 from .loop import disable_dropout, train
+from .personal import PERSONAL, PersonalTensors
 from .sample_usage import CountingDataset, SampleUsage
 from .stages import step_in_stages
 
@@ -39,8 +40,8 @@ class Site:
         name: name of the site in FLARE.
         layout: layout of the model.
         weights: ``(P,)`` the vector of the server's last request, with the entries outside its patch filled in.
-        memory: tensors that a method keeps at the site between rounds; saved in the site's checkpoints.
-        evaluated: ``(P,)`` the vector that was evaluated last; None: none.
+        memory: tensors that the site keeps between rounds, for its method and of its own; saved in its checkpoints.
+        evaluated: layout and vector of the whole network that was evaluated last; None: none.
         site_settings: the method's settings from the site file; None if the job's settings apply.
     """
 
@@ -55,11 +56,13 @@ class Site:
         seed: int,
         device: str = "cpu",
         network: nn.Module | None = None,
+        personal: Mapping[str, Tensor] | None = None,
     ):
         self.name, self.task, self.layout, self.seed = name, task, layout, seed
         self.weights = torch.zeros(layout.size)
         self.memory: dict[str, Tensor] = {}
-        self.evaluated: Tensor | None = None
+        self.evaluated: tuple[Layout, Tensor] | None = None
+        self._received_personal: Tensor | None = None
         self._examples, self._train_examples = examples, CountingDataset(examples.train)
         # Building a smaller network takes longer than a small round, and its structure rarely changes: the latest one
         # is cached with its key, the live mask or the closed channels.
@@ -69,6 +72,8 @@ class Site:
         # The weights drawn here are overwritten before use; seeding within a context leaves the global generator alone.
         with seed_torch(0):
             self._model = FlatModel(network or task.model(), layout, device)
+        if personal:
+            self._model.personal = PersonalTensors(self._model.module, personal)
 
     @property
     def examples(self) -> Examples:
@@ -99,6 +104,19 @@ class Site:
         """Start counting the training data of a new update."""
         self._train_examples.reset()
 
+    def receive(self, memory: Mapping[str, Tensor]) -> None:
+        """Start to answer a request, whose model is in ``weights``, with the memory from which the answer starts."""
+        # A copy: a method may replace entries of its memory, and a retry starts from the memory of the first attempt.
+        self.memory = dict(memory)
+        self._received_personal = self.memory.get(PERSONAL)
+
+    def _select_personal(self, values: Tensor | None) -> PersonalTensors | None:
+        """Return the tensors that stay here, which the next loading of a vector sets to these values."""
+        personal = self._model.personal
+        if personal is not None:
+            personal.values = personal.initial if values is None else values
+        return personal
+
     def train(
         self,
         start: Tensor,
@@ -128,9 +146,13 @@ class Site:
         order = make_generator(self.seed, "order", *labels)
         # A stream of its own: augmentation changes neither the order of the examples nor dropout.
         changes = make_generator(self.seed, "augment", *labels)
-        compute = use_compute(config.compute, self._model, start, trainable)
+        personal = self._select_personal(self.memory.get(PERSONAL))
+        step = personal.build_step(partial(config.build_optimizer, t=t), config.clip_norm) if personal else _do_nothing
+        # The sparse kernels compute in float32.
+        kernels = config.compute if config.precision == "float32" else "dense"
+        compute = use_compute(kernels, self._model, start, trainable)
         with seed_torch(derive_seed(self.seed, "train", *labels)), compute:
-            return train(
+            trained = train(
                 self._model,
                 self.task,
                 (self.task.augment(batch, changes) for batch in self._iterate_batches(config, order, steps)),
@@ -140,7 +162,13 @@ class Site:
                 proximal_strength=proximal_strength + config.proximal,
                 clip_norm=config.clip_norm,
                 step_scale=step_scale,
+                step_personal=step,
+                precision=config.precision,
             )
+        # A trial leaves no trace.
+        if personal is not None and not stream:
+            self.memory[PERSONAL] = personal.to_vector()
+        return trained
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
         """Take one plain gradient step per stage, all on one random batch; return the weights ``(P,)``.
@@ -174,6 +202,7 @@ class Site:
         """
         order = make_generator(self.seed, "gradients", self.name, t)
         config = TrainingConfig(batch_size=batch_size)
+        self._select_personal(self.memory.get(PERSONAL))
         with seed_torch(derive_seed(self.seed, "gradients", self.name, t)):
             for batch in self._iterate_batches(config, order, batches):
                 # Loaded for every minibatch: the forward pass before has updated the running statistics.
@@ -269,6 +298,7 @@ class Site:
         Raises:
             Untraceable: the control flow of the network's code depends on its data.
         """
+        self._select_personal(self.memory.get(PERSONAL))
         self._model.load(weights)
         self._model.module.eval()
         observed = ObservedNetwork(self._model.module, nodes, callback)
@@ -286,6 +316,7 @@ class Site:
             weights: ``(P,)``.
             limit: number of training examples that are read at most.
         """
+        self._select_personal(self.memory.get(PERSONAL))
         self._model.load(weights)
         self._model.module.eval()
         inputs: dict[str, list[Tensor]] = {}
@@ -312,7 +343,10 @@ class Site:
         Adds ``test_examples``, their number, and for a network with channel gates ``channel_sparsity``, the share of
         closed gates. The metrics on validation examples are added with the prefix ``validation_``.
         """
-        self.evaluated = weights
+        # The model of the request is evaluated as the site received it: with what the site kept before it trained.
+        is_received = weights is self.weights
+        personal = self._select_personal(self._received_personal if is_received else self.memory.get(PERSONAL))
+        self.evaluated = self._complete(weights, personal)
         examples, metrics = self._examples, {}
         if examples.n_test or examples.n_validation:
             self._model.load(weights)
@@ -330,6 +364,13 @@ class Site:
         sparsity = compute_channel_sparsity(observed)
         return metrics if sparsity is None else {**metrics, "channel_sparsity": sparsity}
 
+    def _complete(self, weights: Tensor, personal: PersonalTensors | None) -> tuple[Layout, Tensor]:
+        """Return layout and vector of the whole network, from ``weights`` ``(P,)`` and what stays here."""
+        if personal is None:
+            return self.layout, weights
+        layout = Layout.from_module(self._model.module)
+        return layout, layout.flatten({**self.layout.unflatten(weights), **personal.unflatten()})
+
     def _iterate_batches(self, config: TrainingConfig, order: torch.Generator, steps: int | None) -> Iterator[Any]:
         """Yield ``steps`` minibatches, or ``config.epochs`` passes; lazily, so that unused examples do not count."""
         if not self.num_examples:
@@ -341,6 +382,10 @@ class Site:
             iterate_pass(self._train_examples, config.batch_size, order, joins_last=joins_last) for _ in passes
         )
         return islice(batches, steps)
+
+
+def _do_nothing() -> None:
+    """Stand in for the step of tensors that stay at a site, where there are none."""
 
 
 def _append_input(inputs: list[Tensor], module: nn.Module, arguments: tuple[Any, ...]) -> None:  # noqa: ARG001

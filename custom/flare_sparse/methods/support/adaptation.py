@@ -68,6 +68,7 @@ class AdaptationMethod(Method[AdaptationConfigT, StateT]):
 
     final_kinds = frozenset({ADAPT})
     personal_model = "adapted at the site"
+    personal_blocker = "gives each site a model of its own by adapting all of it"
 
     @property
     def named_sites(self) -> tuple[str, ...]:

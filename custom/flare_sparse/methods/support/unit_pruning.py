@@ -81,6 +81,7 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
     """
 
     round_kinds = frozenset({COUNT, TRAIN})
+    personal_blocker = "selects and removes whole units, of which a part would stay at the sites"
 
     def __init__(self, config: PruningConfigT, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)

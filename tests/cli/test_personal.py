@@ -1,0 +1,99 @@
+"""A run whose sites keep a part of the network: its files, its evaluation, and a new site."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from flare_sparse import load_model
+from flare_sparse.cli import app
+from flare_sparse.cli.local import run_config_locally
+from flare_sparse.config import load_config
+from flare_sparse.errors import ConfigError
+from flare_sparse.runs.load import load_assembly
+from flare_sparse.runs.results import RunResult
+
+
+def write_images(path: Path, seed: int, count: int = 24) -> None:
+    """Write two classes of 8x8 grey images, dark and bright."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(count) % 2
+    images = rng.integers(0, 90, (count, 8, 8)) + 130 * labels[:, None, None]
+    np.savez(path, train_images=images.astype(np.uint8), train_labels=labels)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a finished run of two sites that keep the head, and data of a third."""
+    folder = tmp_path_factory.mktemp("personal")
+    for i in (1, 2, 9):
+        write_images(folder / f"site-{i}.npz", i)
+    config = {
+        "name": "heads",
+        "method": {"name": "fedavg", "rounds": 3, "personal": "head", "training": {"lr": 0.01}},
+        "task": {
+            "name": "image_classification",
+            "image": [1, 8, 8],
+            "model": {"name": "image_cnn", "channels": [4, 6]},
+        },
+        "simulator": {"sites": 2, "data": {"path": str(folder / "{site}.npz")}},
+    }
+    file = folder / "heads.yaml"
+    file.write_text(yaml.safe_dump(config))
+    run_config_locally(load_config(file), file, folder / "run")
+    return folder
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_model_of_the_run_lacks_the_head_and_models_of_sites_have_their_own(folder: Path) -> None:
+    common = load_file(folder / "run" / "model.safetensors")
+    sites = [load_file(folder / "run" / "site_models" / f"site-{i}.safetensors") for i in (1, 2)]
+    heads = set(sites[0]) - set(common)
+    assert len(heads) == 2
+    for site in sites:
+        assert all(torch.equal(site[name], tensor) for name, tensor in common.items())
+    assert not any(torch.equal(sites[0][name], sites[1][name]) for name in heads)
+    loaded, initial = load_model(folder / "run").state_dict(), load_assembly(folder / "run")[0].personal
+    assert heads == set(initial)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in {**common, **initial}.items())
+    assert RunResult.read(folder / "run").personal_model == "the run's model with the site's own tensors"
+
+
+def test_every_model_of_the_run_can_be_evaluated_at_every_site(folder: Path) -> None:
+    result = invoke("evaluate", folder / "run", "--matrix", "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.output)
+    final = RunResult.read(folder / "run").site_metrics
+    assert record["results"]["site-1"]["site-1"]["accuracy"] == final["site-1"]
+    assert set(record["results"]["site-1"]) == {"final", "best", "site-1", "site-2"}
+
+
+def test_new_site_adapts_its_head_and_saves_the_whole_network(folder: Path, tmp_path: Path) -> None:
+    result = invoke("adapt", folder / "run", "--data", folder / "site-9.npz", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    adapted, common = load_file(tmp_path / "model.safetensors"), load_file(folder / "run" / "model.safetensors")
+    assert all(torch.equal(adapted[name], tensor) for name, tensor in common.items())
+    initial = load_assembly(folder / "run")[0].personal
+    assert not any(torch.equal(adapted[name], tensor) for name, tensor in initial.items())
+
+
+def test_layer_that_the_network_lacks_is_refused_before_the_run(folder: Path, tmp_path: Path) -> None:
+    config = load_config(folder / "heads.yaml", ["method.personal=norms"])
+    with pytest.raises(ConfigError, match=r"method\.personal: 'norms' matches no tensor of the network, which has"):
+        run_config_locally(config, folder / "heads.yaml", tmp_path / "run")
+
+
+def test_check_finds_a_choice_that_matches_nothing(folder: Path) -> None:
+    result = invoke("check", folder / "heads.yaml", "--set", "method.personal=[9.*]")
+    assert result.exit_code != 0
+    assert "'9.*' matches no tensor of the network" in " ".join(result.output.split())
