@@ -245,3 +245,22 @@ def test_images_are_classified_with_the_weights_of_the_settings() -> None:
     assert weighted.loss(network, (images, labels)).item() != plain.loss(network, (images, labels)).item()
     ones = (images[:2], labels[:2])
     assert weighted.loss(network, ones).item() == pytest.approx(plain.loss(network, ones).item())
+
+
+def test_augmented_images_are_scaled_once_and_mirrored_from_left_to_right() -> None:
+    settings = {"image": [1, 8, 8], "model": {"name": "image_cnn", "channels": [2, 2]}}
+    kind = TASKS["image_classification"]
+    plain, mirroring = (
+        kind(kind.Config.model_validate({**settings, **more})) for more in ({}, {"augmentation": {"mirror": True}})
+    )
+    torch.manual_seed(0)
+    images, labels = torch.randint(0, 255, (16, 1, 8, 8), dtype=torch.uint8), torch.arange(16) % 2
+    assert plain.augment((images, labels), torch.Generator())[0] is images
+    changed, same_labels = mirroring.augment((images, labels), torch.Generator().manual_seed(0))
+    scaled = images.float() / 127.5 - 1
+    is_mirrored = [torch.equal(a, b.flip(-1)) for a, b in zip(changed, scaled, strict=True)]
+    is_unchanged = [torch.equal(a, b) for a, b in zip(changed, scaled, strict=True)]
+    assert 0 < sum(is_mirrored) < 16 == sum(is_mirrored) + sum(is_unchanged)
+    assert torch.equal(same_labels, labels)
+    network = plain.model()
+    assert plain.loss(network, (scaled, labels)).item() == plain.loss(network, (images, labels)).item()

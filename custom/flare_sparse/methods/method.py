@@ -281,8 +281,8 @@ class Method(ABC, Generic[ConfigT, StateT]):
             ConfigError: the method has no adaptation step, and no tensor stays at the sites.
         """
         if self.config.personal:
-            rounds = self.config.rounds
-            return site.train(site.weights, Mask.empty(self.layout.size), self.config.get_training(rounds), rounds)
+            # At the rate of round 1: a schedule ends with a rate at which initial values would hardly change.
+            return site.train(site.weights, Mask.empty(self.layout.size), self.config.training, 1)
         raise ConfigError(
             f"method {self.name!r} does not adapt its model at a site; train with one that does, such as metagater"
         )

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from ..data.augmentation import Augmentation
 from ..data.images import read_cohort, read_images
 from ..errors import DataError
 from ..models import ModelConfig
@@ -31,6 +32,9 @@ class ImageConfig(TaskConfig):
     classes: int = Field(2, ge=2, le=10_000, description="number of classes")
     class_weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         (), description="weight of an example in the loss, by class; empty: 1. Constants of the job, as [1, 4]"
+    )
+    augmentation: Augmentation = Field(
+        default_factory=Augmentation, description="random changes of the training images; none by default"
     )
     images_per_split: int | None = Field(
         None, ge=1, description="use only the first images of each split in the file; null: all"
@@ -80,6 +84,13 @@ class ImageClassification(Task):
             )
         return TensorDataset(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels))
 
+    def augment(self, batch: Any, generator: torch.Generator) -> Any:
+        """Return the minibatch with changed images, float32 and scaled; their last axis is left to right."""
+        images, labels = batch
+        if self.config.augmentation == Augmentation():
+            return batch
+        return self.config.augmentation.apply(_scale_pixels(images), generator, mirrored_axis=1), labels
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the cross-entropy, a scalar."""
         images, labels = batch
@@ -100,5 +111,8 @@ class ImageClassification(Task):
 
 
 def _scale_pixels(images: Tensor) -> Tensor:
-    """Scale pixels from 0..255 to -1..1; the constants need no statistics of any site."""
-    return images.float() / 127.5 - 1
+    """Scale pixels from 0..255 to -1..1; the constants need no statistics of any site.
+
+    Float images are scaled already.
+    """
+    return images if images.is_floating_point() else images.float() / 127.5 - 1
