@@ -94,7 +94,7 @@ def test_step_back_discards_what_a_harmful_update_did_to_moments_and_average(tmp
 
 
 @pytest.mark.parametrize(("name", "settings"), [("neurosfl", {}), ("fedsparsify", {"sparsity": 0.8})])
-def test_average_replaces_the_last_model_and_keeps_off_what_is_off(
+def test_average_is_the_result_in_place_of_the_last_model_and_keeps_off_what_is_off(
     name: str, settings: dict[str, Any], bench: Any
 ) -> None:
     """It is the mean of the models that the rounds ended with, on the entries that are on at the end."""
@@ -146,9 +146,12 @@ def test_run_with_a_schedule_cannot_be_continued(name: str, bench: Any) -> None:
     assert method.find_continuation_blocker(6) is not None
 
 
-def test_run_with_an_average_over_rounds_cannot_be_continued(bench: Any) -> None:
-    blocker = bench.method("fedavg", model_average={"kind": "ema"}).find_continuation_blocker(6)
-    assert blocker == "model_average: ema has replaced the model after the last round"
+def test_run_that_averages_from_a_share_of_its_rounds_cannot_be_continued(bench: Any) -> None:
+    from_half, from_start = (
+        bench.method("fedavg", model_average={"kind": "ema", "start": start}) for start in (0.5, 0)
+    )
+    assert "model_average.start is a share of method.rounds" in from_half.find_continuation_blocker(6)
+    assert from_start.find_continuation_blocker(6) is None
 
 
 @pytest.mark.parametrize(

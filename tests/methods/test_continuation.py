@@ -18,6 +18,7 @@ from flare_sparse.runs.continuation import FINAL, copy_final_checkpoints, keep_f
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "topk_ef": {"fraction": 0.2},
+    "fedavg": {"model_average": {"kind": "swa", "start": 0}},
     "scbfwp": {"prunings": 1},
     "fawp": {"prunings": 1},
     "dispfl": {"initial_drop_fraction": 0},

@@ -62,7 +62,7 @@ class ServerOptimizer(BaseModel):
 
 
 class ModelAverage(BaseModel):
-    """Average of the models of several rounds, which replaces the model after the last round."""
+    """Average of the models of several rounds, which is the result of the run in place of the last model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -183,15 +183,13 @@ def _update_variance(before: Tensor, delta: Tensor, optimizer: ServerOptimizer) 
 
 
 def update_model_average(
-    weights: Tensor, memory: ServerMemory, live: Mask, average: ModelAverage, t: int, rounds: int
-) -> tuple[Tensor, ServerMemory]:
-    """Return the model after round ``t`` and the memory with the average of the models up to it.
-
-    After the last round the model is the average, so that it is what is evaluated and saved.
+    memory: ServerMemory, weights: Tensor, live: Mask, average: ModelAverage, t: int, rounds: int
+) -> ServerMemory:
+    """Return the memory with the average of the models up to that of round ``t``.
 
     Args:
-        weights: ``(P,)`` the model after the round's step and pruning.
         memory: the server's memory.
+        weights: ``(P,)`` the model after the round's step and pruning.
         live: entries of the model that are on.
         average: which models are averaged.
         t: the round, 1-based.
@@ -202,9 +200,7 @@ def update_model_average(
     """
     weight = average.compute_weight(t, rounds)
     if weight == 0:
-        return weights, memory
+        return memory
     before = weights if memory.average is None else memory.average
     # An entry that a later round switched off would come back with a fraction of its earlier value.
-    mean = _require_finite(torch.lerp(before, weights, weight) * live.bits)
-    # Replaced in the last round's own commit: a resumed run, and one that steps back, find the same model.
-    return (mean if t == rounds else weights), replace(memory, average=mean)
+    return replace(memory, average=_require_finite(torch.lerp(before, weights, weight) * live.bits))

@@ -147,6 +147,7 @@ class Federation:
     def _finish(self, progress: Progress, participants: Participants) -> Outcome:
         """Evaluate the last model and return the outcome."""
         method = participants.method
+        progress = replace(progress, state=method.finalize(progress.state))
         # The request after the last round, also where early stopping leaves rounds out: a site answers it in that round
         # alone.
         last = replace(progress.state, round=method.config.rounds + 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..exchange import Contribution, Patch
 from .method import Method
-from .support.averaging import AveragedState, FedAvgConfig, learn_average
+from .support.averaging import AveragedState, FedAvgConfig, finalize_average, learn_average
 
 
 @final
@@ -28,6 +28,9 @@ class FedAvg(Method[FedAvgConfig, AveragedState]):
 
     def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
         return learn_average(state, contributions, self.config, self.layout)
+
+    def finalize(self, state: AveragedState) -> AveragedState:
+        return finalize_average(state)
 
     def model(self, state: AveragedState) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..exchange import Assignment, Contribution, Patch, Request, Update
 from ..training import Site
 from .method import Method, broadcast
-from .support.averaging import AveragedState, FedAvgConfig, learn_average
+from .support.averaging import AveragedState, FedAvgConfig, finalize_average, learn_average
 
 FINETUNE = "finetune"
 
@@ -44,6 +44,9 @@ class FedAvgFT(Method[Config, AveragedState]):
 
     def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
         return learn_average(state, contributions, self.config, self.layout)
+
+    def finalize(self, state: AveragedState) -> AveragedState:
+        return finalize_average(state)
 
     def model(self, state: AveragedState) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

@@ -18,7 +18,7 @@ from ..aggregation.server_step import ServerMemory, take_server_step, update_mod
 from ..exchange import Contribution, Patch
 from ..mask import Mask, floor_fraction, prune_mask
 from .method import MaskPreset, Method
-from .support.averaging import AveragingConfig
+from .support.averaging import AveragingConfig, finalize_average
 from .support.schedules import compute_polynomial_sparsity
 from .traffic import MessageFacts, SelectionBounds
 
@@ -88,8 +88,11 @@ class FedSparsify(Method[Config, State]):
         )
         mask = prune_mask(state.mask, weights.abs(), config.compute_sparsity(t), self._prunable)
         weights = weights * mask.bits
-        weights, memory = update_model_average(weights, memory, mask, config.model_average, t, config.rounds)
+        memory = update_model_average(memory, weights, mask, config.model_average, t, config.rounds)
         return State(t + 1, weights, mask, memory)
+
+    def finalize(self, state: State) -> State:
+        return finalize_average(state)
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, state.mask)

@@ -198,6 +198,13 @@ class Method(ABC, Generic[ConfigT, StateT]):
     def model(self, state: StateT) -> Patch:
         """Return the global model, which is saved and, unless ``ask_final`` is overridden, evaluated."""
 
+    def finalize(self, state: StateT) -> StateT:
+        """Return the state whose model is the result of the run, given that after its last round.
+
+        Checkpoints hold the state before: a run that continues, or steps back, goes on from it.
+        """
+        return state
+
     def ask(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment] | None:
         """Return the next assignment of each sampled site, by site name; None when training is over.
 

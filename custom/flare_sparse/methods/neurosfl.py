@@ -27,7 +27,7 @@ from ..scores.snip import compute_keep_counts, compute_saliency
 from ..seeds import make_generator
 from ..training import Site
 from .method import TRAIN, MaskPreset, Method, broadcast
-from .support.averaging import AveragingConfig
+from .support.averaging import AveragingConfig, finalize_average
 from .support.masks import unite_masks
 from .traffic import MessageFacts, SelectionBounds
 
@@ -219,8 +219,11 @@ class NeuroSFL(Method[Config, State]):
                 contributions, state.weights, state.memory, rule, optimizer, self.layout.trainable_size
             )
         live, average = unite_masks(state.masks), self.config.model_average
-        weights, memory = update_model_average(weights, memory, live, average, state.round, self.config.rounds)
+        memory = update_model_average(memory, weights, live, average, state.round, self.config.rounds)
         return replace(state, round=state.round + 1, weights=weights, memory=memory)
+
+    def finalize(self, state: State) -> State:
+        return finalize_average(state)
 
     def _select_masks(self, state: State, contributions: Sequence[Contribution]) -> State:
         """Return the state with the masks of this step's scores: T_q(sum_k |s_k|), Eq. 7."""

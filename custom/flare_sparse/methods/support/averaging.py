@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -33,7 +34,7 @@ class AveragingConfig(MethodConfig):
     )
     model_average: ModelAverage = Field(
         default_factory=ModelAverage,
-        description="average of the models of several rounds, which replaces the model after the last round",
+        description="average of the models of several rounds, the result of the run in place of the last model",
     )
 
     @model_validator(mode="after")
@@ -51,9 +52,9 @@ class AveragingConfig(MethodConfig):
 
     @property
     def continuation_blocker(self) -> str | None:
-        if self.model_average.kind == "none":
+        if self.model_average.kind == "none" or self.model_average.start == 0:
             return super().continuation_blocker
-        return f"model_average: {self.model_average.kind} has replaced the model after the last round"
+        return "model_average.start is a share of method.rounds, so other models are averaged in a longer run"
 
     @property
     def averaging_blocker(self) -> str | None:
@@ -97,6 +98,23 @@ class AveragedState:
     memory: ServerMemory = field(default_factory=ServerMemory)
 
 
+class HasMemory(Protocol):
+    """A state with a model and what the server carries beside it."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def weights(self) -> Tensor:
+        """float32 ``(P,)``."""
+
+    @property
+    def memory(self) -> ServerMemory:
+        """What the server carries beside the model."""
+
+
+StateT = TypeVar("StateT", bound=HasMemory)
+
+
 def learn_average(
     state: AveragedState, contributions: Sequence[Contribution], config: AveragingConfig, layout: Layout
 ) -> AveragedState:
@@ -112,5 +130,11 @@ def learn_average(
         contributions, state.weights, state.memory, config.aggregation, config.server, layout.trainable_size
     )
     live = Mask.full(layout.size)
-    weights, memory = update_model_average(weights, memory, live, config.model_average, state.round, config.rounds)
+    memory = update_model_average(memory, weights, live, config.model_average, state.round, config.rounds)
     return AveragedState(state.round + 1, weights, memory)
+
+
+def finalize_average(state: StateT) -> StateT:
+    """Return the state with the average of the models in place of the last model, where there is one."""
+    average = state.memory.average
+    return state if average is None else replace(state, weights=average)
