@@ -100,7 +100,7 @@ PARTICIPLES = {
 }
 NOT_PARTICIPLES = {"embed", "exceed", "feed", "need", "proceed", "seed", "shed", "speed"}
 NOT_ADVERBS = {"apply", "comply", "imply", "multiply", "only", "rely", "reply", "supply"}
-FIELD_TERMS = {"weighted_sum"}
+FIELD_TERMS = {"masked", "weighted_sum"}
 """Names that begin with a participle and are terms of the field all the same."""
 CALLBACKS = {"handle_event"}
 COMMENTED = ("aggregation", "endpoints", "federation", "wire")

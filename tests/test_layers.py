@@ -29,7 +29,7 @@ ORDER = (
     ("data",),
     ("tasks",),
     ("aggregation", "training", "wire"),
-    ("capabilities", "encryption", "scores"),
+    ("capabilities", "encryption", "scores", "client"),
     ("scores.scbf",),
     ("methods.traffic",),
     ("methods.method",),
@@ -50,8 +50,8 @@ ORDER = (
 RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 DOMAIN = {"models", "data", "tasks"}
 DOMAIN_MAY_USE = {"errors", "params", "split", "structure", "task"}
-USES_DOMAIN = {"config", "flare", "cli"}
-USES_FLARE = {"flare", "cli"}
+USES_DOMAIN = {"client", "config", "flare", "cli"}
+USES_FLARE = {"client", "flare", "cli"}
 
 
 def find_modules() -> dict[str, Path]:

@@ -26,6 +26,7 @@ from .seeds import seed_torch
 from .task import SiteData, Task, load_examples
 from .training import Site
 from .training.personal import select_personal
+from .training.script_site import ScriptRunner, ScriptSite, WeighBy
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,19 @@ def open_site(assembly: Assembly, data: SiteData) -> Site:
     device = str(method.config.training.torch_device)
     personal = assembly.personal
     site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device, personal=personal)
+    site.site_settings = site_settings
+    return site
+
+
+def open_script_site(assembly: Assembly, data: SiteData, runner: ScriptRunner, weigh_by: WeighBy) -> ScriptSite:
+    """Build a site that trains with a script; the script loads the site's data.
+
+    Raises:
+        ConfigError: as :func:`open_site`.
+    """
+    method = assembly.method
+    site_settings = validate_site_settings(method, data)
+    site = ScriptSite(data.site, assembly.task, assembly.layout, method.seed, runner, method.config.rounds, weigh_by)
     site.site_settings = site_settings
     return site
 

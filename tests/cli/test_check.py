@@ -313,11 +313,11 @@ def test_task_that_cannot_be_imported_is_explained(heart: Path, old: str, new: s
     assert "Traceback" not in result.output
 
 
-def test_helper_module_that_does_not_travel_is_named(heart: Path) -> None:
+def test_helper_module_that_travels_is_named(heart: Path) -> None:
     (heart.parent / "helper.py").write_text("scale = 1.0\n")
     result = check(heart, "import numpy as np", "import numpy as np\nfrom helper import scale")
     assert result.exit_code == 0, result.output
-    assert "WARN helper modules: heart imports helper.py. A job carries the file of the task only" in result.output
+    assert "PASS own code: heart.py, helper.py; travels with the job" in result.output
 
 
 def test_class_of_a_notebook_is_refused_with_the_way_out(heart: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ..assemble import assemble
-from ..config import RunConfig, build_method, load_config, load_task
-from ..errors import FlareSparseError, PolicyRefusal, describe_exception
+from ..config import RunConfig, build_method, list_user_code, load_config, load_task
+from ..errors import DataError, FlareSparseError, PolicyRefusal, describe_exception
 from ..methods import Method
 from ..params import Layout
 from ..task import SiteData, Task
@@ -21,7 +21,6 @@ from .console import get_exit_code
 from .console import out as console
 from .options import ConfigFile, Overrides
 from .sites import prepare_site_data
-from .user_modules import list_helper_modules
 
 T = TypeVar("T")
 
@@ -115,8 +114,8 @@ def _check_job(report: Report, settings: RunConfig, file: Path, site_policy: Pat
     task = report.attempt("task", lambda: load_task(settings, file.parent), lambda task: type(task).__name__)
     if task is None:
         return
-    if settings.task.key == "class" and (helpers := list_helper_modules(type(task))):
-        report.warn("helper modules", _describe_helpers(type(task), helpers))
+    if settings.task.key != "name":
+        report.attempt("own code", lambda: list_user_code(settings, file.parent), _describe_code)
     layout = report.attempt("model", lambda: _build_layout(task), lambda layout: f"{layout.size:,} scalars")
     with tempfile.TemporaryDirectory() as folder:
         data = _locate_sites(report, settings, task, Path(folder))
@@ -132,12 +131,8 @@ def _describe_settings(settings: RunConfig) -> str:
     return f"{settings.name}, method {settings.method.name}, task {settings.task.name}"
 
 
-def _describe_helpers(task_class: type[Task], helpers: list[Path]) -> str:
-    names = ", ".join(path.name for path in helpers)
-    return (
-        f"{task_class.__module__} imports {names}. A job carries the file of the task only: install these modules at "
-        "the server and at every site, or move their code into the task's file (docs/own-task.md, On real sites)"
-    )
+def _describe_code(code: tuple[Path, ...]) -> str:
+    return f"{', '.join(path.name for path in code) or 'installed'}; travels with the job"
 
 
 def _build_method(settings: RunConfig, network: Layout) -> Method[Any, Any]:
@@ -166,6 +161,9 @@ def _check_sites(
     """Check every site, print the table of all of them, and then every problem."""
     if not data:
         return []
+    if settings.task.key == "script":
+        _check_script_data(report, data)
+        return []
     sites = [SiteCheck.run(settings, task, layout, site) for site in data.values()]
     console.print(build_sites_table(sites, task.metric))
     findings = [finding for site in sites for finding in site.findings]
@@ -173,6 +171,23 @@ def _check_sites(
         report.report_finding(finding)
     report.passed += sum(not any(finding.error for finding in site.findings) for site in sites)
     return sites
+
+
+def _check_script_data(report: Report, data: dict[str, SiteData]) -> None:
+    """Check that the data of every site exists; what is in it only the script knows."""
+    for site in data.values():
+        report.attempt(f"data of {site.site}", lambda site=site: _check_path(site), str)  # type: ignore[misc]
+    report.skip(
+        "training",
+        "a script is not run here, because a round of it may take hours; flare-sparse run CONFIG --env local --set "
+        "method.rounds=1 runs it, and its output is in OUT/scripts",
+    )
+
+
+def _check_path(site: SiteData) -> str:
+    if not site.path.exists():
+        raise DataError(f"{site.path}: there is no such file or folder")
+    return str(site.path)
 
 
 def _describe_method(method: Method[Any, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..assemble import assemble
-from ..config import RunConfig, dump_config, load_task, load_user_task_class
+from ..config import RunConfig, dump_config, list_user_code, load_task
 from ..data.source import write_site_files
 from ..errors import ConfigError
 from ..report.card import write_card
@@ -25,7 +25,7 @@ from .outcome import Env
 from .resume import FOLDER, prepare_checkpoints
 from .sites import prepare_site_data
 from .tracking import build_tracker
-from .user_modules import copy_user_module, list_user_modules
+from .user_modules import copy_user_code
 
 if TYPE_CHECKING:
     from ..flare.recipe import SparseRecipe
@@ -205,7 +205,7 @@ def _build_recipe(
     """Build the job; a user task travels as code, and then the package's source travels, too."""
     from ..flare.recipe import SparseRecipe
 
-    modules = list_user_modules(config, file)
+    modules = list_user_code(config, file.parent)
     return SparseRecipe(
         config,
         packaging="byoc" if modules or byoc else "installed",
@@ -228,7 +228,7 @@ def _announce(console: Console, config: RunConfig, environment: str) -> None:
 
 
 def _complete_record(config: RunConfig, file: Path, out: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    copy_user_module(load_user_task_class(config, file.parent), out)
+    copy_user_code(list_user_code(config, file.parent), out)
     # FLARE's own record holds the job part only; with the simulator section the file can be run again.
     (out / "config.yaml").write_text(dump_config(config))
     write_card(RunResult.read(out))

@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ..config import load_config
+from ..config import list_user_code, load_config
 from .options import Overrides
-from .user_modules import list_user_modules
 
 _INSTALLED = (
     "  {task} is a user task and is not part of the job: install {module} at every site and run there "
@@ -51,10 +50,12 @@ def export(
     for file in configs:
         config = load_config(file, set_ or ())
         with contextlib.redirect_stdout(io.StringIO()):
+            # A script always travels: it is no class, which a site could have installed and allowed.
+            travels = byoc or config.task.key == "script"
+            modules = list_user_code(config, file.parent) if travels else ()
             if check:
-                stale += find_outdated_files(config, out)
+                stale += find_outdated_files(config, out, modules)
             else:
-                modules = list_user_modules(config, file) if byoc else ()
                 export_job(config, out, "byoc" if byoc else "installed", modules)
         if not check:
             typer.echo(f"{out / config.name}")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..assemble import Assembly, assemble, build_rules, open_checkpoints, open_site
-from ..config import RunConfig, build_task, load_user_task_class
+from ..assemble import Assembly, assemble, build_rules, open_checkpoints, open_script_site, open_site
+from ..config import RunConfig, list_user_code, load_task
+from ..config.user_tasks import find_script
 from ..errors import format_site_error
 from ..federation import RoundRecord
 from ..local.run import run_locally
@@ -23,14 +24,20 @@ from ..runs.progress import ProgressFormatter
 from ..runs.results import RunResult
 from ..seeds import limit_threads
 from ..task import SiteData
+from ..tasks.script import ScriptConfig, ScriptTask
 from ..training import Site
 from ..wire.ledger import Ledger
 from .console import out as stdout
 from .keys import decrypt_record, prepare_key_contexts
 from .resume import prepare_checkpoints
 from .sites import prepare_site_data
-from .user_modules import copy_user_module
+from .user_modules import copy_user_code
 
+if TYPE_CHECKING:
+    from ..flare.script_process import ScriptProcess
+
+SCRIPTS = "scripts"
+"""Folder below the result folder with the working folder and the output of each site's training script."""
 ERRORS = "site_errors"
 """Folder below the result folder with a report for each site that failed."""
 
@@ -59,16 +66,16 @@ def run_config_locally(
     Returns:
         The summary of the run.
     """
-    user_task_class = load_user_task_class(config, file.parent)
-    assembly = assemble(config, build_task(config, user_task_class))
+    assembly = assemble(config, load_task(config, file.parent))
     checkpoints = prepare_checkpoints(config, assembly, out, resume=resume, step_back=step_back)
     contexts = prepare_key_contexts(config, out, resume=resume)
     data = prepare_site_data(config, assembly.task, out)
+    runners = _build_script_runners(config, file, data, out / SCRIPTS)
     # The number of threads decides the order of float sums, so data is loaded under the job's own number, as in FLARE.
     with limit_threads(config.federation.threads):
         # A task of its own for each site, as in FLARE: a user task may keep what it has loaded.
         sites = {
-            name: _open_site(replace(assembly, task=build_task(config, user_task_class)), site_data)
+            name: _open_site(replace(assembly, task=load_task(config, file.parent)), site_data, runners.get(name))
             for name, site_data in data.items()
         }
     facts = build_run_facts(config, assembly)
@@ -81,22 +88,26 @@ def run_config_locally(
         for text in formatter.format_with_events(line):
             console.print(text, markup=False)
 
-    outcome = run_locally(
-        assembly.method,
-        assembly.weights,
-        sites,
-        assembly.task.metric,
-        values=config.wire.values,
-        run=assembly.run_id,
-        rules=build_rules(config),
-        on_round=commit,
-        ledger=ledger,
-        thread_count=config.federation.threads,
-        stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
-        resume=resume,
-        contexts=contexts,
-        on_site_error=_SiteErrors(out / ERRORS, console).report,
-    )[0]
+    try:
+        outcome = run_locally(
+            assembly.method,
+            assembly.weights,
+            sites,
+            assembly.task.metric,
+            values=config.wire.values,
+            run=assembly.run_id,
+            rules=build_rules(config),
+            on_round=commit,
+            ledger=ledger,
+            thread_count=config.federation.threads,
+            stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
+            resume=resume,
+            contexts=contexts,
+            on_site_error=_SiteErrors(out / ERRORS, console).report,
+        )[0]
+    finally:
+        for runner in runners.values():
+            runner.close()
     summary = folder.finish(outcome)
     if assembly.method.site_model:
         for name in outcome.rounds[-1].sites_contributed:
@@ -105,7 +116,7 @@ def run_config_locally(
             save_site_model(out, site)
     if contexts:
         summary = decrypt_record(config, assembly.task, out, contexts.client)
-    copy_user_module(user_task_class, out)
+    copy_user_code(list_user_code(config, file.parent), out)
     write_card(RunResult.read(out))
     # Last: until here --resume can continue a run that was cut short; a finished run cannot be resumed.
     keep_final_checkpoints(checkpoints)
@@ -140,9 +151,29 @@ class _SiteErrors:
         self._console.print(f"site {site} failed: {first}{where}; see {file}", markup=False)
 
 
-def _open_site(assembly: Assembly, data: SiteData) -> Site | Exception:
+def _build_script_runners(
+    config: RunConfig, file: Path, data: Mapping[str, SiteData], folder: Path
+) -> dict[str, ScriptProcess]:
+    """Return a process for the training script of each site, by site; empty for a job without a script."""
+    settings = config.task.config
+    if not isinstance(settings, ScriptConfig):
+        return {}
+    # FLARE takes seconds to import; a job without a script does not need it here.
+    from ..flare.script_process import ScriptProcess
+
+    script, threads = find_script(config, file.parent), config.federation.threads
+    return {
+        name: ScriptProcess(script, settings.args, site_data, folder / name, [file.parent], threads)
+        for name, site_data in data.items()
+    }
+
+
+def _open_site(assembly: Assembly, data: SiteData, script: ScriptProcess | None) -> Site | Exception:
     """Load a site's data and build the site; return the error of a site that fails: the others continue."""
     try:
+        if script is not None:
+            assert isinstance(assembly.task, ScriptTask), "only a script's task has a script"
+            return open_script_site(assembly, data, script, assembly.task.config.weigh_by)
         return open_site(assembly, data)
     except Exception as error:  # noqa: BLE001 - whatever a task's load raises, as at a site of FLARE
         return error

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ..config import build_task, load_config, load_user_task_class
+from ..config import load_config, load_task
 from .console import out as console
 
 HELP = """Prepare a site: allow classes, set a policy, refuse code, check that it is ready; show what was asked of it.
@@ -117,8 +117,7 @@ def preflight(
     from ..flare.site.preflight import check_site
 
     config = load_config(job) if job else None
-    user_task_class = load_user_task_class(config, job.parent) if config and job else None
-    user_task = build_task(config, user_task_class) if config and user_task_class else None
+    user_task = load_task(config, job.parent) if config and job else None
     colours, failed = {"PASS": "bold green", "WARN": "bold yellow", "FAIL": "bold red"}, False
     for finding in check_site(kit, config, user_task):
         console.print(f"[{colours[finding.verdict]}]{finding.verdict}[/]", end=" ")

@@ -43,6 +43,8 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path) -> dict[s
     if data.has_path_per_site:
         names = [f"site-{i}" for i in range(1, (count or 0) + 1)]
         return {name: SiteData(name, Path(str(data.path).replace("{site}", name))) for name in sorted(names)}
+    if data.path is not None and data.partition is not None and data.partition.name == "shared":
+        return {name: SiteData(name, data.path) for name in sorted(f"site-{i}" for i in range(1, (count or 0) + 1))}
     if data.path is None or data.partition is None:
         path, kind, settings = _prepare_phantoms(simulator, folder / "phantoms"), "natural", {}
     else:

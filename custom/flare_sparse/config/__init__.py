@@ -6,8 +6,6 @@ dictionary (:func:`serialize_job`), which each site validates again (:func:`pars
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,14 +13,15 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..errors import ConfigError, describe_exception, find_user_line
+from ..errors import ConfigError
 from ..methods import METHODS, Method
 from ..params import Layout
-from ..task import Metric, Task
-from ..tasks import TASKS
+from ..task import Task
+from ..tasks.script import ScriptTask
 from .choice import Choice, Registries, find_name
 from .problems import describe_problem
-from .schema import JobConfig, RunConfig, list_methods, list_partitions, list_tasks
+from .schema import JobConfig, RunConfig, build_task, list_methods, list_partitions, list_tasks
+from .user_tasks import import_task_class, list_user_code, load_task
 from .yaml_files import apply_overrides, find_non_finite_settings, read_yaml
 
 J = TypeVar("J", bound=JobConfig)
@@ -35,9 +34,9 @@ __all__ = [
     "build_task",
     "dump_config",
     "import_task_class",
+    "list_user_code",
     "load_config",
     "load_task",
-    "load_user_task_class",
     "parse_job",
     "serialize_job",
 ]
@@ -61,6 +60,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     key, name = find_name("task", data.get("task"))
     if key == "class" and isinstance(name, str):
         task_configs[name] = import_task_class(name, file.parent).Config
+    elif key == "script" and isinstance(name, str):
+        task_configs[name] = ScriptTask.Config
     return _validate(RunConfig, data, task_configs, str(file))
 
 
@@ -69,15 +70,15 @@ def parse_job(data: Mapping[str, Any], task: type[Task] | None = None) -> JobCon
 
     Args:
         data: dictionary from :func:`serialize_job`.
-        task: class of the user task if ``task.class`` is set. This function never imports a dotted path, because the
-            job comes from outside the site.
+        task: class of the task if ``task.class`` or ``task.script`` is set. This function never imports a dotted path,
+            because the job comes from outside the site.
 
     Raises:
         ConfigError: as :func:`load_config`.
     """
     task_configs = dict(list_tasks())
     key, name = find_name("task", data.get("task"))
-    if key == "class" and task is not None:
+    if key != "name" and task is not None:
         task_configs[str(name)] = task.Config
     return _validate(JobConfig, data, task_configs, "job")
 
@@ -95,97 +96,6 @@ def dump_config(config: JobConfig) -> str:
 def build_method(config: JobConfig, layout: Layout) -> Method[Any, Any]:
     """Build the method of a job for a model of this layout."""
     return METHODS[config.method.name](config.method.config, layout, config.seed)
-
-
-def build_task(config: JobConfig, user_task: type[Task] | None = None) -> Task:
-    """Build the task of a job; ``user_task`` is the user's class if ``task.class`` is set."""
-    task_class = TASKS[config.task.name] if user_task is None else user_task
-    return task_class(config.task.config)
-
-
-def import_task_class(dotted: str, folder: Path | None = None) -> type[Task]:
-    """Import a user task from its dotted path.
-
-    For the command line only. Sites build user tasks with FLARE's component builder, which consults the site's policy.
-
-    Args:
-        dotted: ``module.Class``.
-        folder: folder to search in addition to ``sys.path``.
-
-    Raises:
-        ConfigError: there is no such module or class, the module cannot be executed, or the class is not a complete
-            subclass of Task.
-    """
-    module, _, name = dotted.rpartition(".")
-    if module == "__main__":
-        raise ConfigError(
-            f"task.class: {dotted!r} is defined in a notebook or an interactive session, which FLARE cannot import. "
-            "Start the notebook's cell with the line %%writefile my_tasks.py, which writes it to a file beside "
-            f"the configuration, and set task.class to my_tasks.{name}"
-        )
-    if folder is not None and str(folder.resolve()) not in sys.path:
-        sys.path.append(str(folder.resolve()))
-    try:
-        task_class = getattr(importlib.import_module(module), name)
-    # The module is the user's: executing it may raise anything.
-    except Exception as error:
-        raise ConfigError(
-            f"task.class: {dotted!r} cannot be imported: {_explain_import_error(error, module)}"
-        ) from error
-    if not (isinstance(task_class, type) and issubclass(task_class, Task)):
-        raise ConfigError(f"task.class: {dotted!r} is {task_class!r}; expected a subclass of flare_sparse.task.Task")
-    if missing := _list_missing_members(task_class):
-        raise ConfigError(f"task.class: {dotted!r} does not define {', '.join(missing)} (docs/own-task.md)")
-    return task_class
-
-
-def _explain_import_error(error: Exception, module: str) -> str:
-    """Return why a user task's module cannot be imported, and the remedy."""
-    if isinstance(error, ModuleNotFoundError) and error.name and not f"{module}.".startswith(f"{error.name}."):
-        return (
-            f"{module} imports {error.name!r}, which is not found\n  {_locate(error)}\n"
-            f"Install {error.name!r}, or put {error.name.partition('.')[0]}.py beside the configuration file. A job "
-            f"carries the file of {module} only: install {error.name!r} at the server and at every site, too, or "
-            f"move its code into {module} (docs/own-task.md, On real sites)"
-        )
-    if isinstance(error, (ImportError, AttributeError, ValueError)) and find_user_line(error) is None:
-        return (
-            f"{error}. Expected module.Class; the module must be installed, or in the folder of the configuration file "
-            "(docs/own-task.md)"
-        )
-    if isinstance(error, SyntaxError):
-        return f"{error.msg}\n  at {error.filename}:{error.lineno}: {(error.text or '').strip()}"
-    return describe_exception(error)
-
-
-def _locate(error: Exception) -> str:
-    frame = find_user_line(error)
-    return f"at {frame.filename}:{frame.lineno}: {frame.line}" if frame else "(the line is not known)"
-
-
-def _list_missing_members(task_class: type[Task]) -> list[str]:
-    """Return the members that a task class still has to define, such as ``loss()``."""
-    methods = [f"{name}()" for name in sorted(task_class.__abstractmethods__)]
-    is_metric = isinstance(getattr(task_class, "metric", None), Metric)
-    return methods if is_metric else [*methods, "metric, a flare_sparse.task.Metric"]
-
-
-def load_user_task_class(config: JobConfig, folder: Path) -> type[Task] | None:
-    """Import the user task of a job; None if the job uses a built-in task.
-
-    Raises:
-        ConfigError: as :func:`import_task_class`.
-    """
-    return import_task_class(config.task.name, folder) if config.task.key == "class" else None
-
-
-def load_task(config: JobConfig, folder: Path) -> Task:
-    """Build the task of a job; ``folder`` holds the configuration and possibly the module of a user task.
-
-    Raises:
-        ConfigError: as :func:`import_task_class`.
-    """
-    return build_task(config, load_user_task_class(config, folder))
 
 
 def _validate(model: type[J], data: Mapping[str, Any], task_configs: Mapping[str, type[BaseModel]], source: str) -> J:

@@ -15,8 +15,9 @@ C = TypeVar("C", bound=BaseModel)
 Registries = Mapping[str, Mapping[str, type[BaseModel]]]
 """The settings class of every entry, by section (``method``, ``task``, ``partition``) and name."""
 
-KEYS = {"method": ("name",), "task": ("name", "class"), "partition": ("kind",)}
-"""Keys that may hold the name, by section. ``class`` holds the dotted path of a user task."""
+KEYS = {"method": ("name",), "task": ("name", "class", "script"), "partition": ("kind",)}
+"""Keys that may hold the name, by section. ``class`` holds the dotted path of a user task, ``script`` the file of a
+training script."""
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..errors import ConfigError
 from ..methods import METHODS, MethodConfig
-from ..task import TaskConfig
+from ..task import Task, TaskConfig
 from ..tasks import TASKS
 from ..wire.plan import ValueType
 from ..wire.values import is_quantized
 from .choice import Choice, ChoiceSerializer, build_choice_validator
+
+_SCRIPT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*\.py")
 
 
 class Section(BaseModel):
@@ -178,6 +182,10 @@ class FewClassesPartition(Section):
     seed: int = Field(0, ge=0, description="seed of the draws")
 
 
+class SharedPartition(Section):
+    """Give every site the location of the whole data set; a training script divides it."""
+
+
 def list_partitions() -> dict[str, type[BaseModel]]:
     """Return the settings class of every partitioner by kind."""
     return {
@@ -186,6 +194,7 @@ def list_partitions() -> dict[str, type[BaseModel]]:
         "age": AgePartition,
         "dirichlet": DirichletPartition,
         "few_classes": FewClassesPartition,
+        "shared": SharedPartition,
     }
 
 
@@ -255,6 +264,18 @@ def list_tasks() -> dict[str, type[BaseModel]]:
     return {name: task.Config for name, task in TASKS.items()}
 
 
+def build_task(config: JobConfig, user_task: type[Task] | None = None) -> Task:
+    """Build the task of a job; ``user_task`` is the user's class if ``task.class`` is set.
+
+    Raises:
+        ConfigError: the job has a training script, whose network must be imported first.
+    """
+    if config.task.key == "script":
+        raise ConfigError(f"task.script: {config.task.name}: the network of a script is built by load_task")
+    task_class = TASKS[config.task.name] if user_task is None else user_task
+    return task_class(config.task.config)
+
+
 class JobConfig(Section):
     """The part of a configuration that is sent with a job; it contains no location of data.
 
@@ -262,7 +283,7 @@ class JobConfig(Section):
 
     Attributes:
         method: a :class:`Choice` from ``METHODS``.
-        task: a :class:`Choice` from ``TASKS``, or a user task.
+        task: a :class:`Choice` from ``TASKS``, a user task, or a training script.
     """
 
     name: str = Field(
@@ -296,6 +317,30 @@ class JobConfig(Section):
             raise ValueError(
                 "federation.early_stopping needs validation examples, but task.split.validation is 0; set it, such as "
                 "to 0.1, or leave early_stopping out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_script(self) -> JobConfig:
+        """Refuse a method that a training script cannot serve, and settings that a script does not read."""
+        if self.task.key != "script":
+            return self
+        method = self.method.config
+        if not _SCRIPT_NAME.fullmatch(self.task.name) or ".." in self.task.name:
+            raise ValueError(
+                f"task.script is {self.task.name!r}; expected a file such as client.py, in the folder of the "
+                "configuration or below it"
+            )
+        if blocker := method.script_blocker:
+            raise ValueError(
+                f"task.script: method {self.method.name}: {blocker}, which a training script does not do; write a task "
+                "(docs/own-task.md), or choose another method, such as fedsparsify"
+            )
+        default = type(method).model_fields["training"].get_default(call_default_factory=True)
+        if method.training != default:
+            raise ValueError(
+                "method.training has no effect with task.script: the script decides how it trains; leave "
+                'method.training out, and give the script its settings in task.args: "--lr 0.1"'
             )
         return self
 

@@ -113,17 +113,22 @@ class SiteEndpoint:
             TaskFailed: the user task raised an exception of its own; the text names the user's line.
         """
         try:
-            return self._compute_update(request)
+            update = self._compute_update(request)
         except FlareSparseError:
             raise
         except Exception as error:
             action, remedy = f"round {request.round} ({request.kind})", "Correct the task, then resume with --resume"
             raise TaskFailed(self.site.name, action, error, remedy) from error
+        # Reported once, with the number of the first attempt, so that the server knows a repeated report.
+        reported = {event.event for event in self.events}
+        new = [SiteEvent(code, self._state.sequence) for code in self.site.notices if code not in reported]
+        self.events = (*self.events, *new)
+        return update
 
     def _compute_update(self, request: Request) -> Update:
         self.site.reset_usage()
         # A site without training examples can only evaluate.
-        if request.kind == EVALUATE or not self.site.num_examples:
+        if request.kind == EVALUATE or not self.site.can_train:
             no_values = Patch.empty(self.site.layout.size)
             return Update(no_values, "metrics", self.site.num_examples, self.site.evaluate(self.site.weights))
         update = self.method.answer(request, self.site)

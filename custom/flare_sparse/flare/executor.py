@@ -34,7 +34,9 @@ class SparseExecutor(Executor):
         try:
             if not isinstance(request, Request):
                 raise request if isinstance(request, Exception) else FlareSparseError("the task holds no request")
-            endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
+            session = get_site_session(fl_ctx)
+            endpoint = session.get_endpoint(fl_ctx)
+            session.attach(fl_ctx, abort_signal)
             update = endpoint.answer(request)
         except Exception as error:  # noqa: BLE001 - an error in a task or a model must not stop the site's process
             return self._refuse(error, get_failure_code(error), fl_ctx)

@@ -21,10 +21,10 @@ def export_job(
     return out / config.name
 
 
-def find_outdated_files(config: JobConfig, jobs: Path) -> list[str]:
+def find_outdated_files(config: JobConfig, jobs: Path, modules: tuple[Path, ...] = ()) -> list[str]:
     """Return the files in which ``jobs/<name>`` differs from a fresh export; empty when the folder is up to date."""
     with tempfile.TemporaryDirectory() as fresh:
-        return sorted(_compare(export_job(config, Path(fresh)), jobs / config.name, config.name))
+        return sorted(_compare(export_job(config, Path(fresh), modules=modules), jobs / config.name, config.name))
 
 
 def _compare(fresh: Path, stored: Path, label: str) -> list[str]:

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
@@ -17,6 +17,7 @@ import flare_sparse
 
 from ..config import JobConfig, serialize_job
 from ..errors import ConfigError
+from ..tasks.script import ScriptConfig, ScriptTask
 from .aggregator import StagingAggregator
 from .controller import FederatedController
 from .executor import SparseExecutor
@@ -38,7 +39,8 @@ class SparseRecipe(Recipe):
         config: a validated configuration; only its job part goes into the job.
         packaging: ``"installed"``: no code travels, every site has installed the wheel and allows its classes;
             ``"byoc"``: the package's source travels in the app's ``custom/`` folder.
-        modules: source files of a user task; they travel with ``"byoc"`` only.
+        modules: the user's files and package folders; those of a task travel with ``"byoc"`` only, those of a training
+            script always.
         tensorboard: add FLARE's TensorBoard receiver to the server, which needs the package ``tensorboard``.
         tracker: component that sends the figures to MLflow; the server needs the package ``mlflow``. None: no MLflow.
 
@@ -71,11 +73,12 @@ class SparseRecipe(Recipe):
         # Nested under "server", the only place where FLARE reads it.
         self.add_server_config({"server": {"task_request_interval": config.federation.request_interval_s}})
         if packaging == "byoc":
-            self._add_sources(job, modules)
-        elif modules:
+            self._add_package(job)
+        elif modules and config.task.key != "script":
             raise ConfigError(
                 "modules: source files travel only with packaging 'byoc'; choose it, or install them at the sites"
             )
+        self._add_modules(job, modules)
 
     def _add_server_components(self, job: FedJob, tensorboard: bool, tracker: MlflowTracker | None) -> None:
         job.to_server(FederatedController(), id="controller")
@@ -102,19 +105,40 @@ class SparseRecipe(Recipe):
         file.write_text(yaml.safe_dump(serialize_job(config), sort_keys=False))
         job.add_file_to_server(str(file), app_folder_type="config")
         job.add_file_to_clients(str(file), app_folder_type="config")
-        if config.task.key == "class":
+        if config.task.key != "name":
             # FLARE builds the task from this path at each site, so that the site's allow-list decides about it.
-            user_task = {"path": config.task.name, "args": {"config": config.task.config.model_dump(mode="json")}}
+            user_task = describe_user_task(config)
             job.to_server(UserTask(user_task), id=TASK_ID)
             job.to_clients(UserTask(user_task), id=TASK_ID)
 
-    def _add_sources(self, job: FedJob, modules: tuple[Path, ...]) -> None:
-        """Copy the whole package and the user's modules into ``custom/``."""
+    def _add_package(self, job: FedJob) -> None:
+        """Copy the whole package into ``custom/``."""
         # FLARE finds modules to send by tracing imports, which misses files of the package.
-        copy = self._staging / "flare_sparse"
-        source = Path(flare_sparse.__file__).parent
+        self._add_folder(job, Path(flare_sparse.__file__).parent)
+
+    def _add_modules(self, job: FedJob, modules: tuple[Path, ...]) -> None:
+        """Copy the user's files and packages into ``custom/``, each under the name that it is imported by."""
+        for module in modules:
+            if module.is_dir():
+                self._add_folder(job, module)
+                continue
+            for add in (job.add_file_to_server, job.add_file_to_clients):
+                add(str(module), app_folder_type="custom")
+
+    def _add_folder(self, job: FedJob, source: Path) -> None:
+        copy = self._staging / source.name
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
         for add in (job.add_file_to_server, job.add_file_to_clients):
-            add(str(copy), dest_dir="flare_sparse", app_folder_type="custom")
-            for module in modules:
-                add(str(module), app_folder_type="custom")
+            add(str(copy), dest_dir=source.name, app_folder_type="custom")
+
+
+def describe_user_task(config: JobConfig) -> dict[str, Any]:
+    """Return the component of a user's task or script, from which FLARE builds it."""
+    settings = config.task.config
+    args: dict[str, Any] = {"config": settings.model_dump(mode="json")}
+    if not isinstance(settings, ScriptConfig):
+        return {"path": config.task.name, "args": args}
+    # The network is an argument, so that FLARE builds it, too, and the site's allow-list decides about its class.
+    network = {"path": settings.model, "args": dict(settings.model_args)}
+    path = f"{ScriptTask.__module__}.{ScriptTask.__qualname__}"
+    return {"path": path, "args": {"script": config.task.name, **args, "model": network}}

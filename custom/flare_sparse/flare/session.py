@@ -9,9 +9,10 @@ import torch
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.signal import Signal
 from nvflare.apis.workspace import Workspace
 
-from ..assemble import Assembly, assemble, open_checkpoints, open_site
+from ..assemble import Assembly, assemble, open_checkpoints, open_script_site, open_site
 from ..capabilities import local_capabilities
 from ..config import JobConfig, parse_job
 from ..config.yaml_files import read_yaml
@@ -22,10 +23,13 @@ from ..endpoints.site import SiteEndpoint
 from ..errors import ConfigError, format_site_error
 from ..policy.policy import POLICY_FILE, Policy, read_policy
 from ..runs.model_files import save_site_model
-from ..task import Task
+from ..task import SiteData, Task
+from ..tasks.script import ScriptTask
+from ..training import Site
 from ..wire.ledger import Ledger
 from .checkpoints import delete_archived, delete_ended, find_checkpoint_folder
 from .he_keys import load_server_cipher, load_site_cipher
+from .script import FlareScript
 from .watchdog import watch_command
 
 JOB_FILE = "flare_sparse.yaml"
@@ -113,6 +117,7 @@ class SiteSession(FLComponent):
     def __init__(self) -> None:
         super().__init__()
         self._endpoint: SiteEndpoint | None = None
+        self._script: FlareScript | None = None
         self._hello: dict[str, str | int | float] | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -120,6 +125,8 @@ class SiteSession(FLComponent):
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.START_RUN:
             watch_command()
+        if self._script is not None:
+            self._script.handle_event(event_type, fl_ctx)
         folder, endpoint = os.environ.get(SITE_MODELS_VARIABLE), self._endpoint
         if event_type != EventType.END_RUN or endpoint is None:
             return
@@ -140,7 +147,7 @@ class SiteSession(FLComponent):
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
             local = Path(get_workspace(fl_ctx).get_site_config_dir())
-            site = open_site(assembly, find_site_data(name, local))
+            site = self._open_site(assembly, find_site_data(name, local), fl_ctx)
             root = find_checkpoint_folder(get_workspace(fl_ctx), name)
             store = open_checkpoints(job, assembly, root, name) if root else None
             if root is not None and store is not None:
@@ -153,6 +160,21 @@ class SiteSession(FLComponent):
                 site, assembly.method, assembly.run_id, job.wire.values, store, cipher, requests
             )
         return self._endpoint
+
+    def attach(self, fl_ctx: FLContext, abort_signal: Signal) -> None:
+        """Set FLARE's context and signal of the task that is executed now; a training script needs them."""
+        if self._script is not None:
+            self._script.attach(fl_ctx, abort_signal)
+
+    def _open_site(self, assembly: Assembly, data: SiteData, fl_ctx: FLContext) -> Site:
+        task = assembly.task
+        if not isinstance(task, ScriptTask):
+            return open_site(assembly, data)
+        workspace, job_id = get_workspace(fl_ctx), fl_ctx.get_job_id()
+        # The name alone: a job must not name a file elsewhere on this machine, only the one that came as its code.
+        script = Path(workspace.get_app_custom_dir(job_id)) / Path(task.script).name
+        self._script = FlareScript(script, task.config.args, data, Path(workspace.get_run_dir(job_id)) / "script")
+        return open_script_site(assembly, data, self._script, task.config.weigh_by)
 
     def build_hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
         """Return the message with which this site introduces itself: its versions and its limits on uploads.

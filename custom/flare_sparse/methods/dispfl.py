@@ -40,6 +40,10 @@ class Config(MethodConfig):
     regrow: Literal["gradient", "random"] = Field("gradient", description="how the entries to regrow are chosen")
     maskable: MaskPreset = Field("all_trainable", description="which parameters a personal mask covers")
 
+    @property
+    def script_blocker(self) -> str | None:
+        return "a site regrows entries by the gradient of its trained model" if self.regrow == "gradient" else None
+
     def compute_drop_fraction(self, r: int) -> float:
         """Return the share of live entries that moves in the 0-based round ``r`` (cosine annealing)."""
         return compute_cosine_fraction(self.initial_drop_fraction, r, self.rounds)

@@ -45,6 +45,10 @@ class Config(RankedConfig):
         "alternate", description="B in odd rounds and A in even ones, or always B (FFA-LoRA)"
     )
 
+    @property
+    def script_blocker(self) -> str | None:
+        return "a site scores its adapters by a trial with learning rates of its own"
+
 
 @dataclass(frozen=True)
 class State:

@@ -99,6 +99,11 @@ class MethodConfig(BaseModel):
         """
         return None
 
+    @property
+    def script_blocker(self) -> str | None:
+        """What a site does besides training and evaluating; None where a training script can answer its requests."""
+        return None
+
 
 class HasRound(Protocol):
     """A state that knows the next round."""

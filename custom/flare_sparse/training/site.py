@@ -42,10 +42,12 @@ class Site:
         weights: ``(P,)`` the vector of the server's last request, with the entries outside its patch filled in.
         memory: tensors that the site keeps between rounds, for its method and of its own; saved in its checkpoints.
         evaluated: layout and vector of the whole network that was evaluated last; None: none.
+        notices: codes of what the server should know about the site's updates (endpoints/events.py).
         site_settings: the method's settings from the site file; None if the job's settings apply.
     """
 
     site_settings: Any = None
+    notices: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -84,6 +86,11 @@ class Site:
     def num_examples(self) -> int:
         """n_k: number of training examples."""
         return self._examples.n_train
+
+    @property
+    def can_train(self) -> bool:
+        """Whether the site has training examples; one without them only evaluates."""
+        return self.num_examples > 0
 
     @property
     def num_test_examples(self) -> int:

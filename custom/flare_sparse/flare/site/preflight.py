@@ -20,6 +20,7 @@ from ...errors import ConfigError, FlareSparseError
 from ...policy.check import find_policy_conflicts
 from ...policy.policy import POLICY_FILE, read_policy
 from ...task import Task
+from ...tasks.script import ScriptTask
 from .allow_list import (
     CLASSES,
     EVERYTHING,
@@ -181,6 +182,9 @@ def _check_job(
     def read_data() -> tuple[Verdict, str]:
         data = find_site_data(_read_site_name(kit), find_local_folder(kit), environment)
         assembly = assemble(job, user_task)
+        if isinstance(assembly.task, ScriptTask):
+            loaded.append((assembly, 0))
+            return "WARN", f"{data.path} exists; what is in it only the job's script reads"
         examples = open_site(assembly, data).num_examples
         loaded.append((assembly, examples))
         if not examples:

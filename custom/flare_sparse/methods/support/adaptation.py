@@ -42,6 +42,10 @@ class AdaptationConfig(MethodConfig):
         return self
 
     @property
+    def script_blocker(self) -> str | None:
+        return "a site takes a prescribed number of gradient steps"
+
+    @property
     def epochs_remedy(self) -> str:
         """What to do about epochs that have no effect, as a part of an error."""
         return "set local_steps: null to train whole epochs, or leave training.epochs out"

@@ -49,6 +49,10 @@ class PruningConfig(MethodConfig):
         0.05, ge=0, lt=1, description="share of its units that every layer keeps; at least one unit"
     )
 
+    @property
+    def script_blocker(self) -> str | None:
+        return "sites count how often each unit is zero"
+
     def is_due(self, prunings_done: int) -> bool:
         """Return whether another pruning follows ``prunings_done`` ones.
 

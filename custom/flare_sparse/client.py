@@ -1,0 +1,138 @@
+"""What a training script may use beside FLARE's Client API: ``from flare_sparse import client as sparse``.
+
+Every function also works in a job of FLARE's own recipes, where no entry is masked and no scores are asked for, so one
+script serves both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .data.source import find_site_data
+from .errors import ConfigError
+from .task import SiteData
+from .training.loop import disable_dropout
+from .training.script_site import GRADIENTS, REQUEST_KIND, TRAINABLE
+
+
+def site_data(site: str = "") -> SiteData:
+    """Return the location of this site's data, which the site itself has set (docs/hospital.md).
+
+    Args:
+        site: name of the site; empty: the one of the running job, after ``flare.init()``.
+
+    Raises:
+        DataError: the site has set no location.
+    """
+    if not site:
+        import nvflare.client as flare
+
+        site = flare.get_site_name()
+    return find_site_data(site, None, os.environ)
+
+
+@contextmanager
+def masked(net: nn.Module, optimizer: torch.optim.Optimizer, received: Any) -> Iterator[None]:
+    """Keep the entries of ``net`` that are off at their received values while the block trains.
+
+    Gradients of these entries are zero, so that they enter no norm and no moment of the optimiser, and every step of
+    the optimiser restores them: momentum and weight decay cannot move them. Without this block the entries that are off
+    are discarded after training, and the others were trained beside them.
+
+    Args:
+        net: the network that trains; its tensors have the names of the received ones, with or without ``module.``.
+        optimizer: its optimiser.
+        received: model that ``flare.receive()`` returned.
+    """
+    trainable: Mapping[str, Tensor] = (received.meta or {}).get(TRAINABLE) or {}
+    frozen: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+    for name, parameter in net.named_parameters():
+        key = name.removeprefix("module.")
+        if key in trainable and not bool(trainable[key].all()):
+            start = torch.as_tensor(received.params[key]).to(parameter)
+            frozen.append((parameter, ~trainable[key].to(parameter.device), start))
+
+    def restore(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter, off, start in frozen:
+                torch.where(off, start, parameter, out=parameter)
+
+    hooks = [
+        parameter.register_hook(_build_gradient_mask(off)) for parameter, off, _ in frozen if parameter.requires_grad
+    ]
+    hooks.append(optimizer.register_step_post_hook(restore))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def wants_scores(received: Any) -> bool:
+    """Return whether the method asks for scores of the received model; answer with :func:`send_scores`."""
+    return (received.meta or {}).get(REQUEST_KIND) == "score"
+
+
+def send_scores(
+    net: nn.Module,
+    batches: Iterable[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    meta: Mapping[str, Any] | None = None,
+) -> None:
+    """Send the gradients of the loss on some minibatches, from which the site computes exact SNIP scores.
+
+    Dropout is off and normalisation uses the statistics of the minibatch (docs/algorithms.md, section 1.9). The network
+    keeps its values. Only scores leave the site, never the gradients of a single minibatch.
+
+    Args:
+        net: network with the received values.
+        batches: minibatches; one is SNIP, several are averaged (docs/algorithms.md, section 5.4). All of their
+            gradients are in memory at once.
+        loss: returns the mean loss of a minibatch, a scalar.
+        meta: meta as in ``flare.FLModel``, with the number that weighs the site, such as ``NUM_STEPS_CURRENT_ROUND``.
+
+    Raises:
+        ConfigError: there is no minibatch.
+    """
+    import nvflare.client as flare
+
+    buffers = {name: value.clone() for name, value in net.named_buffers()}
+    was_training = net.training
+    net.train()
+    disable_dropout(net)
+    gradients: dict[str, list[Tensor]] = {name.removeprefix("module."): [] for name, _ in net.named_parameters()}
+    sizes: list[int] = []
+    for batch in batches:
+        net.zero_grad(set_to_none=True)
+        loss(net, batch).backward()
+        sizes.append(_count_examples(batch))
+        for name, parameter in net.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[name.removeprefix("module.")].append(gradient.detach().cpu())
+        # The forward pass has updated the running statistics, which the next minibatch must not see.
+        for name, value in net.named_buffers():
+            value.copy_(buffers[name])
+    net.zero_grad(set_to_none=True)
+    net.train(was_training)
+    if not sizes:
+        raise ConfigError("send_scores: there is no minibatch; give at least one")
+    params = {name: torch.stack(values) for name, values in gradients.items()}
+    flare.send(flare.FLModel(params=params, meta={**(meta or {}), GRADIENTS: sizes}))
+
+
+def _build_gradient_mask(off: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda gradient: gradient.masked_fill(off, 0)
+
+
+def _count_examples(batch: Any) -> int:
+    """Return the number of examples of a minibatch: the length of its first tensor, 1 without one."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 1
+    values = list(batch.values()) if isinstance(batch, Mapping) else batch
+    return next((_count_examples(value) for value in values if isinstance(value, Tensor)), 1)

@@ -1,0 +1,108 @@
+"""The user's own code: the modules and packages that a task or a training script needs, and their import."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+_NEVER = {"flare_sparse", "nvflare", *sys.stdlib_module_names}
+"""Modules that are not the user's, even if a file beside the configuration has their name."""
+
+
+def collect_user_code(
+    folders: Sequence[Path], *, modules: Iterable[str] = (), files: Iterable[Path] = ()
+) -> dict[str, Path]:
+    """Return the user's files and packages that some modules and files need, by the name that they are imported by.
+
+    Imports are followed from file to file. A module that lies in none of the folders is one that is installed.
+
+    Args:
+        folders: folders of the user's code; the first one with a module of a name wins.
+        modules: dotted names of modules, such as that of a task.
+        files: further files, such as a script.
+
+    Returns:
+        A file ``helpers.py`` or the folder of a package, by its top-level name.
+    """
+    code: dict[str, Path] = {}
+    names = [name for file in files for name in _list_imports(file)]
+    names += [module.partition(".")[0] for module in modules]
+    while names:
+        name = names.pop()
+        if name in code or name in _NEVER:
+            continue
+        path = next((path for folder in folders if (path := find_module(folder, name)) is not None), None)
+        if path is None:
+            continue
+        code[name] = path
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            names += _list_imports(file)
+    return dict(sorted(code.items()))
+
+
+def find_module(folder: Path, name: str) -> Path | None:
+    """Return the file or the package folder of a top-level module in a folder; None if there is none."""
+    package = folder / name
+    # A folder without __init__.py is a package, too, if it holds modules.
+    if package.is_dir() and any(package.rglob("*.py")):
+        return package
+    file = folder / f"{name}.py"
+    return file if file.is_file() else None
+
+
+def import_user_module(module: str, folders: Sequence[Path]) -> ModuleType:
+    """Import a module of the user's from one of some folders, else from ``sys.path``.
+
+    A module of the same name that was imported from elsewhere, such as from the folder of another run, is replaced.
+    """
+    code = collect_user_code(folders, modules=[module])
+    for name, path in code.items():
+        if name in sys.modules and not _lies_in(sys.modules[name], path):
+            for cached in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
+                del sys.modules[cached]
+    added = [str(folder.resolve()) for folder in folders if str(folder.resolve()) not in sys.path]
+    # Appended for imports within functions, which come later; first in the path during this import, so that the user's
+    # module is found before an installed one of the same name.
+    sys.path.extend(added)
+    first = [str(folder.resolve()) for folder in folders] if code else []
+    sys.path[:0] = first
+    try:
+        importlib.invalidate_caches()
+        return importlib.import_module(module)
+    finally:
+        del sys.path[: len(first)]
+
+
+def find_source_folder(module: ModuleType) -> Path | None:
+    """Return the folder that a module's top-level package was imported from; None for one without a file."""
+    file = getattr(module, "__file__", None)
+    return (
+        Path(file).resolve().parents[module.__name__.count(".") + (Path(file).name == "__init__.py")] if file else None
+    )
+
+
+def _lies_in(module: ModuleType, path: Path) -> bool:
+    """Return whether a module was imported from a file or a package folder."""
+    locations = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+    return any(
+        location and Path(location).resolve() in (path.resolve(), path.resolve() / "__init__.py")
+        for location in locations
+    )
+
+
+def _list_imports(file: Path) -> Iterator[str]:
+    """Yield the top-level names that a file imports, anywhere in it; none from a file that cannot be parsed."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]

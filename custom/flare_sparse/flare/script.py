@@ -1,0 +1,173 @@
+"""A site's training script, run by FLARE's own ``ClientAPIExecutor`` inside the executor of this package.
+
+The script sees FLARE's Client API as in any other job: ``flare.receive()`` returns the dense model of the request, and
+what it sends comes back here before anything is selected, encoded or checked against the site's policy.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor, ExecutionMode
+from nvflare.client.api_spec import CLIENT_API_KEY
+from nvflare.client.config import ExchangeFormat
+from nvflare.client.in_process.api import TOPIC_ABORT
+from nvflare.fuel.data_event.data_bus import DataBus
+
+from ..data.source import DATA_VARIABLE, SITE_FILE_VARIABLE, write_site_files
+from ..errors import ConfigError
+from ..task import SiteData
+from ..training.script_site import REQUEST_KIND, TRAINABLE, ScriptFailed, ScriptReply, ScriptRequest
+
+_TASKS = {
+    "train": AppConstants.TASK_TRAIN,
+    "score": AppConstants.TASK_TRAIN,
+    "evaluate": AppConstants.TASK_VALIDATION,
+}
+
+
+class FlareScript:
+    """Runs one script in this process, in a thread of its own; a process can run one.
+
+    FLARE's in-process Client API lives on a bus that is shared by the whole process, and ``sys.argv`` is shared, too.
+
+    Args:
+        script: file of the script.
+        args: its command line.
+        data: location of the site's data, which the script finds in ``FLARE_SPARSE_DATA``.
+        folder: receives a copy of the site file, from which ``flare_sparse.client.site_data`` reads.
+    """
+
+    def __init__(self, script: Path, args: str, data: SiteData, folder: Path):
+        self._script, self._args, self._data, self._folder = script, args, data, folder
+        self._executor: ClientAPIExecutor | None = None
+        self._context: FLContext | None = None
+        self._abort_signal = Signal()
+        self._failure = ""
+
+    def attach(self, fl_ctx: FLContext, abort_signal: Signal) -> None:
+        """Set FLARE's context and signal of the task that is executed now."""
+        self._context, self._abort_signal = fl_ctx, abort_signal
+
+    def run(self, request: ScriptRequest) -> ScriptReply:
+        """Return the script's reply to a request; the first request starts the script.
+
+        Raises:
+            ConfigError: there is no such script.
+            ScriptFailed: the script raised an exception, ended, or was aborted.
+        """
+        assert self._context is not None, "attach() comes before every request"
+        if self._executor is None:
+            self._executor = self._start(self._context)
+        _seed_next_receive(request.seed)
+        reply = self._executor.execute(_TASKS[request.kind], _build_task(request), self._context, self._abort_signal)
+        if reply.get_return_code(ReturnCode.OK) != ReturnCode.OK:
+            raise ScriptFailed(self._explain_failure())
+        return _read_reply(reply)
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Pass the abort of a task and the end of the run to the script."""
+        if self._executor is not None and event_type in (EventType.ABORT_TASK, EventType.END_RUN):
+            self._executor.handle_event(event_type, fl_ctx)
+
+    def _start(self, fl_ctx: FLContext) -> ClientAPIExecutor:
+        if not self._script.is_file():
+            raise ConfigError(
+                f"task.script: {self._script.name} did not come with the job; export it again (flare-sparse export)"
+            )
+        os.environ[SITE_FILE_VARIABLE] = write_site_files(self._folder, [self._data])
+        os.environ[DATA_VARIABLE] = str(self._data.path.absolute())
+        DataBus().subscribe([TOPIC_ABORT], self._remember_failure)
+        executor = ClientAPIExecutor(
+            execution_mode=ExecutionMode.IN_PROCESS,
+            task_script_path=str(self._script),
+            task_script_args=self._args,
+            # Tensors on both sides: nothing is converted, and values keep their bits.
+            params_exchange_format=ExchangeFormat.PYTORCH,
+            server_expected_format=ExchangeFormat.PYTORCH,
+        )
+        executor.handle_event(EventType.START_RUN, fl_ctx)
+        return executor
+
+    def _remember_failure(self, topic: str, data: Any, bus: DataBus) -> None:
+        # The first cause: FLARE repeats its own messages about it.
+        self._failure = self._failure or str(data)
+
+    def _explain_failure(self) -> str:
+        if self._abort_signal.triggered:
+            return "the task was aborted while the script worked on it"
+        reason = self._failure or (
+            "it ended before it sent a result: its loop must go on while flare.is_running(), and its command line "
+            f"{self._args!r} (task.args) must be one that it accepts; its output is in the site's log"
+        )
+        return f"script {self._script.name}: {reason}"
+
+
+class _Seeding:
+    """Wraps ``receive`` of FLARE's API: seeds the script's random numbers when it receives a new model.
+
+    The first numbers after a request then depend on the run's seed, site and round alone, in any environment.
+    """
+
+    def __init__(self, receive: Callable[..., Any]):
+        self._receive = receive
+        self.seed: int | None = None
+
+    def __call__(self, timeout: float | None = None) -> Any:
+        model = self._receive(timeout)
+        if model is not None and self.seed is not None:
+            # In the script's own thread: while it starts, it may draw numbers at any time.
+            random.seed(self.seed)
+            np.random.seed(self.seed % 2**32)  # noqa: NPY002 - the generator that scripts and libraries draw from
+            torch.manual_seed(self.seed)
+            self.seed = None
+        return model
+
+
+def _seed_next_receive(seed: int) -> None:
+    """Seed the script when it receives the next model."""
+    api = DataBus().get_data(CLIENT_API_KEY)
+    if api is None:
+        return
+    if not isinstance(api.receive, _Seeding):
+        api.receive = _Seeding(api.receive)
+    api.receive.seed = seed
+
+
+def _build_task(request: ScriptRequest) -> Shareable:
+    """Return a request as a task of FLARE's Client API."""
+    meta: dict[str, Any] = {REQUEST_KIND: request.kind}
+    if request.trainable:
+        meta[TRAINABLE] = dict(request.trainable)
+    shareable = DXO(DataKind.WEIGHTS, data=dict(request.params), meta=meta).to_shareable()
+    shareable.set_header(AppConstants.CURRENT_ROUND, request.round)
+    shareable.set_header(AppConstants.NUM_ROUNDS, request.total_rounds)
+    return shareable
+
+
+def _read_reply(shareable: Shareable) -> ScriptReply:
+    """Return what the script sent.
+
+    Raises:
+        ScriptFailed: it is neither a model nor metrics.
+    """
+    dxo = from_shareable(shareable)
+    if dxo.data_kind == DataKind.METRICS:
+        return ScriptReply(metrics=dxo.data, meta=dxo.meta)
+    if dxo.data_kind not in (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF):
+        raise ScriptFailed(f"the script sent {dxo.data_kind}; expected an FLModel with params or metrics")
+    metrics = dxo.meta.get(MetaKey.INITIAL_METRICS) or {}
+    return ScriptReply(dxo.data, dxo.data_kind == DataKind.WEIGHT_DIFF, metrics, dxo.meta)

@@ -1,0 +1,174 @@
+"""A training script in a process of its own, for a run without FLARE's simulator (``--env local``).
+
+FLARE's in-process Client API is one for a whole process, so every site needs its own. The process hosts the same
+:class:`~flare_sparse.flare.script.FlareScript` as a site of FLARE, so that a script behaves alike in every environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_context import FLContextManager
+from nvflare.apis.signal import Signal
+
+from ..task import SiteData
+from ..training.script_site import ScriptFailed, ScriptReply, ScriptRequest
+from .script import FlareScript
+
+STOP_S = 10.0
+"""Seconds after which a script that does not end is killed."""
+
+
+class ScriptProcess:
+    """Runs a site's script in a child process.
+
+    Args:
+        script: file of the script.
+        args: its command line.
+        data: location of the site's data.
+        folder: working folder of the script; its output is in ``output.log``.
+        code: folders of the modules that the script imports, besides its own.
+        threads: number of torch threads.
+    """
+
+    def __init__(
+        self, script: Path, args: str, data: SiteData, folder: Path, code: Sequence[Path] = (), threads: int = 1
+    ):
+        self._settings = (script.resolve(), args, data, folder.resolve(), threads)
+        self._code, self._folder = [str(path.resolve()) for path in (script.parent, *code)], folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: Connection | None = None
+        self._replies: Connection | None = None
+
+    def run(self, request: ScriptRequest) -> ScriptReply:
+        """Return the script's reply to a request; the first request starts the process.
+
+        Raises:
+            ScriptFailed: the script raised an exception or ended, or its process died.
+        """
+        if self._process is None:
+            self._start()
+        assert self._requests is not None, "the process has been started"
+        assert self._replies is not None, "the process has been started"
+        try:
+            _send(self._requests, request)
+            reply = _receive(self._replies)
+        except (EOFError, OSError) as error:
+            raise ScriptFailed(f"the script's process died; its output is in {self._folder / 'output.log'}") from error
+        if isinstance(reply, Exception):
+            raise reply
+        assert isinstance(reply, ScriptReply), "the process sends replies and errors"
+        return reply
+
+    def close(self) -> None:
+        """Stop the script and its process."""
+        if self._process is None:
+            return
+        for end in (self._requests, self._replies):
+            if end is not None:
+                end.close()
+        # The process ends when its requests end; a script that is stuck is killed.
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        request_end, self_requests = os.pipe()
+        self_replies, reply_end = os.pipe()
+        path = os.pathsep.join([*self._code, *filter(None, sys.path)])
+        with (self._folder / "output.log").open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
+                [sys.executable, "-m", __name__, str(request_end), str(reply_end)],
+                pass_fds=(request_end, reply_end),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        # Closed here, so that the death of the process ends the pipe.
+        os.close(request_end)
+        os.close(reply_end)
+        self._requests, self._replies = (
+            Connection(self_requests, readable=False),
+            Connection(self_replies, writable=False),
+        )
+        _send(self._requests, self._settings)
+
+
+def serve(requests: Connection, replies: Connection) -> None:
+    """Run the script and answer requests until there are no more."""
+    script_file, args, data, folder, threads = _receive(requests)
+    torch.set_num_threads(threads)
+    script = FlareScript(script_file, args, data, folder)
+    context = FLContextManager(_Engine(), identity_name=data.site, job_id="local").new_context()
+    context.set_prop(FLContextKey.WORKSPACE_OBJECT, _Workspace(script_file.parent), private=True, sticky=False)
+    context.set_prop(FLContextKey.CURRENT_JOB_ID, "local", private=False, sticky=True)
+    script.attach(context, Signal())
+    while True:
+        try:
+            request = _receive(requests)
+        except EOFError:
+            return
+        try:
+            reply: Any = script.run(request)
+        # Whatever fails, the site in the other process reports it.
+        except Exception as error:  # noqa: BLE001
+            reply = error
+        _send(replies, reply)
+
+
+class _Engine:
+    """Engine without events: metrics that a script logs stay in its process."""
+
+    def new_context(self) -> Any:
+        return FLContextManager(self).new_context()
+
+    def fire_event(self, event_type: str, fl_ctx: Any) -> None:
+        """Do nothing."""
+
+
+class _Workspace:
+    """The part of FLARE's workspace that the script's runner reads.
+
+    Args:
+        folder: folder of the script.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = str(folder)
+
+    def get_app_custom_dir(self, job_id: str) -> str:
+        return self._folder
+
+
+def _send(connection: Connection, value: object) -> None:
+    connection.send_bytes(pickle.dumps(value))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())  # noqa: S301 - from this package's own process, over a pipe
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    with suppress(BrokenPipeError):
+        serve(Connection(int(sys.argv[1])), Connection(int(sys.argv[2])))
+    # A script that is stuck holds a thread; leaving at once ends it with this process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

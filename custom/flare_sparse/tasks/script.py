@@ -1,0 +1,82 @@
+"""The task of a job whose sites train with a script of the user: its network and its metric; the script does the rest.
+
+The script is an ordinary script on FLARE's Client API (``flare.receive``, ``flare.send``). It reads the site's data,
+trains and evaluates; see :class:`flare_sparse.training.script_site.ScriptSite`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, final
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..task import Examples, Metric, SiteData, Task, TaskConfig
+
+
+class ScriptMetric(BaseModel):
+    """Which of the script's metrics compares rounds and models."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field("accuracy", min_length=1, description="its key in the metrics that the script sends")
+    mode: Literal["min", "max"] = Field("max", description="min: lower is better; max: higher is better")
+    unit: str = Field("", description="its unit, for tables and plots")
+
+
+class ScriptConfig(TaskConfig):
+    """Settings of a job with a training script."""
+
+    model: str = Field(
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$", description="dotted path of the network's class, such as model.Net"
+    )
+    model_args: dict[str, Any] = Field(default_factory=dict, description="arguments of the network's class, by name")
+    args: str = Field("", description="command line of the script, such as --epochs 2")
+    metric: ScriptMetric = Field(default_factory=ScriptMetric, description="metric that compares rounds and models")
+    weigh_by: Literal["steps", "examples", "equal"] = Field(
+        "steps",
+        description="n_k, the weight of a site: NUM_STEPS_CURRENT_ROUND or num_examples in the meta that the script "
+        "sends, or the same for all sites",
+    )
+
+
+@final
+class ScriptTask(Task):
+    """The network and the metric of a training script.
+
+    Args:
+        script: file of the script, relative to the configuration.
+        config: the settings.
+        model: a network of the class that the settings name, built from their arguments. FLARE builds it as a part of
+            the job's component, so that the site's allow-list decides about its class.
+    """
+
+    Config = ScriptConfig
+    config: ScriptConfig
+
+    def __init__(self, script: str, config: ScriptConfig | Mapping[str, Any], model: nn.Module):
+        super().__init__(config)
+        self.script = script
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"task.model: {self.config.model} is {type(model).__name__}; expected a torch nn.Module")
+        self._network = type(model)
+        chosen = self.config.metric
+        # The metric of a task is that of its class; here the settings name it. A script may send no metrics at all.
+        self.metric = Metric(chosen.name, chosen.unit, chosen.mode, may_be_undefined=True)  # type: ignore[misc]
+
+    def model(self) -> nn.Module:
+        return self._network(**self.config.model_args)
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        raise ConfigError("a training script reads the site's data itself; this command needs a task with load()")
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        raise ConfigError("a training script computes the loss itself; this command needs a task with loss()")
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        raise ConfigError("a training script predicts itself; this command needs a task with predict()")
+
+    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        raise ConfigError("a training script computes its metrics itself; this command needs a task with metrics()")

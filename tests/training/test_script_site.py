@@ -1,0 +1,239 @@
+"""What a script sends becomes an update; what is off stays off, whatever it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flare_sparse.errors import ConfigError, MetricsError, PolicyRefusal
+from flare_sparse.local.run import run_locally
+from flare_sparse.mask import Mask
+from flare_sparse.methods import METHODS
+from flare_sparse.params import Layout
+from flare_sparse.scores.snip import compute_saliency
+from flare_sparse.tasks.script import ScriptTask
+from flare_sparse.training import TrainingConfig
+from flare_sparse.training.script_site import (
+    GRADIENTS,
+    NUM_EXAMPLES,
+    NUM_STEPS,
+    ScriptFailed,
+    ScriptReply,
+    ScriptRequest,
+    ScriptSite,
+)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 1)
+
+
+class FakeScript:
+    """Records requests and sends the received tensors plus 1, or what ``change`` makes of the reply."""
+
+    def __init__(self, change: Callable[[ScriptRequest, ScriptReply], ScriptReply] = lambda request, reply: reply):
+        self.requests: list[ScriptRequest] = []
+        self._change = change
+
+    def run(self, request: ScriptRequest) -> ScriptReply:
+        self.requests.append(request)
+        if request.kind == "evaluate":
+            reply = ScriptReply(metrics={"accuracy": 0.25})
+        else:
+            trained = {name: value + 1 for name, value in request.params.items()}
+            reply = ScriptReply(trained, metrics={"accuracy": 0.5}, meta={NUM_STEPS: 7, NUM_EXAMPLES: 70})
+        return self._change(request, reply)
+
+
+TASK = ScriptTask("client.py", {"model": "tests.Net", "weigh_by": "steps"}, Net())
+LAYOUT = Layout.from_module(Net())
+START = torch.arange(LAYOUT.size, dtype=torch.float32)
+
+
+def site(script: FakeScript, weigh_by: Any = "steps") -> ScriptSite:
+    return ScriptSite("site-1", TASK, LAYOUT, 3, script, rounds=4, weigh_by=weigh_by)
+
+
+def replying(**changes: Any) -> FakeScript:
+    """Return a script whose training replies have these fields."""
+    return FakeScript(lambda request, reply: ScriptReply(**{**vars(reply), **changes}))
+
+
+def train(own_site: ScriptSite, mask: Mask | None = None, start: Tensor = START) -> Tensor:
+    return own_site.train(start, mask or Mask.full(LAYOUT.size), TrainingConfig(), 2)
+
+
+def test_script_receives_the_complete_state_dict_and_flares_round() -> None:
+    script = FakeScript()
+    train(site(script))
+    request = script.requests[0]
+    assert list(request.params) == list(Net().state_dict())
+    assert torch.equal(LAYOUT.flatten(dict(request.params)), START)
+    # FLARE counts rounds from 0.
+    assert (request.kind, request.round, request.total_rounds, dict(request.trainable)) == ("train", 1, 4, {})
+
+
+def test_entries_that_are_off_keep_their_bits_whatever_the_script_sends() -> None:
+    bits = torch.rand(LAYOUT.size, generator=torch.Generator().manual_seed(0)) < 0.5
+    script = FakeScript()
+    trained = train(site(script), Mask(bits))
+    assert torch.equal(trained, torch.where(bits, START + 1, START))
+    assert torch.equal(LAYOUT.flatten({k: v.float() for k, v in script.requests[0].trainable.items()}) > 0, bits)
+
+
+def test_delta_is_added_to_the_received_values() -> None:
+    delta = {name: torch.full(value.shape, 0.5) for name, value in Net().named_parameters()}
+    trained = train(site(replying(params=delta, is_delta=True)))
+    expected = START.clone()
+    expected[: LAYOUT.trainable_size] += 0.5
+    assert torch.equal(trained, expected)
+
+
+def test_tensors_that_are_not_sent_keep_their_values_and_numpy_arrays_are_read() -> None:
+    trained = LAYOUT.unflatten(train(site(replying(params={"last.bias": torch.tensor([9.0]).numpy()}))))
+    before = LAYOUT.unflatten(START)
+    assert trained["last.bias"].tolist() == [9.0]
+    assert all(torch.equal(trained[name], before[name]) for name in before if name != "last.bias")
+
+
+@pytest.mark.parametrize(
+    ("weigh_by", "meta", "expected"),
+    [("steps", {NUM_STEPS: 7}, 7), ("steps", {NUM_STEPS: torch.tensor(7)}, 7), ("examples", {NUM_EXAMPLES: 70.0}, 70),
+     ("equal", {}, 1)],
+)  # fmt: skip
+def test_n_k_is_what_the_job_names(weigh_by: str, meta: dict[str, Any], expected: int) -> None:
+    own_site = site(replying(meta=meta), weigh_by)
+    assert own_site.num_examples == 0
+    train(own_site)
+    assert own_site.num_examples == expected
+
+
+def test_n_k_survives_a_restart_in_the_memory_of_the_site() -> None:
+    first = site(FakeScript())
+    train(first)
+    second = site(FakeScript())
+    second.memory = dict(first.memory)
+    assert second.num_examples == 7
+
+
+def test_usage_is_what_the_script_reports_for_the_update() -> None:
+    own_site = site(FakeScript())
+    own_site.reset_usage()
+    train(own_site)
+    assert (own_site.usage.examples, own_site.usage.batches) == (70, 7)
+    own_site.reset_usage()
+    assert (own_site.usage.examples, own_site.usage.batches) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"meta": {}}, "the script sent no NUM_STEPS_CURRENT_ROUND"),
+        ({"meta": {NUM_STEPS: 2.5}}, "expected a whole number from 0"),
+        ({"meta": {NUM_STEPS: "many"}}, "expected a whole number from 0"),
+        ({"params": None}, "the script sent no params"),
+        ({"params": {"head.bias": torch.zeros(1)}}, "params has 'head.bias', which the network Net"),
+        ({"params": {"last.bias": torch.zeros(2)}}, r"params\['last.bias'\] has the shape \(2,\)"),
+    ],
+)
+def test_unusable_replies_are_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScriptFailed, match=message):
+        train(site(replying(**changes)))
+
+
+def test_metrics_of_the_received_model_need_no_second_request() -> None:
+    script = FakeScript()
+    own_site = site(script)
+    train(own_site)
+    assert own_site.evaluate(START.clone()) == {"accuracy": 0.5}
+    assert own_site.evaluate(START + 1) == {"accuracy": 0.25}
+    assert [request.kind for request in script.requests] == ["train", "evaluate"]
+
+
+def test_script_without_metrics_is_not_asked_twice() -> None:
+    script = replying(metrics={})
+    own_site = site(script)
+    train(own_site)
+    assert own_site.evaluate(START) == {}
+    assert len(script.requests) == 1
+
+
+def test_metrics_are_finite_numbers_and_the_main_one_may_be_in_the_meta() -> None:
+    metrics = {"loss": torch.tensor(2.0), "broken": float("nan"), "text": "x"}
+    own_site = site(replying(metrics=metrics, meta={NUM_STEPS: 1, "accuracy": 0.75}))
+    train(own_site)
+    assert own_site.evaluate(START) == {"loss": 2.0, "accuracy": 0.75}
+
+
+def test_metrics_without_the_main_one_are_refused_by_name() -> None:
+    with pytest.raises(MetricsError, match="no finite 'accuracy'.*they are auc"):
+        train(site(replying(metrics={"auc": 0.7})))
+
+
+def test_scores_of_a_script_that_knows_none_are_those_of_one_training() -> None:
+    saliency = compute_saliency(site(FakeScript()), START, batch_size=8, batches=1, t=0)
+    expected = START.clone()
+    # Training moves every entry by 1, so |w * (w_before - w_after)| = |w|; running statistics have no score.
+    expected[LAYOUT.trainable_size :] = 0
+    assert torch.equal(saliency, expected)
+
+
+def test_gradients_of_a_script_are_averaged_by_the_sizes_of_their_minibatches() -> None:
+    gradients = {name: torch.stack([torch.ones(p.shape), -3 * torch.ones(p.shape)]) for name, p in Net().named_parameters()}
+    script = replying(params=gradients, meta={NUM_STEPS: 1, GRADIENTS: [8, 4]})
+    weights = torch.ones(LAYOUT.size)
+    saliency = compute_saliency(site(script), weights, batch_size=8, batches=None, t=0)
+    assert torch.allclose(saliency[: LAYOUT.trainable_size], torch.tensor((1.0 * 1 + 3.0 * 0.5) / 1.5))
+
+
+def test_prescribed_training_smaller_networks_and_examples_are_refused() -> None:
+    own_site = site(FakeScript())
+    with pytest.raises(ConfigError, match="which a training script decides itself"):
+        own_site.train(START, Mask.full(LAYOUT.size), TrainingConfig(), 1, steps=3)
+    with pytest.raises(ConfigError, match="cannot train a smaller one"):
+        own_site.narrow(Mask(START > 3))
+    assert own_site.narrow(Mask.full(LAYOUT.size)) is own_site
+    with pytest.raises(PolicyRefusal, match="withhold_isolated"):
+        own_site.collect_linear_inputs(START, 4)
+
+
+SERVABLE = sorted(
+    name
+    for name, method in METHODS.items()
+    if method.Config().script_blocker is None and not name.endswith("lora")
+)
+
+
+def test_methods_that_ask_for_training_and_evaluation_serve_a_script() -> None:
+    expected = ["dssgd", "fedavg", "fedavg_ft", "fedsparsify", "local_only", "neurosfl", "scbf", "topk_ef"]
+    assert expected == SERVABLE
+
+
+@pytest.mark.parametrize("name", SERVABLE)
+def test_method_runs_over_scripts(name: str) -> None:
+    settings = {"rounds": 2} | ({"sparsity": 0.5} if name == "neurosfl" else {})
+    method = METHODS[name](METHODS[name].Config.model_validate(settings), LAYOUT, 1)
+    scripts = {f"site-{i}": FakeScript() for i in (1, 2)}
+    sites = {key: ScriptSite(key, TASK, LAYOUT, 1, script, 2, "steps") for key, script in scripts.items()}
+    outcome, _ = run_locally(method, START.clone(), sites, TASK.metric, on_site_error=_raise)
+    assert outcome.rounds[-1].evaluation.overall["accuracy"] in (0.25, 0.5)
+    kinds = {request.kind for script in scripts.values() for request in script.requests}
+    assert kinds == {"train", "evaluate"} | ({"score"} if name == "neurosfl" else set())
+    # The record says that the scores are not SNIP's.
+    events = [(event.event, event.site) for record in outcome.rounds for event in record.events]
+    expected = [("scores_by_training", site) for site in sites] if name == "neurosfl" else []
+    assert events == expected
+
+
+def _raise(site: str, error: Exception) -> None:
+    raise error
+
+
