@@ -9,8 +9,8 @@ from typing import Any
 import nvflare.client as flare
 import pytest
 import torch
-from toy import Plain, Toy, ToyBench
 from torch import nn
+from toy import Plain, Toy, ToyBench
 
 from flare_sparse import client as sparse
 from flare_sparse.data.source import DATA_VARIABLE
@@ -60,7 +60,9 @@ def test_entries_that_are_off_do_not_move_while_the_block_trains(name: str) -> N
         assert torch.equal(value[~live[key]], received.params[key][~live[key]])
         assert bool((value[live[key]] != received.params[key][live[key]]).any())
     train(net, optimizer, steps=1)
-    assert any(bool((value[~live[key]] != received.params[key][~live[key]]).any()) for key, value in net.named_parameters())
+    assert any(
+        bool((value[~live[key]] != received.params[key][~live[key]]).any()) for key, value in net.named_parameters()
+    )
 
 
 def test_masked_block_trains_as_the_loop_of_a_task_does() -> None:

@@ -31,6 +31,7 @@ from flare_sparse.methods.neurosfl import NeuroSFL
 from flare_sparse.params import Layout
 from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
 from flare_sparse.tasks import TASKS
+from flare_sparse.tasks.script import ScriptTask
 
 
 class ToyConfig(TaskConfig):
@@ -342,6 +343,41 @@ def test_user_task_beside_the_file_is_loaded(file: Path) -> None:
     assert type(build_task(config, kind)) is kind
     assert parse_job(serialize_job(config), kind) == config.job
     assert "no such field. Did you mean 'depth'?" in load_problems(file, own, "task.deph=1")[0]
+
+
+SCRIPT = "task={script: client.py, model: nets.Net, args: '--epochs 2', metric: {name: dice, unit: ''}}"
+
+
+def test_script_is_a_task_with_settings_of_its_own(file: Path) -> None:
+    config = load_config(file, ["method={name: fedavg}", SCRIPT])
+    assert serialize_job(config)["task"] == {
+        "script": "client.py",
+        "model": "nets.Net",
+        "model_args": {},
+        "args": "--epochs 2",
+        "metric": {"name": "dice", "mode": "max", "unit": ""},
+        "weigh_by": "steps",
+    }
+    assert parse_job(serialize_job(config), ScriptTask) == config.job
+    with pytest.raises(ConfigError, match="built by load_task"):
+        build_task(config)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("task.script=../client.py", "expected a file such as client.py, in the folder of the configuration"),
+        ("task.script=/etc/client.py", "expected a file such as client.py"),
+        ("task.script=client.sh", "expected a file such as client.py"),
+        ("task.model=Net", "task.model"),
+        ("task.weigh_by=size", "one of steps, examples, equal"),
+        ("method.training.lr=0.5", "give the script its settings in task.args"),
+        ("method={name: metagater, rounds: 1}", "which a training script does not do"),
+    ],
+)
+def test_what_a_script_cannot_do_is_refused_before_it_starts(file: Path, assignment: str, expected: str) -> None:
+    problems = load_problems(file, "method={name: fedavg}", SCRIPT, assignment)
+    assert expected in "\n".join(problems)
 
 
 def test_dotted_path_in_a_job_is_never_imported(file: Path) -> None:

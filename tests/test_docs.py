@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import re
 import shlex
 import sys
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import flare_sparse
 from flare_sparse.cli import app
-from flare_sparse.config import load_config
+from flare_sparse.config import load_config, serialize_job
 from flare_sparse.config.schema import list_partitions
 
 ROOT = Path(__file__).parents[1]
@@ -146,6 +146,8 @@ def test_imports_on_a_page_exist(page: Path) -> None:
         if str(node.module).split(".")[0] == "flare_sparse"
         for alias in node.names
         if not hasattr(importlib.import_module(str(node.module)), alias.name)
+        # A submodule is an attribute of its package once it has been imported.
+        and importlib.util.find_spec(f"{node.module}.{alias.name}") is None
     }
     assert missing == set()
 
@@ -271,6 +273,47 @@ def test_example_of_a_partitioned_cohort_gives_each_hospital_its_own_patients(ow
     result = CliRunner().invoke(app, ["check", str(own_task / "pooled.yaml")])
     assert result.exit_code == 0, result.output
     assert find_site_rows(result.output) == {"A": ["16", "4"], "B": ["16", "4"]}
+
+
+@pytest.fixture
+def own_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of docs/own-script.md, in a folder that is not the working directory."""
+    model, script = find_fenced_blocks("own-script.md", "python")[:2]
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "model.py").write_text(model)
+    (tmp_path / "study" / "client.py").write_text(script)
+    (tmp_path / "study" / "study.yaml").write_text(find_fenced_blocks("own-script.md", "yaml")[0])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "study"
+
+
+def test_example_of_own_script_learns(own_script: Path) -> None:
+    checked = CliRunner().invoke(app, ["check", "study/study.yaml"])
+    assert "PASS own code: client.py, model.py; travels with the job" in checked.output
+    done = CliRunner().invoke(app, ["run", "study/study.yaml", "--env", "local", "--out", "out"])
+    assert done.exit_code == 0, done.output
+    rounds = [yaml.safe_load(line) for line in Path("out/rounds.jsonl").read_text().splitlines()]
+    # The first evaluation is of the untrained model.
+    assert rounds[-1]["metrics"]["mse"] < 0.2 < rounds[0]["metrics"]["mse"]
+    assert flare_sparse.load_model("out")[0].weight.shape == (32, 12)
+
+
+def test_job_of_own_script_is_the_one_of_the_recipe(own_script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines that the page shows as the new job build the configuration that it shows."""
+    diff = find_fenced_blocks("own-script.md", "diff")[0]
+    lines = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
+    code = "\n".join(lines).split("recipe.execute")[0]
+    monkeypatch.syspath_prepend(str(own_script))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    monkeypatch.chdir(own_script)
+    scope: dict[str, Any] = {}
+    exec(compile(code, "job.py", "exec"), scope)
+    scope["recipe"].export("jobs")
+    settings = yaml.safe_load(Path("jobs/study/app/config/flare_sparse.yaml").read_text())
+    expected = serialize_job(load_config("study.yaml", ["seed=0", "federation.min_sites=2"]))
+    assert settings == expected
+    assert {path.name for path in Path("jobs/study/app/custom").iterdir()} == {"client.py", "model.py", "flare_sparse"}
+    monkeypatch.delitem(sys.modules, "model", raising=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

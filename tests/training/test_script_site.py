@@ -174,7 +174,7 @@ def test_metrics_are_finite_numbers_and_the_main_one_may_be_in_the_meta() -> Non
 
 
 def test_metrics_without_the_main_one_are_refused_by_name() -> None:
-    with pytest.raises(MetricsError, match="no finite 'accuracy'.*they are auc"):
+    with pytest.raises(MetricsError, match=r"no finite 'accuracy'.*they are auc"):
         train(site(replying(metrics={"auc": 0.7})))
 
 
@@ -187,7 +187,9 @@ def test_scores_of_a_script_that_knows_none_are_those_of_one_training() -> None:
 
 
 def test_gradients_of_a_script_are_averaged_by_the_sizes_of_their_minibatches() -> None:
-    gradients = {name: torch.stack([torch.ones(p.shape), -3 * torch.ones(p.shape)]) for name, p in Net().named_parameters()}
+    gradients = {
+        name: torch.stack([torch.ones(p.shape), -3 * torch.ones(p.shape)]) for name, p in Net().named_parameters()
+    }
     script = replying(params=gradients, meta={NUM_STEPS: 1, GRADIENTS: [8, 4]})
     weights = torch.ones(LAYOUT.size)
     saliency = compute_saliency(site(script), weights, batch_size=8, batches=None, t=0)
@@ -206,9 +208,7 @@ def test_prescribed_training_smaller_networks_and_examples_are_refused() -> None
 
 
 SERVABLE = sorted(
-    name
-    for name, method in METHODS.items()
-    if method.Config().script_blocker is None and not name.endswith("lora")
+    name for name, method in METHODS.items() if method.Config().script_blocker is None and not name.endswith("lora")
 )
 
 
@@ -235,5 +235,3 @@ def test_method_runs_over_scripts(name: str) -> None:
 
 def _raise(site: str, error: Exception) -> None:
     raise error
-
-

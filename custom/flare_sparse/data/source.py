@@ -43,6 +43,12 @@ class SiteFile(BaseModel):
     )
 
 
+def has_site_data(local_dir: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether one of the sources of :func:`find_site_data` is present."""
+    is_set = any(environment.get(name) for name in (SITE_FILE_VARIABLE, DATA_VARIABLE))
+    return is_set or (local_dir is not None and (local_dir / LOCAL_FILE).is_file())
+
+
 def find_site_data(site: str, local_dir: Path | None, environment: Mapping[str, str] = os.environ) -> SiteData:
     """Return the location of a site's data, from the first of three sources that is present.
 

@@ -15,8 +15,8 @@ DETAILS: Mapping[str, str] = {
     CHECKPOINT_DAMAGED: "checkpoint {sequence:08d} failed its checksums and is not used",
     MEMORY_DROPPED: "the site restarted without the checkpoint of update {sequence}, which the server has; what the "
     "site adds to its next update (a rounding residual, the method's memory) starts from zero",
-    SCORES_BY_TRAINING: "the site's training script sends no gradients: its scores are |w * (w_before - w_after)| of one "
-    "local training in place of |w * dL/dw| (attempt {sequence})",
+    SCORES_BY_TRAINING: "the site's training script sends no gradients: its scores are |w * (w_before - w_after)| of "
+    "one local training in place of |w * dL/dw| (attempt {sequence})",
 }
 """Text of each event in the run's record. A site sends codes and numbers only, so no text of a site enters a record."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +13,15 @@ import yaml
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.job_config.api import FedJob
 from nvflare.recipe.spec import Recipe
+from torch import nn
 
 import flare_sparse
 
-from ..config import JobConfig, serialize_job
+from ..config import JobConfig, list_user_code, parse_job, serialize_job
 from ..errors import ConfigError
+from ..params import Layout
 from ..tasks.script import ScriptConfig, ScriptTask
+from ..training.script_site import WeighBy
 from .aggregator import StagingAggregator
 from .controller import FederatedController
 from .executor import SparseExecutor
@@ -80,6 +84,67 @@ class SparseRecipe(Recipe):
             )
         self._add_modules(job, modules)
 
+    @classmethod
+    def from_script(
+        cls,
+        *,
+        train_script: str | Path,
+        model: nn.Module | Mapping[str, Any],
+        method: Mapping[str, Any] | str,
+        rounds: int,
+        name: str = "sparse",
+        train_args: str = "",
+        min_clients: int = 1,
+        metric: Mapping[str, Any] | str = "accuracy",
+        weigh_by: WeighBy = "steps",
+        seed: int = 0,
+        packaging: Packaging = "byoc",
+        **sections: Mapping[str, Any],
+    ) -> SparseRecipe:
+        """Return the recipe of a training script on FLARE's Client API, as FLARE's ``FedAvgRecipe`` takes it.
+
+            recipe = SparseRecipe.from_script(
+                train_script="client.py", model=Net(), method={"name": "fedsparsify", "sparsity": 0.9}, rounds=10
+            )
+            recipe.execute(SimEnv(num_clients=2))
+
+        Args:
+            train_script: the script; modules beside it that it imports travel with the job.
+            model: the network, or ``{"class_path": "model.Net", "args": {...}}`` if its class needs arguments.
+            method: name and settings of the method, such as ``{"name": "neurosfl", "sparsity": 0.9}``, or its name.
+            rounds: number of rounds.
+            name: name of the job.
+            train_args: command line of the script.
+            min_clients: quorum of a round.
+            metric: key of the metric in what the script sends, or its ``name``, ``mode`` and ``unit``.
+            weigh_by: what weighs a site: its ``steps``, its ``examples``, or ``equal``.
+            seed: seed of the run.
+            packaging: as in the constructor; the script travels with both.
+            sections: further sections of a configuration, such as ``wire={"values": "bfloat16"}``.
+
+        Raises:
+            ConfigError: the settings are invalid, or the network cannot be built from its class.
+        """
+        script = Path(train_script).resolve()
+        class_path, model_args = _describe_network(model)
+        data = {
+            "name": name,
+            "seed": seed,
+            "method": {**({"name": method} if isinstance(method, str) else method), "rounds": rounds},
+            "task": {
+                "script": script.name,
+                "model": class_path,
+                "model_args": model_args,
+                "args": train_args,
+                "metric": {"name": metric} if isinstance(metric, str) else dict(metric),
+                "weigh_by": weigh_by,
+            },
+            **sections,
+        }
+        data["federation"] = {"min_sites": min_clients, **sections.get("federation", {})}
+        config = parse_job(data, ScriptTask)
+        return cls(config, packaging=packaging, modules=list_user_code(config, script.parent))
+
     def _add_server_components(self, job: FedJob, tensorboard: bool, tracker: MlflowTracker | None) -> None:
         job.to_server(FederatedController(), id="controller")
         job.to_server(ServerSession(), id=SERVER_ID)
@@ -130,6 +195,33 @@ class SparseRecipe(Recipe):
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
         for add in (job.add_file_to_server, job.add_file_to_clients):
             add(str(copy), dest_dir=source.name, app_folder_type="custom")
+
+
+def _describe_network(model: nn.Module | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the dotted path of a network's class and the arguments that build it.
+
+    Raises:
+        ConfigError: the class cannot be imported at a site, or needs arguments that are not given.
+    """
+    if not isinstance(model, nn.Module):
+        return str(model["class_path"]), dict(model.get("args", {}))
+    network = type(model)
+    if network.__module__ == "__main__" or "<" in network.__qualname__:
+        raise ConfigError(
+            f"model: {network.__qualname__} is defined in the running script or notebook, which no site can import; "
+            "move its class to a module beside the training script, such as model.py"
+        )
+    class_path = f"{network.__module__}.{network.__qualname__}"
+    try:
+        is_same = Layout.from_module(network()).fingerprint == Layout.from_module(model).fingerprint
+    except TypeError:
+        is_same = False
+    if not is_same:
+        raise ConfigError(
+            f"model: server and sites build the network from its class, and {class_path}() builds another one; give "
+            f'its arguments: model={{"class_path": "{class_path}", "args": {{...}}}}'
+        )
+    return class_path, {}
 
 
 def describe_user_task(config: JobConfig) -> dict[str, Any]:

@@ -47,11 +47,11 @@ class FlareScript:
     Args:
         script: file of the script.
         args: its command line.
-        data: location of the site's data, which the script finds in ``FLARE_SPARSE_DATA``.
+        data: location of the site's data, which the script finds in ``FLARE_SPARSE_DATA``; None: the site has set none.
         folder: receives a copy of the site file, from which ``flare_sparse.client.site_data`` reads.
     """
 
-    def __init__(self, script: Path, args: str, data: SiteData, folder: Path):
+    def __init__(self, script: Path, args: str, data: SiteData | None, folder: Path):
         self._script, self._args, self._data, self._folder = script, args, data, folder
         self._executor: ClientAPIExecutor | None = None
         self._context: FLContext | None = None
@@ -88,8 +88,9 @@ class FlareScript:
             raise ConfigError(
                 f"task.script: {self._script.name} did not come with the job; export it again (flare-sparse export)"
             )
-        os.environ[SITE_FILE_VARIABLE] = write_site_files(self._folder, [self._data])
-        os.environ[DATA_VARIABLE] = str(self._data.path.absolute())
+        if self._data is not None:
+            os.environ[SITE_FILE_VARIABLE] = write_site_files(self._folder, [self._data])
+            os.environ[DATA_VARIABLE] = str(self._data.path.absolute())
         DataBus().subscribe([TOPIC_ABORT], self._remember_failure)
         executor = ClientAPIExecutor(
             execution_mode=ExecutionMode.IN_PROCESS,

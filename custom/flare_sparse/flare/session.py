@@ -16,7 +16,7 @@ from ..assemble import Assembly, assemble, open_checkpoints, open_script_site, o
 from ..capabilities import local_capabilities
 from ..config import JobConfig, parse_job
 from ..config.yaml_files import read_yaml
-from ..data.source import find_site_data
+from ..data.source import find_site_data, has_site_data
 from ..endpoints.request_log import RequestLog
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
@@ -147,7 +147,7 @@ class SiteSession(FLComponent):
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
             local = Path(get_workspace(fl_ctx).get_site_config_dir())
-            site = self._open_site(assembly, find_site_data(name, local), fl_ctx)
+            site = self._open_site(assembly, name, local, fl_ctx)
             root = find_checkpoint_folder(get_workspace(fl_ctx), name)
             store = open_checkpoints(job, assembly, root, name) if root else None
             if root is not None and store is not None:
@@ -166,15 +166,18 @@ class SiteSession(FLComponent):
         if self._script is not None:
             self._script.attach(fl_ctx, abort_signal)
 
-    def _open_site(self, assembly: Assembly, data: SiteData, fl_ctx: FLContext) -> Site:
+    def _open_site(self, assembly: Assembly, name: str, local: Path, fl_ctx: FLContext) -> Site:
         task = assembly.task
         if not isinstance(task, ScriptTask):
-            return open_site(assembly, data)
+            return open_site(assembly, find_site_data(name, local))
+        # A script may know itself where its data lies, so a site need not say it.
+        data = find_site_data(name, local) if has_site_data(local) else None
         workspace, job_id = get_workspace(fl_ctx), fl_ctx.get_job_id()
         # The name alone: a job must not name a file elsewhere on this machine, only the one that came as its code.
         script = Path(workspace.get_app_custom_dir(job_id)) / Path(task.script).name
         self._script = FlareScript(script, task.config.args, data, Path(workspace.get_run_dir(job_id)) / "script")
-        return open_script_site(assembly, data, self._script, task.config.weigh_by)
+        location = data or SiteData(name, Path())
+        return open_script_site(assembly, location, self._script, task.config.weigh_by)
 
     def build_hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
         """Return the message with which this site introduces itself: its versions and its limits on uploads.

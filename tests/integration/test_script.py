@@ -1,0 +1,125 @@
+"""A training script in real FLARE jobs in the simulator, and its failure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from flare_sparse import load_model
+from flare_sparse.cli.environments import run_in_simulator
+from flare_sparse.cli.local import run_config_locally
+from flare_sparse.config import load_config
+from flare_sparse.flare.launch.ending import JobFailed
+
+SCRIPT = """
+import sys
+import nvflare.client as flare
+import torch
+from flare_sparse import client as sparse
+from study.nets import Net
+
+flare.init()
+site = flare.get_site_name()
+assert sparse.site_data().path.is_dir()
+x = torch.randn(80, 12, generator=torch.Generator().manual_seed(int(site[-1])))
+y = x[:, :3].sum(1, keepdim=True)
+net, loss = Net(16), torch.nn.MSELoss()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+while flare.is_running():
+    received = flare.receive()
+    net.load_state_dict(received.params)
+    if "fail" in sys.argv and site == "site-2":
+        raise KeyError("subject " + "-".join(("CANARY", "4711")))
+    meta = {"NUM_STEPS_CURRENT_ROUND": 4}
+    if sparse.wants_scores(received):
+        sparse.send_scores(net, [(x[:20], y[:20])], lambda net, batch: loss(net(batch[0]), batch[1]), meta)
+        continue
+    net.eval()
+    metrics = {"mse": float(loss(net(x[60:]), y[60:])), "test_examples": 20}
+    if flare.is_evaluate():
+        flare.send(flare.FLModel(metrics=metrics))
+        continue
+    net.train()
+    with sparse.masked(net, optimizer, received):
+        for rows in torch.randperm(60).split(15):
+            optimizer.zero_grad()
+            loss(net(x[rows]), y[rows]).backward()
+            optimizer.step()
+    flare.send(flare.FLModel(params=net.state_dict(), metrics=metrics, meta=meta))
+"""
+
+NET = """
+from torch import nn
+from .width import DEFAULT
+
+class Net(nn.Sequential):
+    def __init__(self, width=DEFAULT):
+        super().__init__(nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
+"""
+
+
+def configuration(folder: Path, args: str = "", **method: Any) -> Path:
+    """Write a script, a package with its network and a configuration."""
+    (folder / "study").mkdir(parents=True)
+    (folder / "client.py").write_text(SCRIPT)
+    (folder / "study" / "__init__.py").write_text("")
+    (folder / "study" / "nets.py").write_text(NET)
+    (folder / "study" / "width.py").write_text("DEFAULT = 4")
+    task = {
+        "script": "client.py",
+        "model": "study.nets.Net",
+        "model_args": {"width": 16},
+        "args": args,
+        "metric": {"name": "mse", "mode": "min"},
+    }
+    content = {
+        "name": "script",
+        "seed": 3,
+        "method": {"name": "neurosfl", "sparsity": 0.7, "rounds": 3, **method},
+        "task": task,
+        "simulator": {"sites": 2, "data": {"path": str(folder), "partition": {"kind": "shared"}}},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    return folder / "config.yaml"
+
+
+def run(file: Path, out: Path) -> dict[str, Any]:
+    return run_in_simulator(load_config(file), file, out, Console(quiet=True))
+
+
+@pytest.mark.slow
+def test_script_in_the_simulator_ends_with_the_bits_of_a_local_run(tmp_path: Path) -> None:
+    """The package and the helper travel; the mask holds; the model loads from the record alone."""
+    file = configuration(tmp_path / "config")
+    simulated = run(file, tmp_path / "sim")
+    local = run_config_locally(load_config(file), file, tmp_path / "local", console=Console(quiet=True))
+    assert simulated["model_sha256"] == local["model_sha256"]
+    assert simulated["final"] == local["final"]
+    rounds = [json.loads(line) for line in (tmp_path / "sim" / "rounds.jsonl").read_text().splitlines()]
+    assert rounds[-1]["metrics"]["mse"] < rounds[1]["metrics"]["mse"]
+    (tmp_path / "config").rename(tmp_path / "moved")
+    weight = load_model(tmp_path / "sim")[0].weight
+    assert weight.shape == (16, 12)
+    assert 0.5 < float((weight == 0).float().mean()) < 0.9
+
+
+@pytest.mark.slow
+def test_failing_script_costs_its_own_site_only_and_its_text_stays_there(tmp_path: Path) -> None:
+    file = configuration(tmp_path / "config", "fail", name="topk_ef", sparsity=None)
+    content = yaml.safe_load(file.read_text())
+    content["method"] = {"name": "topk_ef", "fraction": 0.2, "rounds": 1}
+    file.write_text(yaml.safe_dump(content))
+    try:
+        run(file, tmp_path / "sim")
+    except JobFailed as error:  # pragma: no cover
+        pytest.fail(str(error))
+    record = (tmp_path / "sim" / "rounds.jsonl").read_text()
+    assert json.loads(record.splitlines()[0])["rejected"] == {"site-2": "E_SCRIPT"}
+    assert "CANARY-4711" not in record
+    report = tmp_path / "sim" / "workspace" / "script" / "site-2" / "simulate_job" / "site_error.txt"
+    assert "KeyError: 'subject CANARY-4711'" in report.read_text()
