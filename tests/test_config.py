@@ -355,6 +355,7 @@ def test_script_is_a_task_with_settings_of_its_own(file: Path) -> None:
         "model": "nets.Net",
         "model_args": {},
         "args": "--epochs 2",
+        "launch": "",
         "metric": {"name": "dice", "mode": "max", "unit": ""},
         "weigh_by": "steps",
     }

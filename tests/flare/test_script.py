@@ -14,6 +14,7 @@ from flare_sparse.training.script_site import ScriptFailed, ScriptRequest
 
 SCRIPT = """
 import random, sys
+from pathlib import Path
 import numpy as np
 import torch
 import nvflare.client as flare
@@ -26,7 +27,8 @@ if "end" in sys.argv:
     sys.exit(0)
 while flare.is_running():
     received = flare.receive()
-    if "fail" in sys.argv:
+    if "fail" in sys.argv or ("once" in sys.argv and not Path("failed").exists()):
+        Path("failed").touch()
         raise KeyError("subject 4711")
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     metrics = {"accuracy": 0.5, "round": received.current_round, "rounds": received.total_rounds}
@@ -89,8 +91,13 @@ def test_exception_and_early_end_of_a_script_are_explained(start: Callable[..., 
     process = start("fail")
     with pytest.raises(ScriptFailed, match=r"(?s)script client.py: .*client.py.*KeyError: 'subject 4711'"):
         process.run(request())
-    # A script that failed does not start again by itself: each further request names the first cause.
-    with pytest.raises(ScriptFailed, match="KeyError: 'subject 4711'"):
-        process.run(request())
     with pytest.raises(ScriptFailed, match=r"it ended before it sent a result: its loop must go on"):
         start("end").run(request())
+
+
+def test_next_request_starts_a_script_again_that_has_failed(start: Callable[..., ScriptProcess]) -> None:
+    process = start("once")
+    with pytest.raises(ScriptFailed, match="KeyError: 'subject 4711'"):
+        process.run(request())
+    assert process.run(request()).metrics["accuracy"] == 0.5
+    assert process.run(request("evaluate")).metrics["accuracy"] == 0.5

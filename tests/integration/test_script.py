@@ -14,7 +14,6 @@ from flare_sparse import load_model
 from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
-from flare_sparse.flare.launch.ending import JobFailed
 
 SCRIPT = """
 import sys
@@ -46,7 +45,7 @@ while flare.is_running():
         continue
     net.train()
     with sparse.masked(net, optimizer, received):
-        for rows in torch.randperm(60).split(15):
+        for rows in torch.randperm(60, generator=torch.Generator().manual_seed(received.current_round)).split(15):
             optimizer.zero_grad()
             loss(net(x[rows]), y[rows]).backward()
             optimizer.step()
@@ -63,7 +62,7 @@ class Net(nn.Sequential):
 """
 
 
-def configuration(folder: Path, args: str = "", **method: Any) -> Path:
+def configuration(folder: Path, args: str = "") -> Path:
     """Write a script, a package with its network and a configuration."""
     (folder / "study").mkdir(parents=True)
     (folder / "client.py").write_text(SCRIPT)
@@ -80,7 +79,7 @@ def configuration(folder: Path, args: str = "", **method: Any) -> Path:
     content = {
         "name": "script",
         "seed": 3,
-        "method": {"name": "neurosfl", "sparsity": 0.7, "rounds": 3, **method},
+        "method": {"name": "neurosfl", "sparsity": 0.7, "rounds": 3},
         "task": task,
         "simulator": {"sites": 2, "data": {"path": str(folder), "partition": {"kind": "shared"}}},
     }
@@ -88,15 +87,16 @@ def configuration(folder: Path, args: str = "", **method: Any) -> Path:
     return folder / "config.yaml"
 
 
-def run(file: Path, out: Path) -> dict[str, Any]:
-    return run_in_simulator(load_config(file), file, out, Console(quiet=True))
+def run(file: Path, out: Path, *overrides: str) -> dict[str, Any]:
+    return run_in_simulator(load_config(file, overrides), file, out, Console(quiet=True))
 
 
 @pytest.mark.slow
-def test_script_in_the_simulator_ends_with_the_bits_of_a_local_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launch", ["", "python"])
+def test_script_in_the_simulator_ends_with_the_bits_of_a_local_run(launch: str, tmp_path: Path) -> None:
     """The package and the helper travel; the mask holds; the model loads from the record alone."""
     file = configuration(tmp_path / "config")
-    simulated = run(file, tmp_path / "sim")
+    simulated = run(file, tmp_path / "sim", f"task.launch={launch!r}")
     local = run_config_locally(load_config(file), file, tmp_path / "local", console=Console(quiet=True))
     assert simulated["model_sha256"] == local["model_sha256"]
     assert simulated["final"] == local["final"]
@@ -110,14 +110,8 @@ def test_script_in_the_simulator_ends_with_the_bits_of_a_local_run(tmp_path: Pat
 
 @pytest.mark.slow
 def test_failing_script_costs_its_own_site_only_and_its_text_stays_there(tmp_path: Path) -> None:
-    file = configuration(tmp_path / "config", "fail", name="topk_ef", sparsity=None)
-    content = yaml.safe_load(file.read_text())
-    content["method"] = {"name": "topk_ef", "fraction": 0.2, "rounds": 1}
-    file.write_text(yaml.safe_dump(content))
-    try:
-        run(file, tmp_path / "sim")
-    except JobFailed as error:  # pragma: no cover
-        pytest.fail(str(error))
+    file = configuration(tmp_path / "config", "fail")
+    run(file, tmp_path / "sim", "method={name: topk_ef, fraction: 0.2, rounds: 1}")
     record = (tmp_path / "sim" / "rounds.jsonl").read_text()
     assert json.loads(record.splitlines()[0])["rejected"] == {"site-2": "E_SCRIPT"}
     assert "CANARY-4711" not in record

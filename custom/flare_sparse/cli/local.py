@@ -13,7 +13,7 @@ from rich.console import Console
 from ..assemble import Assembly, assemble, build_rules, open_checkpoints, open_script_site, open_site
 from ..config import RunConfig, list_user_code, load_task
 from ..config.user_tasks import find_script
-from ..errors import format_site_error
+from ..errors import ConfigError, format_site_error
 from ..federation import RoundRecord
 from ..local.run import run_locally
 from ..report.card import write_card
@@ -158,6 +158,10 @@ def _build_script_runners(
     settings = config.task.config
     if not isinstance(settings, ScriptConfig):
         return {}
+    if settings.launch:
+        raise ConfigError(
+            f"task.launch: {settings.launch!r} starts processes through FLARE; use --env sim, or --set task.launch=''"
+        )
     # FLARE takes seconds to import; a job without a script does not need it here.
     from ..flare.script_process import ScriptProcess
 

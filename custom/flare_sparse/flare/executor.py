@@ -47,6 +47,10 @@ class SparseExecutor(Executor):
         reply[UPDATE] = (request, update, self._vector)
         return reply
 
+    def requires_materialized_task_result(self, task_name: str) -> bool:
+        """Tell FLARE that results of a script in a process of its own are read here, not passed on to the server."""
+        return True
+
     def _refuse(self, error: Exception, code: str, fl_ctx: FLContext) -> Shareable:
         self.log_error(fl_ctx, f"{code}: {type(error).__name__}; see site_error.txt in the job's folder at this site")
         write_site_error(error, code, fl_ctx)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.executors.client_api_executor import ClientAPIExecutor, ExecutionMode
+from nvflare.client import api as client_api
 from nvflare.client.api_spec import CLIENT_API_KEY
 from nvflare.client.config import ExchangeFormat
 from nvflare.client.in_process.api import TOPIC_ABORT
@@ -32,6 +35,8 @@ from ..errors import ConfigError
 from ..task import SiteData
 from ..training.script_site import REQUEST_KIND, TRAINABLE, ScriptFailed, ScriptReply, ScriptRequest
 
+_THREAD = "client_api_in_process_trainer"
+"""Name that FLARE gives to the thread of a script."""
 _TASKS = {
     "train": AppConstants.TASK_TRAIN,
     "score": AppConstants.TASK_TRAIN,
@@ -49,10 +54,12 @@ class FlareScript:
         args: its command line.
         data: location of the site's data, which the script finds in ``FLARE_SPARSE_DATA``; None: the site has set none.
         folder: receives a copy of the site file, from which ``flare_sparse.client.site_data`` reads.
+        launch: command that starts the script as a process of its own, such as ``torchrun``; empty: no process.
     """
 
-    def __init__(self, script: Path, args: str, data: SiteData | None, folder: Path):
+    def __init__(self, script: Path, args: str, data: SiteData | None, folder: Path, launch: str = ""):
         self._script, self._args, self._data, self._folder = script, args, data, folder
+        self._launch = launch
         self._executor: ClientAPIExecutor | None = None
         self._context: FLContext | None = None
         self._abort_signal = Signal()
@@ -63,7 +70,7 @@ class FlareScript:
         self._context, self._abort_signal = fl_ctx, abort_signal
 
     def run(self, request: ScriptRequest) -> ScriptReply:
-        """Return the script's reply to a request; the first request starts the script.
+        """Return the script's reply to a request; the first request starts the script, and so does one after a failure.
 
         Raises:
             ConfigError: there is no such script.
@@ -71,11 +78,17 @@ class FlareScript:
         """
         assert self._context is not None, "attach() comes before every request"
         if self._executor is None:
+            _check_no_script_runs()
             self._executor = self._start(self._context)
         _seed_next_receive(request.seed)
         reply = self._executor.execute(_TASKS[request.kind], _build_task(request), self._context, self._abort_signal)
         if reply.get_return_code(ReturnCode.OK) != ReturnCode.OK:
-            raise ScriptFailed(self._explain_failure())
+            reason = self._explain_failure()
+            # FLARE never runs a script again that was aborted or has ended, such as after a round that timed out. Here
+            # it is stopped for good, and the next request starts a new one.
+            executor, self._executor = self._executor, None
+            executor.handle_event(EventType.END_RUN, self._context)
+            raise ScriptFailed(reason)
         return _read_reply(reply)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -91,17 +104,31 @@ class FlareScript:
         if self._data is not None:
             os.environ[SITE_FILE_VARIABLE] = write_site_files(self._folder, [self._data])
             os.environ[DATA_VARIABLE] = str(self._data.path.absolute())
+        self._failure = ""
+        DataBus().unsubscribe(TOPIC_ABORT, self._remember_failure)
         DataBus().subscribe([TOPIC_ABORT], self._remember_failure)
+        # flare.init() would return the closed API of the script before.
+        client_api.context_dict.clear()
+        client_api.default_context = None
         executor = ClientAPIExecutor(
-            execution_mode=ExecutionMode.IN_PROCESS,
-            task_script_path=str(self._script),
-            task_script_args=self._args,
+            **self._describe_execution(),
             # Tensors on both sides: nothing is converted, and values keep their bits.
             params_exchange_format=ExchangeFormat.PYTORCH,
             server_expected_format=ExchangeFormat.PYTORCH,
         )
         executor.handle_event(EventType.START_RUN, fl_ctx)
         return executor
+
+    def _describe_execution(self) -> dict[str, Any]:
+        """Return the arguments of FLARE's executor that say where the script runs."""
+        if not self._launch:
+            return {
+                "execution_mode": ExecutionMode.IN_PROCESS,
+                "task_script_path": str(self._script),
+                "task_script_args": self._args,
+            }
+        command = [*shlex.split(self._launch), str(self._script), *shlex.split(self._args)]
+        return {"execution_mode": ExecutionMode.EXTERNAL_PROCESS, "command": command}
 
     def _remember_failure(self, topic: str, data: Any, bus: DataBus) -> None:
         # The first cause: FLARE repeats its own messages about it.
@@ -115,6 +142,14 @@ class FlareScript:
             f"{self._args!r} (task.args) must be one that it accepts; its output is in the site's log"
         )
         return f"script {self._script.name}: {reason}"
+
+
+def _check_no_script_runs() -> None:
+    """Raises:
+    ScriptFailed: a stopped script still runs; what it sends would be taken for the reply of a new one.
+    """
+    if any(thread.name == _THREAD and thread.is_alive() for thread in threading.enumerate()):
+        raise ScriptFailed("the script still works on a task that was aborted; it starts again once that has ended")
 
 
 class _Seeding:

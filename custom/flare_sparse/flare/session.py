@@ -175,7 +175,8 @@ class SiteSession(FLComponent):
         workspace, job_id = get_workspace(fl_ctx), fl_ctx.get_job_id()
         # The name alone: a job must not name a file elsewhere on this machine, only the one that came as its code.
         script = Path(workspace.get_app_custom_dir(job_id)) / Path(task.script).name
-        self._script = FlareScript(script, task.config.args, data, Path(workspace.get_run_dir(job_id)) / "script")
+        folder = Path(workspace.get_run_dir(job_id)) / "script"
+        self._script = FlareScript(script, task.config.args, data, folder, task.config.launch)
         location = data or SiteData(name, Path())
         return open_script_site(assembly, location, self._script, task.config.weigh_by)
 

@@ -34,6 +34,11 @@ class ScriptConfig(TaskConfig):
     )
     model_args: dict[str, Any] = Field(default_factory=dict, description="arguments of the network's class, by name")
     args: str = Field("", description="command line of the script, such as --epochs 2")
+    launch: str = Field(
+        "",
+        description="command that starts the script as a process of its own, such as python or torchrun "
+        "--nproc_per_node=2; empty: in the site's process. Not for --env local",
+    )
     metric: ScriptMetric = Field(default_factory=ScriptMetric, description="metric that compares rounds and models")
     weigh_by: Literal["steps", "examples", "equal"] = Field(
         "steps",
