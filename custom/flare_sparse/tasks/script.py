@@ -69,7 +69,7 @@ class ScriptTask(Task):
         self._network = type(model)
         chosen = self.config.metric
         # The metric of a task is that of its class; here the settings name it. A script may send no metrics at all.
-        self.metric = Metric(chosen.name, chosen.unit, chosen.mode, may_be_undefined=True)  # type: ignore[misc]
+        self.metric = Metric(chosen.name, chosen.unit, chosen.mode, may_be_undefined=True)
 
     def model(self) -> nn.Module:
         return self._network(**self.config.model_args)

@@ -208,7 +208,7 @@ class ScriptSite(Site):
 
         A script that evaluates the received model before it trains is not asked twice.
         """
-        self.evaluated = weights
+        self.evaluated = self.layout, weights
         if self._evaluated is None or not torch.equal(self._evaluated[0], weights):
             self._ask("evaluate", weights, self._round)
         assert self._evaluated is not None, "every reply has the metrics of the received model"

@@ -31,7 +31,7 @@ from ...policy.policy import Policy, raise_refusals
 from ...task import TEST_EXAMPLES, VALIDATION_EXAMPLES
 from ...wire.codec import decode
 from ...wire.messages import Decoded
-from ...wire.plan import Plan, ValueFormat
+from ...wire.plan import ValueFormat
 from ...wire.values import is_quantized
 from ..payload import (
     CODE_HEADER,
