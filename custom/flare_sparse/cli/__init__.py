@@ -23,6 +23,7 @@ from .report import report
 from .run import run
 from .save import save
 from .site import site
+from .sweep import sweep
 from .tasks import tasks
 from .watch import watch
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 for command in (
-    run, watch, report, evaluate, bench, adapt, check, estimate, export, save, decrypt, fetch_model,
+    run, watch, report, evaluate, sweep, bench, adapt, check, estimate, export, save, decrypt, fetch_model,
     methods, tasks, phantom,
 ):  # fmt: skip
     app.command()(command)

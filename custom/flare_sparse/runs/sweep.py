@@ -1,0 +1,130 @@
+"""A sweep: runs of one configuration with several settings and seeds, compared on validation examples alone."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from ..errors import ConfigError
+from ..task import VALIDATION
+
+_BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep.
+
+    Attributes:
+        settings: overrides of the configuration, ``key=value``.
+        seed: seed of the run.
+    """
+
+    settings: tuple[str, ...]
+    seed: int
+
+    @property
+    def folder(self) -> str:
+        """Name of the result folder: readable, and different for different settings."""
+        pairs = [setting.partition("=") for setting in self.settings]
+        text = "_".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
+        digest = hashlib.sha256("\n".join(self.settings).encode()).hexdigest()[:6]
+        return f"{re.sub(r'[^A-Za-z0-9=._-]+', '-', text)[:60]}_{digest}_seed-{self.seed}"
+
+
+@dataclass(frozen=True)
+class SettingsResult:
+    """The runs of a sweep that differ by their seed only.
+
+    Attributes:
+        settings: their overrides.
+        values: the task's metric of the final model on validation examples, by seed.
+        sent: bytes of all messages of a run, on average.
+    """
+
+    settings: tuple[str, ...]
+    values: dict[int, float]
+    sent: float
+
+    @property
+    def mean(self) -> float:
+        """Mean of the metric over the seeds."""
+        return mean(self.values.values())
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation over the seeds (n - 1); None for one seed."""
+        return stdev(self.values.values()) if len(self.values) > 1 else None
+
+
+def expand_grid(grid: Sequence[str], seeds: Sequence[int]) -> list[Trial]:
+    """Return a trial for each combination of the settings' values and each seed.
+
+    >>> [trial.settings for trial in expand_grid(["method.sparsity=0.8,0.9", "seed=1"], [1])]
+    Traceback (most recent call last):
+    ...
+    flare_sparse.errors.ConfigError: --grid seed: use --seeds N, which runs every setting with the same N seeds
+    >>> [trial.settings for trial in expand_grid(["method.training.lr=0.1,0.01", "method.rounds=5"], [1])]
+    [('method.training.lr=0.1', 'method.rounds=5'), ('method.training.lr=0.01', 'method.rounds=5')]
+
+    Args:
+        grid: ``key=value,value``; commas within brackets belong to a value.
+        seeds: the seeds.
+
+    Raises:
+        ConfigError: a setting has no value, or is named twice.
+    """
+    axes = [_parse_axis(text) for text in grid]
+    keys = [key for key, _ in axes]
+    if "seed" in keys:
+        raise ConfigError("--grid seed: use --seeds N, which runs every setting with the same N seeds")
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"--grid: {next(key for key in keys if keys.count(key) > 1)} is named twice; give it once")
+    combinations = itertools.product(*([f"{key}={value}" for value in values] for key, values in axes))
+    return [Trial(settings, seed) for settings in combinations for seed in seeds]
+
+
+def rank_settings(results: Mapping[Trial, Mapping[str, Any]]) -> list[SettingsResult]:
+    """Return the settings of a sweep, best first by the mean metric on validation examples.
+
+    Args:
+        results: summary of the run of each trial.
+
+    Raises:
+        ConfigError: a run has no metric on validation examples.
+    """
+    groups: dict[tuple[str, ...], dict[int, Mapping[str, Any]]] = {}
+    for trial, summary in results.items():
+        groups.setdefault(trial.settings, {})[trial.seed] = summary
+    metric = next(iter(results.values()))["metric"]
+    ranked = []
+    for settings, summaries in groups.items():
+        values = {seed: summary["final"]["metrics"].get(f"{VALIDATION}{metric['name']}") for seed, summary in
+                  summaries.items()}  # fmt: skip
+        if missing := [seed for seed, value in values.items() if value is None]:
+            raise ConfigError(
+                f"{', '.join(settings)}, seed {missing[0]}: no site reported {metric['name']} on validation examples; "
+                "raise task.split.validation"
+            )
+        sent = mean(sum(way["payload_bytes"] for way in s["traffic"].values()) for s in summaries.values())
+        ranked.append(SettingsResult(settings, values, sent))
+    return sorted(ranked, key=lambda result: result.mean, reverse=metric["mode"] == "max")
+
+
+def _parse_axis(text: str) -> tuple[str, list[str]]:
+    key, equals, values = text.partition("=")
+    parts, depth = [""], 0
+    for character in values:
+        depth += _BRACKETS.get(character, 0)
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if not key or not equals or not all(part.strip() for part in parts):
+        raise ConfigError(f"--grid {text!r}: expected KEY.PATH=VALUE,VALUE, such as method.sparsity=0.8,0.9")
+    return key, [part.strip() for part in parts]

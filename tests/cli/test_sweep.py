@@ -1,0 +1,90 @@
+"""``flare-sparse sweep``: runs of a grid, kept when it continues, and the configuration that won."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from flare_sparse.cli import app
+from flare_sparse.config import load_config
+
+GRID = ("--grid", "method.training.lr=0.00001,0.03", "--seeds", "2")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    draw = random.Random(0)
+    rows = [(draw.gauss(0, 1), draw.gauss(0, 1), "AB"[i % 2]) for i in range(80)]
+    (tmp_path / "all.csv").write_text("a,b,site,y\n" + "".join(f"{a},{b},{site},{a - b}\n" for a, b, site in rows))
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "name: grid\nseed: 4\nmethod: {name: fedavg, rounds: 2}\n"
+        "task: {name: table, kind: regression, target: y, features: [a, b], split: {validation: 0.2}}\n"
+        f"simulator: {{data: {{path: {tmp_path}/all.csv, partition: {{kind: natural, column: site}}}}}}\n"
+    )
+    return file
+
+
+def call(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, ["sweep", *map(str, arguments)])
+
+
+def test_winner_by_validation_becomes_a_configuration_and_finished_runs_are_kept(job: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    result = call(job, *GRID, "--out", out)
+    assert result.exit_code == 0, result.output
+    record = json.loads((out / "sweep.json").read_text())
+    assert [row["settings"] for row in record["results"]] == [
+        ["method.training.lr=0.03"], ["method.training.lr=0.00001"]
+    ]  # fmt: skip
+    summaries = {path.parent: json.loads(path.read_text()) for path in out.glob("*/summary.json")}
+    assert sorted(summary["seed"] for summary in summaries.values()) == [4, 4, 5, 5]
+    first = next(s for s in summaries.values() if s["seed"] == 4)
+    values = {row["settings"][0]: row["validation"] for row in record["results"]}
+    assert first["final"]["metrics"]["validation_mae"] in [value["4"] for value in values.values()]
+    winner = load_config(out / "best.yaml")
+    assert (winner.method.config.training.lr, winner.seed) == (0.03, 4)
+    assert (out / "best.yaml").read_text().startswith("# Settings that won sweep of 2 settings with 2 seeds: method.")
+    assert (out / "sweep.png").stat().st_size > 1000
+    lost = min(summaries)
+    shutil.rmtree(lost)
+    written = {path: (path / "summary.json").stat().st_mtime_ns for path in summaries if path != lost}
+    again = call(job, *GRID, "--out", out)
+    assert "4 runs, 3 of them finished" in again.output
+    assert (lost / "summary.json").is_file()
+    assert {path: (path / "summary.json").stat().st_mtime_ns for path in written} == written
+    assert json.loads((out / "sweep.json").read_text())["results"] == record["results"]
+    other = call(job, *GRID, "--out", out, "--set", "method.rounds=1")
+    assert other.exit_code == 2
+    assert "holds a run of other settings than this sweep" in other.output
+
+
+def test_sweep_needs_validation_examples_and_valid_settings(job: Path, tmp_path: Path) -> None:
+    result = call(job, *GRID, "--set", "task.split.validation=0", "--out", tmp_path / "x")
+    assert result.exit_code == 2
+    assert "sweep chooses on validation examples, but task.split.validation is 0" in result.output
+    result = call(job, "--grid", "method.training.lr=0.1,-1", "--out", tmp_path / "x")
+    assert result.exit_code == 2
+    assert "method.training.lr" in result.output
+    assert not (tmp_path / "x").exists(), "all settings are checked before the first run"
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_have_the_same_bits(job: Path, tmp_path: Path) -> None:
+    for parallel, name in ((1, "one"), (2, "two")):
+        assert call(job, *GRID, "--parallel", parallel, "--out", tmp_path / name).exit_code == 0
+    one, two = (
+        {
+            path.parent.name: json.loads(path.read_text())["model_sha256"]
+            for path in (tmp_path / name).glob("*/summary.json")
+        }
+        for name in ("one", "two")
+    )
+    assert one == two
+    assert len(one) == 4

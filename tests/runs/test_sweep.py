@@ -1,0 +1,56 @@
+"""Grid of a sweep, and the order of its settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.runs.sweep import Trial, expand_grid, rank_settings
+
+
+def summarize(value: float | None, mode: str = "min") -> dict[str, Any]:
+    """Return a summary whose test metric contradicts its validation metric."""
+    metrics = {"mae": 100.0 - (value or 0)} | ({} if value is None else {"validation_mae": value})
+    return {
+        "metric": {"name": "mae", "mode": mode},
+        "final": {"metrics": metrics},
+        "traffic": {"up": {"payload_bytes": 10}, "down": {"payload_bytes": 20}},
+    }
+
+
+def test_every_combination_runs_with_every_seed() -> None:
+    models = "task.model={name: mlp, hidden: [4, 2]},{name: mlp}"
+    trials = expand_grid(["method.sparsity=0.8, 0.9", models], range(3, 5))
+    assert [(trial.settings, trial.seed) for trial in trials[:2]] == [
+        (("method.sparsity=0.8", "task.model={name: mlp, hidden: [4, 2]}"), seed) for seed in (3, 4)
+    ]
+    assert len(trials) == len({trial.folder for trial in trials}) == 8
+    assert trials[0].folder.startswith("sparsity=0.8_model=")
+    assert all(set(trial.folder) <= set("abcdefghijklmnopqrstuvwxyz0123456789=._-") for trial in trials)
+
+
+@pytest.mark.parametrize("grid", [["method.sparsity"], ["=1"], ["a=1,,2"], ["a=1", "a=2"], ["seed=1,2"]])
+def test_unusable_grid_is_refused(grid: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--grid"):
+        expand_grid(grid, [1])
+
+
+@pytest.mark.parametrize(("mode", "order"), [("min", ["a", "b"]), ("max", ["b", "a"])])
+def test_settings_are_ranked_by_their_mean_on_validation_examples(mode: str, order: list[str]) -> None:
+    results = {
+        Trial((name,), seed): summarize(value, mode)
+        for name, values in {"b": (1.0, 5.0), "a": (2.0, 3.0)}.items()
+        for seed, value in enumerate(values)
+    }
+    ranked = rank_settings(results)
+    assert [result.settings[0] for result in ranked] == order
+    best = next(result for result in ranked if result.settings == ("a",))
+    assert (best.mean, best.sent, best.values) == (2.5, 30, {0: 2.0, 1: 3.0})
+    assert best.deviation == pytest.approx(0.5**0.5)
+
+
+def test_run_without_validation_metric_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"seed 2: no site reported mae on validation examples"):
+        rank_settings({Trial(("a=1",), 2): summarize(None)})
