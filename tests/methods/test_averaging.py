@@ -179,3 +179,34 @@ def test_site_whose_delta_would_freeze_an_optimizer_is_rejected() -> None:
     outcome = federation.run()
     assert federation.records[0].rejected == {"site-3": "E_RANGE"}
     assert torch.isfinite(outcome.state.memory.variance).all()
+
+
+def test_fine_tuning_has_its_own_rate_and_pull() -> None:
+    method = METHODS["fedavg_ft"].Config.model_validate(
+        {
+            "rounds": 5,
+            "training": {"lr": 0.1, "lr_decay": 0.5, "proximal": 0.3, "schedule": {"kind": "cosine"}},
+            "finetune_epochs": 4,
+            "finetune_lr": 0.02,
+            "finetune_proximal": 2.0,
+        }
+    )
+    assert method.finetuning.compute_learning_rate(6) == pytest.approx(0.02)
+    assert (method.finetuning.epochs, method.finetuning.proximal) == (4, 2.0)
+    plain = method.model_copy(update={"finetune_lr": None, "finetune_proximal": None})
+    assert plain.finetuning.lr == plain.get_training(5).lr
+    assert plain.finetuning.proximal == 0.3
+
+
+def test_pull_keeps_the_fine_tuned_model_near_the_global_one(bench: Any) -> None:
+    free, pulled = (
+        bench.run("fedavg_ft", training={**SGD, "epochs": 3}, finetune_epochs=20, finetune_proximal=strength)[0]
+        for strength in (0.0, 10.0)
+    )
+    assert torch.equal(free.weights, pulled.weights)
+    before = bench.run("fedavg", training={**SGD, "epochs": 3})[0].evaluation.sites
+    distances = [
+        sum(abs(outcome.evaluation.sites[site]["mse"] - before[site]["mse"]) for site in before)
+        for outcome in (free, pulled)
+    ]
+    assert distances[1] < 0.5 * distances[0]

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..exchange import Assignment, Contribution, Patch, Request, Update
-from ..training import Site
+from ..training import Site, TrainingConfig
 from .method import Method, broadcast
 from .support.averaging import AveragedState, FedAvgConfig, finalize_average, learn_average
 
@@ -21,6 +21,27 @@ FINETUNE = "finetune"
 
 class Config(FedAvgConfig):
     finetune_epochs: int = Field(1, ge=1, description="epochs of local fine-tuning after the last round")
+    finetune_lr: float | None = Field(
+        None, gt=0, description="learning rate of fine-tuning; null: that of the last round"
+    )
+    finetune_proximal: float | None = Field(
+        None,
+        ge=0,
+        description="pull of fine-tuning towards the global model (Ditto's lambda); null: training.proximal",
+    )
+
+    @property
+    def finetuning(self) -> TrainingConfig:
+        """How a site trains after the last round."""
+        t = self.rounds + 1
+        training = self.get_training(t)
+        changes: dict[str, float] = {"epochs": self.finetune_epochs}
+        if self.finetune_lr is not None:
+            # Not decayed again: compute_learning_rate multiplies by this power.
+            changes["lr"] = self.finetune_lr / training.lr_decay ** (t - 1)
+        if self.finetune_proximal is not None:
+            changes["proximal"] = self.finetune_proximal
+        return training.model_copy(update=changes)
 
 
 @final
@@ -38,8 +59,7 @@ class FedAvgFT(Method[Config, AveragedState]):
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != FINETUNE:
             return super().answer(request, site)
-        training = self.config.get_training(request.round).model_copy(update={"epochs": self.config.finetune_epochs})
-        personal = site.train(site.weights, request.trainable, training, request.round)
+        personal = site.train(site.weights, request.trainable, self.config.finetuning, request.round)
         return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, site.evaluate(personal))
 
     def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:

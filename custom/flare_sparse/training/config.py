@@ -24,8 +24,10 @@ class TrainingConfig(BaseModel):
     epochs: int = Field(1, ge=1, description="passes over the site's training examples in a round")
     batch_size: int = Field(8, ge=1, description="examples per optimiser step")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("adam", description="optimiser, new in every round")
-    lr: float = Field(1e-3, gt=0, description="learning rate in round 1")
-    lr_decay: float = Field(1.0, gt=0, le=1, description="the learning rate of round t is lr * lr_decay ** (t - 1)")
+    lr: float = Field(1e-3, gt=0, description="learning rate, before lr_decay and schedule")
+    lr_decay: float = Field(
+        1.0, gt=0, le=1, description="the learning rate of round t is multiplied by lr_decay ** (t - 1)"
+    )
     schedule: LearningRateSchedule = Field(
         default_factory=LearningRateSchedule, description="learning rate over the rounds of the run"
     )

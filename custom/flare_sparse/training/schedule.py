@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -26,7 +26,7 @@ class LearningRateSchedule(BaseModel):
         0.0, ge=0, lt=1, description="share of the rounds over which the learning rate first rises linearly"
     )
     final: float = Field(0.0, ge=0, le=1, description="cosine: share of the learning rate that it falls to")
-    milestones: tuple[float, ...] = Field(
+    milestones: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
         (0.5, 0.75), description="step: shares of the rounds after which the learning rate falls"
     )
     factor: float = Field(0.1, gt=0, le=1, description="step: factor of the learning rate at each milestone")
