@@ -50,8 +50,8 @@ def test_incompatible_version_is_reported_before_other_fields_are_read() -> None
         parse_hello(hello, "site-2")
     assert str(error.value) == (
         "E_VERSION: site 'site-2' is excluded: it runs flare-sparse 9.9.1 (wire format 7), the server runs "
-        f"flare-sparse {VERSION} (wire format 1): the versions are incompatible. Install flare-sparse {VERSION} at the "
-        "site, or 9.9.1 on the server and at all other sites"
+        f"flare-sparse {VERSION} (wire format {versions.CURRENT_VERSION}): the versions are incompatible. Install "
+        f"flare-sparse {VERSION} at the site, or 9.9.1 on the server and at all other sites"
     )
 
 

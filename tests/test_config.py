@@ -358,6 +358,7 @@ def test_script_is_a_task_with_settings_of_its_own(file: Path) -> None:
         "launch": "",
         "metric": {"name": "dice", "mode": "max", "unit": ""},
         "weigh_by": "steps",
+        "split": {"test": 0.2, "validation": 0.0, "folds": None, "fold": 1},
     }
     assert parse_job(serialize_job(config), ScriptTask) == config.job
     with pytest.raises(ConfigError, match="built by load_task"):

@@ -93,6 +93,8 @@ def list_overrides(file: Path, folder: Path, rounds: int) -> list[str]:
     """Write small data for a configuration to ``folder`` and return the settings that use it."""
     config = load_config(file)
     assert config.simulator is not None
+    if config.task.key == "script":
+        return [f"method.rounds={rounds}", *_prepare_script(folder)]
     overrides = [f"method.rounds={rounds}", "method.training.epochs=1", "method.training.batch_size=4"]
     if config.task.name in ("brain_age", "sex_classification"):
         return [*overrides, *_prepare_brains(config, folder)]
@@ -102,6 +104,7 @@ def list_overrides(file: Path, folder: Path, rounds: int) -> list[str]:
         "text_classification": _write_texts,
         "mortality": _write_admissions,
         "morphometry_age": _write_morphometry,
+        "table": _write_stays,
     }
     path, partition, settings = writers[config.task.name](config.task.config, folder, sites)
     return [*overrides, f"simulator.data={{path: '{path}', partition: {partition}}}", *settings]
@@ -177,6 +180,34 @@ def _write_morphometry(_: Any, folder: Path, sites: int) -> tuple[Path, str, lis
         lines.append(",".join(row))
     (folder / "table.csv").write_text("\n".join(lines) + "\n")
     return folder / "table.csv", "{kind: natural, column: site}", [f"task.features=[{', '.join(names)}]"]
+
+
+def _write_stays(settings: Any, folder: Path, _: int) -> tuple[Path, str, list[str]]:
+    random, lines = np.random.default_rng(0), [",".join(["age", settings.group, settings.target, *settings.features])]
+    for i in range(30 * len(REGIONS)):
+        values = [
+            settings.categories[name][i % len(settings.categories[name])]
+            if name in settings.categories
+            else str(random.integers(0, 50))
+            for name in settings.features
+        ]
+        lines.append(",".join([REGIONS[i % len(REGIONS)], str(i), settings.classes[i % 3], *values]))
+    (folder / "stays.csv").write_text("\n".join(lines) + "\n")
+    return folder / "stays.csv", "{kind: natural, column: age}", []
+
+
+def _prepare_script(folder: Path) -> list[str]:
+    """Write images for app_configs/script_cifar10.py; the script reads a thousand for testing."""
+    random = np.random.default_rng(0)
+    parts: dict[str, Any] = {}
+    for part, count in (("train", 40), ("test", 1000)):
+        parts[f"{part}_images"] = random.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+        parts[f"{part}_labels"] = (np.arange(count) % 10).astype(np.uint8)
+    np.savez(folder / "images.npz", **parts)
+    return [
+        f"simulator.data={{path: '{folder / 'images.npz'}', partition: {{kind: shared}}}}",
+        "task.args=--lr 0.05 --sites 4 --images 40",
+    ]
 
 
 def _find_models_folder(folder: Path) -> Path:

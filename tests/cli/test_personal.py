@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "task": {
             "name": "image_classification",
             "image": [1, 8, 8],
+            "split": {"validation": 0.2},
             "model": {"name": "image_cnn", "channels": [4, 6]},
         },
         "simulator": {"sites": 2, "data": {"path": str(folder / "{site}.npz")}},

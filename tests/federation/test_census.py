@@ -11,7 +11,7 @@ import torch
 import toy
 from local_federation import RUN, LocalFederation
 
-from flare_sparse.capabilities import local_capabilities
+from flare_sparse.capabilities import WIRE_VERSION, local_capabilities
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.endpoints.server import SERVER
 from flare_sparse.errors import RoundFailed
@@ -85,7 +85,9 @@ def test_excluded_site_is_not_counted_by_a_method_that_counts_its_sites(method: 
     assert compute_digest(federated.run().weights) == compute_digest_without("site-1", method)
 
 
-@pytest.mark.parametrize("hello", ["no reply", None, "hello", {}, {"version": "0.1.0", "wire": 1, "rank": -1}])
+@pytest.mark.parametrize(
+    "hello", ["no reply", None, "hello", {}, {"version": "0.1.0", "wire": WIRE_VERSION, "rank": -1}]
+)
 def test_site_with_a_missing_or_invalid_hello_is_contacted_before_each_round_until_quarantine(hello: Any) -> None:
     federated = Federated(rules=RoundRules(quarantine_after=2), rounds=4)
     federated.hellos["site-3"] = hello

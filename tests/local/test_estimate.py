@@ -29,8 +29,8 @@ TYPICAL_WITHIN = 1.5
 MINUTES = {"fedsparsify_paper", "neurosfl_alexnet3d", "lora_a2_banking77", "hetlora_banking77", "flexlora_banking77"}
 EXACT = {
     "bf16_brain_age", "fedavg_brain_age", "fedavg_brain_base", "fedavg_ft_brain_age", "fedavg_image_classification",
-    "fedavg_one_step_cifar10", "ffa_lora_banking77", "flexlora_banking77", "local_only_brain_age", "metagater_mnist",
-    "metagater_morphometry_age", "metasnip_cifar10", "per_fedavg_cifar10",
+    "fedavg_one_step_cifar10", "fedavg_readmission", "ffa_lora_banking77", "flexlora_banking77", "local_only_brain_age",
+    "metagater_mnist", "metagater_morphometry_age", "metasnip_cifar10", "per_fedavg_cifar10",
 }  # fmt: skip
 
 
@@ -103,6 +103,19 @@ def test_targets_take_no_part_in_training_where_the_data_is_missing() -> None:
     settings = ("simulator.sites=5", "method.rounds=2", "method.participation=1.0")
     traffic = figures("metagater_morphometry_age", *settings)["traffic"]
     assert (traffic["down"]["messages"], traffic["up"]["messages"]) == (2 * 3 + 2, 2 * 3 + 2)
+
+
+def test_run_that_may_end_early_has_at_least_the_bytes_of_its_shortest_form() -> None:
+    settings = ("method.rounds=20", "simulator.sites=6", "federation.early_stopping.patience=4")
+    figures_of_run = figures("fedavg_readmission", *settings)
+    shortest = figures("fedavg_readmission", *settings, "method.rounds=5")
+    assert shortest["exact"]
+    assert figures_of_run["bytes"]["total"]["least"] == shortest["bytes"]["total"]["most"]
+    assert figures_of_run["bytes"]["total"]["least"] < figures_of_run["bytes"]["total"]["typical"]
+    assert not figures_of_run["exact"]
+    assert figures_of_run["depends_on"] == [
+        "validation examples decide how many rounds the run has (federation.early_stopping)"
+    ]
 
 
 def test_natural_sites_are_read_from_the_data(table: ModuleType, tmp_path: Path) -> None:

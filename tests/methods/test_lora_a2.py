@@ -130,7 +130,7 @@ def test_site_sends_its_budget_and_keeps_other_slots_bit_for_bit(uneven: Any, ra
             assert chosen is not None
             assert int(chosen.sum()) == min(lora.config.get_rank(update.site), RANK) * 3
             site = uneven.sites()[update.site]
-            trained = site.train(state.weights, update.patch.mask, lora._get_training(active), state.round)
+            trained = site.train(state.weights, update.patch.mask, lora._get_training(active, state.round), state.round)
             assert torch.equal(trained[~update.patch.mask.bits], state.weights[~update.patch.mask.bits])
             assert torch.equal((trained - state.weights)[update.patch.mask.bits], update.patch.values)
 
@@ -145,7 +145,9 @@ def test_budget_of_all_ranks_equals_alternating_fedavg(uneven: Any) -> None:
         for update in updates:
             assert update.patch.mask == lora.slots.factors[active]
             site = uneven.sites()[update.site]
-            trained = site.train(state.weights, lora.slots.factors[active], lora._get_training(active), state.round)
+            trained = site.train(
+                state.weights, lora.slots.factors[active], lora._get_training(active, state.round), state.round
+            )
             expected += (trained - state.weights).double() * update.num_examples / total
         assert torch.allclose(after.weights.double(), expected, atol=1e-6)
 
@@ -267,7 +269,7 @@ def test_training_improves_with_every_score_and_trial(uneven: Any, score: str, t
 def test_b_trains_first_and_at_five_times_the_rate_of_a(uneven: Any) -> None:
     lora = build_method(uneven)
     assert [lora.get_active_factor(t) for t in range(1, 5)] == ["B", "A", "B", "A"]
-    assert lora._get_training("B").lr == pytest.approx(5 * lora._get_training("A").lr)
+    assert lora._get_training("B", 1).lr == pytest.approx(5 * lora._get_training("A", 1).lr)
     default = LoRAA2.Config().training
     assert (default.optimizer, default.lr, default.epochs) == ("adamw", 5e-4, 5)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from flare_sparse.assemble import assemble
 from flare_sparse.config import load_config
+from flare_sparse.config.user_tasks import load_task
 from flare_sparse.local.dry_run import DrySite, dry_run
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.neurosfl import NeuroSFL
@@ -65,7 +66,7 @@ def test_main_job_passes_the_careful_policy_when_it_scores_enough_subjects() -> 
 @pytest.mark.parametrize("name", BUILDABLE)
 def test_every_published_job_passes_the_open_policy_with_and_without_training_examples(name: str) -> None:
     job = load_config(CONFIGS / f"{name}.yaml")
-    assembly = assemble(job)
+    assembly = assemble(job, load_task(job, CONFIGS))
     for examples in (200, 0):
         assert find_policy_conflicts(Policy(), job, assembly, {"hospital": examples}) == []
 

@@ -86,6 +86,18 @@ def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
         for record, attempt in zip(outcome.rounds, by_attempt, strict=True)
     ]
     training = [line for line in ledger.lines if line.kind == "train"]
+    total, stopping = _sum_ranges(messages), config.federation.early_stopping
+    reasons = list(dict.fromkeys(reason for _, _, reason in messages if reason))
+    if stopping is not None and stopping.patience + 1 < config.method.config.rounds:
+        # The first model is the best one of a run that ends as early as possible; the last request evaluates its end.
+        shortest = [
+            message
+            for record, attempt in zip(outcome.rounds, by_attempt, strict=True)
+            if record.round <= stopping.patience + 1 or attempt is by_attempt[-1]
+            for message in attempt
+        ]
+        total = {name: {**sums, "least": _sum_ranges(shortest)[name]["least"]} for name, sums in total.items()}
+        reasons.append("validation examples decide how many rounds the run has (federation.early_stopping)")
     return {
         "name": config.name,
         "method": config.method.name,
@@ -95,9 +107,9 @@ def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
         "paper_scalars": assembly.method.count_paper_scalars(len(sites)),
         "scalars": sum(line.scalars_sent for line in training),
         "dense_scalars": sum(line.scalars_total for line in training),
-        "exact": all(size.is_exact for _, size, _ in messages),
-        "depends_on": list(dict.fromkeys(reason for _, _, reason in messages if reason)),
-        "bytes": _sum_ranges(messages),
+        "exact": all(size.is_exact for _, size, _ in messages) and total["total"]["least"] == total["total"]["most"],
+        "depends_on": reasons,
+        "bytes": total,
         "traffic": sum_traffic(ledger),
         "per_round": rounds,
     }

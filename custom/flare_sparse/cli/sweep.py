@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..checkpoint.writing import write_json
-from ..config import RunConfig, dump_config, load_config, load_user_task_class
+from ..config import RunConfig, dump_config, list_user_code, load_config
 from ..errors import ConfigError
 from ..runs.folder import SUMMARY
 from ..runs.progress import format_bytes
@@ -24,7 +24,7 @@ from .console import out as console
 from .local import run_config_locally
 from .options import ConfigFile, Overrides
 from .resume import has_checkpoint
-from .user_modules import copy_user_module
+from .user_modules import copy_user_code
 
 RECORD, WINNER, FIGURE = "sweep.json", "best.yaml", "sweep.png"
 
@@ -133,7 +133,7 @@ def _write(
         f"# {metric['name']} on validation examples, mean over the seeds: {best.mean:.4g} {unit}".rstrip(),
     ]
     winner = load_config(file, [*overrides, *best.settings])
-    copy_user_module(load_user_task_class(winner, file.parent), folder)
+    copy_user_code(list_user_code(winner, file.parent), folder)
     (folder / WINNER).write_text("\n".join(lines) + "\n" + dump_config(winner), encoding="utf-8")
     try:
         from ..report.sweep import write_sweep_figure
