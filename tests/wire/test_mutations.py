@@ -26,15 +26,27 @@ SIZE = LAYOUT.size
 GENERATOR = torch.Generator().manual_seed(5)
 BASE_MASK = Mask(torch.rand(SIZE, generator=GENERATOR) < 0.7)
 MASK = Mask(torch.rand(SIZE, generator=GENERATOR) < 0.4)
-PLAN = Plan(LAYOUT, "0123456789abcdef", base_mask=BASE_MASK, base_sequence=4, sequence=7, round=3, kind="train")
 VECTOR = torch.randn(SIZE, generator=GENERATOR)
+PLAN = Plan(
+    LAYOUT,
+    "0123456789abcdef",
+    base_mask=BASE_MASK,
+    base_sequence=4,
+    base_vector=VECTOR / 2,
+    sequence=7,
+    round=3,
+    kind="train",
+)
 
 
 def build_messages() -> dict[str, np.ndarray]:
-    """Return an update with its own selection, an update within the base mask, and a request with both sections."""
+    """Return updates with a selection, within the base mask, with gaps and few bits, compressed; and a request."""
+    few = Mask(torch.arange(SIZE) % 50 == 3)
     return {
         "bitmap": encode(Patch.from_vector(VECTOR, MASK), replace(PLAN, base_mask=None)).data,
         "shrink": encode(Patch.from_vector(VECTOR, MASK & BASE_MASK), PLAN).data,
+        "gaps": encode(Patch.from_vector(VECTOR, few), PLAN, values="int4", generator=torch.Generator()).data,
+        "compressed": encode(Patch.from_vector(torch.ones(SIZE), BASE_MASK), PLAN, values="float32_zstd").data,
         "request": encode(
             Patch.from_vector(VECTOR, Mask.full(SIZE), "previous"), PLAN, trainable=MASK, values="bfloat16"
         ).data,
