@@ -69,6 +69,38 @@ def test_module_of_the_same_name_in_another_folder_is_imported_anew(tmp_path: Pa
     assert (first.name, first.value, second.name, second.value) == ("first", "first", "second", "second")
 
 
+TASK = """
+from flare_sparse import Metric
+from flare_sparse.tasks.mortality import Mortality
+from .scale import SCALE
+import units
+
+class Heart(Mortality):
+    metric = Metric("auc", "", "max")
+"""
+
+
+@pytest.mark.parametrize("module", ["tasks_of_heart", "mystudy.tasks_of_heart"])
+def test_code_of_a_task_is_its_package_and_what_it_imports(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "study"
+    in_package = module.startswith("mystudy")
+    folder = base / "mystudy" if in_package else base
+    source = TASK if in_package else TASK.replace("from .scale", "from scale")
+    write(folder, {"tasks_of_heart.py": source, "scale.py": "SCALE = 2"})
+    write(base, {"units.py": "", "config.yaml": f"name: h\nmethod: {{name: fedavg}}\ntask: {{class: {module}.Heart}}"})
+    monkeypatch.chdir(tmp_path)
+    code = list_user_code(load_config(base / "config.yaml"), base)
+    expected = ["mystudy", "units.py"] if in_package else ["scale.py", "tasks_of_heart.py", "units.py"]
+    assert [path.relative_to(base).as_posix() for path in code] == expected
+
+
+def test_installed_task_has_no_code_to_send(tmp_path: Path) -> None:
+    write(tmp_path, {"config.yaml": "name: b\nmethod: {name: fedavg}\ntask: {name: mortality}"})
+    assert list_user_code(load_config(tmp_path / "config.yaml"), tmp_path) == ()
+
+
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A script in a subfolder with a helper beside it, and a network in a package beside the configuration."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import nvflare.client as flare
+from nvflare.client.tracking import SummaryWriter
 from flare_sparse import client as sparse
 from beside import SHIFT
 
@@ -25,11 +26,13 @@ flare.init()
 print("reads", sparse.site_data().path, sparse.site_data().subset)
 if "end" in sys.argv:
     sys.exit(0)
+log = SummaryWriter()
 while flare.is_running():
     received = flare.receive()
     if "fail" in sys.argv or ("once" in sys.argv and not Path("failed").exists()):
         Path("failed").touch()
         raise KeyError("subject 4711")
+    log.add_scalar("loss", 0.5, received.current_round)
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     metrics = {"accuracy": 0.5, "round": received.current_round, "rounds": received.total_rounds}
     if flare.is_evaluate():
@@ -85,6 +88,8 @@ def test_script_answers_requests_and_draws_the_same_numbers_for_a_seed(
     process.close()
     output = (tmp_path / "work" / "0" / "output.log").read_text()
     assert f"reads {tmp_path} ('a', 'b')" in output
+    # Figures that the script logs need no server, and go nowhere.
+    assert "Traceback" not in output
 
 
 def test_exception_and_early_end_of_a_script_are_explained(start: Callable[..., ScriptProcess]) -> None:
