@@ -261,3 +261,34 @@ def test_mixed_precision_trains_in_bfloat16_and_keeps_weights_in_float32() -> No
 def test_mixed_precision_and_sparse_kernels_exclude_each_other() -> None:
     with pytest.raises(ValidationError, match="the sparse kernels compute in float32; leave compute at auto"):
         TrainingConfig(precision="bfloat16", compute="sparse")
+
+
+class Smooth(Normed):
+    """The same task without batch normalisation, by which the examples of a minibatch change each other's gradients."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def test_accumulated_minibatches_take_the_step_of_one_large_one() -> None:
+    task = Smooth()
+    layout = Layout.from_module(task.model())
+    data = TensorDataset(torch.randn(24, 4), torch.zeros(24, 1))
+    local, start = Site("site-1", task, Examples(data, data), layout, 1), torch.linspace(-1, 1, layout.size)
+    full = Mask.full(layout.size)
+    large = local.train(start, full, TrainingConfig(optimizer="sgd", lr=0.1, batch_size=8), 1)
+    small = TrainingConfig(optimizer="sgd", lr=0.1, batch_size=4, accumulate=2)
+    torch.testing.assert_close(local.train(start, full, small, 1), large)
+    assert not torch.allclose(local.train(start, full, small.model_copy(update={"accumulate": 1}), 1), large)
+
+
+def test_last_step_follows_the_minibatches_that_remain() -> None:
+    task, data = Smooth(), TensorDataset(torch.randn(12, 4), torch.zeros(12, 1))
+    layout = Layout.from_module(task.model())
+    local, start = Site("site-1", task, Examples(data, data), layout, 1), torch.linspace(-1, 1, layout.size)
+    full, config = Mask.full(layout.size), TrainingConfig(optimizer="sgd", lr=0.1, batch_size=4, accumulate=2)
+    # Two minibatches, then one: the first step equals that of two alone, and the second one moves the weights again.
+    first = local.train(start, full, config, 1, steps=2)
+    assert not torch.equal(local.train(start, full, config, 1), first)
+    alone = local.train(start, full, config.model_copy(update={"accumulate": 1}), 1, steps=1)
+    assert torch.equal(local.train(start, full, config, 1, steps=1), alone)

@@ -22,7 +22,10 @@ class TrainingConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     epochs: int = Field(1, ge=1, description="passes over the site's training examples in a round")
-    batch_size: int = Field(8, ge=1, description="examples per optimiser step")
+    batch_size: int = Field(8, ge=1, description="examples per minibatch")
+    accumulate: int = Field(
+        1, ge=1, description="minibatches per optimiser step, which follows the mean of their gradients"
+    )
     optimizer: Literal["sgd", "adam", "adamw"] = Field("adam", description="optimiser, new in every round")
     lr: float = Field(1e-3, gt=0, description="learning rate, before lr_decay and schedule")
     lr_decay: float = Field(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,7 @@ def train(
     step_scale: Tensor | None = None,
     step_personal: Callable[[], None] = lambda: None,
     precision: Precision = "float32",
+    accumulate: int = 1,
 ) -> Tensor:
     """Train from ``start`` on ``batches`` (docs/algorithms.md, section 1.8).
 
@@ -52,6 +54,7 @@ def train(
         step_scale: ``(P,)`` factors of the optimiser's steps, as if each entry had its own learning rate; None: 1.
         step_personal: takes a step of the tensors that stay at the site.
         precision: number format of the forward and backward passes.
+        accumulate: minibatches of a step, which follows the mean of their gradients.
 
     Returns:
         ``(P,)`` trained weights.
@@ -66,15 +69,12 @@ def train(
     unfrozen = trainable.bits[:size].to(model.device)
     frozen = None if bool(unfrozen.all()) else ~unfrozen
     scale = None if step_scale is None else step_scale[:size].to(model.device)
-    for step, batch in enumerate(batches, start=1):
-        # No scaling of the loss: bfloat16 has the exponents of float32, so that small gradients do not vanish.
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            loss = task.loss(model.module, model.to_device(batch))
-        if not torch.isfinite(loss):
-            raise TrainingDiverged(
-                explain_divergence(loss, batch, f"step {step}", "lower training.lr or set clip_norm")
-            )
-        model.backward(loss)
+    for step, group in enumerate(_group(batches, accumulate), start=1):
+        model.gradient.zero_()
+        for batch in group:
+            loss = _compute_loss(model, task, batch, step, precision)
+            # Divided, and not the gradient: the tensors that stay at the site have gradients of their own.
+            (loss / len(group) if len(group) > 1 else loss).backward()
         with torch.no_grad():
             if proximal_strength:
                 model.gradient.add_(model.flat - origin, alpha=proximal_strength)
@@ -98,6 +98,27 @@ def train(
     buffers = trainable.bits[size:]
     trained[size:] = torch.where(buffers, trained[size:], start[size:])
     return trained
+
+
+def _group(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yield lists of ``size`` successive minibatches; the last one may be shorter."""
+    remaining = iter(batches)
+    while group := list(islice(remaining, size)):
+        yield group
+
+
+def _compute_loss(model: FlatModel, task: Task, batch: Any, step: int, precision: Precision) -> Tensor:
+    """Return the loss of a minibatch.
+
+    Raises:
+        TrainingDiverged: it is NaN or infinite.
+    """
+    # No scaling of the loss: bfloat16 has the exponents of float32, so that small gradients do not vanish.
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        loss = task.loss(model.module, model.to_device(batch))
+    if not torch.isfinite(loss):
+        raise TrainingDiverged(explain_divergence(loss, batch, f"step {step}", "lower training.lr or set clip_norm"))
+    return loss
 
 
 def explain_divergence(loss: Tensor, batch: Any, step: str, remedy: str) -> str:

@@ -171,6 +171,7 @@ class Site:
                 step_scale=step_scale,
                 step_personal=step,
                 precision=config.precision,
+                accumulate=config.accumulate,
             )
         # A trial leaves no trace.
         if personal is not None and not stream:
