@@ -326,3 +326,22 @@ def test_class_of_a_notebook_is_refused_with_the_way_out(heart: Path) -> None:
     assert result.exit_code == 2
     assert "%%writefile my_tasks.py" in result.output
     assert "my_tasks.Heart" in result.output
+
+
+def test_script_is_not_run_and_its_missing_data_is_named(tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text("raise SystemExit('a check must not run the script')")
+    (tmp_path / "net_of_script.py").write_text("from torch import nn\n\nclass Net(nn.Linear):\n    pass\n")
+    (tmp_path / "site-1").mkdir()
+    file = tmp_path / "script.yaml"
+    file.write_text(
+        "name: script\nmethod: {name: fedavg, rounds: 1}\n"
+        "task: {script: client.py, model: net_of_script.Net, model_args: {in_features: 2, out_features: 1}}\n"
+        "simulator: {sites: 2, data: {path: '{site}'}}\n"
+    )
+    result = call("check", str(file))
+    assert result.exit_code == 1
+    assert "PASS own code: client.py, net_of_script.py; travels with the job" in result.output
+    assert "PASS model: 3 scalars" in result.output
+    assert f"PASS data of site-1: {tmp_path / 'site-1'}" in result.output
+    assert f"FAIL data of site-2: E_DATA\n{tmp_path / 'site-2'}: there is no such file or folder" in result.output
+    assert "SKIP training: a script is not run here" in result.output

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flare_sparse.data.source import find_site_data, write_site_files
+from flare_sparse.data.source import DATA_VARIABLE, SITE_FILE_VARIABLE, find_site_data, has_site_data, write_site_files
 from flare_sparse.errors import DataError
 from flare_sparse.task import SiteData
 
@@ -82,3 +82,13 @@ def test_deeply_nested_site_file_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "flare_sparse.yaml").write_text("data: " + "[" * 100_000)
     with pytest.raises(DataError, match="cannot be read as a site file"):
         find_site_data("site-1", tmp_path, {})
+
+
+def test_site_that_has_set_no_location_is_told_apart_from_a_wrong_one(tmp_path: Path) -> None:
+    """A training script may know itself where its data is; a location that is set must exist."""
+    assert not has_site_data(None, {})
+    assert not has_site_data(tmp_path, {})
+    assert has_site_data(tmp_path, {DATA_VARIABLE: "/nowhere"})
+    assert has_site_data(None, {SITE_FILE_VARIABLE: "/nowhere.yaml"})
+    (tmp_path / "flare_sparse.yaml").write_text("data: nowhere")
+    assert has_site_data(tmp_path, {})
