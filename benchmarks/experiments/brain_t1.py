@@ -97,7 +97,8 @@ def format_table(results: dict[str, Any], arguments: argparse.Namespace) -> str:
         cells = [
             *(f"{value:.1f}" for value in figures),
             f"**{summary['final']['metrics']['mae']:.2f}**",
-            f"{best['metrics']['mae']:.2f} ({best['round']})",
+            # Without validation examples no round is the best one.
+            f"{best['metrics']['mae']:.2f} ({best['round']})" if best["metrics"] else "-",
             format_bytes(sent),
             format_bytes(dense),
             f"{dense / sent:.1f}x",

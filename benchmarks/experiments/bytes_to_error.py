@@ -128,34 +128,42 @@ def average(sent: list[int | None]) -> float | None:
 
 
 def report(name: str, rows: list[dict[str, Any]]) -> str:
-    """Return the table of an experiment: a row for each method and format."""
+    """Return the table of an experiment: a row for each method and format.
+
+    In brackets: how many times the fewest bytes of the old formats, of all methods, with the same seeds.
+    """
     margins = EXPERIMENTS[name].margins
     ends = {(row["method"], row["values"], row["seed"]): mean(row["errors"][-3:]) for row in rows}
-    figures: dict[tuple[str, str], list[float | None]] = {}
-    for method, (_, formats) in METHODS.items():
-        for values in formats:
-            runs = [row for row in rows if (row["method"], row["values"]) == (method, values)]
-            if runs:
-                found = [
-                    [find_bytes(row, ends["FedAvg", "bfloat16", row["seed"]] + margin) for row in runs]
-                    for margin in margins
-                ]
-                figures[method, values] = [average(sent) for sent in found]
+    sent = {
+        (row["method"], row["values"], row["seed"], margin): find_bytes(
+            row, ends["FedAvg", "bfloat16", row["seed"]] + margin
+        )
+        for row in rows
+        for margin in margins
+    }
     lines = [f"| {name} | seeds | error at the end | " + " | ".join(f"MB to +{margin:g}" for margin in margins) + " |"]
     lines.append("| --- " * (len(margins) + 3) + "|")
-    # What today's formats need at least, by target.
-    best = [
-        min((sent[place] for key, sent in figures.items() if key[1] in OLD_FORMATS and sent[place]), default=None)
-        for place in range(len(margins))
-    ]
-    for (method, values), sent in figures.items():
-        errors = [error for (*key, _), error in ends.items() if tuple(key) == (method, values)]
-        cells = [
-            "not reached" if number is None else f"{number / 1e6:.2f}" + (f" ({least / number:.1f}x)" if least else "")
-            for number, least in zip(sent, best, strict=True)
-        ]
+    keys = [(method, values) for method, (_, formats) in METHODS.items() for values in formats]
+    for key in keys:
+        seeds = [seed for *name_, seed in ends if tuple(name_) == key]
+        if not seeds:
+            continue
+        errors, cells = [ends[(*key, seed)] for seed in seeds], []
+        for margin in margins:
+            number = average([sent[(*key, seed, margin)] for seed in seeds])
+            old = [
+                average([sent.get((*other, seed, margin)) for seed in seeds])
+                for other in keys
+                if other[1] in OLD_FORMATS
+            ]
+            least = min((figure for figure in old if figure is not None), default=None)
+            cells.append(
+                "not reached"
+                if number is None
+                else f"{number / 1e6:.2f}" + (f" ({least / number:.1f}x)" if least else "")
+            )
         spread = f"{mean(errors):.2f} ({min(errors):.2f}-{max(errors):.2f})"
-        lines.append(f"| {method}, {values} | {len(errors)} | {spread} | " + " | ".join(cells) + " |")
+        lines.append(f"| {key[0]}, {key[1]} | {len(seeds)} | {spread} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

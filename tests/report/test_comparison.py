@@ -13,9 +13,10 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
+from flare_sparse.report.comparisons import build_group_comparisons
 from flare_sparse.runs.comparison import describe_runs
 from flare_sparse.runs.predictions import RUN, Predictions
-from flare_sparse.runs.results import RunResult
+from flare_sparse.runs.results import RunResult, read_runs
 
 BASELINES = ["site_mean", "ridge_local", "ridge_pooled"]
 
@@ -92,6 +93,12 @@ def test_page_shows_the_baselines(printed: Any, tmp_path: Path) -> None:
     page = (tmp_path / "page" / "report.html").read_text()
     assert "Compared with trivial baselines" in page
     assert "neurosfl against ridge_pooled" in page
+    assert "Runs on the same test subjects" not in page, "there is one run"
+    table = build_group_comparisons(read_runs(list(printed[0].values())))
+    assert table is not None
+    assert len(table.rows) == 3
+    difference = next(group for group in printed[1]["groups"] if group["label"] == "fedavg")["differences"]
+    assert any(f"{difference['local_only']['mae']['value']:+.3f} [" in row[4] for row in table.rows)
 
 
 def test_run_whose_data_changed_is_not_compared(printed: Any, tmp_path: Path) -> None:

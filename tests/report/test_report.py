@@ -82,9 +82,10 @@ def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finis
     images = browser.find_elements("tag name", "img")
     assert [browser.execute_script("return arguments[0].naturalWidth", image) > 500 for image in images] == [True] * 5
     assert all(image.get_attribute("alt") for image in images)
-    assert [h.text for h in browser.find_elements("tag name", "h2")][:9] == [
+    assert [h.text for h in browser.find_elements("tag name", "h2")][:10] == [
         "The runs",
         "Compared with trivial baselines",
+        "Runs on the same test subjects",
         "All metrics",
         "Who contributed",
         "Quality",

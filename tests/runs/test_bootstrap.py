@@ -17,6 +17,7 @@ from flare_sparse.runs.bootstrap import (
     compare_predictors,
     compare_scores,
     compute_r2_within_sites,
+    iterate_resamples,
 )
 
 SITES = np.array(["a"] * 30 + ["b"] * 20)
@@ -76,8 +77,7 @@ def test_interval_of_an_auc_equals_one_computed_resample_by_resample() -> None:
     classes = (np.arange(50) % 3 == 0).astype(float)[:, None]
     first, second = draw(5) + classes[:, 0], draw(6)
     result = compare_predictors("binary", AUC, first[:, None], second[:, None], classes, SITES, resamples=300)
-    generator, slow = np.random.default_rng(0), []
-    counts = np.concatenate([generator.multinomial(n, np.full(n, 1 / n), size=300) for n in (30, 20)], axis=1)
+    slow, counts = [], np.concatenate(list(iterate_resamples(SITES, 300)))
     for count in counts:
         rows = np.repeat(np.arange(50), count)
         values = [roc_auc_score(classes[rows], risk[rows]) for risk in (first, second)]
@@ -121,3 +121,14 @@ def test_mean_of_each_site_explains_nothing_within_sites() -> None:
     assert compute_r2_within_sites(means, targets, SITES) == pytest.approx(0)
     assert compute_r2_within_sites(targets, targets, SITES) == 1
     assert compute_r2_within_sites(targets[:1], targets[:1], SITES[:1]) is None
+
+
+def test_resample_draws_the_subjects_of_each_site_as_often_as_it_has_subjects() -> None:
+    counts = np.concatenate(list(iterate_resamples(SITES, 1200)))
+    assert counts.shape == (1200, 50)
+    assert (counts[:, SITES == "a"].sum(axis=1) == 30).all()
+    assert (counts[:, SITES == "b"].sum(axis=1) == 20).all()
+    assert counts.mean(axis=0) == pytest.approx(np.ones(50), abs=0.15)
+    # The variance of a binomial count with 30 or 20 draws: nearly 1.
+    assert counts.var(axis=0).mean() == pytest.approx(1 - (30 / 30 + 20 / 20) / 50, rel=0.05)
+    assert (counts[:500] != counts[500:1000]).any(), "chunks differ"

@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
 from . import figures
+from .comparisons import build_comparisons, build_group_comparisons
 from .findings import describe_caveat, describe_findings, describe_sites
 from .tables import (
     NO_TESTS,
-    build_comparisons,
     build_contributions,
     build_evaluations,
     build_events,
@@ -145,7 +145,7 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
         "rows": [_build_run_row(run) for run in runs],
         "averages": build_seed_averages(runs),
         "metrics": build_metrics(runs),
-        "comparisons": build_comparisons(runs),
+        "comparisons": [table for table in (build_comparisons(runs), build_group_comparisons(runs)) if table],
         "means": describe_means(runs),
         "contributions": build_contributions(runs),
         "evaluations": build_evaluations(runs),

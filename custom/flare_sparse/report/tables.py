@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-from ..runs.bootstrap import METRICS
-from ..runs.comparison import compare_with_baseline
 from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, group_by_seed, label_groups
@@ -95,42 +93,6 @@ def describe_means(runs: Sequence[RunResult]) -> str:
             "The best model was selected by its metric on validation examples; test examples choose nothing."
         )
     return " ".join(sentences)
-
-
-def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
-    """Return each run beside its trivial baselines, on the same test subjects; None without any predictions."""
-    rows = []
-    for run in runs:
-        predictions = run.predictions
-        if predictions is None or predictions.kind is None:
-            continue
-        for metric in METRICS[predictions.kind]:
-            differences = {name: compare_with_baseline(predictions, name) for name in predictions.baselines}
-            for name, difference in differences.items():
-                if metric.name in difference:
-                    rows.append(
-                        [f"{run.label} against {name}", metric.name, *_format_difference(difference[metric.name])]
-                    )
-    columns = ["comparison", "metric", "run", "baseline", "difference", "verdict", "sites that gain", "worst site"]
-    note = (
-        "On the test subjects of all sites at once; in brackets the 95 % bootstrap interval over subjects within their "
-        "site. Ahead and behind: the interval excludes 0. The baselines are the mean of each site, and a linear model "
-        "of each site alone and of all sites pooled."
-    )
-    return ReportTable("Compared with trivial baselines", columns, rows, note) if rows else None
-
-
-def _format_difference(difference: Mapping[str, Any]) -> list[str]:
-    share, worst = difference["sites_that_gain"], difference["worst_site"]
-    change = f"{difference['value']:+.3f} [{difference['low']:+.3f}, {difference['high']:+.3f}]"
-    return [
-        format_metric(difference["first"]),
-        format_metric(difference["second"]),
-        change,
-        difference["verdict"],
-        "-" if share is None else f"{share:.0%}",
-        f"{worst} ({difference['by_site'][worst]:+.3f})" if worst else "-",
-    ]
 
 
 def build_seed_averages(runs: list[RunResult]) -> ReportTable | None:

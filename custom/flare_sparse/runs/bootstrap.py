@@ -190,7 +190,7 @@ def _compare(
     means = float(first(everyone)[0]), float(second(everyone)[0])
     if not all(map(np.isfinite, means)):
         return None
-    drawn = np.concatenate([first(counts) - second(counts) for counts in _iterate_resamples(sites, resamples)])
+    drawn = np.concatenate([first(counts) - second(counts) for counts in iterate_resamples(sites, resamples)])
     # A resample of one class has no AUC.
     low, high = (float(bound) for bound in np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
     names = np.unique(sites)
@@ -221,7 +221,7 @@ def compute_r2_within_sites(predictions: np.ndarray, targets: np.ndarray, sites:
     return 1 - float(((predictions[:, 0] - targets[:, 0]) ** 2).sum()) / total if total else None
 
 
-def _iterate_resamples(sites: np.ndarray, resamples: int) -> Iterator[np.ndarray]:
+def iterate_resamples(sites: np.ndarray, resamples: int) -> Iterator[np.ndarray]:
     """Yield how often each subject is drawn, ``(chunk, n)``: each site's subjects as often as it has subjects.
 
     The numbers depend on the sites alone, so all comparisons on the same subjects draw the same resamples.
@@ -230,5 +230,8 @@ def _iterate_resamples(sites: np.ndarray, resamples: int) -> Iterator[np.ndarray
     for start in range(0, resamples, _CHUNK):
         counts = np.zeros((min(_CHUNK, resamples - start), len(sites)), dtype=np.int64)
         for rows in members:
-            counts[:, rows] = generator.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=len(counts))
+            drawn = generator.integers(len(rows), size=(len(counts), len(rows)))
+            # One count for all resamples of the chunk: numbers of the subjects, shifted by resample.
+            cells = (drawn + len(rows) * np.arange(len(counts))[:, None]).ravel()
+            counts[:, rows] = np.bincount(cells, minlength=counts.shape[0] * len(rows)).reshape(len(counts), -1)
         yield counts

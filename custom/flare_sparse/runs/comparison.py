@@ -31,15 +31,18 @@ def describe_runs(runs: Sequence[RunResult], notes: Mapping[str, str]) -> dict[s
         runs: the runs, which share one metric.
         notes: by label, why a run has no predictions.
     """
-    groups = group_by_seed(list(runs))
     return {
         "definitions": DEFINITIONS,
         "runs": [_describe_run(run, notes.get(run.label, "")) for run in runs],
-        "groups": [
-            _describe_group(label, group, groups, label_groups(groups))
-            for label, group in zip(label_groups(groups), groups, strict=True)
-        ],
+        "groups": describe_groups(runs),
     }
+
+
+def describe_groups(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """Return the figures of runs that differ by seed and fold only, and their differences from the other groups."""
+    groups = group_by_seed(list(runs))
+    labels = label_groups(groups)
+    return [_describe_group(label, group, groups, labels) for label, group in zip(labels, groups, strict=True)]
 
 
 def _describe_run(run: RunResult, note: str) -> dict[str, Any]:

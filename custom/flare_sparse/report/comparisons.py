@@ -1,0 +1,60 @@
+"""Tables of paired differences: runs beside their trivial baselines, and beside one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..runs.bootstrap import METRICS
+from ..runs.comparison import compare_with_baseline, describe_groups
+from ..runs.results import RunResult
+from .tables import ReportTable, format_metric
+
+
+def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
+    """Return each run beside its trivial baselines, on the same test subjects; None without any predictions."""
+    rows = []
+    for run in runs:
+        predictions = run.predictions
+        if predictions is None or predictions.kind is None:
+            continue
+        for metric in METRICS[predictions.kind]:
+            differences = {name: compare_with_baseline(predictions, name) for name in predictions.baselines}
+            for name, difference in differences.items():
+                if metric.name in difference:
+                    rows.append(
+                        [f"{run.label} against {name}", metric.name, *_format_difference(difference[metric.name])]
+                    )
+    columns = ["comparison", "metric", "run", "baseline", "difference", "verdict", "sites that gain", "worst site"]
+    note = (
+        "On the test subjects of all sites at once; in brackets the 95 % bootstrap interval over subjects within their "
+        "site. Ahead and behind: the interval excludes 0. The baselines are the mean of each site, and a linear model "
+        "of each site alone and of all sites pooled."
+    )
+    return ReportTable("Compared with trivial baselines", columns, rows, note) if rows else None
+
+
+def build_group_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
+    """Return each pair of runs on the test subjects that both have, seeds and folds taken together."""
+    groups, rows = describe_groups(runs), []
+    labels = [group["label"] for group in groups]
+    for number, group in enumerate(groups):
+        for other in labels[number + 1 :]:
+            for metric, difference in group.get("differences", {}).get(other, {}).items():
+                rows.append([f"{group['label']} against {other}", metric, *_format_difference(difference)])
+    columns = ["comparison", "metric", "first", "second", "difference", "verdict", "sites that gain", "worst site"]
+    note = "Every subject counts once, with its mean over the seeds and folds that tested it; intervals as above."
+    return ReportTable("Runs on the same test subjects", columns, rows, note) if rows else None
+
+
+def _format_difference(difference: Mapping[str, Any]) -> list[str]:
+    share, worst = difference["sites_that_gain"], difference["worst_site"]
+    change = f"{difference['value']:+.3f} [{difference['low']:+.3f}, {difference['high']:+.3f}]"
+    return [
+        format_metric(difference["first"]),
+        format_metric(difference["second"]),
+        change,
+        difference["verdict"],
+        "-" if share is None else f"{share:.0%}",
+        f"{worst} ({difference['by_site'][worst]:+.3f})" if worst else "-",
+    ]
