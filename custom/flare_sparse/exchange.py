@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -63,6 +64,13 @@ class Patch:
     def values(self) -> Tensor:
         """float32 ``(mask.count,)``, in the order of the layout."""
         return self.source if self.source.numel() == self.mask.count else self.mask.take(self.source)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the selected entries and their values, 64 hex digits."""
+        digest = hashlib.sha256(bytes.fromhex(self.mask.fingerprint))
+        digest.update(self.values.detach().contiguous().numpy().astype("<f4", copy=False).data)
+        return digest.hexdigest()
 
     @classmethod
     def empty(cls, size: int) -> Patch:

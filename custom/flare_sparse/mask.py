@@ -45,6 +45,17 @@ class Mask:
         return cls(torch.zeros(size, dtype=torch.bool))
 
     @classmethod
+    def from_packed(cls, packed: np.ndarray, size: int) -> Mask:
+        """Return the mask of ``size`` entries with these :attr:`packed` bytes.
+
+        Raises:
+            ValueError: the number of bytes is not that of ``size`` bits.
+        """
+        if packed.size != (size + 7) // 8:
+            raise ValueError(f"{packed.size} bytes for {size} bits")
+        return cls(torch.from_numpy(np.unpackbits(packed, count=size).view(bool)))
+
+    @classmethod
     def from_tensors(cls, layout: Layout, predicate: Callable[[TensorSpec], bool]) -> Mask:
         """Select all entries of the tensors that satisfy ``predicate``."""
         return cls(layout.select(predicate))
@@ -116,7 +127,10 @@ class Mask:
 
     def __le__(self, other: Mask) -> bool:
         """Return whether this mask is nested in ``other``: every entry that it selects is selected there."""
-        return not bool((self.bits & ~other.bits).any())
+        # The counts are cached; they decide most comparisons without a pass over the bits.
+        if self is other or other.is_full or not self.count:
+            return True
+        return self.count <= other.count and not bool((self.bits & ~other.bits).any())
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Mask) and torch.equal(self.bits, other.bits))

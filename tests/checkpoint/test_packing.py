@@ -55,6 +55,35 @@ def test_shared_object_is_written_once() -> None:
     mask, tensors = Mask(torch.ones(4, dtype=torch.bool)), {}
     pack(Inner((mask, mask, mask)), tensors)
     assert len(tensors) == 1
+    unpacked = pack_and_unpack(Inner((mask, mask)), Inner)
+    assert unpacked.masks[0] is unpacked.masks[1]
+
+
+def test_mask_takes_one_bit_per_entry() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    pack(Mask(torch.arange(1001) % 3 == 0), tensors)
+    assert [(tensor.dtype, tensor.numel()) for tensor in tensors.values()] == [(torch.uint8, 126)]
+
+
+@given(
+    shape=st.sampled_from([(4096,), (64, 65), (16, 4, 70)]),
+    share=st.sampled_from([0.0, 0.01, 0.4, 0.6, 1.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_zeros_of_a_large_tensor_are_left_out_and_every_bit_comes_back(
+    shape: tuple[int, ...], share: float, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    tensor = torch.randn(shape, generator=draw).where(torch.rand(shape, generator=draw) < share, 0.0)
+    tensor.view(-1)[:3] = torch.tensor([-0.0, float("nan"), float("-inf")])
+    tensors: dict[str, torch.Tensor] = {}
+    packed = json.loads(json.dumps(pack(tensor, tensors)))
+    result = unpack(packed, torch.Tensor, tensors)
+    assert result.shape == tensor.shape
+    assert torch.equal(result.view(torch.int32), tensor.contiguous().view(torch.int32))
+    live = int((tensor.view(torch.int32) != 0).sum())
+    stored = sum(part.nbytes for part in tensors.values())
+    assert stored == (4 * live + (tensor.numel() + 7) // 8 if share < 0.5 else tensor.nbytes)
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), lambda: 0, b"bytes"])
@@ -75,10 +104,16 @@ def test_pack_refuses_other_types(value: Any) -> None:
         ([1, "2"], list[int]),
         ({"masks": [], "figures": {}, "more": 1}, Inner),
         ({"masks": ["0"], "figures": {}}, Inner),
+        ({"masks": [{"entries": 8, "bits": "missing"}], "figures": {}}, Inner),
+        ({"masks": [{"entries": 9, "bits": "bits"}], "figures": {}}, Inner),
+        ({"masks": [{"entries": -1, "bits": "bits"}], "figures": {}}, Inner),
+        ({"shape": [8], "bits": "bits", "values": "missing"}, torch.Tensor),
+        ({"shape": [9], "bits": "bits", "values": "bits"}, torch.Tensor),
+        ({"shape": [2, 4], "bits": "bits", "values": "two"}, torch.Tensor),
         ("missing", torch.Tensor),
         (None, int),
     ],
 )
 def test_unpack_refuses_values_of_undeclared_types(packed: Any, kind: Any) -> None:
     with pytest.raises(CheckpointError):
-        unpack(packed, kind, {})
+        unpack(packed, kind, {"bits": torch.ones(1, dtype=torch.uint8), "two": torch.ones(2)})

@@ -149,8 +149,8 @@ def test_checkpoint_of_another_job_is_refused_with_the_difference(store: Store) 
 
 def test_checkpoint_of_another_format_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(1, content(1))
-    monkeypatch.setattr("flare_sparse.checkpoint.store.FORMAT", 4)
-    with pytest.raises(CheckpointError, match="written in format 3, this version reads 4"):
+    monkeypatch.setattr("flare_sparse.checkpoint.store.FORMAT", 5)
+    with pytest.raises(CheckpointError, match="written in format 4, this version reads 5"):
         store.load(Content)
 
 

@@ -155,4 +155,4 @@ def test_outlier_exceeds_the_ratio_to_the_median(norms: list[float], rejected: d
         for i, norm in enumerate(norms)
     ]
     result = AttemptResult(Attempt(1, "train", 1, {}), contributions, {}, [])
-    assert reject_outliers(result, lambda: torch.zeros(4), 1000.0).rejected == rejected
+    assert reject_outliers(result, lambda: Patch.from_vector(torch.zeros(4), Mask.full(4)), 1000.0).rejected == rejected

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +14,7 @@ from nvflare.apis.shareable import Shareable
 
 from flare_sparse.errors import RejectedMessage
 from flare_sparse.exchange import Patch, Update
+from flare_sparse.flare.named_arrays import NamedArrays
 from flare_sparse.flare.payload import (
     dxo_to_update,
     message_to_shareable,
@@ -54,45 +59,84 @@ def test_anything_but_a_message_is_rejected_with_site_and_field(shareable: Share
     ("content", "kind"), [("weights", "WEIGHTS"), ("delta", "WEIGHT_DIFF"), ("scores", "WEIGHT_DIFF")]
 )
 def test_update_becomes_an_ordinary_dxo_of_named_arrays(content: str, kind: str) -> None:
-    dxo = update_to_dxo(update(content), LAYOUT, torch.ones(8))
+    dxo = update_to_dxo(update(content), LAYOUT)
     assert dxo.data_kind == kind
     assert np.array_equal(dxo.data["a.weight"], [[1, 0, 3], [0, 0, 6]])
     assert np.array_equal(dxo.data["a.bias"], [7, 8])
     assert dxo.meta == {"content": content, "examples": 5}
 
 
+def test_arrays_are_built_only_if_a_filter_reads_them() -> None:
+    sent = update()
+    dxo = update_to_dxo(sent, LAYOUT)
+    assert isinstance(dxo.data, NamedArrays)
+    assert dxo_to_update(from_shareable(dxo.to_shareable()), sent, LAYOUT) is sent
+    assert dxo.data.is_unread
+    assert list(dxo.data) == ["a.weight", "a.bias"]
+    assert not dxo.data.is_unread
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        dict,
+        lambda data: {**data},
+        copy.deepcopy,
+        copy.copy,
+        lambda data: pickle.loads(pickle.dumps(data)),
+        lambda data: data.copy(),
+        lambda data: data | {},
+        lambda data: {} | data,
+        lambda data: dict(data.items()),
+        lambda data: dict(zip(data.keys(), data.values(), strict=True)),
+        lambda data: {name: data.pop(name) for name in ("a.weight", "a.bias")},
+        lambda data: {name: data.get(name) for name in reversed(data)},
+    ],
+)
+def test_every_way_to_read_the_arrays_builds_them(read: Any) -> None:
+    data = read(update_to_dxo(update(), LAYOUT).data)
+    assert type(data) is dict or isinstance(data, NamedArrays)
+    assert len(data) == 2
+    assert np.array_equal(data["a.weight"], [[1, 0, 3], [0, 0, 6]])
+    assert np.array_equal(data["a.bias"], [7, 8])
+
+
+def test_dictionary_that_was_filled_past_its_methods_is_rejected() -> None:
+    sent = update()
+    dxo = update_to_dxo(sent, LAYOUT)
+    dict.__setitem__(dxo.data, "a.bias", np.zeros(3))
+    with pytest.raises(RejectedMessage):
+        dxo_to_update(dxo, sent, LAYOUT)
+
+
 def test_untouched_values_come_back_bit_for_bit() -> None:
     sent = update()
-    vector = torch.ones(LAYOUT.size)
-    dxo = update_to_dxo(sent, LAYOUT, vector)
-    back = dxo_to_update(dxo, sent, vector, LAYOUT)
+    dxo = update_to_dxo(sent, LAYOUT)
+    back = dxo_to_update(dxo, sent, LAYOUT)
     assert torch.equal(back.patch.values, sent.patch.values)
 
 
 def test_arrays_changed_in_place_or_replaced_by_a_site_filter_are_sent() -> None:
     sent = update()
-    vector = torch.ones(LAYOUT.size)
-    dxo = update_to_dxo(sent, LAYOUT, vector)
+    dxo = update_to_dxo(sent, LAYOUT)
     dxo.data["a.weight"] *= 2
     dxo.data["a.bias"] = np.array([-1.0, -2.0])
-    back = dxo_to_update(from_shareable(dxo.to_shareable()), sent, vector, LAYOUT)
+    back = dxo_to_update(from_shareable(dxo.to_shareable()), sent, LAYOUT)
     assert back.patch.values.tolist() == [2.0, 6.0, 12.0, -1.0, -2.0]
 
 
 def test_transposed_view_of_the_same_memory_counts_as_changed() -> None:
     square = Layout((TensorSpec("w", (2, 2), "weight"),))
     sent = Update(Patch.from_vector(torch.arange(4.0), Mask.full(4)), "weights", 1)
-    vector = torch.ones(4)
-    dxo = update_to_dxo(sent, square, vector)
+    dxo = update_to_dxo(sent, square)
     dxo.data["w"] = dxo.data["w"].T.copy().T.T
-    assert dxo_to_update(dxo, sent, vector, square).patch.values.tolist() == [0.0, 2.0, 1.0, 3.0]
+    assert dxo_to_update(dxo, sent, square).patch.values.tolist() == [0.0, 2.0, 1.0, 3.0]
 
 
 @pytest.mark.parametrize("name", ["removed", "reshaped", "kind"])
 def test_update_broken_by_a_filter_is_rejected(name: str) -> None:
     sent = update()
-    vector = torch.ones(LAYOUT.size)
-    dxo = update_to_dxo(sent, LAYOUT, vector)
+    dxo = update_to_dxo(sent, LAYOUT)
     if name == "removed":
         del dxo.data["a.bias"]
     elif name == "reshaped":
@@ -100,4 +144,4 @@ def test_update_broken_by_a_filter_is_rejected(name: str) -> None:
     else:
         dxo.data_kind = DataKind.APP_DEFINED
     with pytest.raises(RejectedMessage):
-        dxo_to_update(dxo, sent, vector, LAYOUT)
+        dxo_to_update(dxo, sent, LAYOUT)

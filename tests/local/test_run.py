@@ -117,7 +117,7 @@ def test_dry_run_raises_the_error_of_a_site() -> None:
     """A dry site has no data, so the error is one of the settings."""
 
     class Broken(DrySite):
-        def train(self, *args: Any, **settings: Any) -> torch.Tensor:
+        def train_entries(self, *args: Any, **settings: Any) -> torch.Tensor:
             raise ValueError("no such layer")
 
     bench = ToyBench()

@@ -115,3 +115,22 @@ def test_personal_norm_between_sparse_layers_trains_as_with_dense_computation(mo
     torch.testing.assert_close(results["sparse"], results["dense"], atol=1e-4, rtol=1e-4)
     initial = torch.cat([tensor.flatten() for tensor in kept.values()])
     assert float((results["dense"] - initial).abs().max()) > 1e-3
+
+
+def test_blocks_of_an_unchanged_mask_are_built_once_with_the_same_bits(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: True).__code__)
+    built, build = [], kernels.build_blocks
+    monkeypatch.setattr(kernels, "build_blocks", lambda *args: built.append(1) or build(*args))
+    generator = torch.Generator().manual_seed(1)
+    mask = Mask(torch.rand(site.layout.size, generator=generator) < 0.3)
+    config = TrainingConfig(epochs=2, optimizer="sgd", lr=1e-2, batch_size=4, compute="sparse")
+    site.weights = torch.randn(site.layout.size, generator=generator) * 0.2 * mask.bits
+    fresh = site.train(site.weights, mask, config, 1)
+    site.support = mask
+    cached = [site.train(site.weights, mask, config, 1) for _ in range(2)]
+    assert len(built) == 2
+    assert all(torch.equal(trained, fresh) for trained in cached)
+    site.train(site.weights, Mask(mask.bits & (torch.arange(mask.size) % 2 == 0)), config, 1)
+    assert len(built) == 3

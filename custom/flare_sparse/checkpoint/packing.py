@@ -1,21 +1,28 @@
 """Conversion of dataclasses to JSON with named tensors, and back by declared types.
 
-A file names no class, so loading it cannot run foreign code, as pickle could.
+A file names no class, so loading it cannot run foreign code, as pickle could. A mask takes one bit per entry; of a
+large float32 tensor that is mostly zero, the other values and their positions are written.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SelectionError
 from ..mask import Mask
 
 _PLAIN = (bool, int, float, str)
+
+_LARGE = 4096
+"""Entries from which a tensor is examined for zeros."""
 
 
 def pack(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -34,15 +41,17 @@ def pack(value: Any, tensors: dict[str, Tensor]) -> Any:
 class _Packer:
     def __init__(self, tensors: dict[str, Tensor]):
         self._tensors = tensors
-        self._names: dict[int, str] = {}
+        # By the id of the packed object, which is held: a later object must not get the id of a deleted one.
+        self._packed: dict[int, tuple[Any, Any]] = {}
 
     def pack(self, value: Any) -> Any:
         if value is None or isinstance(value, _PLAIN):
             return value
-        if isinstance(value, Mask):
-            return self._assign_name(value.bits)
-        if isinstance(value, Tensor):
-            return self._assign_name(value)
+        if isinstance(value, (Mask, Tensor)):
+            # Once per object and not per value: the mask that sixty sites share is written once.
+            if id(value) not in self._packed:
+                self._packed[id(value)] = value, self._pack_entries(value)
+            return self._packed[id(value)][1]
         if isinstance(value, Mapping):
             return {str(key): self.pack(part) for key, part in value.items()}
         if isinstance(value, Sequence):
@@ -53,11 +62,54 @@ class _Packer:
             f"{type(value).__name__} cannot be kept in a checkpoint; use tensors, masks and plain values"
         )
 
-    def _assign_name(self, tensor: Tensor) -> str:
-        # One name per object and not per value: the mask that sixty sites share is written once.
-        name = self._names.setdefault(id(tensor), str(len(self._names)))
-        self._tensors.setdefault(name, tensor)
+    def _pack_entries(self, value: Mask | Tensor) -> Any:
+        if isinstance(value, Mask):
+            return {"entries": value.size, "bits": self._add(_to_bytes(value.packed))}
+        live = _find_live(value)
+        if live is None:
+            return self._add(value)
+        packed = _to_bytes(np.packbits(live.numpy()).tobytes())
+        return {"shape": list(value.shape), "bits": self._add(packed), "values": self._add(value.reshape(-1)[live])}
+
+    def _add(self, tensor: Tensor) -> str:
+        name = str(len(self._tensors))
+        self._tensors[name] = tensor
         return name
+
+
+def _to_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+
+def _find_live(tensor: Tensor) -> Tensor | None:
+    """Return which entries differ from 0.0, as bool ``(n,)``; None where it does not pay to write only those."""
+    if tensor.dtype != torch.float32 or tensor.numel() < _LARGE:
+        return None
+    # By the bits, because -0.0 equals 0.0.
+    live = tensor.detach().reshape(-1).view(torch.int32) != 0
+    return live if int(live.sum()) * 2 <= tensor.numel() else None
+
+
+class _Stored:
+    """The tensors of a checkpoint; a mask with one name is one object."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._tensors = tensors
+        self._masks: dict[str, Mask] = {}
+
+    def read_mask(self, packed: Any) -> Mask:
+        """Return a mask."""
+        entries, bits = _check_type(int, packed["entries"]), _check_type(str, packed["bits"])
+        if bits not in self._masks:
+            self._masks[bits] = Mask.from_packed(self._tensors[bits].numpy(), entries)
+        return self._masks[bits]
+
+    def read_tensor(self, packed: Any) -> Tensor:
+        """Return a tensor."""
+        if isinstance(packed, str):
+            return self._tensors[packed]
+        mask = Mask.from_packed(self._tensors[packed["bits"]].numpy(), math.prod(packed["shape"]))
+        return mask.put(self._tensors[packed["values"]], torch.zeros(mask.size)).view(packed["shape"])
 
 
 def unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str = "content") -> Any:
@@ -73,13 +125,17 @@ def unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str = "c
     Raises:
         CheckpointError: the value is not of the declared type.
     """
+    return _unpack_checked(packed, kind, _Stored(tensors), path)
+
+
+def _unpack_checked(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
     try:
         return _unpack(packed, kind, tensors, path)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, SelectionError) as error:
         raise CheckpointError(f"{path}: expected {_get_name(kind)}: {error!r}") from error
 
 
-def _unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str) -> Any:
+def _unpack(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         return _unpack_optional(packed, get_args(kind), tensors, path)
@@ -88,22 +144,23 @@ def _unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str) ->
     if dataclasses.is_dataclass(origin or kind):
         return _unpack_dataclass(packed, kind, tensors, path)
     if kind is Mask:
-        return Mask(tensors[_check_type(str, packed)])
-    return tensors[_check_type(str, packed)] if kind is Tensor else _check_type(kind, packed)
+        return tensors.read_mask(packed)
+    return tensors.read_tensor(packed) if kind is Tensor else _check_type(kind, packed)
 
 
-def _unpack_collection(
-    packed: Any, origin: Any, parts: tuple[Any, ...], tensors: Mapping[str, Tensor], path: str
-) -> Any:
+def _unpack_collection(packed: Any, origin: Any, parts: tuple[Any, ...], tensors: _Stored, path: str) -> Any:
     """Unpack ``tuple[X, ...]``, ``list[X]`` or ``dict[str, X]``."""
     if origin is dict:
         return {
-            name: unpack(part, parts[1], tensors, f"{path}.{name}") for name, part in _check_type(dict, packed).items()
+            name: _unpack_checked(part, parts[1], tensors, f"{path}.{name}")
+            for name, part in _check_type(dict, packed).items()
         }
-    return origin(unpack(part, parts[0], tensors, f"{path}.{i}") for i, part in enumerate(_check_type(list, packed)))
+    return origin(
+        _unpack_checked(part, parts[0], tensors, f"{path}.{i}") for i, part in enumerate(_check_type(list, packed))
+    )
 
 
-def _unpack_optional(packed: Any, parts: tuple[Any, ...], tensors: Mapping[str, Tensor], path: str) -> Any:
+def _unpack_optional(packed: Any, parts: tuple[Any, ...], tensors: _Stored, path: str) -> Any:
     """Unpack ``X | None``, the only union: with more types, the file would have to name one."""
     if packed is None and type(None) in parts:
         return None
@@ -111,7 +168,7 @@ def _unpack_optional(packed: Any, parts: tuple[Any, ...], tensors: Mapping[str, 
     return _unpack(packed, kind, tensors, path)
 
 
-def _unpack_dataclass(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str) -> Any:
+def _unpack_dataclass(packed: Any, kind: Any, tensors: _Stored, path: str) -> Any:
     """Unpack a dataclass, also a generic one with type arguments, such as ``Snapshot[State]``."""
     cls = get_origin(kind) or kind
     arguments = dict(zip(getattr(cls, "__parameters__", ()), get_args(kind), strict=True))
@@ -120,7 +177,7 @@ def _unpack_dataclass(packed: Any, kind: Any, tensors: Mapping[str, Tensor], pat
     if sorted(_check_type(dict, packed)) != names:
         raise CheckpointError(f"{path}: {cls.__name__} has {names}, found {sorted(packed)}")
     parts = {name: arguments.get(hints[name], hints[name]) for name in names}
-    return cls(**{name: unpack(packed[name], part, tensors, f"{path}.{name}") for name, part in parts.items()})
+    return cls(**{name: _unpack_checked(packed[name], part, tensors, f"{path}.{name}") for name, part in parts.items()})
 
 
 def _check_type(kind: Any, packed: Any) -> Any:

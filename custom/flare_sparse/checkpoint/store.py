@@ -29,7 +29,7 @@ from ..errors import CheckpointError
 from .packing import pack, unpack
 from .writing import replace_atomically, sync_to_disk, write_new_file
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 FINISHED = "finished"
 DAMAGED = "damaged-"
@@ -139,7 +139,7 @@ class Store:
     def _build_files(self, content: Any) -> dict[str, bytes]:
         tensors: dict[str, Tensor] = {}
         packed = pack(content, tensors)
-        data = safetensors.torch.save({name: part.detach().clone().contiguous() for name, part in tensors.items()})
+        data = safetensors.torch.save(_separate(tensors))
         manifest = {
             "format": FORMAT,
             "belongs": self.identity,
@@ -302,6 +302,19 @@ def iterate_differences(saved: Any, current: Any, path: str = "") -> Iterator[st
             yield from iterate_differences(saved.get(name), current.get(name), f"{path}.{name}".strip("."))
     elif saved != current:
         yield f"{path}: {saved!r} in the checkpoint, {current!r} now"
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors that share no memory, which safetensors refuses; only those that do are copied."""
+    separate: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for name, tensor in tensors.items():
+        part = tensor.detach().contiguous()
+        if part.untyped_storage().nbytes() != part.nbytes or part.data_ptr() in addresses:
+            part = part.clone()
+        addresses.add(part.data_ptr())
+        separate[name] = part
+    return separate
 
 
 def _dump_manifest(manifest: Mapping[str, Any]) -> bytes:

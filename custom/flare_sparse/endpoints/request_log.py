@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
 
 from ..checkpoint.writing import write_json
 from ..errors import FlareSparseError, RequestRefused
-from ..params import compute_digest
 from .site_state import RequestId
 
 DAY_S = 86_400
@@ -29,7 +27,7 @@ class AnsweredRequest(BaseModel):
 
     Attributes:
         kind, round: id of the request.
-        digest: SHA-256 of the received model, 64 hex digits.
+        digest: SHA-256 of the received model's live entries and their values, 64 hex digits.
         start: number of the start of the job, from 1.
         answers: number of answers in this start.
         time: Unix time of the first answer.
@@ -94,35 +92,34 @@ class RequestLog:
         self._count_requests = count_requests
         self._record = RunRecord(run=run)
 
-    def admit(self, request: RequestId, weights: Tensor) -> None:
+    def admit(self, request: RequestId, digest: str) -> None:
         """Record an answer to a request before it is computed.
 
         Args:
             request: kind and round of the request.
-            weights: ``(P,)`` the received model.
+            digest: digest of the received model, see :attr:`~flare_sparse.exchange.Patch.digest`.
 
         Raises:
             RequestRefused: the job does not provide for this request, or the record cannot be read or written.
         """
-        digest = compute_digest(weights)
         with self._open() as record:
             self._count_answer(record, request, digest)
 
-    def release_metrics(self, request: RequestId, weights: Tensor, limit: int | None, daily: int | None) -> bool:
+    def release_metrics(self, request: RequestId, digest: str, limit: int | None, daily: int | None) -> bool:
         """Return whether the metrics of a model may leave, and record that they do.
 
         Metrics of a model that have left before may leave again: they are the same.
 
         Args:
             request: kind and round of the request.
-            weights: ``(P,)`` the received model.
+            digest: digest of the received model.
             limit: number of models of this run whose metrics may leave, without those after the last round; None: all.
             daily: number of models of all runs whose metrics may leave within 24 hours; None: all.
 
         Raises:
             RequestRefused: the record cannot be read or written.
         """
-        key, now = f"{request.kind}/{request.round}/{compute_digest(weights)}", time.time()
+        key, now = f"{request.kind}/{request.round}/{digest}", time.time()
         with self._open() as record:
             if key in record.evaluations:
                 return True

@@ -102,9 +102,15 @@ class SiteEndpoint:
         self.site.receive(self._state.memory.method)
         # Counted after the state has changed: a refused site still holds the model that its weights contain.
         if self.requests is not None:
-            self.requests.admit(RequestId(message.kind, message.round), self.site.weights)
+            self.requests.admit(RequestId(message.kind, message.round), self.compute_model_digest())
         self.request = Request(message.kind, message.round, patch, message.trainable)
         return self.request
+
+    def compute_model_digest(self) -> str:
+        """Return the digest of the model that this site holds; equal models have equal digests at all sites."""
+        assert self._state.base is not None, "a request was received"
+        # Of the live entries alone: all others are zero.
+        return Patch.from_vector(self.site.weights, self._state.base.mask).digest
 
     def answer(self, request: Request) -> Update:
         """Return the method's update, with metrics of the received model unless the method reports its own.
@@ -234,12 +240,16 @@ class SiteEndpoint:
         base = self._state.base
         if patch.base == "previous" and base is not None:
             mask = base.mask
+            # The entries outside the base's mask are zero at both ends, and neither stores or sends them.
+            if not patch.mask <= mask:
+                raise RejectedMessage("E_MASK", "selection", "entries of the previous model", "others", "server")
         else:
             # Entries outside the mask are zero by definition; those of an unchanged mask are zero already.
             if base is None or patch.mask != base.mask:
                 self.site.weights.zero_()
             mask = patch.mask
         patch.write_into(self.site.weights)
+        self.site.support = mask
         return SiteBase(mask, sequence)
 
     def _restart(self, sequence: int, acknowledged: int | None) -> None:
@@ -272,7 +282,7 @@ class SiteEndpoint:
         _, snapshot = newest
         fallback = _load_previous_request(store, newest)
         reserve = _load_previous_request(store, fallback) if fallback else None
-        self.site.weights = snapshot.weights
+        self.site.weights, self.site.support = snapshot.to_vector(), snapshot.base.mask
         damaged = store.list_damaged()
         self._state = SiteState.restart(
             snapshot, fallback[1] if fallback else None, damaged, reserve=reserve[0] if reserve else None
@@ -288,7 +298,7 @@ class SiteEndpoint:
         state = self._state.answer(request, memory)
         if self.store is not None:
             assert state.base is not None, "an update answers a request that was received"
-            snapshot = SiteSnapshot(*request, self.site.weights, state.base, memory)
+            snapshot = SiteSnapshot(*request, state.base.mask.take(self.site.weights), state.base, memory)
             self.store.save(state.sequence, snapshot, also_keep=(state.fallback, state.reserve))
         self._state = state
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .bases import SiteBase
@@ -38,14 +39,14 @@ class SiteSnapshot:
     Attributes:
         kind: kind of the answered request.
         round: round of the answered request.
-        weights: ``(P,)`` the vector that the site holds.
-        base: mask of ``weights`` and sequence number of their message, which also numbers the checkpoint.
+        values: ``(base.mask.count,)`` live entries of the vector that the site holds; all others are zero.
+        base: mask of the vector and sequence number of their message, which also numbers the checkpoint.
         memory: memory after the update, from which the next request starts.
     """
 
     kind: str
     round: int
-    weights: Tensor
+    values: Tensor
     base: SiteBase
     memory: SiteMemory
 
@@ -53,6 +54,10 @@ class SiteSnapshot:
     def request(self) -> RequestId:
         """Id of the answered request."""
         return RequestId(self.kind, self.round)
+
+    def to_vector(self) -> Tensor:
+        """Return the vector ``(P,)`` that the site held."""
+        return self.base.mask.put(self.values, torch.zeros(self.base.mask.size))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def learn_from(
     """
     # With clip_norm, a longer delta is clipped instead and counts.
     if rules.clip_norm is None:
-        result = reject_outliers(result, lambda: method.model(state).to_vector(), rules.max_norm_ratio)
+        result = reject_outliers(result, lambda: method.model(state), rules.max_norm_ratio)
     # Each contribution is finite, but their sum or a factorization may not be. A model that cannot be encoded would
     # stop the run in the next round, so this is checked before the commit, and the likeliest cause is rejected.
     while has_quorum(result.contributed):

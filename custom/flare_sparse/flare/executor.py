@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from nvflare.apis.executor import Executor
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
@@ -17,11 +16,6 @@ from .session import get_site_session, write_site_error
 
 class SparseExecutor(Executor):
     """Trains, scores or evaluates as requested and returns an ordinary DXO, so that the site's filters see values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Replies are views of this buffer. One suffices: EncodeUpdate encodes a reply before the next task begins.
-        self._vector = torch.zeros(0)
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Return the update, or a refusal with an error code and without text, which could name paths or subjects.
@@ -40,11 +34,9 @@ class SparseExecutor(Executor):
             update = endpoint.answer(request)
         except Exception as error:  # noqa: BLE001 - an error in a task or a model must not stop the site's process
             return self._refuse(error, get_failure_code(error), fl_ctx)
-        if self._vector.numel() != endpoint.site.layout.size:
-            self._vector = torch.zeros(endpoint.site.layout.size)
-        reply = update_to_dxo(update, endpoint.site.layout, self._vector).to_shareable()
+        reply = update_to_dxo(update, endpoint.site.layout).to_shareable()
         # The objects that EncodeUpdate needs; it removes them before anything is sent.
-        reply[UPDATE] = (request, update, self._vector)
+        reply[UPDATE] = (request, update)
         return reply
 
     def requires_materialized_task_result(self, task_name: str) -> bool:

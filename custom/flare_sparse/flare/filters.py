@@ -65,8 +65,8 @@ class EncodeUpdate(Filter):
         if pending is None:
             raise RejectedMessage("E_KIND", "reply", "an update of SparseExecutor", "something else")
         endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
-        request, update, vector = pending
-        update = dxo_to_update(from_shareable(shareable), update, vector, endpoint.site.layout)
+        request, update = pending
+        update = dxo_to_update(from_shareable(shareable), update, endpoint.site.layout)
         try:
             encoded = endpoint.encode(request, update)
         # Raised, for example, by a value that is not finite or exceeds the range of encryption.

@@ -24,6 +24,7 @@ from ..endpoints.events import pack_events
 from ..errors import RejectedMessage
 from ..exchange import Content, Patch, SiteEvent, Update
 from ..params import Layout
+from .named_arrays import NamedArrays, to_named_arrays
 
 TASK = "exchange"
 """Name of the FLARE task of every request; the kind of the request is inside the message."""
@@ -132,33 +133,20 @@ def get_refusal_code(reply: Shareable) -> str:
     return extract_code(reply) or (return_code if is_known else "E_SITE")
 
 
-def to_named_arrays(vector: torch.Tensor, layout: Layout) -> dict[str, np.ndarray]:
-    """Return views of a vector ``(P,)`` by tensor name."""
-    return {name: tensor.numpy() for name, tensor in layout.unflatten(vector).items()}
-
-
-def update_to_dxo(update: Update, layout: Layout, vector: torch.Tensor) -> DXO:
-    """Return an update as a DXO that FLARE's filters can process: named float32 arrays, zero outside the patch.
-
-    Args:
-        update: the site's update.
-        layout: layout of the model.
-        vector: ``(P,)`` buffer that is overwritten; the DXO's arrays are views of it.
-    """
+def update_to_dxo(update: Update, layout: Layout) -> DXO:
+    """Return an update as a DXO that FLARE's filters can process: named float32 arrays, zero outside the patch."""
     if update.content == "metrics":
         return DXO(DataKind.METRICS, data=dict(update.metrics), meta={"content": update.content})
     meta = {"content": update.content, "examples": update.num_examples}
-    update.patch.write_into(vector.zero_())
-    return DXO(_KINDS[update.content], data=to_named_arrays(vector, layout), meta=meta)
+    return DXO(_KINDS[update.content], data=NamedArrays(update.patch, layout), meta=meta)
 
 
-def dxo_to_update(dxo: DXO, update: Update, vector: torch.Tensor, layout: Layout) -> Update:
+def dxo_to_update(dxo: DXO, update: Update, layout: Layout) -> Update:
     """Return the update with the values of the DXO, which the site's filters may have changed.
 
     Args:
         dxo: DXO after the filters, which may have changed arrays in place or replaced them.
         update: the update before the filters.
-        vector: ``(P,)`` buffer behind the arrays of the DXO; replaced arrays are copied into it.
         layout: layout of the model.
 
     Raises:
@@ -168,12 +156,16 @@ def dxo_to_update(dxo: DXO, update: Update, vector: torch.Tensor, layout: Layout
         raise RejectedMessage("E_KIND", "data_kind", _KINDS[update.content].value, str(dxo.data_kind))
     if update.content == "metrics":
         return replace(update, metrics={n: v for n, v in dxo.data.items() if n in update.metrics})
+    data = dxo.data
+    if isinstance(data, NamedArrays) and data.is_unread:
+        return update
+    vector = data.vector if isinstance(data, NamedArrays) else torch.zeros(layout.size)
     for name, view in to_named_arrays(vector, layout).items():
-        array = dxo.data.get(name)
+        array = data.get(name)
         if not isinstance(array, np.ndarray) or array.shape != view.shape:
             actual = "nothing" if array is None else f"{type(array).__name__} {getattr(array, 'shape', '')}"
             raise RejectedMessage("E_SHAPE", name, f"array {view.shape}", actual)
-        # Equal address, shape and strides: the filter replaced no array, so the buffer is already up to date.
+        # Equal address, shape and strides: the filter replaced no array, so the vector is already up to date.
         if array.__array_interface__ != view.__array_interface__:
             view[...] = array
     return replace(update, patch=Patch.from_vector(vector, update.patch.mask))

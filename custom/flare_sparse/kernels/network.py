@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -273,9 +273,17 @@ def use_sparse_kernels(
     Yields:
         A block for each layer.
     """
-    blocks = _install_blocks(network, live, decide)
-    try:
+    blocks = build_blocks(network, live, decide)
+    with install_blocks(blocks):
         yield blocks
+
+
+@contextmanager
+def install_blocks(blocks: Sequence[Block]) -> Iterator[None]:
+    """Let blocks compute the layers of their network within the context."""
+    _replace_forward(blocks)
+    try:
+        yield
     finally:
         for block in blocks:
             for part in (block.chain.layer, *block.chain.followers):
@@ -291,18 +299,22 @@ def compile_network(network: nn.Module, decide: Decide = is_sparse_faster) -> nn
     """
     compiled = copy.deepcopy(network).eval().requires_grad_(requires_grad=False)
     live = {name: parameter != 0 for name, parameter in compiled.named_parameters() if parameter.dim() > 1}
-    _install_blocks(compiled, live, decide)
+    _replace_forward(build_blocks(compiled, live, decide))
     return compiled
 
 
-def _install_blocks(network: nn.Module, live: Mapping[str, Tensor], decide: Decide) -> list[Block]:
+def build_blocks(network: nn.Module, live: Mapping[str, Tensor], decide: Decide = is_sparse_faster) -> list[Block]:
+    """Return a block for each layer of a network; arguments as of :func:`use_sparse_kernels`."""
     blocks = []
     for chain in find_chains(network):
         name = f"{chain.name}.weight" if chain.name else "weight"
         if name in live:
             blocks.append(Block(chain, live[name], decide))
+    return blocks
+
+
+def _replace_forward(blocks: Sequence[Block]) -> None:
     for block in blocks:
         block.chain.layer.forward = block
         for part in block.chain.followers:
             part.forward = _return_input
-    return blocks

@@ -66,7 +66,7 @@ class DrySite(Site):
             SampleUsage(max(previous.examples, min(self._count, count * size)), previous.batches + count)
         )
 
-    def train(
+    def train_entries(
         self,
         start: Tensor,
         trainable: Mask,
@@ -77,7 +77,7 @@ class DrySite(Site):
         **_: Any,
     ) -> Tensor:
         self._count_usage(config.batch_size, steps, config.epochs)
-        return torch.where(trainable.bits, self._perturb(start), start)
+        return trainable.take(self._perturb(start))
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
         self._count_usage(config.batch_size, 1)

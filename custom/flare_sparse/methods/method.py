@@ -340,7 +340,7 @@ def train_locally(
         step_scale: ``(P,)`` factors of the optimiser's steps; None: 1.
     """
     mask = request.trainable if trainable is None else trainable
-    trained = site.train(
+    values = site.train_entries(
         site.weights,
         mask,
         training,
@@ -349,8 +349,9 @@ def train_locally(
         proximal_strength=proximal_strength,
         step_scale=step_scale,
     )
-    values = trained - site.weights if content == "delta" else trained
-    return Update(Patch.from_vector(values, mask), content, site.num_examples)
+    if content == "delta":
+        values = values - mask.take(site.weights)
+    return Update(Patch(values, mask), content, site.num_examples)
 
 
 def broadcast(sites: Sequence[str], assignment: Assignment) -> dict[str, Assignment]:

@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def use_compute(compute: Compute, model: FlatModel, start: Tensor, trainable: Mask) -> Iterator[None]:
+def use_compute(
+    compute: Compute, model: FlatModel, start: Tensor, trainable: Mask, support: Mask | None = None
+) -> Iterator[None]:
     """Compute the network with sparse kernels, where these are faster, within the context.
 
     Args:
@@ -29,6 +31,7 @@ def use_compute(compute: Compute, model: FlatModel, start: Tensor, trainable: Ma
         model: the site's network.
         start: ``(P,)`` weights at the start of training.
         trainable: entries that may change.
+        support: entries of ``start`` that may differ from 0; None: unknown.
 
     Raises:
         ConfigError: ``sparse`` is asked for without numba or on a GPU.
@@ -37,9 +40,15 @@ def use_compute(compute: Compute, model: FlatModel, start: Tensor, trainable: Ma
         yield
         return
     # numba is an optional dependency, which takes a second to import.
-    from ..kernels.network import use_sparse_kernels
+    from ..kernels.network import build_blocks, install_blocks
 
-    with use_sparse_kernels(model.module, _find_live_weights(model, start, trainable)) as blocks:
+    # With one mask for both, the live weights are those of the mask in every round.
+    blocks = model.blocks.get(trainable) if support is trainable else None
+    if blocks is None:
+        blocks = build_blocks(model.module, _find_live_weights(model, start, trainable))
+    if support is trainable:
+        model.blocks = {trainable: blocks}
+    with install_blocks(blocks):
         yield
         names = [block.chain.name for block in blocks if block.is_sparse]
         log.info("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))

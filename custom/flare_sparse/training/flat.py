@@ -1,6 +1,6 @@
-"""A network whose parameters and gradients are views of one vector each.
+"""A network whose parameters are views of one vector.
 
-Masks, clipping and optimisers operate on a single tensor.
+Masks, clipping and optimisers operate on a single tensor, and a vector is loaded without a copy.
 """
 
 from __future__ import annotations
@@ -10,14 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConfigError
+from ..mask import Mask
 from ..params import Layout, get_frozen_tensors
+from .live import LiveEntries
 from .personal import PersonalTensors
+
+_ALIGNMENT = 64
+"""Bytes to which torch aligns its tensors."""
 
 
 class FlatModel:
     """A module bound to vectors of a layout.
 
-    Parameters and buffers outside the layout, those of a frozen base model, keep their values.
+    Parameters and buffers outside the layout, those of a frozen base model, keep their values. The network must not
+    write its parameters: on a CPU they are views of the loaded vector.
 
     Args:
         module: the network; it is modified and moved to ``device``.
@@ -26,18 +33,21 @@ class FlatModel:
 
     Attributes:
         module: the network; its parameters are views of ``flat``.
-        flat: parameter ``(layout.trainable_size,)`` that an optimiser steps.
+        flat: ``(layout.trainable_size,)`` parameters; on a CPU a view of the vector that was loaded last.
+        parameters: the parameters of the layout, in its order.
+        blocks: sparse blocks of the network by the mask that they compute; those of one mask at most.
         personal: tensors outside the layout that stay at the site; None: there are none.
     """
+
+    flat: Tensor
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device | str = "cpu"):
         self.layout, self.device = layout, torch.device(device)
         self.module = module.to(self.device)
         self.personal: PersonalTensors | None = None
-        self.flat = nn.Parameter(torch.zeros(layout.trainable_size, device=self.device))
-        self.flat.grad = torch.zeros_like(self.flat)
-        parameters = dict(self.module.named_parameters())
-        self._parameters: list[tuple[nn.Parameter, slice]] = []
+        named, specs = dict(self.module.named_parameters()), [s for s in layout.tensors if s.role != "buffer"]
+        self.parameters = [named[spec.name] for spec in specs]
+        self._positions = [slice(offset, offset + s.size) for s, offset in zip(specs, layout.offsets, strict=False)]
         self._buffers = dict(self.module.named_buffers())
         self._initial_integer_buffers = {
             name: b.clone() for name, b in self._buffers.items() if b is not None and not b.is_floating_point()
@@ -48,24 +58,26 @@ class FlatModel:
             for prefix, part in self.module.named_modules()
             if any(name in frozen for name, _ in part.named_buffers(prefix, recurse=False))
         ]
-        for spec, start in zip(layout.tensors, layout.offsets, strict=False):
-            if spec.role == "buffer":
-                continue
-            parameter, positions = parameters[spec.name], slice(start, start + spec.size)
-            parameter.data = self.flat.data[positions].view(spec.shape)
-            parameter.grad = self.flat.grad[positions].view(spec.shape)
-            self._parameters.append((parameter, positions))
-
-    @property
-    def gradient(self) -> Tensor:
-        """The gradient ``(trainable_size,)``; the parameters' own gradients are views of it."""
-        assert self.flat.grad is not None
-        return self.flat.grad
+        self._names = [spec.name for spec in specs]
+        self._versions: list[int] = []
+        self._gradient: Tensor | None = None
+        self._live: LiveEntries | None = None
+        self.blocks: dict[Mask, Any] = {}
 
     @torch.no_grad()
     def load(self, vector: Tensor) -> None:
-        """Set parameters and float buffers from a vector ``(P,)``; reset integer buffers to their initial values."""
-        self.flat.copy_(vector[: self.layout.trainable_size])
+        """Set parameters and float buffers from a vector ``(P,)``; reset integer buffers to their initial values.
+
+        On a CPU the parameters become views of the vector, which a later step of an optimiser changes.
+        """
+        size, source = self.layout.trainable_size, vector.detach()
+        # The last bits of a matrix product can depend on the alignment of its operands.
+        if source.data_ptr() % _ALIGNMENT or not source.is_contiguous():
+            source = source.clone(memory_format=torch.contiguous_format)
+        self.flat = source[:size].to(self.device)
+        for parameter, positions in zip(self.parameters, self._positions, strict=True):
+            parameter.data = self.flat[positions].view(parameter.shape)
+        self._versions = [parameter._version for parameter in self.parameters]
         for spec, start in zip(self.layout.tensors, self.layout.offsets, strict=False):
             if spec.role == "buffer":
                 self._buffers[spec.name].copy_(vector[start : start + spec.size].view(spec.shape))
@@ -77,32 +89,73 @@ class FlatModel:
         if self.personal is not None:
             self.personal.load()
 
-    def set_training_mode(self, trainable: Tensor | None = None) -> None:
+    def check_parameters(self) -> None:
+        """Raise if a pass of the network has written a parameter since the last :meth:`load`.
+
+        Raises:
+            ConfigError: it has; a write through ``weight.data`` in place goes unnoticed.
+        """
+        for name, parameter, positions, version in zip(
+            self._names, self.parameters, self._positions, self._versions, strict=True
+        ):
+            if parameter._version != version or parameter.data_ptr() != self.flat[positions].data_ptr():
+                raise ConfigError(
+                    f"the network writes its parameter {name!r} in a pass; compute the changed weight in forward() "
+                    "and leave the parameter as it is (docs/own-task.md)"
+                )
+
+    def find_live(self, trainable: Mask) -> LiveEntries:
+        """Return the entries of a mask by parameter; those of the last mask are cached."""
+        if self._live is None or self._live.mask is not trainable:
+            self._live = LiveEntries.from_mask(trainable, self.layout, self.device)
+        return self._live
+
+    def set_training_mode(self, live: LiveEntries | None = None) -> None:
         """Put the module in training mode; modules with frozen buffers stay in eval mode, so that these do not drift.
 
         Args:
-            trainable: bool ``(trainable_size,)``: a tensor without a trainable entry gets no gradient, which saves its
-                backward pass. None, or no trainable entry at all, computes all gradients.
+            live: the trainable entries: a tensor without one gets no gradient, which saves its backward pass. None, or
+                no trainable parameter at all, computes all gradients.
         """
         # A loss that depends on no parameter requiring a gradient cannot be differentiated.
-        all_gradients = trainable is None or not bool(trainable.any())
-        for parameter, positions in self._parameters:
-            parameter.requires_grad_(all_gradients or bool(trainable[positions].any()))  # type: ignore[index]
+        all_gradients = live is None or not live.count
+        for number, parameter in enumerate(self.parameters):
+            parameter.requires_grad_(all_gradients or live.parameters[number].count > 0)  # type: ignore[union-attr]
         self.module.train()
         for part in self._modules_with_frozen_buffers:
             part.eval()
 
     @torch.no_grad()
+    def collect_buffers(self) -> Tensor:
+        """Copy the float buffers of the layout into a vector on the CPU."""
+        buffers = [self._buffers[s.name].cpu().reshape(-1) for s in self.layout.tensors if s.role == "buffer"]
+        return torch.cat(buffers) if buffers else torch.zeros(0)
+
+    @torch.no_grad()
     def to_vector(self) -> Tensor:
         """Copy parameters and float buffers into a vector ``(P,)`` on the CPU."""
-        parts = [self.flat.detach().cpu()]
-        parts += [self._buffers[s.name].cpu().reshape(-1) for s in self.layout.tensors if s.role == "buffer"]
-        return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+        return torch.cat([self.flat.cpu(), self.collect_buffers()])
 
-    def backward(self, loss: Tensor) -> None:
-        """Set ``gradient`` to the gradient of ``loss``."""
-        self.gradient.zero_()
+    def compute_gradient(self, loss: Tensor) -> Tensor:
+        """Return the gradient ``(trainable_size,)`` of a loss; the next call overwrites it."""
+        if self._gradient is None:
+            self._gradient = torch.zeros(self.layout.trainable_size, device=self.device)
+        self._gradient.zero_()
+        for parameter, positions in zip(self.parameters, self._positions, strict=True):
+            parameter.grad = self._gradient[positions].view(parameter.shape)
         loss.backward()
+        return self._gradient
+
+    def compute_live_gradient(self, loss: Tensor, live: LiveEntries) -> Tensor:
+        """Return the gradient ``(live.count,)`` of a loss, for the trainable parameters only."""
+        if live.index is None:
+            return self.compute_gradient(loss)
+        # Without a gradient to add to, autograd keeps the one that it has computed: no vector is cleared or added.
+        self._gradient = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        loss.backward()
+        return live.collect_gradients(self.parameters)
 
     def to_device(self, batch: Any) -> Any:
         """Return the batch with its tensors on the model's device."""

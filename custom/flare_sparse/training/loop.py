@@ -14,6 +14,7 @@ from ..mask import Mask
 from ..task import Task
 from .flat import FlatModel
 from .inputs import find_non_finite
+from .live import LiveEntries
 
 Precision = Literal["float32", "bfloat16"]
 """Number format in which autocast computes the operations that allow it."""
@@ -31,7 +32,7 @@ def train(
     batches: Iterable[Any],
     start: Tensor,
     trainable: Mask,
-    optimizer: torch.optim.Optimizer,
+    build_optimizer: Callable[[nn.Parameter], torch.optim.Optimizer],
     *,
     proximal_strength: float = 0.0,
     clip_norm: float | None = None,
@@ -42,13 +43,15 @@ def train(
 ) -> Tensor:
     """Train from ``start`` on ``batches`` (docs/algorithms.md, section 1.8).
 
+    Gradient, optimiser state and steps have the size of the trainable entries.
+
     Args:
         model: the site's network.
         task: computes the loss.
         batches: minibatches in order.
-        start: ``(P,)`` initial weights; not modified.
+        start: ``(P,)`` initial weights; changed in place during training, and restored.
         trainable: entries that may change, buffers included.
-        optimizer: a new optimiser of ``model.flat``.
+        build_optimizer: returns a new optimiser of a vector of trainable parameters.
         proximal_strength: factor ``mu`` of a proximal term ``mu / 2 * ||w - start||^2``.
         clip_norm: largest L2 norm of the masked gradient.
         step_scale: ``(P,)`` factors of the optimiser's steps, as if each entry had its own learning rate; None: 1.
@@ -57,47 +60,82 @@ def train(
         accumulate: minibatches of a step, which follows the mean of their gradients.
 
     Returns:
-        ``(P,)`` trained weights.
+        ``(trainable.count,)`` trained values of the trainable entries.
 
     Raises:
         TrainingDiverged: the loss is NaN or infinite.
+        ConfigError: the network writes its own parameters.
     """
-    model.load(start)
-    size = model.layout.trainable_size
-    model.set_training_mode(trainable.bits[:size])
-    origin = start[:size].to(model.device)
-    unfrozen = trainable.bits[:size].to(model.device)
-    frozen = None if bool(unfrozen.all()) else ~unfrozen
-    scale = None if step_scale is None else step_scale[:size].to(model.device)
-    for step, group in enumerate(_group(batches, accumulate), start=1):
-        model.gradient.zero_()
-        for batch in group:
-            loss = _compute_loss(model, task, batch, step, precision)
-            # Divided, and not the gradient: the tensors that stay at the site have gradients of their own.
-            (loss / len(group) if len(group) > 1 else loss).backward()
-        with torch.no_grad():
-            if proximal_strength:
-                model.gradient.add_(model.flat - origin, alpha=proximal_strength)
-            # Masked before clipping, so that the norm is that of the entries that train.
-            if frozen is not None:
-                model.gradient.masked_fill_(frozen, 0)
-            if clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_([model.flat], clip_norm)
-        before = None if scale is None else model.flat.detach().clone()
-        optimizer.step()
-        step_personal()
-        # Every optimiser's step is proportional to its learning rate, and its state does not depend on the rate.
-        if scale is not None and before is not None:
-            torch.where(scale == 1, model.flat.data, torch.lerp(before, model.flat.data, scale), out=model.flat.data)
-        # Momentum and weight decay move entries whose gradient is zero, so masking the gradient is not enough: frozen
-        # entries are restored after every step. They keep their bits, and a patch over them stays exact.
-        if frozen is not None:
-            torch.where(unfrozen, model.flat.data, origin, out=model.flat.data)
-    # Forward passes update the running statistics; those that are not trainable are reset once, at the end.
-    trained = model.to_vector()
-    buffers = trainable.bits[size:]
-    trained[size:] = torch.where(buffers, trained[size:], start[size:])
-    return trained
+    live = model.find_live(trainable)
+    model.load(start.clone() if live.index is None else start)
+    model.set_training_mode(live)
+    weights = nn.Parameter(model.flat if live.index is None else model.flat[live.index])
+    origin = weights.detach().clone() if proximal_strength or live.index is not None else weights.detach()
+    optimizer = build_optimizer(weights)
+    scale = None if step_scale is None else _select_parameters(step_scale, live, weights)
+    try:
+        for step, group in enumerate(_group(batches, accumulate), start=1):
+            weights.grad = None
+            for batch in group:
+                loss = _compute_loss(model, task, batch, step, precision)
+                # Divided, and not the gradient: the tensors that stay at the site have gradients of their own.
+                part = model.compute_live_gradient(loss / len(group) if len(group) > 1 else loss, live)
+                if len(group) == 1:
+                    weights.grad = part
+                else:
+                    # The next minibatch overwrites ``part``.
+                    weights.grad = part.clone() if weights.grad is None else weights.grad.add_(part)
+            assert weights.grad is not None
+            with torch.no_grad():
+                if proximal_strength:
+                    weights.grad.add_(weights - origin, alpha=proximal_strength)
+                if clip_norm is not None:
+                    _clip_gradient(weights, live, model.flat.numel(), clip_norm)
+            before = None if scale is None else weights.detach().clone()
+            optimizer.step()
+            step_personal()
+            # Every optimiser's step is proportional to its learning rate, and its state does not depend on the rate.
+            if scale is not None and before is not None:
+                torch.where(scale == 1, weights.data, torch.lerp(before, weights.data, scale), out=weights.data)
+            if live.index is not None:
+                model.flat.index_copy_(0, live.index, weights.detach())
+        model.check_parameters()
+        # Forward passes update the running statistics; those that are not trainable are left out.
+        buffers = model.collect_buffers()[live.buffers]
+        trained = weights.detach().cpu()
+        return torch.cat([trained, buffers]) if buffers.numel() else trained
+    finally:
+        # The network's parameters are views of the vector that the site holds.
+        if live.index is not None:
+            model.flat.index_copy_(0, live.index, origin)
+
+
+def _select_parameters(vector: Tensor, live: LiveEntries, like: Tensor) -> Tensor:
+    """Return the values of a vector ``(P,)`` at the trainable parameters."""
+    values = vector[: like.numel()] if live.index is None else vector[live.index.cpu()]
+    return values.to(like.device)
+
+
+def _clip_gradient(weights: nn.Parameter, live: LiveEntries, size: int, clip_norm: float) -> None:
+    """Shorten the gradient of the trainable parameters to an L2 norm.
+
+    Args:
+        weights: ``(n,)`` trainable parameters.
+        live: their positions.
+        size: number of all parameters.
+        clip_norm: largest norm.
+    """
+    clip = torch.nn.utils.clip_grad_norm_
+    if live.index is None:
+        clip([weights], clip_norm)
+        return
+    # The order of the sum, and with it the last bits of the norm, is that of all parameters with zeros for those that
+    # do not train.
+    assert weights.grad is not None
+    spread = nn.Parameter(torch.zeros(size, device=weights.device))
+    spread.grad = torch.zeros_like(spread).index_copy_(0, live.index, weights.grad)
+    clip([spread], clip_norm)
+    torch.index_select(spread.grad, 0, live.index, out=weights.grad)
 
 
 def _group(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:

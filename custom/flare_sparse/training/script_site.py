@@ -146,7 +146,7 @@ class ScriptSite(Site):
     def reset_usage(self) -> None:
         self._usage = SampleUsage()
 
-    def train(
+    def train_entries(
         self,
         start: Tensor,
         trainable: Mask,
@@ -158,7 +158,7 @@ class ScriptSite(Site):
         step_scale: Tensor | None = None,
         stream: str = "",
     ) -> Tensor:
-        """Let the script train from ``start`` ``(P,)`` in round ``t``; its own settings decide how.
+        """Let the script train from ``start`` ``(P,)`` in round ``t``, as it decides; return the trainable values.
 
         Raises:
             ConfigError: the method asks for more than training.
@@ -167,7 +167,7 @@ class ScriptSite(Site):
         if steps is not None or proximal_strength or step_scale is not None or stream:
             raise ConfigError("the method prescribes how a site trains, which a training script decides itself")
         reply = self._ask("train", start, t, trainable)
-        return self._keep_frozen(self._read_params(reply, start), start, trainable)
+        return trainable.take(self._keep_frozen(self._read_params(reply, start), start, trainable))
 
     def compute_gradients(
         self, weights: Tensor, batch_size: int, batches: int | None, t: int, *, batch_statistics: bool = True

@@ -40,6 +40,7 @@ class Site:
         name: name of the site in FLARE.
         layout: layout of the model.
         weights: ``(P,)`` the vector of the server's last request, with the entries outside its patch filled in.
+        support: entries of ``weights`` that may differ from 0; None: unknown.
         memory: tensors that the site keeps between rounds, for its method and of its own; saved in its checkpoints.
         evaluated: layout and vector of the whole network that was evaluated last; None: none.
         notices: codes of what the server should know about the site's updates (endpoints/events.py).
@@ -48,6 +49,7 @@ class Site:
 
     site_settings: Any = None
     notices: tuple[str, ...] = ()
+    support: Mask | None = None
 
     def __init__(
         self,
@@ -124,7 +126,12 @@ class Site:
             personal.values = personal.initial if values is None else values
         return personal
 
-    def train(
+    def train(self, start: Tensor, trainable: Mask, config: TrainingConfig, t: int, **options: Any) -> Tensor:
+        """Return the trained weights ``(P,)``; arguments as of :meth:`train_entries`, whose values they contain."""
+        values = self.train_entries(start, trainable, config, t, **options)
+        return values if trainable.is_full else trainable.put(values, start.clone())
+
+    def train_entries(
         self,
         start: Tensor,
         trainable: Mask,
@@ -136,10 +143,12 @@ class Site:
         step_scale: Tensor | None = None,
         stream: str = "",
     ) -> Tensor:
-        """Train from ``start`` ``(P,)`` in round ``t``; see :func:`flare_sparse.training.loop.train`.
+        """Train in round ``t`` and return the values ``(trainable.count,)`` of the trainable entries.
+
+        Unlike :meth:`train`, it copies no entry that does not train; see :func:`flare_sparse.training.loop.train`.
 
         Args:
-            start: initial weights.
+            start: ``(P,)`` initial weights; unchanged when the call returns.
             trainable: entries that may change.
             config: epochs, optimiser, learning rate.
             t: round, 1-based; with the run's seed and the site's name it seeds the order of examples, their
@@ -157,7 +166,8 @@ class Site:
         step = personal.build_step(partial(config.build_optimizer, t=t), config.clip_norm) if personal else _do_nothing
         # The sparse kernels compute in float32.
         kernels = config.compute if config.precision == "float32" else "dense"
-        compute = use_compute(kernels, self._model, start, trainable)
+        support = self.support if start is self.weights else None
+        compute = use_compute(kernels, self._model, start, trainable, support)
         with seed_torch(derive_seed(self.seed, "train", *labels)), compute:
             trained = train(
                 self._model,
@@ -165,7 +175,7 @@ class Site:
                 (self.task.augment(batch, changes) for batch in self._iterate_batches(config, order, steps)),
                 start,
                 trainable,
-                config.build_optimizer(self._model.flat, t),
+                partial(config.build_optimizer, t=t),
                 proximal_strength=proximal_strength + config.proximal,
                 clip_norm=config.clip_norm,
                 step_scale=step_scale,
@@ -220,9 +230,9 @@ class Site:
                     disable_dropout(self._model.module)
                 else:
                     self._model.module.eval()
-                self._model.backward(self.task.loss(self._model.module, self._model.to_device(batch)))
+                loss = self.task.loss(self._model.module, self._model.to_device(batch))
                 gradient = torch.zeros(self.layout.size)
-                gradient[: self.layout.trainable_size] = self._model.gradient.cpu()
+                gradient[: self.layout.trainable_size] = self._model.compute_gradient(loss).cpu()
                 yield gradient
 
     def iterate_batch_weights(self, batch_size: int) -> Iterator[float]:
@@ -369,6 +379,7 @@ class Site:
         """Return the metrics of the loaded model on a data set."""
         with observe_gates(self._model.module) as observed:
             metrics = self.task.evaluate(self._model.module, dataset)
+        self._model.check_parameters()
         sparsity = compute_channel_sparsity(observed)
         return metrics if sparsity is None else {**metrics, "channel_sparsity": sparsity}
 

@@ -52,7 +52,8 @@ def step_in_stages(
     Raises:
         TrainingDiverged: the loss is NaN or infinite.
     """
-    model.load(start)
+    # A copy, because the steps change the loaded vector.
+    model.load(start.clone())
     model.set_training_mode()
     disable_dropout(model.module)
     batch = model.to_device(batch)

@@ -89,9 +89,8 @@ class Victim:
         except RequestRefused:
             return None
         update = self.endpoint.answer(received)
-        vector = torch.zeros(self.layout.size)
-        reply = update_to_dxo(update, self.layout, vector).to_shareable()
-        reply[UPDATE] = (received, update, vector)
+        reply = update_to_dxo(update, self.layout).to_shareable()
+        reply[UPDATE] = (received, update)
         scope = SimpleNamespace(task_result_filters={"out": [SiteResultPolicy()]})
         self.fl_ctx.set_prop(FLContextKey.SCOPE_OBJECT, scope, private=True, sticky=False)
         reply = apply_filters(

@@ -104,9 +104,8 @@ class Hospital:
         """Return what FLARE would send after the site's filters, the job's filters and the gate."""
         request = self.endpoint.receive(self.attempt.messages["site-1"])
         update = self.endpoint.answer(request)
-        vector = torch.zeros(self.layout.size)
-        reply = update_to_dxo(update, self.layout, vector).to_shareable()
-        reply[UPDATE] = (request, update, vector)
+        reply = update_to_dxo(update, self.layout).to_shareable()
+        reply[UPDATE] = (request, update)
         site_filters = (SiteResultPolicy(),) if site_filters is None else site_filters
         scope = SimpleNamespace(task_result_filters={"out": list(site_filters)})
         self.fl_ctx.set_prop(FLContextKey.SCOPE_OBJECT, scope, private=True, sticky=False)

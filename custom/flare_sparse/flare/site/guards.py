@@ -76,15 +76,15 @@ class SiteResultPolicy(Filter):
         endpoint, policy = session.get_endpoint(fl_ctx), read_site_policy(fl_ctx)
         if policy.methods is not None and endpoint.method.name not in policy.methods:
             raise PolicyRefusal(f"this site's policy: methods: {endpoint.method.name} may not run at this site")
-        request, update, vector = shareable[UPDATE]
+        request, update = shareable[UPDATE]
         layout = endpoint.site.layout
-        update = dxo_to_update(from_shareable(shareable), update, vector, layout)
+        update = dxo_to_update(from_shareable(shareable), update, layout)
         raise_refusals(policy.check_request(request.kind, request.trainable.count))
         if update.content == "scores":
             raise_refusals(policy.check_score_request(request.trainable, update.patch.mask, layout))
         update = replace(update, metrics=_select_metrics(update.metrics, policy, endpoint, request))
         reference = _get_reference(update, endpoint)
-        # Clones, because the patch's values may share memory with the DXO's arrays, which update_to_dxo overwrites.
+        # Clones, because the patch's values may share memory with the DXO's arrays, which a later filter may change.
         delta = Patch(update.patch.values.clone() - reference, update.patch.mask)
         sanitized = policy.sanitize_values(update.content, delta, layout)
         if policy.withhold_isolated and update.content in ("weights", "delta"):
@@ -95,8 +95,8 @@ class SiteResultPolicy(Filter):
         update = replace(update, patch=Patch(values, update.patch.mask))
         raise_refusals(policy.find_refusals(update.content, endpoint.site.usage, update.patch.mask, sanitized, layout))
         fl_ctx.set_prop(APPROVED, update, private=True, sticky=False)
-        reply = update_to_dxo(update, layout, vector).to_shareable()
-        reply[UPDATE] = (request, update, vector)
+        reply = update_to_dxo(update, layout).to_shareable()
+        reply[UPDATE] = (request, update)
         return reply
 
 
@@ -206,7 +206,7 @@ def _select_metrics(
         return {}
     is_released = requests.release_metrics(
         RequestId(request.kind, request.round),
-        endpoint.site.weights,
+        endpoint.compute_model_digest(),
         limit=policy.max_evaluations,
         daily=policy.max_daily_evaluations,
     )

@@ -1,0 +1,91 @@
+"""The trainable entries of a network, found once per mask: a step of training touches no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..mask import Mask
+from ..params import Layout
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """Trainable entries of one parameter.
+
+    Attributes:
+        entries: their range among the trainable parameters of the network.
+        index: int32 ``(n,)`` their positions within the parameter; None: all entries of the parameter train.
+    """
+
+    entries: slice
+    index: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """Number of trainable entries."""
+        return int(self.entries.stop - self.entries.start)
+
+
+@dataclass(frozen=True)
+class LiveEntries:
+    """The entries of a mask, by parameter.
+
+    Attributes:
+        mask: the mask, buffers included.
+        parameters: trainable entries of each parameter, in the order of the layout.
+        index: int64 ``(n,)`` positions of the trainable parameters in the vector; None: all parameters train.
+        buffers: int64 ``(b,)`` positions of the trainable buffers, counted from the first buffer.
+    """
+
+    mask: Mask
+    parameters: tuple[LiveTensor, ...]
+    index: Tensor | None
+    buffers: Tensor
+
+    @classmethod
+    def from_mask(cls, mask: Mask, layout: Layout, device: torch.device) -> LiveEntries:
+        """Return the entries of a mask on a device."""
+        size = layout.trainable_size
+        specs = [
+            (spec, start) for spec, start in zip(layout.tensors, layout.offsets, strict=False) if spec.role != "buffer"
+        ]
+        # The indices of a full mask would take twice the memory of the vector.
+        if mask.is_full:
+            ranges = [LiveTensor(slice(start, start + spec.size), None) for spec, start in specs]
+            return cls(mask, tuple(ranges), None, torch.arange(layout.size - size))
+        ends = torch.searchsorted(mask.indices, torch.tensor([start + spec.size for spec, start in specs])).tolist()
+        tensors, first = [], 0
+        for (spec, start), end in zip(specs, ends, strict=True):
+            local = None if end - first == spec.size else (mask.indices[first:end] - start).to(device, torch.int32)
+            tensors.append(LiveTensor(slice(first, end), local))
+            first = end
+        index = None if first == size else mask.indices[:first].to(device)
+        return cls(mask, tuple(tensors), index, mask.indices[first:] - size)
+
+    @property
+    def count(self) -> int:
+        """Number of trainable parameters."""
+        return self.parameters[-1].entries.stop if self.parameters else 0
+
+    def collect_gradients(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return the gradients ``(count,)`` of the trainable entries, and drop those of all parameters.
+
+        Args:
+            parameters: the parameters of the network, in the order of the layout.
+        """
+        gradient = torch.zeros(self.count, device=parameters[0].device)
+        for live, parameter in zip(self.parameters, parameters, strict=True):
+            if parameter.grad is not None and live.count:
+                source, target = parameter.grad.reshape(-1), gradient[live.entries]
+                if live.index is None:
+                    target.copy_(source)
+                else:
+                    torch.index_select(source, 0, live.index, out=target)
+            parameter.grad = None
+        # Autograd adds to a gradient of zeros where all parameters train, which turns -0.0 into 0.0. The bits of a step
+        # must not depend on the number of entries that train.
+        return gradient.add_(0.0)

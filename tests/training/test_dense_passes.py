@@ -1,0 +1,51 @@
+"""Between a request and its update no operation reads or writes the whole vector, if the mask is unchanged."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def passes() -> Iterator[Any]:
+    sys.path.insert(0, str(ROOT / "benchmarks" / "performance"))
+    yield importlib.import_module("dense_passes")
+    sys.path.remove(str(ROOT / "benchmarks" / "performance"))
+
+
+def test_round_with_an_unchanged_mask_makes_no_pass_at_a_site(passes: Any) -> None:
+    counters = passes.count_round(1, 0.9)
+    assert counters["site"].passes == {}
+    # The sum, the copy of the best model, and the zeros of both that the checkpoint leaves out; none for each site.
+    assert counters["server"].count <= 10
+
+
+def test_dense_round_is_counted(passes: Any) -> None:
+    assert passes.count_round(1, 0.0)["site"].count > 5
+
+
+def test_counter_counts_passes_of_torch_and_numpy_but_no_gather(passes: Any) -> None:
+    vector, index = torch.ones(1000), torch.arange(10)
+    with passes.PassCounter(1000) as counter:
+        vector.add_(1)
+        vector.index_select(0, index)
+        vector.index_copy_(0, index, torch.zeros(10))
+        vector[:100].mul(2)
+        vector.view(10, 100).flatten()
+        vector.numpy().take(index.numpy())
+        np.take(vector.numpy(), index.numpy(), out=np.empty(10, np.float32), mode="clip")
+        np.isfinite(vector.numpy()).all()
+        vector.numpy().tobytes()
+        np.count_nonzero(vector.numpy())
+        bool((vector != 0).any())
+    operations = sorted(line.partition(" ")[0] for line in counter.passes)
+    assert operations == ["add_", "any", "count_nonzero", "isfinite", "ne", "tobytes"]
