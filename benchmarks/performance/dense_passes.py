@@ -137,11 +137,26 @@ class _CountedArray(np.ndarray):
         self._record(ufunc.__name__, *inputs)
         if "out" in options:
             options["out"] = tuple(map(_uncount, options["out"]))
-        return getattr(ufunc, method)(*map(_uncount, inputs), **options)
+        return self._count_result(getattr(ufunc, method)(*map(_uncount, inputs), **options))
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._record(func.__name__, *(args[1:] if func is np.take else args))
-        return func(*map(_uncount, args), **{name: _uncount(value) for name, value in kwargs.items()})
+        result = func(*map(_uncount, args), **{name: _uncount(value) for name, value in kwargs.items()})
+        return self._count_result(result)
+
+    def _count_result(self, result: Any) -> Any:
+        """Return a result whose own operations count, too."""
+        if not isinstance(result, np.ndarray) or not result.ndim:
+            return result
+        result = result.view(_CountedArray)
+        result.counter = self.counter
+        return result
+
+    def __getitem__(self, index: Any) -> Any:
+        # A bool index is read completely, a slice is a view.
+        if isinstance(index, np.ndarray):
+            self._record("getitem", index)
+        return super().__getitem__(_uncount(index))
 
     def take(self, indices: Any, *args: Any, **kwargs: Any) -> Any:
         self._record("take", indices)

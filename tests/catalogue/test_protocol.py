@@ -226,13 +226,13 @@ class RequestBench:
         self.endpoint = SiteEndpoint(self.site, self.method, catalogue.RUN, "float32")
         self.server = ServerEndpoint(self.bench.layout, catalogue.RUN, "float32", Ledger())
         self.trained = 0
-        train = self.site.train
+        train = self.site.train_entries
 
         def counted(*arguments: Any, **named: Any) -> torch.Tensor:
             self.trained += 1
             return train(*arguments, **named)
 
-        self.site.train = counted
+        self.site.train_entries = counted
 
     def message(self, model: Patch, trainable: Mask, t: int = 1) -> np.ndarray:
         return self.server.encode_requests({"site-2": Assignment(Request("train", t, model, trainable))}).messages[

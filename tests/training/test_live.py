@@ -181,7 +181,7 @@ def test_gradients_of_trainable_entries_are_collected_and_dropped() -> None:
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, float(number)) if number != 1 else None
     expected = torch.cat([torch.full((p.numel(),), 0.0 if n == 1 else float(n)) for n, p in enumerate(parameters)])
-    assert torch.equal(live.collect_gradients(parameters), mask.take(expected))
+    assert torch.equal(live.collect_gradients(parameters, torch.empty(mask.count)), mask.take(expected))
     assert all(parameter.grad is None for parameter in parameters)
 
 
@@ -189,7 +189,7 @@ def test_negative_zero_of_a_gradient_becomes_zero_as_in_dense_training() -> None
     network = nn.Linear(4, 1, bias=False)
     live = LiveEntries.from_mask(Mask(torch.tensor([True, False, True, False])), Layout.from_module(network), CPU)
     network.weight.grad = torch.full((1, 4), -0.0)
-    assert not live.collect_gradients(list(network.parameters())).signbit().any()
+    assert not live.collect_gradients(list(network.parameters()), torch.empty(2)).signbit().any()
 
 
 class Bounded(nn.Linear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -146,6 +147,8 @@ class SiteSession(FLComponent):
         if self._endpoint is None:
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
+            # The site receives the initial weights from the server; its own copy would only take memory.
+            assembly = replace(assembly, weights=torch.zeros(0))
             local = Path(get_workspace(fl_ctx).get_site_config_dir())
             site = self._open_site(assembly, name, local, fl_ctx)
             root = find_checkpoint_folder(get_workspace(fl_ctx), name)

@@ -146,8 +146,14 @@ class FlatModel:
         loss.backward()
         return self._gradient
 
-    def compute_live_gradient(self, loss: Tensor, live: LiveEntries) -> Tensor:
-        """Return the gradient ``(live.count,)`` of a loss, for the trainable parameters only."""
+    def compute_live_gradient(self, loss: Tensor, live: LiveEntries, out: Tensor | None) -> Tensor:
+        """Return the gradient ``(live.count,)`` of a loss, for the trainable parameters only.
+
+        Args:
+            loss: a scalar.
+            live: the trainable parameters.
+            out: the gradient of the step before, which is overwritten; None: a new tensor is allocated.
+        """
         if live.index is None:
             return self.compute_gradient(loss)
         # Without a gradient to add to, autograd keeps the one that it has computed: no vector is cleared or added.
@@ -155,7 +161,8 @@ class FlatModel:
         for parameter in self.parameters:
             parameter.grad = None
         loss.backward()
-        return live.collect_gradients(self.parameters)
+        out = torch.empty(live.count, device=self.device) if out is None else out
+        return live.collect_gradients(self.parameters, out)
 
     def to_device(self, batch: Any) -> Any:
         """Return the batch with its tensors on the model's device."""

@@ -71,21 +71,22 @@ class LiveEntries:
         """Number of trainable parameters."""
         return self.parameters[-1].entries.stop if self.parameters else 0
 
-    def collect_gradients(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return the gradients ``(count,)`` of the trainable entries, and drop those of all parameters.
+    def collect_gradients(self, parameters: Sequence[nn.Parameter], out: Tensor) -> Tensor:
+        """Write the gradients of the trainable entries to ``out`` and return it; drop those of all parameters.
 
         Args:
             parameters: the parameters of the network, in the order of the layout.
+            out: ``(count,)``, on their device.
         """
-        gradient = torch.zeros(self.count, device=parameters[0].device)
         for live, parameter in zip(self.parameters, parameters, strict=True):
-            if parameter.grad is not None and live.count:
-                source, target = parameter.grad.reshape(-1), gradient[live.entries]
-                if live.index is None:
-                    target.copy_(source)
-                else:
-                    torch.index_select(source, 0, live.index, out=target)
+            target, gradient = out[live.entries], parameter.grad
+            if gradient is None:
+                target.zero_()
+            elif live.index is None:
+                target.copy_(gradient.reshape(-1))
+            elif live.count:
+                torch.index_select(gradient.reshape(-1), 0, live.index, out=target)
             parameter.grad = None
         # Autograd adds to a gradient of zeros where all parameters train, which turns -0.0 into 0.0. The bits of a step
         # must not depend on the number of entries that train.
-        return gradient.add_(0.0)
+        return out.add_(0.0)

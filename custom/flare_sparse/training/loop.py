@@ -75,11 +75,12 @@ def train(
     scale = None if step_scale is None else _select_parameters(step_scale, live, weights)
     try:
         for step, group in enumerate(_group(batches, accumulate), start=1):
-            weights.grad = None
+            # Memory of the last step's gradient is written again, but not while several minibatches add to it.
+            spare, weights.grad = weights.grad if accumulate == 1 else None, None
             for batch in group:
                 loss = _compute_loss(model, task, batch, step, precision)
                 # Divided, and not the gradient: the tensors that stay at the site have gradients of their own.
-                part = model.compute_live_gradient(loss / len(group) if len(group) > 1 else loss, live)
+                part = model.compute_live_gradient(loss / len(group) if len(group) > 1 else loss, live, spare)
                 if len(group) == 1:
                     weights.grad = part
                 else:

@@ -78,6 +78,8 @@ class Site:
             self._model = FlatModel(network or task.model(), layout, device)
         if personal:
             self._model.personal = PersonalTensors(self._model.module, personal)
+        # Frees the network's initial parameters, which no training starts from.
+        self._model.load(self.weights)
 
     @property
     def examples(self) -> Examples:

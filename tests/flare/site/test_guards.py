@@ -313,7 +313,7 @@ def test_values_are_checked_before_they_are_encrypted(
     hospital = Hospital(tmp_path / "site", policy=policy, keys=KeyContexts.generate())
     if weights is not None:
         site = hospital.endpoint.site
-        site.train = lambda start, *_, **__: torch.full_like(start, weights)  # type: ignore[method-assign]
+        site.train_entries = lambda start, mask, *_, **__: torch.full((mask.count,), weights)  # type: ignore[method-assign]
     reply = hospital.run_task()
     assert is_stripped(reply)
     assert reply.get_header(CODE_HEADER) == ("E_RANGE" if reason == "E_RANGE" else "E_POLICY")
