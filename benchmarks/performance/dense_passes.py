@@ -170,7 +170,7 @@ class _CountedArray(np.ndarray):
         result = _uncount(self).astype(*args, **kwargs)
         if not np.shares_memory(result, _uncount(self)):
             self._record("astype", self)
-        return result.view(_CountedArray) if np.shares_memory(result, _uncount(self)) else result
+        return self._count_result(result)
 
     @property
     def data(self) -> Any:
@@ -210,7 +210,7 @@ class Round:
         self.is_counted = False
 
     def _build_site(self, name: str, folder: Path) -> SiteEndpoint:
-        site = Site(name, self.task, self.task.load(SiteData(folder, name), 1), self.layout, 1)
+        site = Site(name, self.task, self.task.load(SiteData(name, folder), 1), self.layout, 1)
         requests = RequestLog(RUN, self.method.count_requests, attempts=1, file=folder / f"{name}.json")
         return SiteEndpoint(site, self.method, RUN, "float32", Store(folder / name, {}), requests=requests)
 

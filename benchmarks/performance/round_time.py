@@ -213,16 +213,15 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def format_page(rows: list[dict[str, Any]], passes: dict[str, int], command: str) -> str:
+    machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
     lines = [
         "# Time of a round",
         "",
         f"`{command}`",
         "",
-        f"on {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}: seconds of a round without training, "
-        "four sites in",
-        "FLARE's simulator, median of successive rounds. Memory is the peak of a site's process beyond what it had before it "
-        "built",
-        "the network, in vectors of the model; the network's parameters alone take one.",
+        f"on {machine}: seconds of a round without training, four sites in FLARE's simulator,",
+        "median of successive rounds. Memory is the peak of a site's process beyond what it had before it built the",
+        "network, in vectors of the model; the network's parameters alone take one.",
         "",
         "| parameters | sparsity | FLARE's FedAvg | with our polling | NeuroSFL | ratio | memory: FLARE | NeuroSFL |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -235,11 +234,9 @@ def format_page(rows: list[dict[str, Any]], passes: dict[str, int], command: str
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        "`python benchmarks/performance/dense_passes.py` counts the operations that read or write the whole vector in a "
-        "round whose",
-        f"mask has not changed, checkpoints and records of requests included: {passes['site']} at a site, "
-        f"{passes['server']} at the server, whatever the number",
-        "of sites.",
+        "`python benchmarks/performance/dense_passes.py` counts the operations that read or write the whole vector in a",
+        "round whose mask has not changed, checkpoints and records of requests included:",
+        f"{passes['site']} at a site, {passes['server']} at the server, whatever the number of sites.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -97,7 +97,9 @@ def test_every_encrypted_round_ends_with_the_mean_of_its_updates(name: str) -> N
 def test_server_holds_no_readable_weight(name: str) -> None:
     """Every trained entry is NaN at the server; masked entries are zero, which is public."""
     encrypted, _ = run(name, encrypted=True)
-    for weights, mask in ((encrypted.weights, encrypted.mask), (encrypted.best.weights, encrypted.best.mask)):
+    best = encrypted.best.model
+    assert best is not None
+    for weights, mask in ((encrypted.weights, encrypted.mask), (best.to_vector(), best.mask)):
         assert bool(weights[mask.bits].isnan().all())
         assert not bool(weights[~mask.bits].any())
     assert bool(encrypted.state.weights[encrypted.mask.bits].isnan().all())

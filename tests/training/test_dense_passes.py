@@ -25,8 +25,8 @@ def passes() -> Iterator[Any]:
 def test_round_with_an_unchanged_mask_makes_no_pass_at_a_site(passes: Any) -> None:
     counters = passes.count_round(1, 0.9)
     assert counters["site"].passes == {}
-    # The sum, the copy of the best model, and the zeros of both that the checkpoint leaves out; none for each site.
-    assert counters["server"].count <= 10
+    # The vector of the sum, and its zeros, which the checkpoint leaves out; none for each site.
+    assert counters["server"].count <= 5
 
 
 def test_dense_round_is_counted(passes: Any) -> None:
@@ -44,7 +44,7 @@ def test_counter_counts_passes_of_torch_and_numpy_but_no_gather(passes: Any) -> 
         vector.numpy().take(index.numpy())
         np.take(vector.numpy(), index.numpy(), out=np.empty(10, np.float32), mode="clip")
         np.isfinite(vector.numpy()).all()
-        vector.numpy().tobytes()
+        vector.numpy().astype("<f4", copy=False).tobytes()
         np.count_nonzero(vector.numpy())
         bool((vector != 0).any())
     operations = sorted(line.partition(" ")[0] for line in counter.passes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..aggregation.weighted import cap
-from ..exchange import Contribution, EncryptedValues
+from ..exchange import Contribution, EncryptedValues, Patch
 from ..mask import Mask
 from ..task import COUNTS, TEST_EXAMPLES, get_count_name
 
@@ -68,13 +68,18 @@ class BestModel:
     Attributes:
         round: round of the model; -1: no model was evaluated on validation examples.
         metrics: overall metrics.
-        weights: ``(P,)``; NaN where the server cannot read them.
-        mask: live entries.
+        values: ``(mask.count,)``; NaN where the server cannot read them.
+        mask: live entries; all others are zero.
         encrypted: the values, if the server cannot read them.
     """
 
     round: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
-    weights: Tensor | None = None
+    values: Tensor | None = None
     mask: Mask | None = None
     encrypted: EncryptedValues | None = None
+
+    @property
+    def model(self) -> Patch | None:
+        """The model, over zeros; None: none was evaluated yet."""
+        return None if self.values is None or self.mask is None else Patch(self.values, self.mask)

@@ -210,7 +210,7 @@ class Federation:
             return best
         model = method.model(progress.state)
         encrypted = self._get_encrypted_values()
-        return BestModel(progress.committed, evaluation.overall, model.to_vector(), model.mask, encrypted)
+        return BestModel(progress.committed, evaluation.overall, model.values, model.mask, encrypted)
 
     def _is_stopped(self, progress: Progress) -> bool:
         """Whether so many models in a row were no better on validation examples that the run ends early."""

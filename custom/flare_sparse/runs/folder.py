@@ -134,8 +134,8 @@ class RunFolder:
         delete_models(self.path)
         self._save("", outcome.weights, outcome.mask, outcome.encrypted)
         best = outcome.best
-        if best.weights is not None and best.mask is not None:
-            self._save("best_", best.weights, best.mask, best.encrypted)
+        if best.model is not None:
+            self._save("best_", best.model.to_vector(), best.model.mask, best.encrypted)
         summary = self._build_summary(outcome)
         for name in APPENDED_FILES:
             sync_to_disk(self.path / name)
