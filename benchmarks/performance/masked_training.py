@@ -1,12 +1,12 @@
 """Time of a training step with a mask, computed densely, against plain dense training in torch.
 
-    python benchmarks/performance/masked_training.py [--repeats 7] [--steps 2] [--json FILE] [--write FILE]
+    python benchmarks/performance/masked_training.py [--repeats 7] [--steps 2] [--networks NAME ...] [--write FILE]
 
 One thread, seconds of processor time. Every repeat times, one after another, a plain loop of torch (``zero_grad``,
-``backward``, ``step`` over the network's own parameters) and the training of a site with ``compute: dense``, with a full
-mask and at 90 % and 99 % sparsity. A ratio is the median over repeats of the ratio to torch in the same repeat. All
-train the same network with the same optimiser on the same number of minibatches. Exits with 1 if a mask costs more than
-3 %.
+``backward``, ``step`` over the network's own parameters) and the training of a site with ``compute: dense``, with a
+full mask and at 90 % and 99 % sparsity. A ratio is the median over repeats of the ratio to torch in the same repeat.
+All train the same network with the same optimiser on the same number of minibatches. Exits with 1 if a mask costs
+more than 3 %.
 """
 
 from __future__ import annotations
@@ -139,19 +139,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", type=Path, help="page of results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    for name in NETWORKS:
+    for name in arguments.networks:
         for optimizer in OPTIMIZERS:
             rows.append(measure(name, optimizer, arguments.repeats, arguments.steps))
             print(rows[-1], flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
     if arguments.write:
-        command = f"python benchmarks/performance/masked_training.py --repeats {arguments.repeats}"
+        command = "python " + " ".join(sys.argv)
         arguments.write.write_text(format_page(rows, command))
     return int(max(ratio for row in rows for part, ratio in row["ratios"].items() if part != "0% off") > BOUND)
 

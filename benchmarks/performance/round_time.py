@@ -2,8 +2,9 @@
 
 Four sites, a model of 30 M (and 3 M) float32 parameters. A site trains a single scalar by one step on one example, so a
 round consists of encoding, sending, loading, sending back and summing. FLARE's recipe runs with its defaults and, for
-comparison, with the polling interval of our jobs. Memory is the peak of a site's process, beyond what it had before it
-built the network, in vectors of the model: the network's parameters alone take one.
+comparison, with the polling interval of our jobs. Memory is the peak of a site's process beyond what it had before it
+built the network, libraries that are imported later included. From one size of the model to the next it grows by a
+number of vectors of the model: the network's parameters alone are one.
 
     python benchmarks/performance/round_time.py [--json FILE] [--millions 30 3] [--rounds 6] [--sparsity 0.9]
         [--checkpoints] [--ours] [--write FILE]
@@ -102,27 +103,19 @@ while flare.is_running():
     flare.send(flare.receive())
 """
 
-MEASURED_CLIENT = """
-import sys
-from pathlib import Path
 
-import nvflare.client as flare
-
-sys.path.insert(0, {here!r})
-from round_time import read_memory
-
-flare.init()
-start = read_memory("VmRSS")
-while flare.is_running():
-    flare.send(flare.receive())
-    memory = str(read_memory("VmHWM") - start)
-    Path({folder!r}, flare.get_site_name() + ".memory").write_text(memory)
-"""
+def read_sites_memory(folder: Path) -> int:
+    """Return the largest number of bytes that a site wrote into a folder."""
+    return max(int(file.read_text()) for file in folder.glob("*.memory"))
 
 
-def read_vectors(folder: Path, millions: int) -> float:
-    """Return the largest memory that a site wrote into a folder, in vectors of the model."""
-    return max(int(file.read_text()) for file in folder.glob("*.memory")) / (4e6 * millions)
+def count_vectors(rows: list[dict[str, Any]]) -> float | None:
+    """Return the vectors of the model by which memory grows from the smallest model to the largest one."""
+    measured = sorted((row["parameters"], row["neurosfl_bytes"]) for row in rows)
+    if len(measured) < 2:
+        return None
+    (small, least), (large, most) = measured[0], measured[-1]
+    return (most - least) / (4 * (large - small))
 
 
 def time_neurosfl(
@@ -159,7 +152,7 @@ def time_flare(millions: int, rounds: int, folder: Path, interval_s: float | Non
     """Return the seconds between the starts of successive rounds of FLARE's FedAvgRecipe."""
     folder.mkdir(parents=True)
     script = folder / "client.py"
-    script.write_text(MEASURED_CLIENT.format(here=str(HERE.parent), folder=str(folder)))
+    script.write_text(CLIENT)
     recipe = FedAvgRecipe(
         name="fedavg", model=IdleNet(millions), min_clients=4, num_rounds=rounds, train_script=str(script)
     )
@@ -190,10 +183,9 @@ def measure(arguments: argparse.Namespace, millions: int, folder: Path) -> dict[
     row: dict[str, Any] = {"parameters": millions * 1_000_000, "sparsity": arguments.sparsity}
     if not arguments.ours:
         row["flare_s"] = statistics.median(time_flare(millions, arguments.rounds, folder / "default", None))
-        row["flare_vectors"] = read_vectors(folder / "default", millions)
         row["flare_fast_polling_s"] = statistics.median(time_flare(millions, arguments.rounds, folder / "fast", 0.05))
     times = time_neurosfl(millions, arguments.rounds, folder, arguments.sparsity, checkpoints=arguments.checkpoints)
-    row["neurosfl_s"], row["neurosfl_vectors"] = statistics.median(times), read_vectors(folder, millions)
+    row["neurosfl_s"], row["neurosfl_bytes"] = statistics.median(times), read_sites_memory(folder)
     if not arguments.ours:
         row["ratio"], row["bound"] = row["neurosfl_s"] / row["flare_s"], BOUND.get(millions, 1.0)
     return row
@@ -201,13 +193,13 @@ def measure(arguments: argparse.Namespace, millions: int, folder: Path) -> dict[
 
 def format_row(row: dict[str, Any]) -> str:
     ours = (
-        f"NeuroSFL {row['sparsity']:.0%} {row['neurosfl_s']:.2f} s, a site's memory {row['neurosfl_vectors']:.1f} "
-        "vectors"
+        f"NeuroSFL {row['sparsity']:.0%} {row['neurosfl_s']:.2f} s, memory of a site "
+        f"{row['neurosfl_bytes'] // 2**20} MiB"
     )
     if "flare_s" in row:
         ours += (
-            f"; FLARE FedAvg {row['flare_s']:.2f} s (fast polling {row['flare_fast_polling_s']:.2f} s), "
-            f"{row['flare_vectors']:.1f} vectors; ratio {row['ratio']:.3f}, bound {row['bound']}"
+            f"; FLARE FedAvg {row['flare_s']:.2f} s (fast polling {row['flare_fast_polling_s']:.2f} s); "
+            f"ratio {row['ratio']:.3f}, bound {row['bound']}"
         )
     return f"{row['parameters'] // 1_000_000:>3} M parameters: {ours}"
 
@@ -221,20 +213,27 @@ def format_page(rows: list[dict[str, Any]], passes: dict[str, int], command: str
         "",
         f"on {machine}: seconds of a round without training, four sites in FLARE's simulator,",
         "median of successive rounds. Memory is the peak of a site's process beyond what it had before it built the",
-        "network, in vectors of the model; the network's parameters alone take one.",
+        "network, libraries that are imported later included.",
         "",
-        "| parameters | sparsity | FLARE's FedAvg | with our polling | NeuroSFL | ratio | memory: FLARE | NeuroSFL |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| parameters | sparsity | FLARE's FedAvg | with our polling | NeuroSFL | ratio | memory |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         cells = [f"{row['parameters'] // 1_000_000} M", f"{row['sparsity']:.0%}"]
-        keys = ("flare_s", "flare_fast_polling_s", "neurosfl_s", "ratio", "flare_vectors", "neurosfl_vectors")
-        formats = ("{:.2f} s", "{:.2f} s", "{:.2f} s", "{:.3f}", "{:.1f}", "{:.1f}")
-        cells += [form.format(row[key]) if key in row else "" for key, form in zip(keys, formats, strict=True)]
+        keys = ("flare_s", "flare_fast_polling_s", "neurosfl_s", "ratio", "neurosfl_bytes")
+        formats = ("{:.2f} s", "{:.2f} s", "{:.2f} s", "{:.3f}", "{} MiB")
+        figures = {key: value // 2**20 if key.endswith("bytes") else value for key, value in row.items()}
+        cells += [form.format(figures[key]) if key in row else "" for key, form in zip(keys, formats, strict=True)]
         lines.append("| " + " | ".join(cells) + " |")
+    if (vectors := count_vectors(rows)) is not None:
+        lines += [
+            "",
+            f"From the smallest model to the largest one, a site's memory grows by {vectors:.1f} vectors; the",
+            "parameters of the network alone are one.",
+        ]
     lines += [
         "",
-        "`python benchmarks/performance/dense_passes.py` counts the operations that read or write the whole vector in a",
+        "`python benchmarks/performance/dense_passes.py` counts operations that read or write the whole vector in a",
         "round whose mask has not changed, checkpoints and records of requests included:",
         f"{passes['site']} at a site, {passes['server']} at the server, whatever the number of sites.",
     ]

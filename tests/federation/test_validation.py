@@ -37,12 +37,12 @@ def test_best_model_has_the_best_validation_metric_and_not_the_best_test_metric(
         "mse": 96.0, "test_examples": 24.0, "validation_mse": 2.0, "validation_examples": 12.0
     }  # fmt: skip
     model = LocalFederation("fedavg", ToyBench(validation=4), rounds=4).run()
-    assert compute_digest(outcome.best.weights) == compute_digest(model.weights)
+    assert compute_digest(outcome.best.model.to_vector()) == compute_digest(model.weights)
 
 
 def test_run_without_validation_examples_has_no_best_model_and_the_same_final_model() -> None:
     outcome = LocalFederation("fedavg", ToyBench()).run()
-    assert (outcome.best.round, outcome.best.weights) == (-1, None)
+    assert (outcome.best.round, outcome.best.model) == (-1, None)
     assert "validation_mse" not in outcome.evaluation.overall
     # Validation examples are drawn after the others, so training sees the same ones.
     validated = LocalFederation("fedavg", ToyBench(validation=4)).run()

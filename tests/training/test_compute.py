@@ -67,10 +67,13 @@ def test_sparse_training_ends_near_dense_training_and_keeps_entries_off(
 
 def test_frozen_weights_that_are_not_zero_are_computed(site: Site) -> None:
     model = FlatModel(VolumeTask().model(), site.layout)
-    start, trainable = torch.zeros(site.layout.size), torch.zeros(site.layout.size, dtype=torch.bool)
-    start[5], trainable[7] = 2.0, True
-    live = compute_module._find_live_weights(model, start, Mask(trainable))
-    assert live["0.weight"].flatten().nonzero().flatten().tolist() == [5, 7]
+    start, bits = torch.zeros(site.layout.size), torch.zeros(site.layout.size, dtype=torch.bool)
+    start[5], bits[7] = 2.0, True
+    trainable = Mask(bits)
+    for support, expected in ((None, [5, 7]), (trainable, [7])):
+        with use_compute("auto", model, start, trainable, support):
+            block = vars(model.module[0])["forward"]
+        assert block.live.flatten().nonzero().flatten().tolist() == expected
 
 
 def test_missing_numba_means_dense_or_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

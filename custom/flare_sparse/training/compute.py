@@ -42,10 +42,12 @@ def use_compute(
     # numba is an optional dependency, which takes a second to import.
     from ..kernels.network import build_blocks, install_blocks
 
-    # With one mask for both, the live weights are those of the mask in every round.
+    # Live are the weights that train, and those that are not 0. With one mask for both, they are those of the mask in
+    # every round.
     blocks = model.blocks.get(trainable) if support is trainable else None
     if blocks is None:
-        blocks = build_blocks(model.module, _find_live_weights(model, start, trainable))
+        live = trainable.bits if support is trainable else torch.logical_or(trainable.bits, start != 0)
+        blocks = build_blocks(model.module, _view_weights(model, live))
     if support is trainable:
         model.blocks = {trainable: blocks}
     with install_blocks(blocks):
@@ -70,10 +72,9 @@ def can_use_kernels(compute: Compute, device: torch.device) -> bool:
     return compute != "dense" and not obstacle
 
 
-def _find_live_weights(model: FlatModel, start: Tensor, trainable: Mask) -> dict[str, Tensor]:
-    """Return, by tensor name, the weights that may differ from 0: those that train, and those that are not 0."""
+def _view_weights(model: FlatModel, live: Tensor) -> dict[str, Tensor]:
+    """Return views of the bits ``(P,)`` of live entries by name of the weight: those that may differ from 0."""
     layout = model.layout
-    live = torch.logical_or(trainable.bits, start != 0)
     return {
         spec.name: live[offset : offset + spec.size].view(spec.shape)
         for spec, offset in zip(layout.tensors, layout.offsets, strict=False)

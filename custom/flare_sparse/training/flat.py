@@ -154,8 +154,6 @@ class FlatModel:
             live: the trainable parameters.
             out: the gradient of the step before, which is overwritten; None: a new tensor is allocated.
         """
-        if live.index is None:
-            return self.compute_gradient(loss)
         # Without a gradient to add to, autograd keeps the one that it has computed: no vector is cleared or added.
         self._gradient = None
         for parameter in self.parameters:

@@ -82,11 +82,11 @@ class LiveEntries:
             target, gradient = out[live.entries], parameter.grad
             if gradient is None:
                 target.zero_()
+            # Adding 0.0 turns -0.0 into 0.0, as autograd does where it adds to a gradient of zeros.
             elif live.index is None:
-                target.copy_(gradient.reshape(-1))
+                torch.add(gradient.reshape(-1), 0.0, out=target)
             elif live.count:
                 torch.index_select(gradient.reshape(-1), 0, live.index, out=target)
+                target.add_(0.0)
             parameter.grad = None
-        # Autograd adds to a gradient of zeros where all parameters train, which turns -0.0 into 0.0. The bits of a step
-        # must not depend on the number of entries that train.
-        return out.add_(0.0)
+        return out

@@ -313,7 +313,11 @@ def test_values_are_checked_before_they_are_encrypted(
     hospital = Hospital(tmp_path / "site", policy=policy, keys=KeyContexts.generate())
     if weights is not None:
         site = hospital.endpoint.site
-        site.train_entries = lambda start, mask, *_, **__: torch.full((mask.count,), weights)  # type: ignore[method-assign]
+
+        def train_entries(start: torch.Tensor, mask: Mask, *_: Any, **__: Any) -> torch.Tensor:
+            return torch.full((mask.count,), weights)
+
+        site.train_entries = train_entries  # type: ignore[method-assign]
     reply = hospital.run_task()
     assert is_stripped(reply)
     assert reply.get_header(CODE_HEADER) == ("E_RANGE" if reason == "E_RANGE" else "E_POLICY")
