@@ -318,9 +318,17 @@ def test_job_of_own_script_is_the_one_of_the_recipe(own_script: Path, monkeypatc
     monkeypatch.delitem(sys.modules, "model", raising=False)
 
 
+def test_settings_of_the_page_on_training_are_accepted(tmp_path: Path) -> None:
+    rest = {"name": "page", "task": {"name": "brain_age"}, "simulator": {"sites": 2, "data": {"phantom": {}}}}
+    file = tmp_path / "page.yaml"
+    for block in find_fenced_blocks("training.md", "yaml"):
+        file.write_text(yaml.safe_dump({**rest, **yaml.safe_load(block)}))
+        assert load_config(file).method.config.rounds > 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_partitions_on_a_page_are_accepted(page: Path) -> None:
     text = re.sub(r"\s+", " ", page.read_text())
-    for section in re.findall(r"\{kind: \w+[^{}]*(?:\{[^{}]*\}[^{}]*)?\}", text):
+    for section in re.findall(r"(?<!schedule: )(?<!average: )\{kind: \w+[^{}]*(?:\{[^{}]*\}[^{}]*)?\}", text):
         settings = yaml.safe_load(section)
         list_partitions()[settings.pop("kind")].model_validate(settings)
