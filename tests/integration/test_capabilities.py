@@ -12,6 +12,7 @@ from rich.console import Console
 from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
+from flare_sparse.wire.versions import CURRENT_VERSION
 
 HERE = Path(__file__).parent
 
@@ -53,7 +54,10 @@ def test_job_continues_with_the_sites_whose_capabilities_suffice(tmp_path: Path)
     assert last["sites_contributed"] == ["site-1", "site-2", "site-4"]
     for line in rounds:
         assert line["excluded"]["site-3"].startswith("E_VERSION")
-        assert "flare-sparse 0.0.9 (wire format 1), the server runs flare-sparse 0.1.0" in line["excluded"]["site-3"]
+        assert (
+            f"flare-sparse 0.0.9 (wire format {CURRENT_VERSION}), the server runs flare-sparse 0.1.0"
+            in line["excluded"]["site-3"]
+        )
         assert line["excluded"]["site-4"].startswith("E_CAP")
         assert "at most 200 bytes" in line["excluded"]["site-4"]
     log = (tmp_path / "flare" / "flare.log").read_text()

@@ -127,6 +127,8 @@ class FlareScript:
                 "task_script_path": str(self._script),
                 "task_script_args": self._args,
             }
+        # The number of threads decides the order of float sums. torch would take all cores in a process of its own.
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         command = [*shlex.split(self._launch), str(self._script), *shlex.split(self._args)]
         return {"execution_mode": ExecutionMode.EXTERNAL_PROCESS, "command": command}
 
