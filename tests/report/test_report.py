@@ -277,6 +277,7 @@ def test_matrix_has_a_row_for_every_model_and_a_column_for_every_site_and_cohort
 def test_bytes_above_dense_fedavg_are_called_more() -> None:
     assert compare_bytes(200, 100) == "2.0x more"
     assert compare_bytes(100, 250) == "2.5x less"
+    assert compare_bytes(102, 100) == "as much"
     assert compare_bytes(100, 0) == "-"
 
 

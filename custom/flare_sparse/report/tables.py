@@ -8,7 +8,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from ..runs.contributions import Contributions, describe_missed
-from ..runs.progress import format_bytes
+from ..runs.progress import compare_with_dense, format_bytes
 from ..runs.results import RunResult, group_by_seed, label_groups
 from ..task import TEST_EXAMPLES
 
@@ -41,7 +41,7 @@ def compare_bytes(sent: float, dense: float) -> str:
     """Return how many times fewer or more bytes were sent than dense FedAvg sends, such as ``12.3x less``."""
     if not dense or not sent:
         return "-"
-    return f"{dense / sent:.1f}x less" if dense >= sent else f"{sent / dense:.1f}x more"
+    return compare_with_dense(sent, dense).removesuffix(" than dense").removesuffix(" as dense")
 
 
 def build_contributions(runs: Sequence[RunResult]) -> ReportTable:
