@@ -96,7 +96,8 @@ def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
             if record.round <= stopping.patience + 1 or attempt is by_attempt[-1]
             for message in attempt
         ]
-        total = {name: {**sums, "least": _sum_ranges(shortest)[name]["least"]} for name, sums in total.items()}
+        least = _sum_ranges(shortest)
+        total = {name: {**sums, "least": least[name]["least"]} for name, sums in total.items()}
         reasons.append("validation examples decide how many rounds the run has (federation.early_stopping)")
     return {
         "name": config.name,

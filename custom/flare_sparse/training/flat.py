@@ -5,6 +5,7 @@ Masks, clipping and optimisers operate on a single tensor, and a vector is loade
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -146,11 +147,11 @@ class FlatModel:
         loss.backward()
         return self._gradient
 
-    def compute_live_gradient(self, loss: Tensor, live: LiveEntries, out: Tensor | None) -> Tensor:
-        """Return the gradient ``(live.count,)`` of a loss, for the trainable parameters only.
+    def compute_live_gradient(self, losses: Iterable[Tensor], live: LiveEntries, out: Tensor | None) -> Tensor:
+        """Return the gradient ``(live.count,)`` of a sum of losses, for the trainable parameters only.
 
         Args:
-            loss: a scalar.
+            losses: scalars, each of which is differentiated before the next one is computed.
             live: the trainable parameters.
             out: the gradient of the step before, which is overwritten; None: a new tensor is allocated.
         """
@@ -158,7 +159,8 @@ class FlatModel:
         self._gradient = None
         for parameter in self.parameters:
             parameter.grad = None
-        loss.backward()
+        for loss in losses:
+            loss.backward()
         out = torch.empty(live.count, device=self.device) if out is None else out
         return live.collect_gradients(self.parameters, out)
 

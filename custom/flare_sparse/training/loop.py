@@ -75,18 +75,8 @@ def train(
     scale = None if step_scale is None else _select_parameters(step_scale, live, weights)
     try:
         for step, group in enumerate(_group(batches, accumulate), start=1):
-            # Memory of the last step's gradient is written again, but not while several minibatches add to it.
-            spare, weights.grad = weights.grad if accumulate == 1 else None, None
-            for batch in group:
-                loss = _compute_loss(model, task, batch, step, precision)
-                # Divided, and not the gradient: the tensors that stay at the site have gradients of their own.
-                part = model.compute_live_gradient(loss / len(group) if len(group) > 1 else loss, live, spare)
-                if len(group) == 1:
-                    weights.grad = part
-                else:
-                    # The next minibatch overwrites ``part``.
-                    weights.grad = part.clone() if weights.grad is None else weights.grad.add_(part)
-            assert weights.grad is not None
+            losses = _compute_losses(model, task, group, step, precision)
+            weights.grad = model.compute_live_gradient(losses, live, weights.grad)
             with torch.no_grad():
                 if proximal_strength:
                     weights.grad.add_(weights - origin, alpha=proximal_strength)
@@ -146,18 +136,23 @@ def _group(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
         yield group
 
 
-def _compute_loss(model: FlatModel, task: Task, batch: Any, step: int, precision: Precision) -> Tensor:
-    """Return the loss of a minibatch.
+def _compute_losses(
+    model: FlatModel, task: Task, group: list[Any], step: int, precision: Precision
+) -> Iterator[Tensor]:
+    """Yield the loss of each minibatch of a step, divided by their number.
 
     Raises:
-        TrainingDiverged: it is NaN or infinite.
+        TrainingDiverged: a loss is NaN or infinite.
     """
-    # No scaling of the loss: bfloat16 has the exponents of float32, so that small gradients do not vanish.
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-        loss = task.loss(model.module, model.to_device(batch))
-    if not torch.isfinite(loss):
-        raise TrainingDiverged(explain_divergence(loss, batch, f"step {step}", "lower training.lr or set clip_norm"))
-    return loss
+    for batch in group:
+        # No scaling of the loss: bfloat16 has the exponents of float32, so that small gradients do not vanish.
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = task.loss(model.module, model.to_device(batch))
+        if not torch.isfinite(loss):
+            remedy = "lower training.lr or set clip_norm"
+            raise TrainingDiverged(explain_divergence(loss, batch, f"step {step}", remedy))
+        # Divided, and not the gradient: the tensors that stay at the site have gradients of their own.
+        yield loss / len(group) if len(group) > 1 else loss
 
 
 def explain_divergence(loss: Tensor, batch: Any, step: str, remedy: str) -> str:
