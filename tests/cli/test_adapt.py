@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import yaml
+from grey_images import write_images
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
@@ -19,14 +19,6 @@ from flare_sparse.config import load_config
 from flare_sparse.errors import ConfigError
 from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.runs.model_files import read_mask, read_model, save_model
-
-
-def write_images(path: Path, seed: int, count: int = 24) -> None:
-    """Write two classes of 8x8 grey images, dark and bright."""
-    rng = np.random.default_rng(seed)
-    labels = np.arange(count) % 2
-    images = rng.integers(0, 90, (count, 8, 8)) + 130 * labels[:, None, None]
-    np.savez(path, train_images=images.astype(np.uint8), train_labels=labels)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def build(
         build_bench(name, personal),
         values=values,
         rules=RoundRules(min_sites=3),
-        stores=lambda end: None if folder is None else Store(folder / end, {}, keep=3),
+        stores=lambda end: None if folder is None else Store(folder / end, {}),
         **settings,
     )
 
