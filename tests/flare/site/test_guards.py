@@ -518,6 +518,13 @@ def test_job_may_name_only_the_allowed_classes_of_this_package_at_any_depth(tmp_
             build_component(hospital, where, path, **args)
 
 
+def test_log_streamer_that_flare_adds_names_the_restart(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site")
+    install_guards(tmp_path / "site")
+    with pytest.raises(UnsafeComponentError, match="started before flare-sparse site allow: restart the site"):
+        build_component(hospital, "components.#1", "nvflare.app_common.logging.job_log_streamer.JobLogStreamer")
+
+
 def test_component_that_cannot_be_checked_is_refused(tmp_path: Path) -> None:
     hospital = Hospital(tmp_path / "site")
     (tmp_path / "site" / "local" / "privacy.json").write_text("[]")

@@ -27,6 +27,8 @@ _RESTRICTED_SECTIONS = ("executors", "components", "task_result_filters", "task_
 """Sections of a job's configuration for a site, which may hold only classes of this package."""
 _FLARE = "nvflare."
 """Prefix of FLARE's own classes; a job of this package names none for a site. One of them sends any file as a log."""
+_LOG_STREAMER = "nvflare.app_common.logging.job_log_streamer.JobLogStreamer"
+_RESTART = ". FLARE adds it to each job at a site that was started before flare-sparse site allow: restart the site"
 
 
 class SitePlanAuthorizer(FLComponent):
@@ -62,6 +64,7 @@ class SitePlanAuthorizer(FLComponent):
         if is_restricted and path not in CLASSES and not runs_foreign_jobs:
             raise UnsafeComponentError(
                 f"E_POLICY: {location}: {path!r} is not a class of flare_sparse; this site runs no others"
+                + (_RESTART if path == _LOG_STREAMER else "")
             )
         for class_path in _iterate_class_paths(config):
             if class_path.startswith(_FLARE) and not runs_foreign_jobs:
