@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.kernels import network as kernels
+from flare_sparse.kernels.threads import limit_kernel_threads
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout
 from flare_sparse.task import Examples
@@ -137,3 +138,18 @@ def test_blocks_of_an_unchanged_mask_are_built_once_with_the_same_bits(
     assert all(torch.equal(trained, fresh) for trained in cached)
     site.train(site.weights, Mask(mask.bits & (torch.arange(mask.size) % 2 == 0)), config, 1)
     assert len(built) == 3
+
+
+def test_sparse_training_ends_in_the_same_bits_with_any_number_of_kernel_threads(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: True).__code__)
+    mask = Mask(torch.rand(site.layout.size, generator=torch.Generator().manual_seed(1)) < 0.3)
+    start = torch.randn(site.layout.size, generator=torch.Generator().manual_seed(2)) * mask.bits
+    config = TrainingConfig(epochs=3, optimizer="sgd", lr=1e-2, batch_size=4, compute="sparse")
+    trained = []
+    for count in (1, 2, 3):
+        with limit_kernel_threads(count):
+            trained.append(site.train(start, mask, config, 1))
+    assert torch.equal(trained[0], trained[1])
+    assert torch.equal(trained[0], trained[2])

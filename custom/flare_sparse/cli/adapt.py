@@ -48,7 +48,7 @@ def adapt(
         raise ConfigError(f"{run_dir}: there is no config.yaml here; give the result folder of a finished run")
     config = load_config(config_file, set_ or ())
     assembly = assemble(config, load_task(config, run_dir))
-    with limit_threads(config.federation.threads):
+    with limit_threads(config.torch_threads):
         target_site = open_site(assembly, SiteData(site, data.resolve()))
         figures = adapt_at_site(assembly, target_site, run_dir, folder)
     _show(figures, assembly)

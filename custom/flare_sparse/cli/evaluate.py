@@ -73,7 +73,7 @@ def evaluate(
     for run in runs:
         assembly, config = _load_run(run)
         model, file = site_model or ("best" if best else "final"), run / EVALUATIONS / CROSS_SITE_FILE
-        with limit_threads(config.federation.threads):
+        with limit_threads(config.torch_threads):
             if data is None:
                 result = evaluate_matrix(run, assembly, config)
             else:

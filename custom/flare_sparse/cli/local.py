@@ -15,6 +15,7 @@ from ..config import RunConfig, list_user_code, load_task
 from ..config.user_tasks import find_script
 from ..errors import ConfigError, format_site_error
 from ..federation import RoundRecord
+from ..kernels.threads import limit_kernel_threads
 from ..local.run import run_locally
 from ..report.card import write_card
 from ..runs.continuation import keep_final_checkpoints
@@ -72,7 +73,7 @@ def run_config_locally(
     data = prepare_site_data(config, assembly.task, out)
     runners = _build_script_runners(config, file, data, out / SCRIPTS)
     # The number of threads decides the order of float sums, so data is loaded under the job's own number, as in FLARE.
-    with limit_threads(config.federation.threads):
+    with limit_threads(config.torch_threads):
         # A task of its own for each site, as in FLARE: a user task may keep what it has loaded.
         sites = {
             name: _open_site(replace(assembly, task=load_task(config, file.parent)), site_data, runners.get(name))
@@ -89,22 +90,23 @@ def run_config_locally(
             console.print(text, markup=False)
 
     try:
-        outcome = run_locally(
-            assembly.method,
-            assembly.weights,
-            sites,
-            assembly.task.metric,
-            values=config.wire.values,
-            run=assembly.run_id,
-            rules=build_rules(config),
-            on_round=commit,
-            ledger=ledger,
-            thread_count=config.federation.threads,
-            stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
-            resume=resume,
-            contexts=contexts,
-            on_site_error=_SiteErrors(out / ERRORS, console).report,
-        )[0]
+        with limit_kernel_threads(config.federation.threads):
+            outcome = run_locally(
+                assembly.method,
+                assembly.weights,
+                sites,
+                assembly.task.metric,
+                values=config.wire.values,
+                run=assembly.run_id,
+                rules=build_rules(config),
+                on_round=commit,
+                ledger=ledger,
+                thread_count=config.torch_threads,
+                stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
+                resume=resume,
+                contexts=contexts,
+                on_site_error=_SiteErrors(out / ERRORS, console).report,
+            )[0]
     finally:
         for runner in runners.values():
             runner.close()

@@ -22,7 +22,7 @@ def ensure_predictions(run: RunResult) -> str:
         assembly, config = load_assembly(run.path)
         if config.simulator is None:
             return "the data of the sites is not on this machine; a deployed site sends metrics only"
-        with limit_threads(config.federation.threads):
+        with limit_threads(config.torch_threads):
             sites = prepare_site_data(config, assembly.task, run.path)
             recorded = run.summary["final"]["sites"]
             predictions = compute_predictions(run.path, assembly, sites, recorded, run.identity)

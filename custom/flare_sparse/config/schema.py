@@ -103,7 +103,8 @@ class FederationConfig(Section):
         1,
         ge=1,
         le=1024,
-        description="torch threads of every process; a different number changes the result's last bits",
+        description="torch threads of every process; a different number changes the result's last bits, except with "
+        "method.training.compute: sparse, where it counts the threads of the sparse kernels and torch has one",
     )
 
     @model_validator(mode="after")
@@ -300,6 +301,15 @@ class JobConfig(Section):
     federation: FederationConfig = Field(
         default_factory=FederationConfig, description="quorum, limits, timeouts and retries of the rounds"
     )
+
+    @property
+    def torch_threads(self) -> int:
+        """Number of torch's threads in every process.
+
+        With ``training.compute: sparse`` it is 1, because torch's bits depend on it; ``federation.threads`` then counts
+        the threads of the sparse kernels, whose bits do not.
+        """
+        return 1 if self.method.config.training.compute == "sparse" else self.federation.threads
 
     @model_validator(mode="after")
     def _check_method_quorum(self) -> JobConfig:

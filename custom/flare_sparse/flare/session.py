@@ -22,6 +22,7 @@ from ..endpoints.request_log import RequestLog
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
 from ..errors import ConfigError, format_site_error
+from ..kernels.threads import set_kernel_threads
 from ..policy.policy import POLICY_FILE, Policy, read_policy
 from ..runs.model_files import save_site_model
 from ..task import SiteData, Task
@@ -65,7 +66,8 @@ def _assemble(fl_ctx: FLContext) -> tuple[JobConfig, Assembly]:
     settings = read_yaml(Path(get_workspace(fl_ctx).get_app_config_dir(job_id)) / JOB_FILE)
     job = parse_job(settings, None if task is None else type(task))
     # Float sums depend on the number of threads: server and sites must use the same for the same bits.
-    torch.set_num_threads(job.federation.threads)
+    torch.set_num_threads(job.torch_threads)
+    set_kernel_threads(job.federation.threads)
     return job, assemble(job, task, read_site_policy(fl_ctx).max_model_entries)
 
 
