@@ -1,0 +1,153 @@
+"""Fit the cost model of the sparse kernels to this machine, and say how good its choices are.
+
+    python benchmarks/performance/fit_kernel_costs.py [--networks brain_age_cnn_3mm] [--repeats 3]
+
+Times every block of the networks of ``kernels.py``, dense and sparse in turn on one thread, in training and in
+inference, at densities from 1 to 100 %. Fits the nanoseconds of each operation by non-negative least squares on
+relative errors, and prints them as the constants of ``kernels/cost.py``. For both the fitted and the present constants
+it prints how much slower the choice is than the faster variant: at most, and on average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from kernels import NETWORKS, Bench
+from scipy.optimize import nnls
+from torch import Tensor, nn
+
+from flare_sparse.kernels.cost import (
+    INFERENCE,
+    TRAINING,
+    Costs,
+    Work,
+    count_dense_operations,
+    count_sparse_operations,
+)
+from flare_sparse.kernels.network import find_chains, use_sparse_kernels
+from flare_sparse.seeds import limit_threads
+
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+Timing = tuple[Work, float, float]
+"""What a block computes, and the seconds of its dense and its sparse computation."""
+
+
+def record_inputs(network: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
+    """Return the input of each layer in a forward pass, by name of the layer."""
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: seen.setdefault(name, args[0].detach()))
+        for name, module in network.named_modules()
+    ]
+    with torch.no_grad():
+        network(inputs)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def time_blocks(bench: Bench, densities: tuple[float, ...], repeats: int) -> Iterator[Timing]:
+    """Yield the times of each block of a network at each density, in training and in inference."""
+    torch.manual_seed(0)
+    network = bench.build()
+    inputs = record_inputs(network, torch.randn(bench.shape))
+    for chain in find_chains(network):
+        block = nn.Sequential(chain.layer, *chain.followers)
+        x = inputs[chain.name]
+        for density in densities:
+            live = {"0.weight": torch.rand(chain.layer.weight.shape) < density}
+            for is_training in (True, False):
+                yield time_block(block.train(is_training), x, live, repeats)
+
+
+def time_block(block: nn.Sequential, x: Tensor, live: dict[str, Tensor], repeats: int) -> Timing:
+    """Return the fastest times of a block, dense and sparse in turn."""
+    works: list[Work] = []
+
+    def decide(work: Work) -> bool:
+        works.append(work)
+        return True
+
+    step = partial(train if block.training else infer, block, x)
+    dense, sparse = [], []
+    with use_sparse_kernels(block, live, decide):
+        step()
+    for _ in range(repeats):
+        dense.append(time_call(step))
+        with use_sparse_kernels(block, live, decide):
+            step()
+            sparse.append(time_call(step))
+    return works[0], min(dense), min(sparse)
+
+
+def train(block: nn.Module, x: Tensor) -> None:
+    block(x.detach().requires_grad_()).sum().backward()
+
+
+@torch.no_grad()
+def infer(block: nn.Module, x: Tensor) -> None:
+    block(x)
+
+
+def time_call(step: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def fit_costs(counts: list[tuple[int, ...]], seconds: list[float]) -> tuple[float, ...]:
+    """Return the nanoseconds of each operation that explain the times best, by relative error."""
+    times = np.array(seconds) * 1e9
+    matrix = np.array(counts, float) / times[:, None]
+    # Columns of like size: counts of operations reach 1e11, those of starts are 1.
+    scale = np.maximum(matrix.max(axis=0), 1e-30)
+    solution = nnls(matrix / scale, np.ones(len(times)))[0] / scale
+    return tuple(float(f"{cost:.4g}") for cost in solution)
+
+
+def estimate(costs: tuple[float, ...], counts: tuple[int, ...]) -> float:
+    return sum(cost * count for cost, count in zip(costs, counts, strict=True))
+
+
+def measure_regret(timings: list[Timing], costs: Costs) -> tuple[float, float]:
+    """Return how much slower the chosen variants are than the faster ones: the largest factor, and the mean."""
+    factors = []
+    for work, dense, sparse in timings:
+        is_sparse = estimate(costs.sparse, count_sparse_operations(work)) < estimate(
+            costs.dense, count_dense_operations(work)
+        )
+        factors.append((sparse if is_sparse else dense) / min(dense, sparse))
+    return max(factors), float(np.mean(factors))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=[], help="only networks whose name begins with one of these")
+    parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    chosen = [b for b in NETWORKS if not options.networks or b.name.startswith(tuple(options.networks))]
+    timings: list[Timing] = []
+    with limit_threads(1):
+        for bench in chosen:
+            timings += time_blocks(bench, tuple(options.densities), options.repeats)
+            print(f"{bench.name}: {len(timings)} times so far", flush=True)
+    for name, present, is_training in (("INFERENCE", INFERENCE, False), ("TRAINING", TRAINING, True)):
+        part = [timing for timing in timings if timing[0].is_training == is_training]
+        fitted = Costs(
+            fit_costs([count_dense_operations(work) for work, _, _ in part], [dense for _, dense, _ in part]),
+            fit_costs([count_sparse_operations(work) for work, _, _ in part], [sparse for _, _, sparse in part]),
+        )
+        print(f"{name} = Costs({fitted.dense}, {fitted.sparse})")
+        for label, costs in (("present", present), ("fitted", fitted)):
+            print(f"  {label}: at most {{:.2f}} times slower than the faster variant, {{:.3f}} on average".format(
+                *measure_regret(part, costs)))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
