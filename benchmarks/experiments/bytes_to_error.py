@@ -24,12 +24,11 @@ from statistics import mean
 from typing import Any
 
 import torch
-from results import CONFIGS, FILES, claim
+from results import CONFIGS, FILES, claim, run_rounds
 
-from flare_sparse.assemble import assemble, build_rules
+from flare_sparse.assemble import assemble
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import load_config
-from flare_sparse.local.run import run_locally
 from flare_sparse.training import Site
 
 
@@ -85,15 +84,7 @@ def run(experiment: Experiment, method: str, values: str, seed: int, data: Path)
         name: Site(name, assembly.task, assembly.task.load(where, seed), assembly.layout, seed)
         for name, where in site_data.items()
     }
-    outcome, ledger = run_locally(
-        assembly.method,
-        assembly.weights,
-        sites,
-        assembly.task.metric,
-        values=config.wire.values,
-        run=assembly.run_id,
-        rules=build_rules(config),
-    )
+    outcome, ledger = run_rounds(config, assembly, sites)
     requests, updates = defaultdict(int), defaultdict(int)
     for line in ledger.lines:
         (requests if line.direction == "down" else updates)[line.round] += line.payload_bytes

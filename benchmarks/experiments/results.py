@@ -29,11 +29,13 @@ from torch.utils.data import ConcatDataset
 from flare_sparse.assemble import Assembly, assemble, build_rules
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import RunConfig, load_config
+from flare_sparse.federation import Outcome
 from flare_sparse.local.pooled import train_pooled
 from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
+from flare_sparse.wire.ledger import Ledger
 
 CONFIGS = Path(__file__).resolve().parents[2] / "app_configs"
 BRAINS = "{epochs: 2, batch_size: 8, optimizer: adam, lr: 1e-3}"
@@ -151,8 +153,9 @@ def run(experiment: Experiment, arm: Arm, sparsity: float, seed: int, data: Path
     return {**facts, **names, **figures, "seconds": time.monotonic() - began}
 
 
-def run_federated(config: RunConfig, assembly: Assembly, sites: dict[str, Site]) -> dict[str, Any]:
-    outcome, ledger = run_locally(
+def run_rounds(config: RunConfig, assembly: Assembly, sites: dict[str, Site]) -> tuple[Outcome, Ledger]:
+    """Run all rounds in this process over the real messages, without checkpoints."""
+    return run_locally(
         assembly.method,
         assembly.weights,
         sites,
@@ -161,6 +164,10 @@ def run_federated(config: RunConfig, assembly: Assembly, sites: dict[str, Site])
         run=assembly.run_id,
         rules=build_rules(config),
     )
+
+
+def run_federated(config: RunConfig, assembly: Assembly, sites: dict[str, Site]) -> dict[str, Any]:
+    outcome, ledger = run_rounds(config, assembly, sites)
     return {
         "overall": outcome.evaluation.overall,
         "sites": outcome.evaluation.sites,

@@ -11,13 +11,12 @@ it prints how much slower the choice is than the faster variant: at most, and on
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import torch
-from kernels import NETWORKS, Bench
+from kernels import NETWORKS, Bench, infer, time_both
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ from flare_sparse.kernels.cost import (
     count_dense_operations,
     count_sparse_operations,
 )
-from flare_sparse.kernels.network import find_chains, use_sparse_kernels
+from flare_sparse.kernels.network import find_chains
 from flare_sparse.seeds import limit_threads
 
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -74,30 +73,12 @@ def time_block(block: nn.Sequential, x: Tensor, live: dict[str, Tensor], repeats
         return True
 
     step = partial(train if block.training else infer, block, x)
-    dense, sparse = [], []
-    with use_sparse_kernels(block, live, decide):
-        step()
-    for _ in range(repeats):
-        dense.append(time_call(step))
-        with use_sparse_kernels(block, live, decide):
-            step()
-            sparse.append(time_call(step))
-    return works[0], min(dense), min(sparse)
+    dense, sparse = time_both(block, live, step, repeats, decide)
+    return works[0], dense, sparse
 
 
 def train(block: nn.Module, x: Tensor) -> None:
     block(x.detach().requires_grad_()).sum().backward()
-
-
-@torch.no_grad()
-def infer(block: nn.Module, x: Tensor) -> None:
-    block(x)
-
-
-def time_call(step: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def fit_costs(counts: list[tuple[int, ...]], seconds: list[float]) -> tuple[float, ...]:
@@ -110,18 +91,11 @@ def fit_costs(counts: list[tuple[int, ...]], seconds: list[float]) -> tuple[floa
     return tuple(float(f"{cost:.4g}") for cost in solution)
 
 
-def estimate(costs: tuple[float, ...], counts: tuple[int, ...]) -> float:
-    return sum(cost * count for cost, count in zip(costs, counts, strict=True))
-
-
 def measure_regret(timings: list[Timing], costs: Costs) -> tuple[float, float]:
     """Return how much slower the chosen variants are than the faster ones: the largest factor, and the mean."""
     factors = []
     for work, dense, sparse in timings:
-        is_sparse = estimate(costs.sparse, count_sparse_operations(work)) < estimate(
-            costs.dense, count_dense_operations(work)
-        )
-        factors.append((sparse if is_sparse else dense) / min(dense, sparse))
+        factors.append((sparse if costs.is_sparse_faster(work) else dense) / min(dense, sparse))
     return max(factors), float(np.mean(factors))
 
 
@@ -145,8 +119,8 @@ def main() -> None:
         )
         print(f"{name} = Costs({fitted.dense}, {fitted.sparse})")
         for label, costs in (("present", present), ("fitted", fitted)):
-            print(f"  {label}: at most {{:.2f}} times slower than the faster variant, {{:.3f}} on average".format(
-                *measure_regret(part, costs)))  # fmt: skip
+            most, mean = measure_regret(part, costs)
+            print(f"  {label}: at most {most:.2f} times slower than the faster variant, {mean:.3f} on average")
 
 
 if __name__ == "__main__":

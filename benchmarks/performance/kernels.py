@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flare_sparse.kernels.network import use_sparse_kernels
+from flare_sparse.kernels.cost import is_sparse_faster
+from flare_sparse.kernels.network import Decide, use_sparse_kernels
 from flare_sparse.models.alexnet3d import alexnet3d
 from flare_sparse.models.brain_age import brain_age_cnn, brain_age_cnn_3mm
 from flare_sparse.models.resnet import resnet
@@ -124,17 +125,20 @@ def zero_masked_weights(weights: dict[str, nn.Parameter], live: dict[str, Tensor
 
 
 def time_both(
-    network: nn.Module, live: dict[str, Tensor], step: Callable[[], object], repeats: int, force: bool
+    network: nn.Module,
+    live: dict[str, Tensor],
+    step: Callable[[], object],
+    repeats: int,
+    decide: Decide = is_sparse_faster,
 ) -> tuple[float, float]:
     """Return the fastest seconds of the dense and the sparse variant, timed in turn."""
     dense, sparse = [], []
-    decide: dict[str, Any] = {"decide": lambda *_: True} if force else {}
-    with use_sparse_kernels(network, live, **decide):
+    with use_sparse_kernels(network, live, decide):
         step()
         step()
     for _ in range(repeats):
         dense.append(time_call(step))
-        with use_sparse_kernels(network, live, **decide):
+        with use_sparse_kernels(network, live, decide):
             # The first pass of a context sorts the live weights; in training it is one of many.
             step()
             sparse.append(time_call(step))
@@ -170,7 +174,9 @@ def iterate_layer_lines(sparsities: tuple[float, ...], threads: int, repeats: in
             network = nn.Sequential(nn.Conv3d(inputs, outputs, 3, padding=1))
             x = torch.randn(1, inputs, *shape, requires_grad=True)
             live = draw_mask(network, sparsity, "uniform", x)
-            dense, sparse = time_both(network, live, lambda n=network, x=x: n(x).sum().backward(), repeats, True)
+            dense, sparse = time_both(
+                network, live, lambda n=network, x=x: n(x).sum().backward(), repeats, lambda _: True
+            )
             name = f"{inputs}->{outputs}, {'x'.join(map(str, shape))}"
             yield build_line("layer", name, sparsity, "uniform", threads, dense, sparse)
 
@@ -185,12 +191,12 @@ def iterate_network_lines(
             inputs = torch.randn(bench.shape)
             live = draw_mask(network, sparsity, pattern, inputs)
             network.train()
-            dense, sparse = time_both(network, live, partial(train_step, network, inputs), repeats, False)
+            dense, sparse = time_both(network, live, partial(train_step, network, inputs), repeats)
             yield build_line("training", bench.name, sparsity, pattern, threads, dense, sparse)
             network.eval()
             for batch in sorted({1, len(inputs)}):
                 x = inputs[:batch]
-                dense, sparse = time_both(network, live, partial(infer, network, x), repeats, False)
+                dense, sparse = time_both(network, live, partial(infer, network, x), repeats)
                 line = build_line("inference", bench.name, sparsity, pattern, threads, dense, sparse)
                 yield {**line, "batch": batch, "onnx_s": time_onnx(network, x, threads, repeats)}
 

@@ -1,9 +1,9 @@
 """When sparse kernels are faster than dense ones: a model of both times, the same on every machine.
 
 A timed trial would choose by the load of the machine, and the choice decides the last bits of a result. The constants
-are nanoseconds on one core of a server with AVX-512, fitted to the layers of five networks at densities from 1 to 100 %
-by ``benchmarks/performance/fit_kernel_costs.py``; only their ratios matter. For these layers the choice is at most 1.1
-times slower in training, 1.3 times in inference, than dense computation.
+are nanoseconds on one core of a server with AVX-512, fitted to the layers of five networks at densities from 0.01 to 1;
+only their ratios matter. For these layers the choice was at most 1.1 times slower in training, 1.3 times in inference,
+than dense computation. ``benchmarks/performance/fit_kernel_costs.py`` fits them anew and checks the choices.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class Costs:
     dense: tuple[float, ...]
     sparse: tuple[float, ...]
 
+    def is_sparse_faster(self, work: Work) -> bool:
+        """Return whether the kernels are expected to compute a block faster than torch at these costs."""
+        sparse = _sum_products(self.sparse, count_sparse_operations(work))
+        return sparse < _sum_products(self.dense, count_dense_operations(work))
+
 
 INFERENCE = Costs((16_000, 0.0109, 0.0103, 1.05, 1.76, 4.30), (135_000, 553, 0.0287, 2.91, 0.94, 0.71))
 TRAINING = Costs((102_000, 0.0326, 0.0264, 6.83, 2.78, 7.31), (394_000, 1_244, 0.1181, 9.95, 1.69, 1.55))
@@ -55,9 +60,7 @@ TRAINING = Costs((102_000, 0.0326, 0.0264, 6.83, 2.78, 7.31), (394_000, 1_244, 0
 
 def is_sparse_faster(work: Work) -> bool:
     """Return whether the sparse kernels are expected to compute a block faster than torch."""
-    costs = TRAINING if work.is_training else INFERENCE
-    sparse = _sum_products(costs.sparse, count_sparse_operations(work))
-    return sparse < _sum_products(costs.dense, count_dense_operations(work))
+    return (TRAINING if work.is_training else INFERENCE).is_sparse_faster(work)
 
 
 def count_dense_operations(work: Work) -> tuple[int, ...]:
