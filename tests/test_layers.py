@@ -42,6 +42,7 @@ ORDER = (
     ("assemble",),
     ("runs", "policy"),
     ("report",),
+    ("evidence",),
     ("flare",),
     ("flare.site",),
     ("flare.launch",),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 from skips import require
 from typer.testing import CliRunner
 
@@ -178,6 +179,18 @@ def test_run_writes_a_model_card(finished: dict[str, Path]) -> None:
     assert run.summary["model_sha256"] in card
     assert all(f"| {site} |" in card for site in run.site_metrics)
     assert "load_model" in card
+
+
+def test_front_matter_of_the_card_is_read_by_the_hub_with_every_final_metric(finished: dict[str, Path]) -> None:
+    run = RunResult.read(finished["neurosfl"])
+    data = ModelCard(format_card(run)).data
+    assert data.library_name == "pytorch"
+    assert {"federated-learning", "neurosfl"} <= set(data.tags)
+    metrics = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert metrics == {name: run.summary["final"]["metrics"][name] for name in run.metric_names}
+    assert data.eval_results[0].task_name == "brain_age"
+    without = change_summary(run, final={"metrics": {"mae": float("nan")}, "sites": {}})
+    assert ModelCard(format_card(without)).data.eval_results is None
 
 
 def change_summary(run: RunResult, **changes: Any) -> RunResult:

@@ -15,6 +15,7 @@ from .console import out as console
 from .decrypt import decrypt
 from .estimate import estimate
 from .evaluate import evaluate
+from .evidence import evidence
 from .export import export
 from .fetch_model import fetch_model
 from .methods import methods
@@ -31,7 +32,7 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 for command in (
-    run, watch, report, evaluate, sweep, bench, adapt, check, estimate, export, save, decrypt, fetch_model,
+    run, watch, report, evaluate, evidence, sweep, bench, adapt, check, estimate, export, save, decrypt, fetch_model,
     methods, tasks, phantom,
 ):  # fmt: skip
     app.command()(command)

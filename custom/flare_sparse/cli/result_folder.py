@@ -17,7 +17,15 @@ from .local import ERRORS
 from .outcome import LEAST_FREE, RunCommand, describe_disk, measure_free
 from .resume import has_checkpoint
 
-RECORD = ("summary.json", *APPENDED_FILES, "model_card.md", "metrics_summary.json", "round_metrics.jsonl", "job_id.txt")
+RECORD = (
+    "summary.json",
+    *APPENDED_FILES,
+    "model_card.md",
+    "metrics_summary.json",
+    "round_metrics.jsonl",
+    "job_id.txt",
+    "evidence.zip",
+)
 """Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
 FOLDERS = (EVALUATIONS, ERRORS, FINAL)
 """Folders that describe the models and the sites of a finished run, or continue it."""

@@ -170,6 +170,7 @@ class Federation:
             self._get_encrypted_values(),
             sorted({*self._admission.seen, *self.rules.examples}),
             progress.committed if self._is_stopped(progress) and progress.committed < method.config.rounds else None,
+            dict(sorted(result.roster.registered.items())),
         )
 
     def _commit(self, result: RoundResult, progress: Progress, method: Method[Any, Any]) -> Progress:

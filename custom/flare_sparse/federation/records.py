@@ -163,6 +163,7 @@ class Outcome:
         encrypted: values of the last model, if the server cannot read them.
         sites: sites that were connected at any time or are expected by the settings.
         stopped_after: round after which early stopping ended the run; None: it ran all rounds.
+        examples: number of training examples (n_k) by site that had an update accepted.
     """
 
     state: Any
@@ -174,6 +175,7 @@ class Outcome:
     encrypted: EncryptedValues | None = None
     sites: list[str] = field(default_factory=list)
     stopped_after: int | None = None
+    examples: dict[str, int] = field(default_factory=dict)
 
     @property
     def events(self) -> list[Event]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import format_bytes
@@ -30,10 +33,7 @@ def format_card(run: RunResult) -> str:
     final = "no overall evaluation" if run.final_metric is None else f"{run.final_metric:.3f}"
     sparsity = f"{100 * s['sparsity']:.1f} % of its entries are off (zero)" if s["sparsity"] else "dense"
     return f"""---
-library_name: pytorch
-tags: [federated-learning, nvidia-flare, flare-sparse, {s["method"]}]
-metrics: [{run.metric}]
----
+{yaml.safe_dump(build_metadata(run), sort_keys=False, allow_unicode=True)}---
 
 # {s["name"]}
 
@@ -70,6 +70,30 @@ for other libraries and as ONNX.
 Not for diagnosis or treatment: the model has not been validated for clinical use. Not for data of scanners, ages or
 diseases that no site had. Federated training does not anonymize: a model can reveal information on its training data.
 """
+
+
+def build_metadata(run: RunResult) -> dict[str, Any]:
+    """Return the card's front matter in the form of the Hugging Face hub, with the final metrics as a model index.
+
+    Source: https://huggingface.co/docs/hub/model-cards, "Model card metadata" and "Evaluation results".
+    """
+    task = run.config.get("task", {}).get("name", "unknown")
+    overall = run.summary["final"]["metrics"]
+    metrics = [
+        {"type": name, "name": run.metric_label if name == run.metric else name, "value": float(overall[name])}
+        for name in run.metric_names
+        if overall.get(name) is not None and math.isfinite(overall[name])
+    ]
+    metadata: dict[str, Any] = {
+        "library_name": "pytorch",
+        "tags": ["federated-learning", "nvidia-flare", "flare-sparse", str(run.summary["method"])],
+        "metrics": [run.metric],
+    }
+    if metrics:
+        cohort = {"name": f"test examples of {len(run.sites)} sites", "type": "federated"}
+        result = {"task": {"type": "other", "name": str(task)}, "dataset": cohort, "metrics": metrics}
+        metadata["model-index"] = [{"name": str(run.summary["name"]), "results": [result]}]
+    return metadata
 
 
 def _count_contributors(run: RunResult) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..federation.events import STEPPED_BACK
 from ..mask import Mask
 from ..params import Layout, compute_digest
 from ..task import Metric
+from ..version import VERSION
 from ..wire.ledger import Ledger
 from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, save_model
 
@@ -159,6 +162,7 @@ class RunFolder:
             "seed": facts.seed,
             "rounds": facts.rounds,
             "contributions": {site: asdict(part) for site, part in outcome.count_contributions().items()},
+            "examples": outcome.examples,
             "events": [asdict(event) for event in outcome.events],
             "sites": sorted({site for record in outcome.rounds for site in record.sites_asked}),
             "metric": asdict(metric),
@@ -169,8 +173,16 @@ class RunFolder:
             "traffic": sum_traffic(self.ledger),
             "seconds": time.monotonic() - self._start_time,
             "threads": torch.get_num_threads(),
+            "versions": list_versions(),
             "model_sha256": None if outcome.encrypted else compute_digest(outcome.weights),
         }
+
+
+def list_versions() -> dict[str, str]:
+    """Return the versions of Python, of this package and of the libraries that its results depend on."""
+    return {"python": platform.python_version(), "flare-sparse": VERSION} | {
+        name: version(name) for name in ("nvflare", "torch", "numpy")
+    }
 
 
 def _to_dict(evaluation: Evaluation) -> dict[str, Any]:

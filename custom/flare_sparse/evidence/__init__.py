@@ -1,0 +1,1 @@
+"""Evidence of a run: facts, digests, a bill of materials, and an RO-Crate that holds them."""

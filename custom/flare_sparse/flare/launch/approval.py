@@ -1,0 +1,67 @@
+"""Submitter of a finished job, by the signatures that FLARE's admin client puts on every file of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives import hashes
+from nvflare.lighter.tool_consts import NVFLARE_SUBMITTER_CRT_FILE
+from nvflare.lighter.utils import load_crt_chain, verify_folder_signature_and_get_signers
+
+from ...evidence.facts import Approval
+from .submission import JOB_FILE
+
+ROOT_CERTIFICATE = "rootCA.pem"
+
+
+def read_approval(run: Path, kit: Path | None) -> Approval:
+    """Return who submitted the job of a run, with the state of its signature.
+
+    Args:
+        run: result folder; a run in a federation keeps its downloaded job there.
+        kit: startup kit of a participant, whose root certificate checks the signature; None: the one of the run's POC
+            federation, if it had one.
+    """
+    file = run / JOB_FILE
+    if not file.is_file():
+        return Approval("none", "The run has no job of a federation: it ran in one process or in FLARE's simulator, "
+                                "which sign nothing.")  # fmt: skip
+    job_id = file.read_text(encoding="utf-8").strip()
+    downloaded = run / "job" / job_id
+    if not (downloaded / "meta.json").is_file():
+        return Approval("none", f"The downloaded job {downloaded} is missing.", job_id)
+    meta = json.loads((downloaded / "meta.json").read_text(encoding="utf-8"))
+    folders = [path for path in sorted((downloaded / "job").glob("*")) if path.is_dir()]
+    root = _find_root(run, kit)
+    certificate = folders[0] / NVFLARE_SUBMITTER_CRT_FILE if folders else None
+    if certificate is None or not certificate.is_file():
+        return _build_approval("none", "The job has no signature of a submitter.", job_id, meta)
+    fingerprint = load_crt_chain(str(certificate))[0].fingerprint(hashes.SHA256()).hex()
+    if root is None:
+        note = "The signature was not checked: add the startup kit of a participant with --kit."
+        return _build_approval("unverified", note, job_id, meta, fingerprint)
+    is_valid, signers = verify_folder_signature_and_get_signers(str(folders[0]), str(root))
+    if not is_valid or len(signers) != 1:
+        note = "The job's files do not match their signatures, or their certificate is not of this federation."
+        return _build_approval("invalid", note, job_id, meta, fingerprint)
+    signer = dict(zip(("name", "org", "role"), map(str, signers[0]), strict=True))
+    note = "Every file of the job is signed with a certificate of the federation's root."
+    return _build_approval("verified", note, job_id, meta, fingerprint, signer)
+
+
+def _build_approval(
+    signature: str, note: str, job_id: str, meta: dict[str, Any], fingerprint: str = "",
+    signer: dict[str, str] | None = None,
+) -> Approval:  # fmt: skip
+    stated = {part: str(meta.get(f"submitter_{part}", "unknown")) for part in ("name", "org", "role")}
+    deployed = tuple(map(str, meta.get("job_deploy_detail") or []))
+    return Approval(
+        signature, note, job_id, signer or stated, str(meta.get("submit_time_iso", "")), deployed, fingerprint
+    )
+
+
+def _find_root(run: Path, kit: Path | None) -> Path | None:
+    kits = [kit] if kit is not None else sorted((run / "poc").glob("*/prod_*/*"))
+    return next((file for part in kits if (file := part / "startup" / ROOT_CERTIFICATE).is_file()), None)
