@@ -23,6 +23,7 @@ from .federation import RoundRules
 from .methods import Method
 from .params import Layout
 from .seeds import seed_torch
+from .structure.scaling import build_statistics_mask
 from .task import SiteData, Task, load_examples
 from .training import Site
 from .training.personal import select_personal
@@ -77,6 +78,7 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
     tensors = network.unflatten(initial)
     personal = {name: tensors.pop(name).clone() for name in select_personal(network, job.method.config.personal)}
     layout = network.drop(personal)
+    _check_statistics(job, layout)
     weights = layout.flatten(tensors) if personal else initial
     run_id = compute_run_id(serialize_job(job), layout)
     return Assembly(task, build_method(job, layout), layout, weights, run_id, network, personal)
@@ -189,6 +191,18 @@ def _check_size(entries: int, max_entries: int | None) -> None:
     if max_entries is not None and entries > max_entries:
         raise ConfigError(
             f"the job's model has {entries} entries; the policy here allows max_model_entries {max_entries}"
+        )
+
+
+def _check_statistics(job: JobConfig, layout: Layout) -> None:
+    """Raises:
+    ConfigError: the network has an input scaler, and the job's messages do not carry its statistics as they are.
+    """
+    if build_statistics_mask(layout).count and (job.encrypted or job.wire.values != "float32"):
+        setting = "wire.encryption: ckks" if job.encrypted else f"wire.values: {job.wire.values}"
+        raise ConfigError(
+            f"{setting}: the statistics by which the network standardises its inputs travel in the clear as float32; "
+            "remove the setting, or choose another task.scaling"
         )
 
 

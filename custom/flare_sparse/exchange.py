@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from torch import Tensor
 from .mask import Mask
 
 Base = Literal["zeros", "previous"]
-Content = Literal["weights", "delta", "scores", "metrics"]
+Content = Literal["weights", "delta", "scores", "metrics", "statistics"]
 
 EVALUATE = "evaluate"
 """Kind of the request that every site answers for every method: metrics of the model on its test examples."""
+STATISTICS: Final = "statistics"
+"""Kind and content of the exchange before round 1 in which a network with an input scaler receives its statistics."""
 
 
 @dataclass(frozen=True)

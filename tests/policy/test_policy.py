@@ -18,6 +18,7 @@ from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout
 from flare_sparse.policy.policy import PRESETS, Policy, compute_norm, find_policy_file, read_policy
+from flare_sparse.structure.scaling import InputScaler, build_statistics_mask
 from flare_sparse.training import SampleUsage
 
 LAYOUT = Layout.from_module(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
@@ -63,6 +64,40 @@ def test_each_term_refuses_only_what_it_names(
     within["min_score_batches"] = 10
     wide = {"max_upload_bytes": 1001, "max_upload_share": 1.0, "tensors": ["0.*", "1.*"], "max_norm": 4.9}
     assert refusals(Policy.model_validate({**within, **wide}), content, **more) == []
+
+
+SCALER = InputScaler([True, True])
+SCALED = Layout.from_module(nn.Sequential(SCALER, nn.Linear(2, 1)))
+STATISTICS_MASK = build_statistics_mask(SCALED)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reasons"),
+    [
+        ({}, []),
+        ({"min_examples": 2}, []),
+        ({"min_examples": 3}, ["min_examples"]),
+        ({"noise": 0.1, "clip_norm": 0.1}, ["noise"]),
+        ({"encrypted": True}, ["encrypted"]),
+        ({"max_norm": 0.1}, []),
+        ({"contents": ["weights", "delta", "scores", "metrics"]}, ["contents"]),
+    ],
+)
+def test_statistics_leave_only_if_every_column_has_enough_values(policy: dict[str, Any], reasons: list[str]) -> None:
+    """100 examples, of which two have the second column."""
+    inputs = torch.arange(200.0).view(100, 2)
+    inputs[2:, 1] = torch.nan
+    values = SCALER.compute_statistics(inputs).flatten()
+    more = {"mask": STATISTICS_MASK, "values": values, "layout": SCALED}
+    assert refusals(Policy(**policy), "statistics", **more) == reasons
+    patch = Patch(values, STATISTICS_MASK)
+    assert Policy(**policy).sanitize_values("statistics", patch, SCALED) is values
+
+
+def test_few_entries_of_statistics_may_be_asked_for() -> None:
+    policy = Policy(min_entries=256)
+    assert list(policy.check_request("statistics", 10)) == []
+    assert list(policy.check_request("train", 10)) != []
 
 
 def test_metrics_are_checked_against_contents_only() -> None:

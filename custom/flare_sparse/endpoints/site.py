@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint.store import Store
 from ..encryption import SiteCipher
 from ..errors import FlareSparseError, MissingBase, RejectedMessage, RequestRefused, TaskFailed, abbreviate
-from ..exchange import EVALUATE, Patch, Request, SiteEvent, Update
+from ..exchange import EVALUATE, STATISTICS, Patch, Request, SiteEvent, Update
 from ..methods import Method
 from ..seeds import make_generator
 from ..training import Site
@@ -137,6 +137,9 @@ class SiteEndpoint:
         if request.kind == EVALUATE or not self.site.can_train:
             no_values = Patch.empty(self.site.layout.size)
             return Update(no_values, "metrics", self.site.num_examples, self.site.evaluate(self.site.weights))
+        if request.kind == STATISTICS:
+            statistics = Patch.from_vector(self.site.compute_statistics(), request.trainable)
+            return Update(statistics, STATISTICS, self.site.num_examples)
         update = self.method.answer(request, self.site)
         if update.metrics or update.content == "scores":
             return update

@@ -17,6 +17,7 @@ from ..endpoints.server_state import ServerSnapshot
 from ..errors import SiteExcluded
 from ..exchange import EVALUATE, EncryptedValues
 from ..methods import Method
+from ..structure.scaling import build_statistics_mask
 from ..task import VALIDATION, Metric
 from .census import Census, Handshake
 from .evaluation import BestModel, Evaluation
@@ -28,6 +29,7 @@ from .records import Outcome, RoundRecord
 from .replies import AttemptResult, Transport
 from .rounds import QuorumMissed, RoundResult, RoundRunner
 from .rules import Roster, RoundRules
+from .statistics import build_assignments, learn_statistics
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Federation:
         self._admission = Admission(connected, Census(handshake, on_excluded), self.rules, returned)
         self._events = EventLog()
         self._stepped_back: set[int] = set()
+        self._needs_statistics = build_statistics_mask(endpoint.layout).count > 0
         self._rounds = RoundRunner(endpoint, self.rules, self._admission, transport, self._events)
 
     def run(self, weights: Tensor, *, resume: bool = False) -> Outcome:
@@ -93,6 +96,10 @@ class Federation:
             # The first admission used an empty roster; that of the checkpoint may quarantine sites.
             participants = participants.select_available(progress.roster, self.rules)
         while True:
+            # Also after a step back to the start, which discards the statistics with the first commit.
+            if self._needs_statistics and not progress.records:
+                progress = self._exchange_statistics(weights, progress, participants)
+                participants = self._admission.admit(participants, progress.roster)
             participants, assignments = self._admission.assign(progress.state, participants, progress.roster)
             if self._is_stopped(progress):
                 assignments = None
@@ -106,6 +113,21 @@ class Federation:
             else:
                 progress = self._commit(result, progress, participants.method)
             participants = self._admission.admit(participants, progress.roster)
+
+    def _exchange_statistics(self, weights: Tensor, progress: Progress, participants: Participants) -> Progress:
+        """Return the progress after the exchange of statistics, with the pooled ones in the model."""
+        method, mask = participants.method, build_statistics_mask(self.endpoint.layout)
+
+        def build_state(statistics: Tensor) -> Any:
+            return method.init(mask.put(statistics, weights.clone()), participants.sites)
+
+        assignments = build_assignments(self.endpoint.layout, participants.sites)
+        learn = partial(learn_statistics, self.endpoint.layout, build_state)
+        result = self._rounds.run(assignments, participants.silent, progress.roster, learn)
+        # This exchange carried no model: the first patch over "previous" must not apply to it, also after a restart.
+        for site in assignments:
+            self.endpoint.forget_base(site)
+        return self._commit(result, progress, method)
 
     def _step_back(self, failure: QuorumMissed, progress: Progress, start: Progress) -> Progress:
         """Return the progress before the last commit, if most sites diverge from the model of that commit.

@@ -46,6 +46,7 @@ _KINDS: dict[Content, DataKind] = {
     "delta": DataKind.WEIGHT_DIFF,
     "scores": DataKind.WEIGHT_DIFF,
     "metrics": DataKind.METRICS,
+    "statistics": DataKind.WEIGHT_DIFF,
 }
 
 

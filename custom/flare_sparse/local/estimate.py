@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from ..exchange import STATISTICS
 from ..methods import Method
 from ..methods.traffic import MessageFacts, SelectionBounds
 from ..wire.codec import bound_message_bytes, compute_min_message_bytes
@@ -65,7 +66,8 @@ def bound_messages(
             len(sites),
             sites[line.site].site_settings,
         )
-        bounds = None if line.content == "metrics" and line.direction == "up" else method.bound_selection(facts)
+        is_fixed = line.kind == STATISTICS or (line.content == "metrics" and line.direction == "up")
+        bounds = None if is_fixed else method.bound_selection(facts)
         size = _bound_bytes(line, bounds, buffers)
         # Bounds that meet in one number of bytes are exact, whatever decides the entries.
         yield line, size, "" if size.is_exact or bounds is None else bounds.reason

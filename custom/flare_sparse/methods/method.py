@@ -37,10 +37,11 @@ from torch import Tensor
 
 from ..capabilities import Capabilities, local_capabilities
 from ..errors import ConfigError
-from ..exchange import EVALUATE, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
+from ..exchange import EVALUATE, STATISTICS, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask
 from ..params import Layout
 from ..seeds import make_generator
+from ..structure.scaling import build_statistics_mask
 from ..training import Site, TrainingConfig
 from ..training.personal import Personal
 from .traffic import MessageFacts, SelectionBounds
@@ -264,6 +265,8 @@ class Method(ABC, Generic[ConfigT, StateT]):
 
         A site answers no other requests, however the server asks.
         """
+        if kind == STATISTICS:
+            return int(t == 0 and build_statistics_mask(self.layout).count > 0)
         if kind in self.round_kinds:
             return int(0 <= t <= self.config.rounds)
         return int((kind == EVALUATE or kind in self.final_kinds) and t == self.config.rounds + 1)

@@ -7,6 +7,7 @@ from itertools import chain
 
 from ..assemble import Assembly
 from ..config import JobConfig
+from ..exchange import STATISTICS
 from ..local.dry_run import DrySite, dry_run
 from ..params import Layout
 from ..training import SampleUsage
@@ -68,6 +69,8 @@ def iterate_conflicts(
     trained = [line for line in with_values if line.content in ("weights", "delta")]
     if policy.encrypted and any(line.values != "ckks" for line in trained):
         yield "encrypted: weights and deltas must be encrypted; set wire.encryption: ckks"
+    if (policy.encrypted or policy.noise) and any(line.content == STATISTICS for line in uploads):
+        yield "statistics of inputs leave without encryption and noise, which the policy asks for; choose task.scaling"
     withheld = [spec.name for spec in layout.tensors if not policy.allows_tensor(spec)]
     if withheld and any(line.scalars_sent == line.scalars_total for line in with_values):
         yield f"tensors: {withheld[0]} may not leave, and a message has all tensors of the model"

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..config.yaml_files import parse_yaml, read_settings
 from ..errors import ConfigError, PolicyRefusal, suggest
-from ..exchange import EVALUATE, Content, Patch
+from ..exchange import EVALUATE, STATISTICS, Content, Patch
 from ..mask import Mask
 from ..params import Layout, TensorSpec
+from ..structure.scaling import select_statistics
 from ..task import COUNTS, get_count_name
 from ..training import SampleUsage
 
@@ -34,8 +35,9 @@ class Policy(BaseModel):
 
     methods: tuple[str, ...] | None = Field(None, description="methods that may run here; default: all")
     contents: tuple[Content, ...] = Field(
-        ("weights", "delta", "scores", "metrics"),
-        description="contents that an update may have; without 'scores' no saliency leaves; 'metrics': metrics alone",
+        ("weights", "delta", "scores", "metrics", "statistics"),
+        description="contents that an update may have; without 'scores' no saliency leaves; 'metrics': metrics alone; "
+        "'statistics': count, mean and standard deviation of each input",
     )
     min_examples: int = Field(
         0, ge=0, description="minimum number of distinct training examples from which an update was computed"
@@ -116,8 +118,22 @@ class Policy(BaseModel):
             yield f"tensors: the update has entries of a tensor that does not match {', '.join(self.tensors)}"
         if not bool(torch.isfinite(values).all()):
             yield "finite: a value is NaN or infinite"
+        elif content == STATISTICS:
+            yield from self._check_statistics(values, mask, layout)
         elif self.max_norm is not None and content != "scores" and compute_norm(values) > self.max_norm:
             yield f"max_norm: the delta has an L2 norm of {compute_norm(values):.3g}, the limit is {self.max_norm}"
+
+    def _check_statistics(self, values: Tensor, mask: Mask, layout: Layout) -> Iterator[str]:
+        """Yield the reasons why statistics of inputs may not leave."""
+        if self.encrypted:
+            yield "encrypted: statistics of inputs are sent in the clear"
+        if self.noise:
+            yield "noise: statistics of inputs would leave without noise"
+        # The mean of a column with one value present is that value, however many subjects the site has.
+        for statistics in select_statistics(mask.put(values, torch.zeros(mask.size)), layout):
+            count = statistics[0][statistics[0] > 0]
+            if len(count) and int(count.min()) < self.min_examples:
+                yield f"min_examples: an input has {int(count.min())} values, the minimum is {self.min_examples}"
 
     def find_shortfalls(self, content: str, usage: SampleUsage) -> Iterator[str]:
         """Yield each minimum of examples or minibatches that an update falls short of; none for metrics."""
@@ -139,7 +155,8 @@ class Policy(BaseModel):
             entries: number of entries that it asks to train or to score.
         """
         # A score or a delta of few entries escapes quantization and averaging, which act on many values at once.
-        if kind != EVALUATE and entries < self.min_entries:
+        # Statistics of inputs depend on no model and are as many as there are inputs.
+        if kind not in (EVALUATE, STATISTICS) and entries < self.min_entries:
             yield f"min_entries: the request asks for {entries} entries, the minimum is {self.min_entries}"
 
     def check_score_request(self, trainable: Mask, scored: Mask, layout: Layout) -> Iterator[str]:
@@ -204,6 +221,8 @@ class Policy(BaseModel):
             generator: source of the noise; None: one seeded by the operating system.
         """
         values = patch.values
+        if content == STATISTICS:
+            return values
         if content == "scores":
             coarse = self.channel_scores or self.score_bits is not None
             return patch.mask.take(self._coarsen_scores(patch.to_vector(), patch.mask, layout)) if coarse else values

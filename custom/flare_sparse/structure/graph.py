@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from ..params import Layout
 from .nodes import Value, Weighted
+from .scaling import InputScaler
 from .tracing import GraphBuilder, Untraceable
 
 
@@ -74,6 +75,12 @@ def trace_network(module: nn.Module) -> ChannelGraph:
     raise Untraceable(f"{type(module).__name__} has no output")
 
 
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        # Traced into its operations, a scaler would be several values that no channel graph knows.
+        return isinstance(m, InputScaler) or super().is_leaf_module(m, module_qualified_name)
+
+
 def trace(module: nn.Module) -> fx.Graph:
     """Trace the operations of a forward pass; node names depend on the network's code alone.
 
@@ -81,7 +88,7 @@ def trace(module: nn.Module) -> fx.Graph:
         Untraceable: the control flow of the network's code depends on its data.
     """
     try:
-        return fx.Tracer().trace(module)
+        return _Tracer().trace(module)
     # A network's own code may raise any exception when it receives the tracer's proxies.
     except Exception as error:
         raise Untraceable(f"{type(module).__name__} cannot be traced: {error}") from error

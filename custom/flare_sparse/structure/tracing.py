@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from ..errors import FlareSparseError
 from .nodes import Concat, InputNode, Norm, Pad, Passthrough, Sum, Value, Weighted
+from .scaling import InputScaler
 
 
 class Untraceable(FlareSparseError):
@@ -35,7 +36,7 @@ _ACTIVATIONS = (
     nn.Softplus,
     nn.Hardtanh,
 )
-_PASSTHROUGH_MODULES = (*_POOLS, *_ACTIVATIONS, nn.modules.dropout._DropoutNd, nn.Identity, nn.Upsample)
+_PASSTHROUGH_MODULES = (*_POOLS, *_ACTIVATIONS, nn.modules.dropout._DropoutNd, nn.Identity, nn.Upsample, InputScaler)
 _CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 _CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 

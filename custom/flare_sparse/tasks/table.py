@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from ..errors import DataError
 from ..models import ModelConfig
 from ..models.config import require_input
 from ..split import Split
+from ..structure.scaling import InputScaler
 from ..task import Cohort, Examples, Kind, Metric, SiteData, Task, TaskConfig, build_examples
 from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
 
@@ -59,10 +60,10 @@ class TableConfig(TaskConfig):
         description="missing inputs: refuse the example, or impute the center of the column and add an input per "
         "column that marks it",
     )
-    scaling: Literal["site", "none"] | dict[str, tuple[float, Annotated[float, Field(gt=0)]]] = Field(
+    scaling: Literal["site", "federated", "none"] | dict[str, tuple[float, Annotated[float, Field(gt=0)]]] = Field(
         "site",
-        description="scaling of numbers: by mean and standard deviation of the site's own training examples, none, or "
-        "by constants, {age: [50, 15]}: the center and the spread of a column",
+        description="scaling of numbers: by mean and standard deviation of the site's own training examples (site) or "
+        "of those of all sites (federated), none, or by constants, {age: [50, 15]}: center and spread of a column",
     )
     target_scale: tuple[float, Annotated[float, Field(gt=0)]] = Field(
         (0.0, 1.0), description="regression: value for the network's output 0, and the change per unit of the output"
@@ -106,6 +107,12 @@ class TableConfig(TaskConfig):
         """Number of the network's inputs."""
         return count_inputs(self.features, self.categories, has_indicators=self.missing == "impute")
 
+    @property
+    def numeric_inputs(self) -> tuple[bool, ...]:
+        """Which of the network's inputs are numbers; the others are categories and indicators."""
+        inputs = [name not in self.categories for name in self.features for _ in self.categories.get(name, ("",))]
+        return (*inputs, *(False for _ in range(self.num_inputs - len(inputs))))
+
     def build_outcome(self) -> Outcome:
         """Return the outcome of the configured kind."""
         if self.kind == "regression":
@@ -132,7 +139,10 @@ class TableTask(Task):
 
     def model(self) -> nn.Module:
         """Return the configured network."""
-        return self.config.model.build(features=self.config.num_inputs, outputs=self._outcome.outputs)
+        network = self.config.model.build(features=self.config.num_inputs, outputs=self._outcome.outputs)
+        if self.config.scaling != "federated":
+            return network
+        return nn.Sequential(OrderedDict(scaler=InputScaler(self.config.numeric_inputs), network=network))
 
     def cohort(self, path: Path) -> Cohort:
         """Return the rows with all columns of the table."""
@@ -163,7 +173,10 @@ class TableTask(Task):
             selected, find_row, skip_bad_subjects=config.skip_bad_subjects, source=data.path
         )
         split = self._split(table, rows, seed)
-        inputs = self._scale(features, [rows[name] for name in split.train]).impute().values
+        # With federated scaling the network itself scales and imputes: the statistics are not known here.
+        is_federated = config.scaling == "federated"
+        scaled = features if is_federated else self._scale(features, [rows[name] for name in split.train]).impute()
+        inputs = scaled.values
 
         def build_dataset(names: Sequence[str]) -> TensorDataset:
             chosen = [rows[name] for name in names]
@@ -217,6 +230,11 @@ class TableTask(Task):
         """Return predictions ``(B, k)`` and targets ``(B, t)``."""
         inputs, targets = batch
         return self._outcome.predict(model(inputs)), targets
+
+    def tabulate(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets for linear baselines; a missing number is 0, which its indicator corrects."""
+        features, targets = super().tabulate(batch)
+        return torch.nan_to_num(features), targets
 
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         """Return the metrics of the configured kind."""

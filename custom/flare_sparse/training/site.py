@@ -18,6 +18,7 @@ from ..seeds import derive_seed, make_generator, seed_torch
 from ..structure.compact import remove_channels
 from ..structure.observing import ObservedNetwork
 from ..structure.removal import narrow_network
+from ..structure.scaling import InputScaler
 from ..task import TEST_EXAMPLES, VALIDATION, Examples, Task
 from .batches import check_joins_last, iterate_pass, plan_batch_sizes
 from .compute import use_compute
@@ -356,6 +357,28 @@ class Site:
             for hook in hooks:
                 hook.remove()
         return {name: torch.cat(parts) for name, parts in inputs.items() if parts and parts[0].dim() == 2}
+
+    def compute_statistics(self) -> Tensor:
+        """Return a vector ``(P,)`` with the statistics of the inputs of each scaler of the network, and zeros."""
+        inputs: dict[str, list[Tensor]] = {}
+        scalers = {name: part for name, part in self._model.module.named_modules() if isinstance(part, InputScaler)}
+        hooks = [
+            part.register_forward_pre_hook(partial(_append_input, inputs.setdefault(name, [])))
+            for name, part in scalers.items()
+        ]
+        self._model.module.eval()
+        try:
+            with torch.no_grad():
+                for batch in DataLoader(self._train_examples, batch_size=OBSERVED_BATCH):
+                    self.task.predict(self._model.module, self._model.to_device(batch))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        vector = torch.zeros(self.layout.size)
+        tensors = self.layout.unflatten(vector)
+        for name, scaler in scalers.items():
+            tensors[f"{name}.statistics".lstrip(".")].copy_(scaler.compute_statistics(torch.cat(inputs[name])))
+        return vector
 
     def evaluate(self, weights: Tensor) -> dict[str, float]:
         """Return the task's metrics of ``weights`` on the site's test examples; empty without test examples.

@@ -27,7 +27,7 @@ from .values import BYTES_PER_VALUE, FORMAT_CODES, compute_value_bytes, is_quant
 from .versions import WireVersion, choose_version, find_version
 
 # The position is the code in the header. Spelled out, because the order of the Literal types means nothing elsewhere.
-_CONTENTS_BY_CODE: tuple[Content, ...] = ("weights", "delta", "scores", "metrics")
+_CONTENTS_BY_CODE: tuple[Content, ...] = ("weights", "delta", "scores", "metrics", "statistics")
 _BASES_BY_CODE: tuple[Base, ...] = ("zeros", "previous")
 _DIFFERENCE = 2
 """Added to the code of the base where the values are differences to the receiver's vector."""

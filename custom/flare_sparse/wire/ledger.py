@@ -106,6 +106,6 @@ def _build_line(plan: Plan, site: str, direction: Literal["down", "up"], content
         content=content,
         scalars_total=total,
         # FedAvg has no messages with scores and none without values.
-        dense_bytes=0 if content in ("scores", "metrics") else 4 * total,
+        dense_bytes=0 if content in ("scores", "metrics", "statistics") else 4 * total,
         **cost,
     )

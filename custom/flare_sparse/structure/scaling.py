@@ -1,0 +1,113 @@
+"""Standardisation as the first layer of a network, by statistics of all sites that travel with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..mask import Mask
+from ..params import Layout
+
+ROWS = 5
+"""Rows of statistics: count, mean and its rest, standard deviation and its rest."""
+
+
+class InputScaler(nn.Module):
+    """Standardise the inputs of a network; a missing input, NaN, becomes 0, the center.
+
+    ``statistics`` ``(5, d)`` has for each input the number of values, their mean and their standard deviation (division
+    by the number). A float32 and the rest that it rounds off hold 48 bits of the latter two, so that the pooled
+    statistics are those of one table of all sites. Until the statistics are set, inputs pass unchanged.
+
+    Args:
+        scaled: which of the ``d`` inputs are standardised; the others, such as categories, pass unchanged.
+    """
+
+    statistics: Tensor
+
+    def __init__(self, scaled: Sequence[bool]):
+        super().__init__()
+        self.scaled = tuple(scaled)
+        self.register_buffer("statistics", torch.zeros(ROWS, len(self.scaled)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the standardised inputs ``(B, d)``; an input that does not vary becomes 0."""
+        _, mean, mean_rest, deviation, deviation_rest = self.statistics
+        spread = torch.where(deviation > 0, deviation + deviation_rest, 1.0)
+        # The rest is subtracted second: added to the mean first, float32 would round it off again.
+        scaled = (inputs - mean - mean_rest) / spread
+        return torch.where(torch.isnan(scaled), 0.0, scaled)
+
+    def compute_statistics(self, inputs: Tensor) -> Tensor:
+        """Return the statistics ``(5, d)`` of some inputs ``(n, d)``; zeros where nothing is present or scaled."""
+        values = inputs.double()
+        present = ~torch.isnan(values) & torch.tensor(self.scaled)
+        count = present.sum(0).double()
+        divisor = count.clamp_min(1)
+        # Two passes: the difference of the mean square and the squared mean would lose most digits of a date.
+        mean = torch.where(present, values, 0.0).sum(0) / divisor
+        squares = torch.where(present, values - mean, 0.0).square().sum(0)
+        return _pack_statistics(count, mean, (squares / divisor).sqrt())
+
+
+def pool_statistics(parts: Sequence[Tensor]) -> Tensor:
+    """Return the statistics ``(5, d)`` of all values together, from those ``(5, d)`` of their parts.
+
+    Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing sample variances, equation
+    1.5 in the form for several parts.
+    """
+    counts, means, deviations = zip(*(_unpack_statistics(part) for part in parts), strict=True)
+    count, n = torch.stack(counts), torch.stack(counts).sum(0).clamp_min(1)
+    mean = (count * torch.stack(means)).sum(0) / n
+    squares = (count * (torch.stack(deviations).square() + (torch.stack(means) - mean).square())).sum(0)
+    return _pack_statistics(count.sum(0), mean, (squares / n).sqrt())
+
+
+def is_valid(statistics: Tensor, examples: int) -> bool:
+    """Return whether statistics ``(5, d)`` can be those of some of ``examples`` examples."""
+    count, _, deviation = _unpack_statistics(statistics)
+    is_count = (count == count.round()) & (count >= 0) & (count <= examples)
+    # Of one value, or of none, there is no deviation.
+    is_deviation = (deviation >= 0) & ((count > 1) | (deviation == 0))
+    return bool((is_count & is_deviation & ((count > 0) | (statistics[1:] == 0).all(0))).all())
+
+
+def build_statistics_mask(layout: Layout) -> Mask:
+    """Return the entries of a layout that are statistics of inputs; empty for a network without a scaler.
+
+    Raises:
+        ConfigError: the job does not exchange the statistics of its network.
+    """
+    modules = layout.skeleton.named_modules() if layout.skeleton is not None else ()
+    names = {f"{name}.statistics".lstrip(".") for name, module in modules if isinstance(module, InputScaler)}
+    if missing := names - {spec.name for spec in layout.tensors}:
+        raise ConfigError(
+            f"the network standardises its inputs by statistics of all sites, but this method does not exchange "
+            f"{min(missing)}: it belongs to a frozen base model or stays at the sites. Choose another task.scaling or "
+            "another method"
+        )
+    return Mask.from_tensors(layout, lambda spec: spec.name in names)
+
+
+def select_statistics(vector: Tensor, layout: Layout) -> list[Tensor]:
+    """Return the statistics ``(5, d)`` of every scaler in a vector ``(P,)``, as views."""
+    mask = build_statistics_mask(layout)
+    bits = layout.unflatten(mask.bits)
+    return [tensor for name, tensor in layout.unflatten(vector).items() if bool(bits[name].any())]
+
+
+def _pack_statistics(count: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    rows = [count.float()]
+    for value in (mean, deviation):
+        rounded = value.float()
+        rows += [rounded, (value - rounded.double()).float()]
+    return torch.stack(rows)
+
+
+def _unpack_statistics(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return count, mean and standard deviation ``(d,)`` in float64."""
+    count, mean, mean_rest, deviation, deviation_rest = statistics.double()
+    return count, mean + mean_rest, deviation + deviation_rest
