@@ -246,6 +246,40 @@ def test_settings_that_need_readable_updates_are_refused_with_encryption(
     assert "wire.encryption" in str(caught.value)
 
 
+PRIVATE = ("privacy={epsilon: 3}", "method={name: fedsparsify}", "task={name: morphometry_age}")
+TABLE = "{name: table, kind: %s, target: y, features: [x], scaling: %s, event: %s}"
+
+
+@pytest.mark.parametrize(
+    ("override", "reason", "fix"),
+    [
+        ("method={name: scbf}", "reads training examples in more than one training", "choose fedavg, fedsparsify"),
+        ("method={name: neurosfl}", "method.scores: snip sends saliencies", "neurosfl with scores: random"),
+        ("method={name: fedavg_ft}", "fine-tuning trains once more", "choose fedavg"),
+        ("method.personal=norms", "method.personal: these tensors train without noise", "leave personal out"),
+        ("method.training.precision=bfloat16", "gradients are clipped in float32", "leave precision out"),
+        ("method.training.compute=sparse", "the kernels compute whole minibatches", "set compute to auto"),
+        ("task=" + TABLE % ("regression", "site", "null"), "task.scaling: site computes mean", "give constants"),
+        ("task=" + TABLE % ("survival", "none", "e"), "the loss compares subjects", "differential-privacy.md"),
+        ("privacy.noise_multiplier=1", "set either epsilon", "or noise_multiplier"),
+    ],
+)
+def test_settings_outside_the_privacy_budget_are_refused(file: Path, override: str, reason: str, fix: str) -> None:
+    assert load_config(file, PRIVATE).privacy is not None
+    load_config(file, [*PRIVATE, "method={name: neurosfl, scores: random, random_layers: erk}"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [*PRIVATE, override])
+    assert reason in str(caught.value)
+    assert fix in str(caught.value)
+
+
+def test_job_without_privacy_is_sent_as_before(file: Path) -> None:
+    assert "privacy" not in serialize_job(load_config(file))
+    private = serialize_job(load_config(file, PRIVATE))
+    assert private["privacy"]["epsilon"] == 3
+    assert parse_job(private).privacy == load_config(file, PRIVATE).privacy
+
+
 @pytest.mark.parametrize(
     ("method", "reason", "fix"),
     [

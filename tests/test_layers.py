@@ -28,6 +28,7 @@ ORDER = (
     ("kernels", "models"),
     ("data",),
     ("tasks",),
+    ("privacy",),
     ("aggregation", "training", "wire"),
     ("capabilities", "encryption", "scores", "client"),
     ("scores.scbf",),

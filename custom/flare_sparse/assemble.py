@@ -22,11 +22,16 @@ from .errors import ConfigError
 from .federation import RoundRules
 from .methods import Method
 from .params import Layout
+from .privacy.account import PrivacyAccount
+from .privacy.accounting import SamplingPlan
+from .privacy.config import PrivacyConfig
+from .privacy.mechanism import SiteMechanism
 from .seeds import seed_torch
 from .structure.scaling import build_statistics_mask
 from .task import SiteData, Task, load_examples
 from .training import Site
 from .training.personal import select_personal
+from .training.private import check_private_network
 from .training.script_site import ScriptRunner, ScriptSite, WeighBy
 
 
@@ -42,6 +47,8 @@ class Assembly:
         run_id: name of the run.
         network: layout of the task's whole model: with the tensors that stay at the sites.
         personal: initial values of these tensors by name; empty: all tensors are exchanged.
+        privacy: differential privacy of the sites' training; None: the job does not ask for it.
+        job: name of the job.
     """
 
     task: Task
@@ -51,6 +58,8 @@ class Assembly:
     run_id: str
     network: Layout
     personal: dict[str, Tensor]
+    privacy: PrivacyConfig | None = None
+    job: str = ""
 
     def complete(self, weights: Tensor) -> Tensor:
         """Return the vector of the whole model: ``weights`` ``(P,)`` and the initial values of what sites keep."""
@@ -74,6 +83,8 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
     if max_entries is not None:
         _check_size(count_model_entries(task), max_entries)
     network, initial = build_initial_model(task, job.seed)
+    if job.privacy is not None:
+        check_private_network(network.skeleton or task.model())
     _check_size(network.size, max_entries)
     tensors = network.unflatten(initial)
     personal = {name: tensors.pop(name).clone() for name in select_personal(network, job.method.config.personal)}
@@ -81,7 +92,8 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
     _check_statistics(job, layout)
     weights = layout.flatten(tensors) if personal else initial
     run_id = compute_run_id(serialize_job(job), layout)
-    return Assembly(task, build_method(job, layout), layout, weights, run_id, network, personal)
+    method = build_method(job, layout)
+    return Assembly(task, method, layout, weights, run_id, network, personal, job.privacy, job.name)
 
 
 def build_rules(job: JobConfig) -> RoundRules:
@@ -117,8 +129,13 @@ def open_checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -
     return Store(root / f"{job.name}-{assembly.run_id}" / end, owner)
 
 
-def open_site(assembly: Assembly, data: SiteData) -> Site:
+def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None = None) -> Site:
     """Load a site's data and build the site.
+
+    Args:
+        assembly: parts of the job.
+        data: location of the site's data.
+        account: the site's secret and privacy ledger; None: new ones in memory.
 
     Raises:
         ConfigError: the site file sets a setting that the method does not let sites choose, or an invalid value.
@@ -133,7 +150,20 @@ def open_site(assembly: Assembly, data: SiteData) -> Site:
     personal = assembly.personal
     site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device, personal=personal)
     site.site_settings = site_settings
+    if assembly.privacy is None:
+        return site
+    site.sends_metrics = assembly.privacy.metrics != "none"
+    if site.can_train:
+        plan = plan_sampling(method, len(site.subjects))
+        account = account or PrivacyAccount()
+        site.mechanism = SiteMechanism(assembly.privacy, plan, account, assembly.run_id, assembly.job)
     return site
+
+
+def plan_sampling(method: Method[Any, Any], subjects: int) -> SamplingPlan:
+    """Return the sampling of a method's trainings at a site with this number of subjects."""
+    config = method.config.training
+    return SamplingPlan.build(subjects, config.batch_size, config.epochs, method.config.rounds, config.accumulate)
 
 
 def open_script_site(assembly: Assembly, data: SiteData, runner: ScriptRunner, weigh_by: WeighBy) -> ScriptSite:

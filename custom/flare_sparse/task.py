@@ -49,6 +49,11 @@ class TaskConfig(BaseModel):
         default_factory=SplitConfig, description="which of a site's subjects are for training, validation and testing"
     )
 
+    @property
+    def privacy_blocker(self) -> str | None:
+        """Why one subject changes another's inputs or loss, and the setting to change; None where none does."""
+        return None
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -121,6 +126,8 @@ class Examples:
         columns: names of the columns of a tabular input, in order; empty: not known.
         validation: examples that choose the best round and end a run early; None: none.
         validation_ids: identifiers of the validation examples.
+        train_subjects: subject of each training example, in order, where a subject may have several; empty: every
+            example is a subject of its own.
     """
 
     train: Dataset[Any]
@@ -131,6 +138,7 @@ class Examples:
     columns: Sequence[str] = ()
     validation: Dataset[Any] | None = None
     validation_ids: Sequence[str] = ()
+    train_subjects: Sequence[str] = ()
 
     @property
     def n_train(self) -> int:

@@ -17,6 +17,7 @@ from ..errors import ConfigError, format_site_error
 from ..federation import RoundRecord
 from ..kernels.threads import limit_kernel_threads
 from ..local.run import run_locally
+from ..privacy.account import PRIVACY_FOLDER, PrivacyAccount
 from ..report.card import write_card
 from ..runs.continuation import keep_final_checkpoints
 from ..runs.folder import RunFolder, build_run_facts
@@ -76,7 +77,7 @@ def run_config_locally(
     with limit_threads(config.torch_threads):
         # A task of its own for each site, as in FLARE: a user task may keep what it has loaded.
         sites = {
-            name: _open_site(replace(assembly, task=load_task(config, file.parent)), site_data, runners.get(name))
+            name: _open_site(replace(assembly, task=load_task(config, file.parent)), site_data, runners.get(name), out)
             for name, site_data in data.items()
         }
     facts = build_run_facts(config, assembly)
@@ -174,12 +175,20 @@ def _build_script_runners(
     }
 
 
-def _open_site(assembly: Assembly, data: SiteData, script: ScriptProcess | None) -> Site | Exception:
-    """Load a site's data and build the site; return the error of a site that fails: the others continue."""
+def _open_site(assembly: Assembly, data: SiteData, script: ScriptProcess | None, root: Path) -> Site | Exception:
+    """Load a site's data and build the site; return the error of a site that fails: the others continue.
+
+    Args:
+        assembly: parts of the job.
+        data: location of the site's data.
+        script: process of the site's training script; None: the task trains.
+        root: result folder, which receives the site's secret and privacy ledger.
+    """
     try:
         if script is not None:
             assert isinstance(assembly.task, ScriptTask), "only a script's task has a script"
             return open_script_site(assembly, data, script, assembly.task.config.weigh_by)
-        return open_site(assembly, data)
+        account = None if assembly.privacy is None else PrivacyAccount(root / PRIVACY_FOLDER / data.site)
+        return open_site(assembly, data, account)
     except Exception as error:  # noqa: BLE001 - whatever a task's load raises, as at a site of FLARE
         return error

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import ConfigError
 from ..methods import METHODS, MethodConfig
+from ..privacy.config import PrivacyConfig
 from ..task import Task, TaskConfig
 from ..tasks import TASKS
 from ..wire.plan import ValueType
@@ -301,6 +302,12 @@ class JobConfig(Section):
     federation: FederationConfig = Field(
         default_factory=FederationConfig, description="quorum, limits, timeouts and retries of the rounds"
     )
+    # Left out where it is not set: a job without it keeps its run id.
+    privacy: PrivacyConfig | None = Field(
+        None,
+        exclude_if=lambda value: value is None,
+        description="differential privacy of every site's training, {epsilon: 3}; null: none",
+    )
 
     @property
     def torch_threads(self) -> int:
@@ -352,6 +359,30 @@ class JobConfig(Section):
                 "method.training has no effect with task.script: the script decides how it trains; leave "
                 'method.training out, and give the script its settings in task.args: "--lr 0.1"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_privacy(self) -> JobConfig:
+        """Refuse settings with which something about a training example would leave outside the budget."""
+        if self.privacy is None:
+            return self
+        method, task = self.method.config, self.task.config
+        for blocker, fix in (
+            (self.task.key == "script" and "task.script trains by itself", "write a task (docs/own-task.md)"),
+            (method.privacy_blocker, "choose fedavg, fedsparsify, or neurosfl with scores: random"),
+            (task.privacy_blocker, "see docs/differential-privacy.md"),
+            (bool(method.personal) and "method.personal: these tensors train without noise", "leave personal out"),
+            (
+                method.training.precision != "float32" and "training.precision: gradients are clipped in float32",
+                "leave precision out",
+            ),
+            (
+                method.training.compute == "sparse" and "training.compute: the kernels compute whole minibatches",
+                "set compute to auto",
+            ),
+        ):
+            if blocker:
+                raise ValueError(f"privacy: {blocker}; {fix}, or leave privacy out")
         return self
 
     @property

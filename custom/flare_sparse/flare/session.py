@@ -24,6 +24,7 @@ from ..endpoints.site import SiteEndpoint
 from ..errors import ConfigError, format_site_error
 from ..kernels.threads import set_kernel_threads
 from ..policy.policy import POLICY_FILE, Policy, read_policy
+from ..privacy.account import PRIVACY_FOLDER, PrivacyAccount
 from ..runs.model_files import save_site_model
 from ..task import SiteData, Task
 from ..tasks.script import ScriptTask
@@ -174,7 +175,8 @@ class SiteSession(FLComponent):
     def _open_site(self, assembly: Assembly, name: str, local: Path, fl_ctx: FLContext) -> Site:
         task = assembly.task
         if not isinstance(task, ScriptTask):
-            return open_site(assembly, find_site_data(name, local))
+            account = None if assembly.privacy is None else _open_account(fl_ctx)
+            return open_site(assembly, find_site_data(name, local), account)
         # A script may know itself where its data lies, so a site need not say it.
         data = find_site_data(name, local) if has_site_data(local) else None
         workspace, job_id = get_workspace(fl_ctx), fl_ctx.get_job_id()
@@ -209,6 +211,12 @@ def _open_request_log(fl_ctx: FLContext, job: JobConfig, assembly: Assembly) -> 
         max_starts=read_site_policy(fl_ctx).max_starts,
         file=folder / f"{job.name}-{assembly.run_id}.json",
     )
+
+
+def _open_account(fl_ctx: FLContext) -> PrivacyAccount:
+    """Open the site's secret and privacy ledger, which lie in the startup kit and serve all jobs."""
+    folder = Path(get_workspace(fl_ctx).get_root_dir()) / PRIVACY_FOLDER / fl_ctx.get_identity_name()
+    return PrivacyAccount(folder, read_site_policy(fl_ctx).privacy_budget)
 
 
 def read_site_policy(fl_ctx: FLContext) -> Policy:

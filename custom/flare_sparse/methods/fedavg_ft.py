@@ -31,6 +31,10 @@ class Config(FedAvgConfig):
     )
 
     @property
+    def privacy_blocker(self) -> str | None:
+        return "fine-tuning trains once more, and the metrics of its model leave"
+
+    @property
     def finetuning(self) -> TrainingConfig:
         """How a site trains after the last round."""
         t = self.rounds + 1

@@ -38,6 +38,11 @@ class Config(AveragingConfig):
             raise ValueError(f"initial_sparsity {self.initial_sparsity} is above sparsity {self.sparsity}")
         return self
 
+    @property
+    def privacy_blocker(self) -> str | None:
+        # The server prunes models that are private already: post-processing, which costs nothing.
+        return None
+
     def compute_sparsity(self, t: int) -> float:
         """Return s_t, the share of pruned entries after round ``t`` (Eq. 1)."""
         if self.force_final and t >= self.rounds:

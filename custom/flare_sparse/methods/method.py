@@ -101,6 +101,15 @@ class MethodConfig(BaseModel):
         return None
 
     @property
+    def privacy_blocker(self) -> str | None:
+        """Why the budget of differential privacy would not cover all that a site sends; None where it does.
+
+        It does where a site reads its training examples in one training of :meth:`get_training` a round, and in nothing
+        else whose result leaves.
+        """
+        return "the method reads training examples in more than one training a round"
+
+    @property
     def script_blocker(self) -> str | None:
         """What a site does besides training and evaluating; None where a training script can answer its requests."""
         return None

@@ -88,6 +88,10 @@ class Config(AveragingConfig):
         return f"scores: {self.scores} gives each site its own entries"
 
     @property
+    def privacy_blocker(self) -> str | None:
+        return None if self.scores == "random" else f"method.scores: {self.scores} sends saliencies without noise"
+
+    @property
     def score_steps(self) -> int:
         """Exchanges of scores before training starts."""
         if self.scores == "random":

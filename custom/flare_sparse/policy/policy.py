@@ -19,6 +19,7 @@ from ..exchange import EVALUATE, STATISTICS, Content, Patch
 from ..mask import Mask
 from ..params import Layout, TensorSpec
 from ..structure.scaling import select_statistics
+from ..privacy.account import Budget
 from ..task import COUNTS, get_count_name
 from ..training import SampleUsage
 
@@ -77,6 +78,13 @@ class Policy(BaseModel):
         0.0, ge=0, description="standard deviation of Gaussian noise on weights and deltas, as a share of clip_norm"
     )
     encrypted: bool = Field(False, description="refuse weights and deltas that are not encrypted")
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="privacy budget of a subject over all jobs; only jobs with privacy may train then",
+    )
+    delta: float = Field(1e-5, gt=0, lt=1, description="probability that epsilon does not bound")
     foreign_jobs: bool = Field(False, description="let results of other packages' jobs leave without any check")
 
     @model_validator(mode="after")
@@ -84,6 +92,11 @@ class Policy(BaseModel):
         if self.noise and self.clip_norm is None:
             raise ValueError("noise is a share of clip_norm; give clip_norm, too")
         return self
+
+    @property
+    def privacy_budget(self) -> Budget | None:
+        """Limit on the privacy loss of a subject over all jobs; None: each job's own budget is the only one."""
+        return None if self.epsilon is None else Budget(self.epsilon, self.delta)
 
     @property
     def upload_caps(self) -> dict[str, int | float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -103,6 +104,16 @@ class TableConfig(TaskConfig):
         return self
 
     @property
+    def privacy_blocker(self) -> str | None:
+        """Why one subject changes another's inputs or loss."""
+        if self.scaling == "site":
+            return (
+                "task.scaling: site computes mean and standard deviation of all subjects; give constants, "
+                "{age: [50, 15]}, or none"
+            )
+        return "kind survival: the loss compares subjects with each other" if self.kind == "survival" else None
+
+    @property
     def num_inputs(self) -> int:
         """Number of the network's inputs."""
         return count_inputs(self.features, self.categories, has_indicators=self.missing == "impute")
@@ -183,7 +194,11 @@ class TableTask(Task):
             x, y = inputs[chosen].astype(np.float32), targets[chosen].astype(np.float32)
             return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
-        return build_examples(split, build_dataset, skipped, features.names)
+        examples = build_examples(split, build_dataset, skipped, features.names)
+        if config.group is None:
+            return examples
+        subject_of = self._get_subjects(table, rows)
+        return replace(examples, train_subjects=[subject_of[name] for name in split.train])
 
     def _get_ids(self, table: Table) -> tuple[str, ...]:
         """Return the identifier of each row.
@@ -206,12 +221,17 @@ class TableTask(Task):
         """Return the split of the rows, with all rows of a subject in one part."""
         if self.config.group is None:
             return self.config.split.assign(rows, seed)
-        labels = read_labels(table, self.config.group)
-        # A row without a subject is a subject of its own.
-        subject_of = {name: labels[row] or f"row {name}" for name, row in rows.items()}
+        subject_of = self._get_subjects(table, rows)
         by_subject = self.config.split.assign(set(subject_of.values()), seed)
         parts = ({*by_subject.train}, {*by_subject.validation}, {*by_subject.test})
         return Split(*(tuple(name for name in rows if subject_of[name] in part) for part in parts))
+
+    def _get_subjects(self, table: Table, rows: Mapping[str, int]) -> dict[str, str]:
+        """Return the subject of each row, by the row's identifier."""
+        assert self.config.group is not None, "rows without a group are subjects of their own"
+        labels = read_labels(table, self.config.group)
+        # A row without a subject is a subject of its own.
+        return {name: labels[row] or f"row {name}" for name, row in rows.items()}
 
     def _scale(self, features: Features, train: Sequence[int]) -> Features:
         scaling = self.config.scaling

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,12 @@ from .live import LiveEntries
 
 Precision = Literal["float32", "bfloat16"]
 """Number format in which autocast computes the operations that allow it."""
+
+
+class StepGradient(Protocol):
+    """Computes the gradient ``(live.count,)`` of a step from its minibatches; ``out`` may be overwritten."""
+
+    def __call__(self, group: list[Any], step: int, live: LiveEntries, out: Tensor | None, /) -> Tensor: ...
 
 
 class TrainingDiverged(FlareSparseError):
@@ -40,6 +47,7 @@ def train(
     step_personal: Callable[[], None] = lambda: None,
     precision: Precision = "float32",
     accumulate: int = 1,
+    compute_gradient: StepGradient | None = None,
 ) -> Tensor:
     """Train from ``start`` on ``batches`` (docs/algorithms.md, section 1.8).
 
@@ -58,6 +66,7 @@ def train(
         step_personal: takes a step of the tensors that stay at the site.
         precision: number format of the forward and backward passes.
         accumulate: minibatches of a step, which follows the mean of their gradients.
+        compute_gradient: computes the gradient of a step in place of the mean over its minibatches.
 
     Returns:
         ``(trainable.count,)`` trained values of the trainable entries.
@@ -73,10 +82,10 @@ def train(
     origin = weights.detach().clone() if proximal_strength or live.index is not None else weights.detach()
     optimizer = build_optimizer(weights)
     scale = None if step_scale is None else _select_parameters(step_scale, live, weights)
+    compute = partial(_compute_mean_gradient, model, task, precision) if compute_gradient is None else compute_gradient
     try:
         for step, group in enumerate(_group(batches, accumulate), start=1):
-            losses = _compute_losses(model, task, group, step, precision)
-            weights.grad = model.compute_live_gradient(losses, live, weights.grad)
+            weights.grad = compute(group, step, live, weights.grad)
             with torch.no_grad():
                 if proximal_strength:
                     weights.grad.add_(weights - origin, alpha=proximal_strength)
@@ -134,6 +143,19 @@ def _group(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
     remaining = iter(batches)
     while group := list(islice(remaining, size)):
         yield group
+
+
+def _compute_mean_gradient(
+    model: FlatModel,
+    task: Task,
+    precision: Precision,
+    group: list[Any],
+    step: int,
+    live: LiveEntries,
+    out: Tensor | None,
+) -> Tensor:
+    """Return the gradient ``(live.count,)`` of the mean loss over a step's minibatches; see :class:`StepGradient`."""
+    return model.compute_live_gradient(_compute_losses(model, task, group, step, precision), live, out)
 
 
 def _compute_losses(

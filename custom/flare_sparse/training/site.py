@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, cycle, islice, repeat
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from ..errors import ConfigError
 from ..mask import Mask
 from ..params import Layout
+from ..privacy.mechanism import SiteMechanism
 from ..seeds import derive_seed, make_generator, seed_torch
 from ..structure.compact import remove_channels
 from ..structure.observing import ObservedNetwork
@@ -27,6 +28,7 @@ from .flat import FlatModel
 from .gate_sparsity import compute_channel_sparsity, observe_gates
 from .loop import disable_dropout, train
 from .personal import PERSONAL, PersonalTensors
+from .private import PrivateTraining, Subjects, open_private_training
 from .sample_usage import CountingDataset, SampleUsage
 from .stages import step_in_stages
 
@@ -46,9 +48,13 @@ class Site:
         evaluated: layout and vector of the whole network that was evaluated last; None: none.
         notices: codes of what the server should know about the site's updates (endpoints/events.py).
         site_settings: the method's settings from the site file; None if the job's settings apply.
+        mechanism: differential privacy of the training; None: the job does not ask for it.
+        sends_metrics: whether metrics are computed at all.
     """
 
     site_settings: Any = None
+    mechanism: SiteMechanism | None = None
+    sends_metrics: bool = True
     notices: tuple[str, ...] = ()
     support: Mask | None = None
 
@@ -91,6 +97,11 @@ class Site:
     def num_examples(self) -> int:
         """n_k: number of training examples."""
         return self._examples.n_train
+
+    @cached_property
+    def subjects(self) -> Subjects:
+        """The training examples by subject."""
+        return Subjects.group(self.num_examples, self._examples.train_ids, self._examples.train_subjects)
 
     @property
     def can_train(self) -> bool:
@@ -167,15 +178,21 @@ class Site:
         changes = make_generator(self.seed, "augment", *labels)
         personal = self._select_personal(self.memory.get(PERSONAL))
         step = personal.build_step(partial(config.build_optimizer, t=t), config.clip_norm) if personal else _do_nothing
-        # The sparse kernels compute in float32.
-        kernels = config.compute if config.precision == "float32" else "dense"
+        # The sparse kernels compute in float32, and whole minibatches.
+        kernels = config.compute if config.precision == "float32" and self.mechanism is None else "dense"
         support = self.support if start is self.weights else None
         compute = use_compute(kernels, self._model, start, trainable, support)
+        private = self._open_private(start, trainable, config, t, steps, changes, (labels, proximal_strength))
+        batches: Iterator[Any]
+        if private is None:
+            batches = (self.task.augment(batch, changes) for batch in self._iterate_batches(config, order, steps))
+        else:
+            batches = private.iterate_lots()
         with seed_torch(derive_seed(self.seed, "train", *labels)), compute:
             trained = train(
                 self._model,
                 self.task,
-                (self.task.augment(batch, changes) for batch in self._iterate_batches(config, order, steps)),
+                batches,
                 start,
                 trainable,
                 partial(config.build_optimizer, t=t),
@@ -184,12 +201,44 @@ class Site:
                 step_scale=step_scale,
                 step_personal=step,
                 precision=config.precision,
-                accumulate=config.accumulate,
+                accumulate=config.accumulate if private is None else 1,
+                compute_gradient=None if private is None else private.compute_gradient,
             )
+        # Before anything can leave: a crash after it repeats the training to the same bits, at no further charge.
+        if private is not None:
+            private.record(trained)
         # A trial leaves no trace.
         if personal is not None and not stream:
             self.memory[PERSONAL] = personal.to_vector()
         return trained
+
+    def _open_private(
+        self,
+        start: Tensor,
+        trainable: Mask,
+        config: TrainingConfig,
+        t: int,
+        steps: int | None,
+        changes: torch.Generator,
+        labels: tuple[object, ...],
+    ) -> PrivateTraining | None:
+        """Return the private training of a request; None without differential privacy."""
+        if self.mechanism is None or not self.num_examples:
+            return None
+        return open_private_training(
+            self.mechanism,
+            self._model,
+            self.task,
+            self._train_examples,
+            self.subjects,
+            start,
+            trainable,
+            config,
+            t,
+            steps,
+            changes,
+            labels,
+        )
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
         """Take one plain gradient step per stage, all on one random batch; return the weights ``(P,)``.
@@ -201,6 +250,7 @@ class Site:
             stages: entries that each step changes.
             config: its ``lr``, ``batch_size`` and ``clip_norm`` are used.
         """
+        self._require_accounting("steps in stages")
         order = make_generator(self.seed, "stages", self.name)
         batch = next(iter(self._iterate_batches(config, order, 1)))
         with seed_torch(derive_seed(self.seed, "stages", self.name)):
@@ -221,6 +271,7 @@ class Site:
             batch_statistics: normalise by the statistics of the minibatch, because running statistics mean nothing
                 before training; False: by the running statistics of ``weights``.
         """
+        self._require_accounting("scores of gradients")
         order = make_generator(self.seed, "gradients", self.name, t)
         config = TrainingConfig(batch_size=batch_size)
         self._select_personal(self.memory.get(PERSONAL))
@@ -301,11 +352,24 @@ class Site:
         site.weights = live.take(self.weights)
         return site, live
 
+    def _require_accounting(self, action: str) -> None:
+        """Raise if training examples would be read outside the mechanism of differential privacy.
+
+        Raises:
+            ConfigError: the job asks for differential privacy.
+        """
+        if self.mechanism is not None:
+            raise ConfigError(
+                f"privacy: the method computes {action} from training examples, which no budget covers; choose a "
+                "method without them, such as fedsparsify, or neurosfl with scores: random"
+            )
+
     def _replace_network(self, network: nn.Module) -> Site:
         """Return a site with another network that shares this site's examples, settings and usage count."""
         device = str(self._model.device)
         site = Site(self.name, self.task, self._examples, Layout.from_module(network), self.seed, device, network)
         site.site_settings, site._train_examples = self.site_settings, self._train_examples
+        site.mechanism = self.mechanism
         return site
 
     def observe_units(self, weights: Tensor, nodes: Collection[str], callback: Callable[[str, Tensor], None]) -> None:
@@ -319,6 +383,7 @@ class Site:
         Raises:
             Untraceable: the control flow of the network's code depends on its data.
         """
+        self._require_accounting("activations of units")
         self._select_personal(self.memory.get(PERSONAL))
         self._model.load(weights)
         self._model.module.eval()
@@ -391,6 +456,8 @@ class Site:
         personal = self._select_personal(self._received_personal if is_received else self.memory.get(PERSONAL))
         self.evaluated = self._complete(weights, personal)
         examples, metrics = self._examples, {}
+        if not self.sends_metrics:
+            return {}
         if examples.n_test or examples.n_validation:
             self._model.load(weights)
         if examples.n_test:

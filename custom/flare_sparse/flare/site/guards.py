@@ -78,6 +78,11 @@ class SiteResultPolicy(Filter):
             raise PolicyRefusal(f"this site's policy: methods: {endpoint.method.name} may not run at this site")
         request, update = shareable[UPDATE]
         layout = endpoint.site.layout
+        if policy.privacy_budget is not None and update.content != "metrics" and endpoint.site.mechanism is None:
+            raise PolicyRefusal(
+                "this site's policy: epsilon: the job has no privacy section, so what it tells about a subject has no "
+                "bound; ask the lead to add one, or remove epsilon from the policy"
+            )
         update = dxo_to_update(from_shareable(shareable), update, layout)
         raise_refusals(policy.check_request(request.kind, request.trainable.count))
         if update.content == "scores":
@@ -87,7 +92,9 @@ class SiteResultPolicy(Filter):
         # Clones, because the patch's values may share memory with the DXO's arrays, which a later filter may change.
         delta = Patch(update.patch.values.clone() - reference, update.patch.mask)
         sanitized = policy.sanitize_values(update.content, delta, layout)
-        if policy.withhold_isolated and update.content in ("weights", "delta"):
+        # Which changes are withheld depends on the data, so it would undo differential privacy, which bounds them all.
+        has_budget = policy.privacy_budget is not None
+        if policy.withhold_isolated and not has_budget and update.content in ("weights", "delta"):
             inputs = endpoint.site.collect_linear_inputs(endpoint.site.weights, MAX_EXAMPLES)
             sanitized, _ = withhold_isolated_units(sanitized, update.patch.mask, layout, inputs)
         # Unchanged values are not recomputed as delta + reference: that would round and change the model's bits.

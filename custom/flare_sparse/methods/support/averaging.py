@@ -77,6 +77,10 @@ class FedAvgConfig(AveragingConfig):
         return self.averaging_blocker
 
     @property
+    def privacy_blocker(self) -> str | None:
+        return None
+
+    @property
     def quantization_blocker(self) -> str | None:
         if self.server.lr <= 2:
             return None

@@ -1,0 +1,45 @@
+"""Settings of differential privacy, the same at every site of a job."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class PrivacyConfig(BaseModel):
+    """Settings of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1) at every site."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="budget of a subject over the whole job; every site computes its noise from it, its number of "
+        "subjects and the job's steps; null: noise_multiplier is given",
+    )
+    delta: float = Field(1e-5, gt=0, lt=1, description="probability that epsilon does not bound; below 1 / subjects")
+    noise_multiplier: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="standard deviation of the noise as a multiple of clip; null: computed from epsilon",
+    )
+    clip: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="largest L2 norm of a subject's gradient over the live entries"
+    )
+    unit: Literal["subject"] = Field(
+        "subject", description="what is protected: all training examples of one subject of a site together"
+    )
+    metrics: Literal["exact", "none"] = Field(
+        "exact",
+        description="metrics on test and validation examples, which are other subjects than those of training; exact: "
+        "they leave and are not part of the budget; none: they stay at the site",
+    )
+
+    @model_validator(mode="after")
+    def _check_noise(self) -> PrivacyConfig:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("set either epsilon, from which the noise is computed, or noise_multiplier")
+        return self

@@ -1,0 +1,275 @@
+"""Local training with differential privacy: gradients of single subjects, clipped and summed with noise.
+
+The gradient of a record is computed from that record alone, by ``torch.func`` or one record at a time. Its bound holds
+for every loss and network, as hooks on the layers of a minibatch would not: a loss over several subjects, such as
+Cox's, would mix them unnoticed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.data import default_collate
+
+from ..errors import ConfigError
+from ..mask import Mask
+from ..privacy.accounting import SamplingPlan
+from ..privacy.mechanism import Question, SiteMechanism, clip_rows, limit_steps
+from ..task import Task
+from .config import TrainingConfig
+from .flat import FlatModel
+from .live import LiveEntries
+from .sample_usage import CountingDataset
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """Records of each subject of a site.
+
+    Attributes:
+        records: positions of a subject's training examples, by subject.
+        names: identifiers of the training examples, in order; part of what decides an answer.
+    """
+
+    records: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def group(cls, count: int, names: Sequence[str], subjects: Sequence[str]) -> Subjects:
+        """Group training examples by subject.
+
+        Args:
+            count: number of training examples.
+            names: their identifiers; empty: not known.
+            subjects: the subject of each; empty: every example is a subject of its own.
+        """
+        records: dict[str | int, list[int]] = {}
+        keys: Sequence[str | int] = subjects or range(count)
+        for index, subject in enumerate(keys):
+            records.setdefault(subject, []).append(index)
+        return cls(tuple(map(tuple, records.values())), tuple(names))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+class RecordLoss(nn.Module):
+    """The loss of a task as a module, so that all parameters below it can be replaced."""
+
+    def __init__(self, network: nn.Module, task: Task):
+        super().__init__()
+        self.network, self._task = network, task
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._task.loss(self.network, batch)
+
+
+class PrivateTraining:
+    """The training of one request: draws the subjects of each step and computes its noisy gradient.
+
+    Args:
+        question: sampling, noise and charge.
+        model: the site's network.
+        task: computes the loss and augments.
+        dataset: the training examples.
+        subjects: their subjects.
+        records_at_once: records whose gradients are in memory at the same time.
+        changes: source of the augmentation.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        model: FlatModel,
+        task: Task,
+        dataset: CountingDataset,
+        subjects: Subjects,
+        records_at_once: int,
+        changes: torch.Generator,
+    ):
+        self._question, self._model, self._task, self._dataset = question, model, task, dataset
+        self._subjects, self._size, self._changes = subjects, records_at_once, changes
+        self._loss = RecordLoss(model.module, task)
+        self._is_vectorized = True
+
+    def iterate_lots(self) -> Iterator[list[int]]:
+        """Yield the subjects of each step; a list may be empty, and the step is noise alone then."""
+        for step in range(1, self._question.plan.steps + 1):
+            yield self._question.sample_subjects(step)
+
+    def compute_gradient(self, group: list[list[int]], step: int, live: LiveEntries, out: Tensor | None) -> Tensor:
+        """Return the noisy gradient ``(live.count,)`` of a step.
+
+        Args:
+            group: the subjects of the step, in a list of one.
+            step: number of the step, 1-based.
+            live: the trainable parameters.
+            out: the gradient of the step before, which is overwritten; None: a new tensor is allocated.
+        """
+        (subjects,) = group
+        total = torch.zeros(live.count, dtype=torch.float64, device=self._model.device)
+        for chunk in self._split(subjects):
+            total += clip_rows(self._compute_rows(chunk, live), self._question.mechanism.config.clip)
+        noisy = self._question.privatize(total, step)
+        return noisy.float() if out is None else out.copy_(noisy)
+
+    def record(self, values: Tensor) -> None:
+        """Charge the subjects for the trained values."""
+        self._question.record(values)
+
+    def _split(self, subjects: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the subjects in chunks of at most ``records_at_once`` records, or of one subject."""
+        chunk: list[int] = []
+        count = 0
+        for subject in subjects:
+            records = len(self._subjects.records[subject])
+            if chunk and count + records > self._size:
+                yield chunk
+                chunk, count = [], 0
+            chunk.append(subject)
+            count += records
+        if chunk:
+            yield chunk
+
+    @torch.no_grad()
+    def _compute_rows(self, subjects: Sequence[int], live: LiveEntries) -> Tensor:
+        """Return the gradient of each subject, the mean over its records, ``(subjects, live.count)``."""
+        records = [
+            (row, record, 1 / len(self._subjects.records[subject]))
+            for row, subject in enumerate(subjects)
+            for record in self._subjects.records[subject]
+        ]
+        rows = torch.zeros(len(subjects), live.count, device=self._model.device)
+        for first in range(0, len(records), self._size):
+            owners, indices, weights = zip(*records[first : first + self._size], strict=True)
+            gradients = self._compute_record_gradients(self._load(indices), live)
+            gradients.mul_(torch.tensor(weights, device=rows.device)[:, None])
+            rows.index_add_(0, torch.tensor(owners, device=rows.device), gradients)
+        return rows
+
+    def _load(self, indices: Sequence[int]) -> list[Any]:
+        """Return records as minibatches of one, so that augmentation cannot mix them."""
+        items = self._dataset.__getitems__(list(indices))
+        batches = (self._task.augment(default_collate([item]), self._changes) for item in items)
+        return [self._model.to_device(batch) for batch in batches]
+
+    def _compute_record_gradients(self, records: Sequence[Any], live: LiveEntries) -> Tensor:
+        """Return the gradient of each record, ``(records, live.count)``."""
+        specs = [spec.name for spec in self._model.layout.tensors if spec.role != "buffer"]
+        tensors = {
+            f"network.{name}": (parameter.detach(), entries)
+            for name, parameter, entries in zip(specs, self._model.parameters, live.parameters, strict=True)
+            if entries.count
+        }
+        parameters = {name: parameter for name, (parameter, _) in tensors.items()}
+        gradients = self._differentiate(parameters, records) if parameters else {}
+        out = torch.zeros(len(records), live.count, device=self._model.device)
+        for name, (_, entries) in tensors.items():
+            flat = gradients[name].flatten(1)
+            out[:, entries.entries] = flat if entries.index is None else flat.index_select(1, entries.index)
+        return out
+
+    def _differentiate(self, parameters: dict[str, Tensor], records: Sequence[Any]) -> dict[str, Tensor]:
+        def compute_loss(values: dict[str, Tensor], batch: Any) -> Tensor:
+            # Clones: what a pass writes into a buffer depends on the data and must reach neither another record nor
+            # the update.
+            buffers = {name: buffer.clone() for name, buffer in self._loss.named_buffers()}
+            loss: Tensor = functional_call(self._loss, {**values, **buffers}, (batch,))
+            return loss
+
+        differentiate = grad(compute_loss)
+        if self._is_vectorized:
+            try:
+                batch = _stack(records)
+                result: dict[str, Tensor] = vmap(differentiate, in_dims=(None, 0), randomness="different")(
+                    parameters, batch
+                )
+                return result
+            # Whatever torch.func cannot do with a task's code; a defect of the code shows again below.
+            except Exception as error:  # noqa: BLE001
+                _LOG.info("gradients are computed one record at a time: %s", type(error).__name__)
+                self._is_vectorized = False
+        single = [differentiate(parameters, record) for record in records]
+        return {name: torch.stack([gradients[name] for gradients in single]) for name in parameters}
+
+
+def open_private_training(
+    mechanism: SiteMechanism,
+    model: FlatModel,
+    task: Task,
+    dataset: CountingDataset,
+    subjects: Subjects,
+    start: Tensor,
+    trainable: Mask,
+    config: TrainingConfig,
+    t: int,
+    steps: int | None,
+    changes: torch.Generator,
+    labels: Sequence[object],
+) -> PrivateTraining:
+    """Return the private training of a request.
+
+    Args:
+        mechanism: the site's mechanism.
+        model: the site's network.
+        task: computes the loss.
+        dataset: the training examples.
+        subjects: their subjects.
+        start: ``(P,)`` initial weights.
+        trainable: entries that may change.
+        config: epochs and batch size.
+        t: round.
+        steps: number of minibatches; None: ``config.epochs`` passes.
+        changes: source of the augmentation.
+        labels: what else decides the answer.
+
+    Raises:
+        BudgetSpent: the training would exceed a budget.
+    """
+    plan = SamplingPlan.build(len(subjects), config.batch_size, config.epochs, 1, config.accumulate)
+    plan = limit_steps(plan, steps, config.accumulate)
+    question = mechanism.open(start, trainable, plan, t, (*labels, config, subjects))
+    return PrivateTraining(question, model, task, dataset, subjects, config.batch_size, changes)
+
+
+def check_private_network(module: nn.Module) -> None:
+    """Raise for layers in which one subject's values reach another's.
+
+    Raises:
+        ConfigError: a layer normalises by the minibatch, or keeps statistics of the data.
+    """
+    for name, part in module.named_modules():
+        is_batch_norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
+        if is_batch_norm or (isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats):
+            reason = "normalises by the whole minibatch" if is_batch_norm else "keeps running statistics of the data"
+            raise ConfigError(
+                f"privacy: layer {name!r} ({type(part).__name__}) {reason}, so no gradient belongs to one subject "
+                "alone; use group, layer or instance normalisation without running statistics, such as "
+                f"nn.GroupNorm({_choose_groups(part.num_features)}, {part.num_features}), or a network without "
+                "normalisation"
+            )
+
+
+def _choose_groups(channels: int) -> int:
+    """Return the largest number of groups, at most 32, that divides a number of channels (Wu and He 2018)."""
+    return next(groups for groups in range(min(32, channels), 0, -1) if channels % groups == 0)
+
+
+def _stack(records: Sequence[Any]) -> Any:
+    """Return batches of one as one structure of tensors, with a new first dimension."""
+    first = records[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(records))
+    if isinstance(first, dict):
+        return {key: _stack([record[key] for record in records]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_stack(parts) for parts in zip(*records, strict=True))
+    raise TypeError(f"a batch holds {type(first).__name__}")

@@ -1,0 +1,248 @@
+"""Private training: gradients of single subjects over the live entries, and nothing of the data beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from flare_sparse.errors import ConfigError
+from flare_sparse.mask import Mask
+from flare_sparse.params import Layout
+from flare_sparse.privacy.account import Budget, BudgetSpent, PrivacyAccount
+from flare_sparse.privacy.accounting import SamplingPlan, compute_epsilon
+from flare_sparse.privacy.config import PrivacyConfig
+from flare_sparse.privacy.mechanism import SiteMechanism
+from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training.private import PrivateTraining, Subjects, check_private_network, open_private_training
+
+
+class Counter(nn.Module):
+    """A layer that writes what it has seen into a buffer."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.sum()
+        return x
+
+
+class Branch(nn.Module):
+    """A layer whose code branches on its data, which torch.func cannot vectorize."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if float(x.detach().sum()) > 0 else x
+
+
+class Linear(Task):
+    metric = Metric("mse", "", "min")
+    extra: tuple[nn.Module, ...] = ()
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.GroupNorm(1, 3), nn.Tanh(), *self.extra, nn.Linear(3, 1))
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch[0]), batch[1]
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        return {"mse": float((predictions - targets).square().mean())}
+
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randn(24, 1, generator=torch.Generator().manual_seed(1))
+TRAINING = TrainingConfig(optimizer="sgd", lr=0.1, batch_size=6, epochs=2)
+BY_TWO = tuple(f"s{i // 2}" for i in range(24))
+
+
+def open_site(
+    task: Task | None = None,
+    account: PrivacyAccount | None = None,
+    subjects: tuple[str, ...] = (),
+    rows: slice = slice(None),
+    **settings: float,
+) -> tuple[Site, torch.Tensor]:
+    task = task or Linear()
+    torch.manual_seed(3)
+    module = task.model()
+    layout = Layout.from_module(module)
+    data = TensorDataset(X[rows].clone(), Y[rows].clone())
+    site = Site("site-1", task, Examples(data, data, train_subjects=subjects[rows]), layout, 1)
+    config = PrivacyConfig.model_validate(settings or {"noise_multiplier": 1.0})
+    plan = SamplingPlan.build(len(site.subjects), 6, 2, 3)
+    site.mechanism = SiteMechanism(config, plan, account or PrivacyAccount(), "a" * 16, "job")
+    start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()])).detach()
+    site.weights = start
+    return site, start
+
+
+def open_training(site: Site, start: torch.Tensor, mask: Mask) -> PrivateTraining:
+    assert site.mechanism is not None
+    generator = torch.Generator()
+    site._model.load(start)
+    return open_private_training(
+        site.mechanism, site._model, site.task, site._train_examples, site.subjects, start, mask, TRAINING, 1, None,
+        generator, (),
+    )  # fmt: skip
+
+
+def compute_rows(site: Site, start: torch.Tensor, mask: Mask, subjects: list[int]) -> torch.Tensor:
+    training = open_training(site, start, mask)
+    return training._compute_rows(subjects, site._model.find_live(mask))
+
+
+def compute_reference(
+    task: Task, site: Site, start: torch.Tensor, mask: Mask, records: tuple[int, ...]
+) -> torch.Tensor:
+    """Gradient of the mean loss of some records, one by one, by autograd."""
+    gradient = torch.zeros(site.layout.trainable_size)
+    for record in records:
+        site._model.load(start)
+        site._model.set_training_mode()
+        gradient += site._model.compute_gradient(task.loss(site._model.module, (X[[record]], Y[[record]]))).clone()
+    return (gradient / len(records))[mask.bits[: gradient.numel()]]
+
+
+@pytest.mark.parametrize("extra", [(), (Branch(),)], ids=["vectorized", "one record at a time"])
+@pytest.mark.parametrize("subjects", [(), BY_TWO], ids=["records", "subjects"])
+def test_gradient_of_a_subject_is_that_of_its_own_records_over_the_live_entries(
+    extra: tuple[nn.Module, ...], subjects: tuple[str, ...]
+) -> None:
+    task = Linear()
+    task.extra = extra
+    site, start = open_site(task, subjects=subjects)
+    mask = Mask(torch.rand(start.numel(), generator=torch.Generator().manual_seed(2)) < 0.5)
+    # 7 subjects: with two records each, more records than are in memory at once.
+    rows = compute_rows(site, start, mask, [0, 2, 3, 4, 5, 7, 11])
+    assert rows.shape == (7, mask.count)
+    for row, subject in zip(rows, [0, 2, 3, 4, 5, 7, 11], strict=True):
+        expected = compute_reference(task, site, start, mask, site.subjects.records[subject])
+        torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_lot_of_any_size_has_the_clipped_sum_of_its_subjects() -> None:
+    site, start = open_site(subjects=BY_TWO, noise_multiplier=1e-9, clip=0.1)
+    mask = Mask.full(start.numel())
+    training, live = open_training(site, start, mask), site._model.find_live(mask)
+    rows = training._compute_rows(list(range(12)), live).double()
+    clipped = rows * (0.1 / rows.norm(dim=1).clamp_min(0.1))[:, None]
+    noisy = training.compute_gradient([list(range(12))], 1, live, None)
+    torch.testing.assert_close(noisy.double(), clipped.sum(0) / 6, rtol=1e-4, atol=1e-7)
+    assert float(training.compute_gradient([[]], 1, live, None).abs().max()) < 1e-8
+
+
+def test_sites_that_differ_by_one_subject_have_sums_that_differ_by_at_most_clip() -> None:
+    mask_bits = torch.rand(open_site()[1].numel(), generator=torch.Generator().manual_seed(5)) < 0.7
+    sums = []
+    # The last subject has four records: all of them go.
+    subjects = (*BY_TWO[:20], "last", "last", "last", "last")
+    for rows in (slice(None), slice(0, 20)):
+        site, start = open_site(subjects=subjects, rows=rows, noise_multiplier=1e-12, clip=0.05)
+        mask = Mask(mask_bits)
+        training, live = open_training(site, start, mask), site._model.find_live(mask)
+        sums.append(training.compute_gradient([list(range(len(site.subjects)))], 1, live, None) * 6)
+    change = float((sums[0] - sums[1]).norm())
+    # Its gradient is longer than the bound, so that the bound is reached.
+    assert 0.0499 < change <= 0.05 * (1 + 1e-5)
+
+
+def test_training_changes_live_entries_only_and_is_the_same_when_asked_again() -> None:
+    account = PrivacyAccount()
+    site, start = open_site(account=account)
+    mask = Mask(torch.rand(start.numel(), generator=torch.Generator().manual_seed(4)) < 0.5)
+    first = site.train(start, mask, TRAINING, 1)
+    assert torch.equal(first[~mask.bits], start[~mask.bits])
+    assert bool((first[mask.bits] != start[mask.bits]).all())
+    assert torch.equal(open_site(account=account)[0].train(start, mask, TRAINING, 1), first)
+    assert [entry.steps for entry in account.read().entries] == [8]
+    # Without the site's secret the seed of the job does not give the same numbers.
+    assert not torch.isclose(open_site()[0].train(start, mask, TRAINING, 1)[mask.bits], first[mask.bits]).any()
+
+
+def test_resumed_site_spends_as_much_as_one_that_never_stopped(tmp_path: Path) -> None:
+    weights: list[torch.Tensor] = []
+    for folder, restarts in (("once", False), ("restarted", True)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "secret.key").write_bytes(bytes(32))
+        site, start = open_site(account=PrivacyAccount(tmp_path / folder), epsilon=4.0)
+        current = start
+        for t in (1, 2, 3):
+            trained = site.train(current, Mask.full(start.numel()), TRAINING, t)
+            if restarts:
+                site, _ = open_site(account=PrivacyAccount(tmp_path / folder), epsilon=4.0)
+                assert torch.equal(site.train(current, Mask.full(start.numel()), TRAINING, t), trained)
+            current = trained
+        weights.append(current)
+        assert site.mechanism is not None
+        assert 3.98 <= site.mechanism.compute_spent() <= 4.0
+        assert len(site.mechanism.account.read().entries) == 3
+    assert torch.equal(*weights)
+
+
+def test_site_abstains_when_its_policys_budget_is_spent() -> None:
+    charge = SamplingPlan.build(24, 6, 2, 1).build_charge(1.0)
+    account = PrivacyAccount(None, Budget(compute_epsilon([charge], 1e-5), 1e-5))
+    site, start = open_site(account=account)
+    mask = Mask.full(start.numel())
+    site.train(start, mask, TRAINING, 1)
+    with pytest.raises(BudgetSpent, match=r"epsilon of this site's policy, over all jobs"):
+        site.train(start, mask, TRAINING, 2)
+
+
+def test_what_a_pass_writes_into_buffers_does_not_leave() -> None:
+    task = Linear()
+    task.extra = (Counter(),)
+    site, start = open_site(task)
+    trained = site.train(start, Mask.full(start.numel()), TRAINING, 1)
+    assert site.layout.tensors[-1].name.endswith("seen")
+    assert float(trained[-1]) == float(start[-1]) == 0
+
+
+def test_subject_whose_gradient_is_not_finite_counts_as_zero() -> None:
+    site, start = open_site(noise_multiplier=1e-9)
+    site._train_examples._examples.tensors[0][3] = float("nan")
+    trained = site.train(start, Mask.full(start.numel()), TRAINING, 1)
+    assert bool(torch.isfinite(trained).all())
+
+
+def test_reads_outside_the_mechanism_are_refused() -> None:
+    site, start = open_site()
+    with pytest.raises(ConfigError, match="privacy: the method computes scores of gradients from training examples"):
+        next(site.compute_gradients(start, 4, 1, 0))
+    with pytest.raises(ConfigError, match="steps in stages"):
+        site.step_in_stages(start, [], TRAINING)
+    with pytest.raises(ConfigError, match="activations of units"):
+        site.observe_units(start, [], lambda name, values: None)
+
+
+def test_subjects_are_grouped_in_the_order_of_their_first_record() -> None:
+    subjects = Subjects.group(5, (), ("b", "a", "b", "c", "a"))
+    assert subjects.records == ((0, 2), (1, 4), (3,))
+    assert Subjects.group(3, ("x", "y", "z"), ()).records == ((0,), (1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.BatchNorm3d(48), r"'1' \(BatchNorm3d\) normalises by the whole minibatch.*nn\.GroupNorm\(24, 48\)"),
+        (nn.InstanceNorm1d(8, track_running_stats=True), "keeps running statistics of the data"),
+    ],
+)
+def test_layer_that_mixes_subjects_is_refused_with_its_replacement(layer: nn.Module, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_private_network(nn.Sequential(nn.Identity(), layer))
+    check_private_network(nn.Sequential(nn.GroupNorm(2, 8), nn.InstanceNorm1d(8), nn.LayerNorm(8)))
