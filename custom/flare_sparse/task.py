@@ -27,6 +27,8 @@ TEST_EXAMPLES = "test_examples"
 """Name of the metric that the other metrics of a site on test examples are weighted by."""
 VALIDATION_EXAMPLES = f"{VALIDATION}examples"
 """Name of the metric that the metrics of a site on validation examples are weighted by."""
+EPSILON = "epsilon"
+"""Name of the number, sent with the metrics, that says what a run has charged the site's subjects so far."""
 COUNTS = (TEST_EXAMPLES, VALIDATION_EXAMPLES)
 """Names of the metrics that are numbers of examples."""
 
@@ -144,6 +146,10 @@ class Examples:
     def n_train(self) -> int:
         """Number of training examples."""
         return len(self.train)  # type: ignore[arg-type]
+
+    def count_train_subjects(self) -> int:
+        """Return the number of subjects that the training examples are of."""
+        return len(set(self.train_subjects)) if self.train_subjects else self.n_train
 
     @property
     def n_test(self) -> int:

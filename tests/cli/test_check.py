@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from line import call
 from typer.testing import Result
+
+from flare_sparse.privacy.accounting import Charge, compute_epsilon
 
 TASK = """
 import numpy as np
@@ -345,3 +348,21 @@ def test_script_is_not_run_and_its_missing_data_is_named(tmp_path: Path) -> None
     assert f"PASS data of site-1: {tmp_path / 'site-1'}" in result.output
     assert f"FAIL data of site-2: E_DATA\n{tmp_path / 'site-2'}: there is no such file or folder" in result.output
     assert "SKIP training: a script is not run here" in result.output
+
+
+def test_check_and_estimate_show_what_a_job_charges(config: Path) -> None:
+    settings = config.read_text().replace("{name: fedavg}", "{name: fedavg, rounds: 4, training: {batch_size: 64}}")
+    config.write_text(f"{settings}privacy: {{noise_multiplier: 8.0}}\n")
+    epsilon = compute_epsilon([Charge(8.0, 1.0, 4)], 1e-5)
+    result = call("check", config)
+    assert f"PASS privacy of site-1: epsilon {epsilon:.2f} at delta 1e-05" in result.stdout
+    figures = json.loads(call("estimate", config, "--subjects", "8", "--json").stdout)
+    assert figures["epsilon"] == epsilon
+    assert figures["privacy"]["sites"] == {
+        "every site": {
+            "subjects": 8, "sample_rate": 1.0, "steps": 4, "noise_multiplier": 8.0, "epsilon": epsilon
+        }
+    }  # fmt: skip
+    assert "epsilon depends on the number of subjects; add --subjects N" in call("estimate", config).stdout
+    budget = call("estimate", config, "--set", "privacy={epsilon: 3}", "--json")
+    assert json.loads(budget.stdout)["epsilon"] == 3

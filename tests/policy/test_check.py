@@ -92,3 +92,20 @@ def test_unencrypted_full_model_conflicts_with_terms_that_forbid_it(
         reason.split(";")[0] for reason in iterate_conflicts(Policy(**terms), "fedavg", ledger.lines, {}, LAYOUT)
     ]
     assert reasons == ([conflict] if conflict else [])
+
+
+def test_job_without_privacy_conflicts_with_a_budget(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    settings = (
+        "name: job\nmethod: {name: fedavg, rounds: 2, training: {batch_size: 64}}\ntask: {name: morphometry_age}\n"
+    )
+    file.write_text(settings)
+    config = load_config(file)
+    (reason,) = find_policy_conflicts(Policy(epsilon=8), config, assemble(config), {"site-1": 20})
+    assert reason == "epsilon: the job has no privacy section; add one, such as privacy: {epsilon: 3}"
+    file.write_text(f"{settings}privacy: {{noise_multiplier: 1.0}}\n")
+    config = load_config(file)
+    assert find_policy_conflicts(Policy(epsilon=100), config, assemble(config), {"site-1": 20}) == []
+    (reason,) = find_policy_conflicts(Policy(epsilon=1), config, assemble(config), {"site-1": 20})
+    assert "It covers 0 of 2 rounds" in reason
+    assert reason.endswith("(site-1)")

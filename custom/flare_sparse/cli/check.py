@@ -9,11 +9,12 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..assemble import assemble
+from ..assemble import assemble, plan_sampling
 from ..config import RunConfig, build_method, list_user_code, load_config, load_task
 from ..errors import DataError, FlareSparseError, PolicyRefusal, describe_exception
 from ..methods import Method
 from ..params import Layout
+from ..privacy.forecast import Forecast
 from ..task import SiteData, Task
 from ..training.personal import select_personal
 from .check_sites import Finding, SiteCheck, build_sites_table, find_federation_problems
@@ -122,9 +123,30 @@ def _check_job(report: Report, settings: RunConfig, file: Path, site_policy: Pat
         if layout is not None:
             report.attempt("method", lambda: _build_method(settings, layout), _describe_method)
         sites = _check_sites(report, settings, task, layout, data)
+        if settings.privacy is not None and layout is not None:
+            _check_privacy(report, settings, task, sites)
         if layout is not None and site_policy is not None:
             counts = {site.name: site.examples.n_train for site in sites if site.examples is not None}
-            report.attempt("site policy", lambda: _check_policy(settings, task, counts, site_policy), str)
+            subjects = _count_subjects(sites)
+            report.attempt("site policy", lambda: _check_policy(settings, task, counts, subjects, site_policy), str)
+
+
+def _count_subjects(sites: list[SiteCheck]) -> dict[str, int]:
+    """Return the number of training subjects of each site whose examples can be loaded."""
+    return {site.name: site.examples.count_train_subjects() for site in sites if site.examples is not None}
+
+
+def _check_privacy(report: Report, settings: RunConfig, task: Task, sites: list[SiteCheck]) -> None:
+    """Check that the network has a gradient for every subject, and show what the job charges each site's subjects."""
+    assembly = report.attempt("privacy", lambda: assemble(settings, task), lambda _: "every subject has a gradient")
+    if assembly is None or assembly.privacy is None:
+        return
+    for name, count in _count_subjects(sites).items():
+        if count:
+            plan, privacy = plan_sampling(assembly.method, count), assembly.privacy
+            report.attempt(
+                f"privacy of {name}", lambda privacy=privacy, plan=plan: Forecast.compute(privacy, plan), str
+            )
 
 
 def _describe_settings(settings: RunConfig) -> str:
@@ -194,7 +216,9 @@ def _describe_method(method: Method[Any, Any]) -> str:
     return method.note or method.name
 
 
-def _check_policy(settings: RunConfig, task: Task, counts: dict[str, int], name_or_file: Path) -> str:
+def _check_policy(
+    settings: RunConfig, task: Task, counts: dict[str, int], subjects: dict[str, int], name_or_file: Path
+) -> str:
     """Check the job against a policy.
 
     Raises:
@@ -205,7 +229,7 @@ def _check_policy(settings: RunConfig, task: Task, counts: dict[str, int], name_
     from ..policy.policy import find_policy_file, read_policy
 
     policy = read_policy(find_policy_file(name_or_file))
-    if reasons := find_policy_conflicts(policy, settings, assemble(settings, task), counts):
+    if reasons := find_policy_conflicts(policy, settings, assemble(settings, task), counts, subjects):
         raise PolicyRefusal(
             "\n".join([f"{name_or_file} would refuse this job:", *(f"  {reason}" for reason in reasons)])
         )

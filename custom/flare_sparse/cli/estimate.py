@@ -12,12 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..assemble import Assembly, assemble, validate_site_settings
+from ..assemble import Assembly, assemble, plan_sampling, validate_site_settings
 from ..config import RunConfig, load_task
 from ..data.partition import PARTITIONERS
 from ..errors import ConfigError
 from ..local.dry_run import DrySite, dry_run
 from ..local.estimate import BytesRange, bound_messages
+from ..privacy.forecast import Forecast
 from ..runs.folder import sum_traffic
 from ..runs.progress import compare_with_dense, format_bytes
 from ..task import SiteData, Task
@@ -32,6 +33,12 @@ def estimate(
     config: ConfigFile,
     sites: Annotated[int | None, typer.Option(help="Number of sites; default: as configured")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of training; default: as configured")] = None,
+    subjects: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="With privacy: training subjects of every site, where the data is not here to count them"
+        ),
+    ] = None,
     set_: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
@@ -44,14 +51,21 @@ def estimate(
     All figures hold for sites that answer every request at the first attempt. They are bytes of messages: the
     connections carry more (docs/wire-format.md).
 
+    With a privacy section, epsilon of the whole job is printed with each site's sampling rate, steps and noise. It does
+    not depend on values of the data, only on the number of subjects.
+
     Examples:
 
         flare-sparse estimate app_configs/fedsparsify_paper.yaml --set method.sparsity=0.95 --json
 
         flare-sparse estimate app_configs/topk_ef_brain_age.yaml --sites 8 --rounds 100
+
+        flare-sparse estimate app_configs/dp_morphometry_age.yaml --subjects 100 --json
     """
     resolved = load_with_options(config, sites, rounds, None, set_)
     figures = compute_figures(resolved, config)
+    if resolved.privacy is not None:
+        figures |= forecast_privacy(resolved, config, subjects)
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
     else:
@@ -114,6 +128,44 @@ def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
         "traffic": sum_traffic(ledger),
         "per_round": rounds,
     }
+
+
+def forecast_privacy(config: RunConfig, file: Path, subjects: int | None) -> dict[str, Any]:
+    """Return ``epsilon`` of a job, the largest of all sites, and the figures of every site.
+
+    Where the number of subjects is not known, epsilon is the job's budget, which every site keeps.
+
+    Args:
+        config: the configuration, with a privacy section.
+        file: where it was read from.
+        subjects: number of training subjects of every site; None: counted in the data, where it is here.
+    """
+    assert config.privacy is not None, "asked for with a privacy section only"
+    assembly = assemble(config, load_task(config, file.parent))
+    counts = _count_subjects(config, assembly.task) if subjects is None else {"every site": subjects}
+    sites = {
+        name: Forecast.compute(config.privacy, plan_sampling(assembly.method, count)).to_dict()
+        for name, count in counts.items()
+    }
+    largest = max((site["epsilon"] for site in sites.values()), default=config.privacy.epsilon)
+    return {"epsilon": largest, "privacy": {**config.privacy.model_dump(mode="json"), "sites": sites}}
+
+
+def _count_subjects(config: RunConfig, task: Task) -> dict[str, int]:
+    """Return the number of training subjects by site, as far as the settings or the index of the data say it.
+
+    Examples of a data set count as subjects of their own; ``flare-sparse check`` reads the data and groups them.
+    """
+    simulator, split = config.simulator, config.task.config.split
+    if config.federation.examples:
+        return dict(config.federation.examples)
+    if simulator is None or simulator.data.partition is None or simulator.data.path is None:
+        return {}
+    path, partition = simulator.data.path, simulator.data.partition
+    if simulator.data.has_path_per_site or partition.name not in PARTITIONERS or not path.exists():
+        return {}
+    ids = PARTITIONERS[partition.name](task.cohort(path), simulator.sites, **partition.config.model_dump())
+    return {name: len(split.assign(own, config.seed).train) for name, own in sorted(ids.items())}
 
 
 def build_dry_sites(config: RunConfig, assembly: Assembly) -> dict[str, DrySite]:
@@ -198,6 +250,22 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
             console.print(f"  {reason}", markup=False)
     else:
         console.print("exact: the settings decide every message, so that a run's ledger has the same bytes")
+    if "epsilon" in figures:
+        _show_privacy(console, figures)
+
+
+def _show_privacy(console: Console, figures: dict[str, Any]) -> None:
+    privacy, epsilon = figures["privacy"], figures["epsilon"]
+    if epsilon is None:
+        console.print("privacy: epsilon depends on the number of subjects; add --subjects N")
+        return
+    console.print(f"privacy: epsilon {epsilon:.2f} at delta {privacy['delta']:g}, of a subject over the whole job")
+    for name, site in privacy["sites"].items():
+        console.print(
+            f"  {name}: {site['subjects']} subjects, sampling rate {site['sample_rate']:.3g}, {site['steps']} steps, "
+            f"noise {site['noise_multiplier']:.2f} * clip, epsilon {site['epsilon']:.2f}",
+            markup=False,
+        )
 
 
 def _build_table(figures: dict[str, Any]) -> Table:

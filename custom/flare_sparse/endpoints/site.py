@@ -13,6 +13,7 @@ from ..errors import FlareSparseError, MissingBase, RejectedMessage, RequestRefu
 from ..exchange import EVALUATE, STATISTICS, Patch, Request, SiteEvent, Update
 from ..methods import Method
 from ..seeds import make_generator
+from ..task import EPSILON
 from ..training import Site
 from ..wire.codec import decode, encode, read_sequence
 from ..wire.messages import Decoded, Encoded
@@ -129,7 +130,9 @@ class SiteEndpoint:
         reported = {event.event for event in self.events}
         new = [SiteEvent(code, self._state.sequence) for code in self.site.notices if code not in reported]
         self.events = (*self.events, *new)
-        return update
+        if self.site.mechanism is None:
+            return update
+        return replace(update, metrics={**update.metrics, EPSILON: self.site.mechanism.compute_spent()})
 
     def _compute_update(self, request: Request) -> Update:
         self.site.reset_usage()

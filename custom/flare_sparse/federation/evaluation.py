@@ -10,7 +10,7 @@ from torch import Tensor
 from ..aggregation.weighted import cap
 from ..exchange import Contribution, EncryptedValues, Patch
 from ..mask import Mask
-from ..task import COUNTS, TEST_EXAMPLES, get_count_name
+from ..task import COUNTS, EPSILON, TEST_EXAMPLES, get_count_name
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ class Evaluation:
             contributions: contributions, with or without metrics.
             max_share: largest share of a mean that one site may have.
         """
-        reported = {contribution.site: contribution.metrics for contribution in contributions}
+        reported = {
+            contribution.site: {name: value for name, value in contribution.metrics.items() if name != EPSILON}
+            for contribution in contributions
+        }
         # No site reports metrics with scores. Otherwise a site without any has no test examples, and stays visible.
         sites = reported if any(reported.values()) else {}
         names = sorted({name for metrics in sites.values() for name in metrics} - set(COUNTS))

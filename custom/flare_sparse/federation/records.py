@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import RoundFailed
 from ..exchange import EVALUATE, EncryptedValues
 from ..mask import Mask
+from ..task import EPSILON
 from .evaluation import BestModel, Evaluation
 from .events import Event
 from .rounds import RoundResult
@@ -49,6 +50,7 @@ class RoundRecord:
         seconds: time for requests, the sites' work and the replies.
         committed_at: seconds since 1970.
         events: damages, dropped memories and the like since the previous record, at the server and at the sites.
+        spent_epsilon: by site, what the run has charged its subjects so far; empty without differential privacy.
     """
 
     kind: str
@@ -73,6 +75,7 @@ class RoundRecord:
     seconds: float
     committed_at: float
     events: list[Event] = field(default_factory=list)
+    spent_epsilon: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_result(
@@ -122,6 +125,9 @@ class RoundRecord:
             seconds=result.seconds,
             committed_at=committed_at,
             events=list(events),
+            spent_epsilon={
+                update.site: update.metrics[EPSILON] for update in last.accepted if EPSILON in update.metrics
+            },
         )
         # A site that is counted twice or not at all is a defect of this package, and a record must not hide it.
         if not record.is_balanced:

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from ..assemble import Assembly
+from ..assemble import Assembly, plan_sampling
 from ..config import JobConfig
 from ..exchange import STATISTICS
 from ..local.dry_run import DrySite, dry_run
 from ..params import Layout
+from ..privacy.accounting import Charge
+from ..privacy.forecast import Forecast, explain_shortage
 from ..training import SampleUsage
 from ..wire.ledger import LedgerLine
 from .policy import Policy
 
 
-def find_policy_conflicts(policy: Policy, job: JobConfig, assembly: Assembly, examples: Mapping[str, int]) -> list[str]:
+def find_policy_conflicts(
+    policy: Policy,
+    job: JobConfig,
+    assembly: Assembly,
+    examples: Mapping[str, int],
+    subjects: Mapping[str, int] | None = None,
+    earlier: Sequence[Charge] = (),
+) -> list[str]:
     """Return the reasons why a policy would refuse the updates of a job; empty when it would accept them.
 
     Args:
@@ -24,6 +33,8 @@ def find_policy_conflicts(policy: Policy, job: JobConfig, assembly: Assembly, ex
         assembly: the parts of that job.
         examples: number of training examples by site, as far as known. The minima of examples are not checked for
             sites without training examples, which only evaluate models.
+        subjects: number of training subjects by site; None: every example is a subject of its own.
+        earlier: what earlier jobs have charged the site's subjects.
 
     Raises:
         RoundFailed: the method needs more sites than are given.
@@ -33,7 +44,32 @@ def find_policy_conflicts(policy: Policy, job: JobConfig, assembly: Assembly, ex
     sites = dry_sites or {"site-1": DrySite("site-1", layout)}
     _, ledger = dry_run(method, assembly.weights, sites, job.wire.values, encrypted=job.encrypted)
     usages = {name: site.usages for name, site in dry_sites.items()}
-    return list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))
+    conflicts = iterate_conflicts(policy, method.name, ledger.lines, usages, layout)
+    return [*conflicts, *find_budget_conflicts(policy, assembly, subjects or examples, earlier)]
+
+
+def find_budget_conflicts(
+    policy: Policy, assembly: Assembly, subjects: Mapping[str, int], earlier: Sequence[Charge] = ()
+) -> Iterator[str]:
+    """Yield why a policy's privacy budget does not cover a job; nothing if it does.
+
+    Args:
+        policy: policy of a site.
+        assembly: the parts of the job.
+        subjects: number of training subjects by site, as far as known.
+        earlier: what earlier jobs have charged the site's subjects.
+    """
+    limit = policy.privacy_budget
+    if limit is None:
+        return
+    if assembly.privacy is None:
+        yield "epsilon: the job has no privacy section; add one, such as privacy: {epsilon: 3}"
+        return
+    for site, count in sorted(subjects.items()):
+        if count:
+            plan = plan_sampling(assembly.method, count)
+            if shortage := explain_shortage(Forecast.compute(assembly.privacy, plan, limit, earlier), limit):
+                yield f"{shortage} ({site})"
 
 
 def iterate_conflicts(

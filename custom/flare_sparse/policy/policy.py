@@ -20,7 +20,7 @@ from ..mask import Mask
 from ..params import Layout, TensorSpec
 from ..structure.scaling import select_statistics
 from ..privacy.account import Budget
-from ..task import COUNTS, get_count_name
+from ..task import COUNTS, EPSILON, get_count_name
 from ..training import SampleUsage
 
 POLICY_FILE = "flare_sparse_policy.yaml"
@@ -204,17 +204,19 @@ class Policy(BaseModel):
         Rounding to hundredths is absolute below 1: relative to the value, it would show a single example among many
         whose error a hostile model keeps near zero.
         """
+        # It follows from the job's settings and the number of subjects, and the record needs it whole.
+        spent = {name: value for name, value in metrics.items() if name == EPSILON}
         if self.metrics == "none":
-            return {}
+            return spent
         # Validation examples are a part of their own: enough test examples do not hide a single one of these.
         enough = {
             name: value
             for name, value in metrics.items()
-            if examples.get(get_count_name(name), 0) >= self.min_test_examples
+            if name != EPSILON and examples.get(get_count_name(name), 0) >= self.min_test_examples
         }
-        if self.metrics == "exact":
-            return enough
-        return {name: value if name in COUNTS else _round_metric(value) for name, value in enough.items()}
+        if self.metrics == "rounded":
+            enough = {name: value if name in COUNTS else _round_metric(value) for name, value in enough.items()}
+        return enough | spent
 
     def allows_tensor(self, spec: TensorSpec) -> bool:
         """Whether the tensor's name matches one of ``tensors``."""

@@ -13,7 +13,7 @@ from ..runs.progress import format_bytes
 from ..runs.results import RunResult
 from ..task import TEST_EXAMPLES
 from .findings import describe_caveat
-from .tables import NO_TESTS, build_evaluations, build_events, describe_means, format_metric
+from .tables import NO_TESTS, build_evaluations, build_events, build_privacy, describe_means, format_metric
 
 FILE = "model_card.md"
 
@@ -69,7 +69,15 @@ for other libraries and as ONNX.
 
 Not for diagnosis or treatment: the model has not been validated for clinical use. Not for data of scanners, ages or
 diseases that no site had. Federated training does not anonymize: a model can reveal information on its training data.
-"""
+{_describe_privacy(run)}"""
+
+
+def _describe_privacy(run: RunResult) -> str:
+    """Return the section on differential privacy; empty without it."""
+    if (table := build_privacy([run])) is None:
+        return ""
+    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return f"\n## Privacy\n\n{table.note}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
 def build_metadata(run: RunResult) -> dict[str, Any]:

@@ -206,6 +206,24 @@ def _format_interval(record: Mapping[str, Any], name: str) -> str:
     return f"{value} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else value
 
 
+def build_privacy(runs: Sequence[RunResult]) -> ReportTable | None:
+    """Return what each site's subjects have been charged; None if no run has differential privacy."""
+    rows = []
+    for run in runs:
+        if (privacy := run.summary.get("privacy")) is None:
+            continue
+        budget = "-" if privacy["epsilon"] is None else f"{privacy['epsilon']:g}"
+        for site, spent in privacy["spent"].items():
+            outside = ", ".join(privacy["outside_budget"])
+            rows.append([site, run.label, f"{spent:.2f}", budget, f"{privacy['delta']:g}", outside])
+    columns = ["site", "run", "epsilon spent", "budget", "delta", "outside the budget"]
+    note = (
+        "Differential privacy of a subject of the site: what all messages of the run tell about its training examples "
+        "is bounded by epsilon, except with probability delta."
+    )
+    return ReportTable("Privacy", columns, rows, note) if rows else None
+
+
 def build_events(runs: Sequence[RunResult]) -> ReportTable | None:
     """Return what the runs recovered from, such as damaged checkpoints; None if nothing happened."""
     rows = [

@@ -21,6 +21,7 @@ from ..federation import Evaluation, Outcome, RoundRecord
 from ..federation.events import STEPPED_BACK
 from ..mask import Mask
 from ..params import Layout, compute_digest
+from ..privacy.config import PrivacyConfig
 from ..task import Metric
 from ..version import VERSION
 from ..wire.ledger import Ledger
@@ -45,6 +46,7 @@ class RunFacts:
         metric: the task's metric.
         config: resolved configuration as YAML.
         note: the method's note on the network, such as how many entries are maskable.
+        privacy: differential privacy of the sites' training; None: the job does not ask for it.
     """
 
     run: str
@@ -55,6 +57,7 @@ class RunFacts:
     metric: Metric
     config: str
     note: str = ""
+    privacy: PrivacyConfig | None = None
 
 
 def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
@@ -69,6 +72,7 @@ def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
         metric=assembly.task.metric,
         config=dump_config(config),
         note=method.note,
+        privacy=config.privacy,
     )
 
 
@@ -121,6 +125,8 @@ class RunFolder:
         evaluation = line.pop("evaluation")
         labels = {"metric": self.facts.metric.name, "unit": self.facts.metric.unit, "rounds": self.facts.rounds}
         figures = {"metrics": evaluation["overall"], "site_metrics": evaluation["sites"]}
+        if self.facts.privacy is None:
+            del line["spent_epsilon"]
         return {"run": self.facts.run, **line, **labels, **figures}
 
     def finish(self, outcome: Outcome) -> dict[str, Any]:
@@ -175,6 +181,7 @@ class RunFolder:
             "threads": torch.get_num_threads(),
             "versions": list_versions(),
             "model_sha256": None if outcome.encrypted else compute_digest(outcome.weights),
+            **({} if facts.privacy is None else {"privacy": _describe_privacy(facts.privacy, outcome)}),
         }
 
 
@@ -183,6 +190,15 @@ def list_versions() -> dict[str, str]:
     return {"python": platform.python_version(), "flare-sparse": VERSION} | {
         name: version(name) for name in ("nvflare", "torch", "numpy")
     }
+
+
+def _describe_privacy(privacy: PrivacyConfig, outcome: Outcome) -> dict[str, Any]:
+    """Return the settings of differential privacy, what each site has spent, and what left outside the budget."""
+    spent: dict[str, float] = {}
+    for record in outcome.rounds:
+        spent |= record.spent_epsilon
+    declared = ["number of training examples"] + (["metrics"] if privacy.metrics == "exact" else [])
+    return {**privacy.model_dump(mode="json"), "spent": dict(sorted(spent.items())), "outside_budget": declared}
 
 
 def _to_dict(evaluation: Evaluation) -> dict[str, Any]:

@@ -48,6 +48,10 @@ from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.flare.site.install import install_guards
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
+from flare_sparse.privacy.account import PrivacyAccount
+from flare_sparse.privacy.accounting import SamplingPlan, compute_epsilon
+from flare_sparse.privacy.config import PrivacyConfig
+from flare_sparse.privacy.mechanism import SiteMechanism
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
@@ -400,6 +404,24 @@ def test_metrics_of_few_test_examples_are_removed_and_the_update_leaves(kind: st
         reply = hospital.run_task()
         assert reply.get_return_code() == ReturnCode.OK
         assert bool(from_shareable(reply).meta["metrics"]) is leave
+
+
+def test_site_with_a_budget_trains_for_jobs_with_privacy_only(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "none", policy={"epsilon": 8, "metrics": "none", "min_test_examples": 99})
+    assert is_stripped(hospital.run_task())
+    assert "epsilon: the job has no privacy section" in hospital.read_site_error()
+    hospital = Hospital(tmp_path / "private", policy={"epsilon": 8, "metrics": "none", "withhold_isolated": True})
+    site = hospital.endpoint.site
+    plan = SamplingPlan.build(32, 32, 1, 2)
+    config = PrivacyConfig(noise_multiplier=4.0)
+    site.mechanism = SiteMechanism(config, plan, PrivacyAccount(), RUN, "job")
+    hospital.method.config = hospital.method.Config(rounds=2, training={"batch_size": 32})
+    dxo = from_shareable(hospital.run_task())
+    # The policy lets no metric leave, but the record needs what is spent.
+    assert dxo.meta["metrics"] == {"epsilon": compute_epsilon([plan.build_charge(4.0)], config.delta)}
+    update = hospital.server.decode("site-1", dxo.data["message"], dxo.meta["examples"], dxo.meta["metrics"])
+    # Noise on every entry: none is withheld, which would tell something about the data.
+    assert bool((update.patch.values != update.patch.mask.take(site.weights)).all())
 
 
 def test_delta_is_clipped_before_it_leaves(tmp_path: Path) -> None:

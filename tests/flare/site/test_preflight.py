@@ -12,6 +12,8 @@ from flare_sparse.config import load_config
 from flare_sparse.flare.site.allow_list import CLASSES, allow_classes
 from flare_sparse.flare.site.install import install_guards
 from flare_sparse.flare.site.preflight import Finding, check_site
+from flare_sparse.privacy.account import PRIVACY_FOLDER, PrivacyAccount, build_entry
+from flare_sparse.privacy.accounting import Charge, compute_epsilon
 
 
 @pytest.fixture
@@ -103,6 +105,29 @@ def test_policy_in_force_is_shown(kit: Path, tmp_path: Path) -> None:
     assert "this site does not check what leaves it" in check(kit)["policy"].detail
     install_guards(kit, tmp_path / "policy.yaml")
     assert check(kit)["policy"] == Finding("PASS", "policy", "min_examples: 20")
+
+
+def test_budget_of_the_site_is_compared_with_the_job_and_with_what_is_spent(kit: Path, tmp_path: Path) -> None:
+    rows = "".join(f"{i},{i % 2},{i % 7}\n" for i in range(20))
+    (tmp_path / "table.csv").write_text(f"id,x,y\n{rows}")
+    (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path / 'table.csv'}\n")
+    (tmp_path / "policy.yaml").write_text("epsilon: 8\n")
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: job\nmethod: {name: fedavg, rounds: 4, training: {batch_size: 64}}\nprivacy: {noise_multiplier: 2.0}\n"
+        "task: {name: table, kind: regression, target: y, features: [x], scaling: none, model: {name: mlp}}\n"
+    )
+    assert "no epsilon, so that every job has a budget of its own" in check(kit, job)["privacy"].detail
+    install_guards(kit, tmp_path / "policy.yaml")
+    rate_one = [Charge(2.0, 1.0, 1)]
+    spent, whole = compute_epsilon(rate_one, 1e-5), compute_epsilon(rate_one * 4, 1e-5)
+    (kit / "local" / "flare_sparse_policy.yaml").write_text(f"epsilon: {whole:.6f}\n")
+    assert f"earlier jobs have spent 0.00 of {whole:g}" in check(kit, job)["privacy"].detail
+    account = PrivacyAccount(kit / PRIVACY_FOLDER / "hospital")
+    account.charge(build_entry("a" * 16, "earlier", 1, "q", "a", rate_one[0]), None)
+    findings = check(kit, job)
+    assert findings["privacy"].verdict == findings["job"].verdict == "FAIL"
+    assert f"of which {spent:.2f} is spent. It covers 3 of 4 rounds" in findings["privacy"].detail
 
 
 def test_streaming_of_logs_fails_until_the_classes_are_allowed(kit: Path) -> None:

@@ -13,12 +13,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from ...assemble import Assembly, assemble, open_site
+from ...assemble import Assembly, assemble, open_site, plan_sampling
 from ...config import JobConfig
 from ...data.source import find_site_data
 from ...errors import ConfigError, FlareSparseError
 from ...policy.check import find_policy_conflicts
 from ...policy.policy import POLICY_FILE, read_policy
+from ...privacy.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
+from ...privacy.accounting import Charge
+from ...privacy.forecast import Forecast, explain_shortage
 from ...task import Task
 from ...tasks.script import ScriptTask
 from .allow_list import (
@@ -177,16 +180,17 @@ def _check_job(
     kit: Path, job: JobConfig, user_task: Task | None, environment: Mapping[str, str], *, is_guarded: bool
 ) -> Iterator[Finding]:
     """Read the site's data as the job would; if data and policy can be read, check the job against the policy."""
-    loaded: list[tuple[Assembly, int]] = []
+    loaded: list[tuple[Assembly, int, int]] = []
 
     def read_data() -> tuple[Verdict, str]:
         data = find_site_data(_read_site_name(kit), find_local_folder(kit), environment)
         assembly = assemble(job, user_task)
         if isinstance(assembly.task, ScriptTask):
-            loaded.append((assembly, 0))
+            loaded.append((assembly, 0, 0))
             return "WARN", f"{data.path} exists; what is in it only the job's script reads"
-        examples = open_site(assembly, data).num_examples
-        loaded.append((assembly, examples))
+        site = open_site(assembly, data)
+        examples = site.num_examples
+        loaded.append((assembly, examples, len(site.subjects)))
         if not examples:
             return "WARN", f"{data.path}: no training examples; this site would only evaluate models"
         return "PASS", f"{data.path}: {examples} training examples, as read by task {job.task.name}"
@@ -194,11 +198,35 @@ def _check_job(
     yield _attempt("data", read_data)
     if loaded and is_guarded:
         yield _attempt("job", lambda: _check_policy_allows(kit, job, *loaded[0]))
+    if loaded and job.privacy is not None:
+        yield _attempt("privacy", lambda: _check_privacy(kit, loaded[0][0], loaded[0][2]))
 
 
-def _check_policy_allows(kit: Path, job: JobConfig, assembly: Assembly, examples: int) -> tuple[Verdict, str]:
-    policy = read_policy(find_local_folder(kit) / POLICY_FILE)
-    if reasons := find_policy_conflicts(policy, job, assembly, {_read_site_name(kit): examples}):
+def _read_charges(kit: Path) -> list[Charge]:
+    """Return what all jobs so far have charged this site's subjects."""
+    root = find_local_folder(kit).absolute().parent / PRIVACY_FOLDER / _read_site_name(kit)
+    return read_ledger(root / LEDGER_FILE).list_charges()
+
+
+def _check_privacy(kit: Path, assembly: Assembly, subjects: int) -> tuple[Verdict, str]:
+    """Compute what the job charges this site's subjects, and how much of the site's own budget is left."""
+    if assembly.privacy is None or not subjects:
+        return "PASS", "no training subjects: nothing is charged"
+    limit = read_policy(find_local_folder(kit) / POLICY_FILE).privacy_budget
+    forecast = Forecast.compute(assembly.privacy, plan_sampling(assembly.method, subjects), limit, _read_charges(kit))
+    if limit is None:
+        return "WARN", f"{forecast}; this site's policy has no epsilon, so that every job has a budget of its own"
+    if shortage := explain_shortage(forecast, limit):
+        return "FAIL", shortage
+    return "PASS", f"{forecast}; earlier jobs have spent {forecast.spent:.2f} of {limit.epsilon:g} at {limit.delta:g}"
+
+
+def _check_policy_allows(
+    kit: Path, job: JobConfig, assembly: Assembly, examples: int, subjects: int
+) -> tuple[Verdict, str]:
+    policy, name = read_policy(find_local_folder(kit) / POLICY_FILE), _read_site_name(kit)
+    charges = [] if policy.privacy_budget is None else _read_charges(kit)
+    if reasons := find_policy_conflicts(policy, job, assembly, {name: examples}, {name: subjects}, charges):
         return "FAIL", f"this site's policy would refuse updates of {job.name}: {' | '.join(reasons)}"
     return "PASS", f"this site's policy allows {job.name}"
 
