@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -143,10 +144,8 @@ def _check_privacy(report: Report, settings: RunConfig, task: Task, sites: list[
         return
     for name, count in _count_subjects(sites).items():
         if count:
-            plan, privacy = plan_sampling(assembly.method, count), assembly.privacy
-            report.attempt(
-                f"privacy of {name}", lambda privacy=privacy, plan=plan: Forecast.compute(privacy, plan), str
-            )
+            plan = plan_sampling(assembly.method, count)
+            report.attempt(f"privacy of {name}", partial(Forecast.compute, assembly.privacy, plan), str)
 
 
 def _describe_settings(settings: RunConfig) -> str:

@@ -28,7 +28,7 @@ from ...errors import FlareSparseError, PolicyRefusal
 from ...exchange import Patch, Request, Update
 from ...policy.isolation import MAX_EXAMPLES, withhold_isolated_units
 from ...policy.policy import Policy, raise_refusals
-from ...task import TEST_EXAMPLES, VALIDATION_EXAMPLES
+from ...task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES
 from ...wire.codec import decode
 from ...wire.messages import Decoded
 from ...wire.plan import ValueFormat
@@ -206,18 +206,20 @@ def _select_metrics(
     counts = {TEST_EXAMPLES: site.num_test_examples, VALIDATION_EXAMPLES: site.num_validation_examples}
     metrics = policy.sanitize_metrics(metrics, counts)
     is_limited = policy.max_evaluations is not None or policy.max_daily_evaluations is not None
-    if not metrics or not is_limited:
+    # What is spent is no metric of a model: it is not counted, and leaves past every limit.
+    spent = {name: value for name, value in metrics.items() if name == EPSILON}
+    if metrics == spent or not is_limited:
         return metrics
     # Without a record nothing can be counted, so nothing may leave.
     if requests is None:
-        return {}
+        return spent
     is_released = requests.release_metrics(
         RequestId(request.kind, request.round),
         endpoint.compute_model_digest(),
         limit=policy.max_evaluations,
         daily=policy.max_daily_evaluations,
     )
-    return metrics if is_released else {}
+    return metrics if is_released else spent
 
 
 def _get_reference(update: Update, endpoint: SiteEndpoint) -> Any:
