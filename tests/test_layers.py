@@ -42,6 +42,7 @@ ORDER = (
     ("config",),
     ("assemble",),
     ("runs", "policy"),
+    ("audit",),
     ("report",),
     ("evidence",),
     ("flare",),

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .adapt import adapt
+from .audit import audit
 from .bench import bench
 from .check import check
 from .console import Commands, join_lines
@@ -32,7 +33,8 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 for command in (
-    run, watch, report, evaluate, evidence, sweep, bench, adapt, check, estimate, export, save, decrypt, fetch_model,
+    run, watch, report, evaluate, audit, evidence, sweep, bench, adapt, check, estimate, export, save, decrypt,
+    fetch_model,
     methods, tasks, phantom,
 ):  # fmt: skip
     app.command()(command)

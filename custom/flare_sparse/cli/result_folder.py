@@ -12,7 +12,7 @@ from ..errors import ConfigError, DiskFull
 from ..runs.continuation import FINAL
 from ..runs.folder import APPENDED_FILES
 from ..runs.model_files import delete_models
-from ..runs.results import EVALUATIONS
+from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
 from .local import ERRORS
 from .outcome import LEAST_FREE, RunCommand, describe_disk, measure_free
 from .resume import has_checkpoint
@@ -25,9 +25,10 @@ RECORD = (
     "round_metrics.jsonl",
     "job_id.txt",
     "evidence.zip",
+    AUDIT_FILE,
 )
 """Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
-FOLDERS = (EVALUATIONS, ERRORS, FINAL)
+FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER)
 """Folders that describe the models and the sites of a finished run, or continue it."""
 
 

@@ -12,6 +12,7 @@ from ..runs.contributions import Contributions, describe_missed
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult
 from ..task import TEST_EXAMPLES
+from .attacks import describe_attacks
 from .findings import describe_caveat
 from .tables import NO_TESTS, build_evaluations, build_events, build_privacy, describe_means, format_metric
 
@@ -54,7 +55,7 @@ rounds (seed {s["seed"]}); {sparsity}. The data never left the sites.{_describe_
 {format_bytes(run.sum_directions("payload_bytes"))} in {run.sum_directions("messages")} messages; dense FedAvg would
 have sent {format_bytes(run.sum_directions("dense_bytes"))}.{_describe_events(run)}
 
-## Usage
+{_describe_attacks(run)}## Usage
 
 ```python
 from flare_sparse import load_model
@@ -148,6 +149,12 @@ def _describe_events(run: RunResult) -> str:
     return "" if table is None else "\n\nEvents of the run:\n\n" + "\n".join(
         f"- round {row[2]}, {row[0]}: {row[3]} {row[4]}".rstrip() for row in table.rows
     )  # fmt: skip
+
+
+def _describe_attacks(run: RunResult) -> str:
+    """Return the section on ``flare-sparse audit``; empty without an audit."""
+    sentences = "\n".join(f"- {sentence}" for sentence in describe_attacks(run))
+    return f"## Attacks\n\n{sentences}\n\n" if sentences else ""
 
 
 def _describe_digest(summary: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
 from . import figures
+from .attacks import build_attacks
 from .comparisons import build_comparisons, build_group_comparisons
 from .findings import describe_caveat, describe_findings, describe_sites
 from .tables import (
@@ -152,6 +153,7 @@ def _build_content(runs: list[RunResult]) -> dict[str, Any]:
         "evaluations": build_evaluations(runs),
         "matrices": build_matrices(runs),
         "privacy": build_privacy(runs),
+        "attacks": build_attacks(runs),
         "events": build_events(runs),
         "sites": [_build_site_row(site, runs) for site in names],
         "without_contribution": [entry for run in runs for entry in _list_without_contribution(run)],

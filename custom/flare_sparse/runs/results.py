@@ -23,6 +23,10 @@ EVALUATIONS = "evaluations"
 """Folder of the evaluations of a run's models, in the result folder."""
 CROSS_SITE_FILE = "cross_site.json"
 """File in that folder with the metrics of every model at every site."""
+AUDIT_FILE = "audit.json"
+"""File with the record of ``flare-sparse audit``, in the result folder."""
+AUDIT_FOLDER = "audit"
+"""Folder with what an interrupted audit continues from, in the result folder."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,13 @@ class RunResult:
         """Record of ``flare-sparse evaluate --matrix``; empty without one."""
         record = _read_json(self.path / EVALUATIONS / CROSS_SITE_FILE)
         return record if record.keys() >= {"results", "examples"} else {}
+
+    @cached_property
+    def audit(self) -> dict[str, Any]:
+        """Record of ``flare-sparse audit``; empty without one, or if it is of another model."""
+        record = _read_json(self.path / AUDIT_FILE)
+        is_current = record.get("model_sha256") == self.summary["model_sha256"]
+        return record if is_current and record.keys() >= {"attacks", "skipped"} else {}
 
     def sum_directions(self, key: str) -> int:
         """Return a count summed over both directions.

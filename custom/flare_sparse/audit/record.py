@@ -1,0 +1,113 @@
+"""The record of an audit: ``audit.json`` in the result folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ..assemble import open_site
+from ..checkpoint.writing import write_json
+from ..errors import ConfigError, DataError
+from ..runs.load import load_trained_model
+from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, RunResult
+from ..seeds import limit_threads
+from ..task import Examples, SiteData
+from .attacks import Attacker, AuditOptions, RunAttacks
+from .result import AttackResult
+from .training import Retraining
+
+
+def audit_run(
+    run: RunResult,
+    data: Mapping[str, SiteData],
+    attackers: Collection[Attacker],
+    options: AuditOptions,
+    on_progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Attack the final model of a run, write ``audit.json`` and return it.
+
+    Args:
+        run: the run.
+        data: data of its sites.
+        attackers: attackers whose attacks are made.
+        options: what the audit does.
+        on_progress: called with a line per step.
+
+    Raises:
+        ConfigError: the run has no common model, or a script trained it.
+        DataError: the data cannot be loaded.
+    """
+    started = time.monotonic()
+    model, assembly, config = load_trained_model(run.path)
+    _check_auditable(run, has_global_model=assembly.method.has_global_model, is_script=config.task.key == "script")
+    with limit_threads(config.federation.threads):
+        examples = _load_examples(run, data, lambda site: open_site(assembly, data[site]).examples)
+        retraining = Retraining(run.path, config, data, examples)
+        folder = run.path / AUDIT_FOLDER
+        attacks = RunAttacks(assembly.task, model, retraining, run.identity, folder, options, on_progress)
+        results, skipped = _make_attacks(attacks, attackers, on_progress)
+    record = {
+        "run": run.path.resolve().name,
+        "run_id": run.summary["run"],
+        "model_sha256": run.summary["model_sha256"],
+        "method": run.summary["method"],
+        "sparsity": run.summary["sparsity"],
+        "seed": run.summary["seed"],
+        "attackers": sorted(attackers),
+        "options": asdict(options),
+        "sites": sorted(examples),
+        "members": int(attacks.examples.is_member.sum()),
+        "non_members": int((~attacks.examples.is_member).sum()),
+        "attacks": [result.to_dict() for result in results],
+        "skipped": skipped,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    write_json(run.path / AUDIT_FILE, record)
+    return record
+
+
+def _make_attacks(
+    attacks: RunAttacks, attackers: Collection[Attacker], on_progress: Callable[[str], None]
+) -> tuple[list[AttackResult], list[dict[str, str]]]:
+    """Return the results, and the attacks that this run does not allow, with the reason."""
+    results, skipped = [], []
+    for attacker, name, attack in (
+        ("outsider", "loss threshold", attacks.attack_by_loss),
+        ("outsider", "rmia", attacks.attack_by_rmia),
+        ("outsider", "canaries", attacks.attack_by_canaries),
+        ("outsider", "site of a prediction", attacks.attribute_predictions),
+        ("member", "gradient classifier", attacks.attack_between_sites),
+    ):
+        if attacker not in attackers:
+            continue
+        on_progress(f"{attacker}: {name}")
+        try:
+            results.append(attack())
+        except DataError as error:
+            skipped.append({"attacker": attacker, "attack": name, "reason": str(error)})
+    if "server" in attackers:
+        reason = "the run recorded no updates of its sites"
+        skipped.append({"attacker": "server", "attack": "all", "reason": reason})
+    return results, skipped
+
+
+def _check_auditable(run: RunResult, *, has_global_model: bool, is_script: bool) -> None:
+    """Raises:
+    ConfigError: the run has no model that its attackers could see, or no examples here.
+    """
+    if not has_global_model:
+        raise ConfigError(f"{run.path}: {run.summary['method']} has no common model, which attackers would see")
+    if is_script:
+        raise ConfigError(f"{run.path}: a training script loaded the data, so its examples are not known here")
+
+
+def _load_examples(
+    run: RunResult, data: Mapping[str, SiteData], load: Callable[[str], Examples]
+) -> dict[str, Examples]:
+    """Return the examples of the sites that contributed to the model."""
+    contributed = [site for site, part in run.contributions.items() if part.contributed and site in data]
+    if not contributed:
+        raise DataError(f"{run.path}: no site of this data contributed to the model")
+    return {site: load(site) for site in contributed}

@@ -1,0 +1,110 @@
+"""``flare-sparse audit``: measure what finished runs reveal about their training examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..audit.attacks import Attacker, AuditOptions
+from ..audit.record import audit_run
+from ..errors import ConfigError
+from ..report.attacks import describe_result
+from ..report.card import write_card
+from ..runs.load import load_assembly
+from ..runs.results import AUDIT_FILE, RunResult
+from .console import err
+from .console import out as console
+from .sites import prepare_site_data
+
+ATTACKERS: tuple[Attacker, ...] = ("outsider", "member", "server")
+
+
+def audit(
+    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)],
+    attackers: Annotated[str, typer.Option(help="Attackers, separated by commas: outsider, member, server")] = ",".join(
+        ATTACKERS
+    ),
+    references: Annotated[
+        int, typer.Option(min=0, max=8, help="Reference models of RMIA; each takes as long as a run; 0: no RMIA")
+    ] = 4,
+    canaries: Annotated[
+        int, typer.Option(min=0, help="Canaries of one more run, which bound epsilon from below; 0: none")
+    ] = 100,
+    epsilon: Annotated[
+        float | None, typer.Option(min=0, help="Epsilon that the run claims; exit code 1 if the canaries contradict it")
+    ] = None,
+    delta: Annotated[float, typer.Option(min=0, max=1, help="Delta of the claim")] = 1e-5,
+    resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON")] = False,
+) -> None:
+    """Attack the models of finished runs as an outsider, as another site and as the server, and measure the success.
+
+    Members are the training examples of the sites, non-members their test examples, so the data of all sites must be on
+    this machine. Writes RUN/audit.json, which report and model card show. A second call continues an interrupted one.
+    Needs the extra audit. docs/audit.md explains the attacks and their figures.
+
+    [dim]flare-sparse audit runs/neurosfl_brain_age[/]
+
+    [dim]flare-sparse audit runs/dense runs/pruned --attackers member --json[/]
+    """
+    chosen = _parse_attackers(attackers)
+    _check_libraries()
+    options = AuditOptions(references, canaries, epsilon, delta, resamples)
+    records = []
+    for run in runs:
+        assembly, config = load_assembly(run)
+        if config.simulator is None:
+            raise ConfigError(f"{run}: an audit needs the data of all sites, but config.yaml has no simulator section")
+        result = RunResult.read(run)
+        data = prepare_site_data(config, assembly.task, run)
+        records.append(audit_run(result, data, chosen, options, lambda line: err.print(line, markup=False)))
+        write_card(RunResult.read(run))
+    if as_json:
+        console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
+    else:
+        for run, record in zip(runs, records, strict=True):
+            _show(record)
+            console.print(f"record: {run / AUDIT_FILE}", markup=False)
+    if any(attack.get("contradicts_claim") for record in records for attack in record["attacks"]):
+        err.print("the canaries contradict the claimed epsilon", markup=False)
+        raise typer.Exit(1)
+
+
+def _parse_attackers(text: str) -> list[Attacker]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or set(names) - set(ATTACKERS):
+        raise ConfigError(f"--attackers {text!r}: expected some of {', '.join(ATTACKERS)}, separated by commas")
+    return [name for name in ATTACKERS if name in names]
+
+
+def _check_libraries() -> None:
+    """Raises:
+    ConfigError: scikit-learn is not installed.
+    """
+    try:
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"audit needs scikit-learn: pip install 'flare-sparse[audit]' ({error.name})") from error
+
+
+def _show(record: dict[str, Any]) -> None:
+    counts = f"{record['members']} members, {record['non_members']} non-members"
+    table = Table(title=f"{record['run']}: attacks; {counts}", title_justify="left")
+    for column in ("attacker", "attack", "AUC", "95 % interval", "TPR at 1 % FPR", "result"):
+        table.add_column(column, justify="left" if column in ("attacker", "attack", "result") else "right")
+    for attack in record["attacks"]:
+        bounds = attack["interval"]
+        interval = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"
+        figures = [_format_figure(attack[name]) for name in ("auc", "tpr_at_1_percent_fpr")]
+        table.add_row(attack["attacker"], attack["attack"], figures[0], interval, figures[1], describe_result(attack))
+    console.print(table)
+    for attack in record["skipped"]:
+        console.print(f"{attack['attacker']}, {attack['attack']}: not made: {attack['reason']}", markup=False)
+
+
+def _format_figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

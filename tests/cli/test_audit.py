@@ -1,0 +1,124 @@
+"""``flare-sparse audit``: attacks on finished runs, one that overfits and one that cannot."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from flare_sparse.cli import app
+from flare_sparse.cli.local import run_config_locally
+from flare_sparse.config import load_config
+
+COLUMNS = 300
+LEAKY = ["method={name: fedavg, rounds: 3, training: {epochs: 12, batch_size: 64, optimizer: adam, lr: 2e-2}}"]
+IDLE = ["method={name: fedavg, rounds: 1, training: {epochs: 1, lr: 1e-9}}"]
+
+
+def write_noise(path: Path, count: int) -> None:
+    """Write stays whose outcome is a coin toss: what a model knows of it, it knows by heart."""
+    draw = random.Random(path.stem)
+    head = ",".join(f"med_{i}" for i in range(COLUMNS))
+    rows = [
+        f"{path.stem}-{i},{i % 2}," + ",".join(str(draw.randint(0, 1)) for _ in range(COLUMNS)) for i in range(count)
+    ]
+    path.write_text("\n".join([f"stay,died,{head}", *rows]) + "\n")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that learned its training examples by heart and one that learned nothing."""
+    folder = tmp_path_factory.mktemp("audit")
+    for name in ("site-1", "site-2", "site-3"):
+        write_noise(folder / f"{name}.csv", 80)
+    file = folder / "job.yaml"
+    file.write_text(
+        "name: stays\nmethod: {name: fedavg}\n"
+        f"task: {{name: mortality, medications: {COLUMNS}, split: {{test: 0.4}}, model: {{name: mlp, hidden: [8]}}}}\n"
+        "simulator: {sites: 3, data: {path: '{site}.csv'}}\n"
+    )
+    for name, settings in (("leaky", LEAKY), ("idle", IDLE)):
+        run_config_locally(load_config(file, settings), file, folder / name)
+    return folder
+
+
+def call(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, ["audit", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def list_attacks(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {attack["attack"]: attack for attack in record["attacks"]}
+
+
+def test_run_that_learned_by_heart_is_found_out_by_every_attack(runs: Path) -> None:
+    result = call(runs / "leaky", "--references", 2, "--resamples", 200, "--json", "--epsilon", 0.1)
+    # The audit contradicts the claim.
+    assert result.exit_code == 1, result.output
+    record = json.loads((runs / "leaky" / "audit.json").read_text())
+    assert json.loads(result.stdout) == record
+    assert (record["members"], record["non_members"]) == (144, 96)
+    attacks = list_attacks(record)
+    assert list(attacks) == ["loss threshold", "rmia", "canaries", "site of a prediction", "gradient classifier"]
+    for name in ("loss threshold", "rmia", "gradient classifier"):
+        assert attacks[name]["auc"] > 0.75, name
+        low, high = attacks[name]["interval"]
+        assert 0.6 < low < attacks[name]["auc"] < high <= 1
+    assert attacks["gradient classifier"]["pairs"] == attacks["gradient classifier"]["successful"] == 6
+    canaries = attacks["canaries"]
+    assert canaries["epsilon_lower_bound"] > canaries["claimed_epsilon"] == 0.1
+    assert canaries["contradicts_claim"]
+    assert "contradict the claimed epsilon" in result.stderr
+    assert [entry["attacker"] for entry in record["skipped"]] == ["server"]
+    card = (runs / "leaky" / "model_card.md").read_text()
+    assert "## Attacks" in card
+
+
+def test_run_that_learned_nothing_withstands(runs: Path) -> None:
+    result = call(runs / "idle", "--references", 2, "--resamples", 200, "--epsilon", 0.1)
+    assert result.exit_code == 0, result.output
+    attacks = list_attacks(json.loads((runs / "idle" / "audit.json").read_text()))
+    for name in ("loss threshold", "rmia", "gradient classifier"):
+        low, high = attacks[name]["interval"]
+        assert low < 0.5 < high, name
+    assert attacks["canaries"]["epsilon_lower_bound"] == 0.0
+    assert not attacks["canaries"]["contradicts_claim"]
+
+
+def test_interrupted_audit_trains_no_model_twice(runs: Path) -> None:
+    arguments = (runs / "idle", "--references", 1, "--canaries", 0, "--resamples", 0, "--attackers", "outsider")
+    first, second = call(*arguments), call(*arguments)
+    assert "training" not in second.stderr
+    assert first.exit_code == second.exit_code == 0
+    record = json.loads((runs / "idle" / "audit.json").read_text())
+    assert [(entry["attack"], entry["reason"]) for entry in record["skipped"]] == [("canaries", "--canaries is 0")]
+    # A file of another model is not used.
+    file = runs / "idle" / "audit" / "reference-1.npz"
+    with np.load(file) as stored:
+        np.savez(file, losses=stored["losses"], identity=np.array("another"))
+    assert "reference model 1 of 1: training" in call(*arguments).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["--attackers", "insider"], "expected some of outsider, member, server"), (["--attackers", ""], "expected some")],
+)
+def test_unknown_attacker_is_a_wrong_configuration(runs: Path, arguments: list[str], text: str) -> None:
+    result = call(runs / "idle", *arguments)
+    assert result.exit_code == 2
+    assert text in result.output
+
+
+def test_report_lists_the_attacks(runs: Path) -> None:
+    call(runs / "idle", "--references", 0, "--canaries", 0, "--resamples", 0)
+    result = CliRunner().invoke(app, ["report", str(runs / "idle"), "--no-baselines"])
+    assert result.exit_code == 0, result.output
+    page = (runs / "idle" / "report" / "report.html").read_text()
+    assert "<h2>Attacks</h2>" in page
+    assert "<td>gradient classifier</td>" in page
+    attacks = list_attacks(json.loads((runs / "idle" / "audit.json").read_text()))
+    assert f"<td>{attacks['loss threshold']['auc']:.3f}</td>" in page
