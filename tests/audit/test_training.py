@@ -33,11 +33,13 @@ def test_selected_rows_are_the_examples_of_their_site() -> None:
 
 def test_canaries_have_the_targets_of_other_examples() -> None:
     x = torch.arange(20.0)
-    canaries = Canaries(TensorDataset(x, 100 + x), [3, 5, 8, 13], seed=1)
+    canaries = Canaries(TensorDataset(x, 100 + x, 200 + x), [3, 5, 8, 13], seed=1)
     pairs = [(example[0].item(), example[1].item()) for example in (canaries[i] for i in range(len(canaries)))]
     assert [own for own, _ in pairs] == [3, 5, 8, 13]
     assert sorted(target for _, target in pairs) == [103, 105, 108, 113]
     assert all(target != 100 + own for own, target in pairs)
+    # What belongs to the target, such as its weight in the loss, goes with it.
+    assert all(example[2].item() == example[1].item() + 100 for example in (canaries[i] for i in range(4)))
 
 
 def test_examples_without_targets_cannot_be_canaries() -> None:

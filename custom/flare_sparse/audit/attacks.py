@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
 from torch.utils.data import ConcatDataset, Subset
 
 from ..errors import DataError
+from ..policy.policy import Policy
 from ..seeds import derive_seed
 from ..task import Task
 from .attribution import attribute_examples
@@ -36,6 +37,9 @@ class AuditOptions:
         epsilon: epsilon that the run claims; None: none.
         delta: delta of the claim.
         resamples: number of bootstrap resamples; 0: no intervals.
+        steps: steps of the optimisation that inverts a message; 0: none.
+        policy: policy of the sites whose messages are inverted; None: they have none.
+        policy_name: its file or preset.
     """
 
     references: int = 4
@@ -43,6 +47,14 @@ class AuditOptions:
     epsilon: float | None = None
     delta: float = 1e-5
     resamples: int = 1000
+    steps: int = 200
+    policy: Policy | None = None
+    policy_name: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options by name."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if not name.startswith("policy")}
+        return {**values, "policy": self.policy_name}
 
 
 class RunAttacks:
@@ -125,7 +137,7 @@ class RunAttacks:
         try:
             canaries = Canaries(dataset, rows.tolist(), derive_seed(self._seed, "audit targets"))
         except TypeError as error:
-            raise DataError(f"canaries need examples that are tuples with the target last, but {error}") from error
+            raise DataError(f"canaries need examples that are tuples of input and target, but {error}") from error
         is_included = generator.random(len(rows)) < 0.5
         file = self._folder / f"canaries-{len(rows)}.npz"
         losses = self._read_or_compute(file, lambda: self._train_on_canaries(canaries, rows, is_included))

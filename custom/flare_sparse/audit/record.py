@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
 from typing import Any
 
-from ..assemble import open_site
+from ..assemble import Assembly, open_site
 from ..checkpoint.writing import write_json
 from ..errors import ConfigError, DataError
 from ..runs.load import load_trained_model
-from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, RunResult
+from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, PICTURES, RunResult
 from ..seeds import limit_threads
 from ..task import Examples, SiteData
 from .attacks import Attacker, AuditOptions, RunAttacks
 from .result import AttackResult
+from .server import Inversion, ServerAttacks, save_pictures
 from .training import Retraining
 
 
@@ -48,6 +48,12 @@ def audit_run(
         folder = run.path / AUDIT_FOLDER
         attacks = RunAttacks(assembly.task, model, retraining, run.identity, folder, options, on_progress)
         results, skipped = _make_attacks(attacks, attackers, on_progress)
+        if "server" in attackers:
+            inversions, reason = _invert_messages(assembly, data, examples, options, on_progress)
+            results += [inversion.to_result(options.policy_name) for inversion in inversions]
+            skipped += [{"attacker": "server", "attack": "inversion", "reason": reason}] if reason else []
+            folder.mkdir(exist_ok=True)
+            save_pictures(inversions, folder / PICTURES)
     record = {
         "run": run.path.resolve().name,
         "run_id": run.summary["run"],
@@ -56,7 +62,7 @@ def audit_run(
         "sparsity": run.summary["sparsity"],
         "seed": run.summary["seed"],
         "attackers": sorted(attackers),
-        "options": asdict(options),
+        "options": options.to_dict(),
         "sites": sorted(examples),
         "members": int(attacks.examples.is_member.sum()),
         "non_members": int((~attacks.examples.is_member).sum()),
@@ -72,7 +78,8 @@ def _make_attacks(
     attacks: RunAttacks, attackers: Collection[Attacker], on_progress: Callable[[str], None]
 ) -> tuple[list[AttackResult], list[dict[str, str]]]:
     """Return the results, and the attacks that this run does not allow, with the reason."""
-    results, skipped = [], []
+    results: list[AttackResult] = []
+    skipped: list[dict[str, str]] = []
     for attacker, name, attack in (
         ("outsider", "loss threshold", attacks.attack_by_loss),
         ("outsider", "rmia", attacks.attack_by_rmia),
@@ -87,10 +94,23 @@ def _make_attacks(
             results.append(attack())
         except DataError as error:
             skipped.append({"attacker": attacker, "attack": name, "reason": str(error)})
-    if "server" in attackers:
-        reason = "the run recorded no updates of its sites"
-        skipped.append({"attacker": "server", "attack": "all", "reason": reason})
     return results, skipped
+
+
+def _invert_messages(
+    assembly: Assembly,
+    data: Mapping[str, SiteData],
+    examples: Mapping[str, Examples],
+    options: AuditOptions,
+    on_progress: Callable[[str], None],
+) -> tuple[list[Inversion], str]:
+    """Return the inverted messages of the first site, and why there are none."""
+    site = open_site(assembly, data[min(examples)])
+    try:
+        attacks = ServerAttacks(assembly, site, site.examples.test, options.policy, options.steps)
+        return list(attacks.invert_messages(on_progress)), ""
+    except DataError as error:
+        return [], str(error)
 
 
 def _check_auditable(run: RunResult, *, has_global_model: bool, is_script: bool) -> None:

@@ -115,7 +115,7 @@ class Canaries(Dataset[Any]):
     """Examples with the targets of other examples, which a model can only know by heart.
 
     Args:
-        dataset: examples whose last part is the target.
+        dataset: examples whose first part is the input; the others, such as target and weight, belong together.
         rows: the examples that become canaries.
         seed: seed of the permutation of their targets.
 
@@ -133,7 +133,7 @@ class Canaries(Dataset[Any]):
             example, other = dataset[row], dataset[rows[shifted[position]]]
             if not isinstance(example, (tuple, list)) or len(example) < 2:
                 raise TypeError(f"an example is {type(example).__name__}")
-            self._examples.append((*example[:-1], other[-1]))
+            self._examples.append((example[0], *other[1:]))
 
     def __len__(self) -> int:
         return len(self._examples)

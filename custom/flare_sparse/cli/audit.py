@@ -12,6 +12,7 @@ from rich.table import Table
 from ..audit.attacks import Attacker, AuditOptions
 from ..audit.record import audit_run
 from ..errors import ConfigError
+from ..policy.policy import find_policy_file, read_policy
 from ..report.attacks import describe_result
 from ..report.card import write_card
 from ..runs.load import load_assembly
@@ -39,6 +40,12 @@ def audit(
     ] = None,
     delta: Annotated[float, typer.Option(min=0, max=1, help="Delta of the claim")] = 1e-5,
     resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Steps of the optimisation that inverts a message; 0: linear layers only")
+    ] = 200,
+    policy: Annotated[
+        str | None, typer.Option(help="Policy of the sites whose messages the server inverts: a file or a preset")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON")] = False,
 ) -> None:
     """Attack the models of finished runs as an outsider, as another site and as the server, and measure the success.
@@ -53,7 +60,8 @@ def audit(
     """
     chosen = _parse_attackers(attackers)
     _check_libraries()
-    options = AuditOptions(references, canaries, epsilon, delta, resamples)
+    site_policy = read_policy(find_policy_file(Path(policy))) if policy else None
+    options = AuditOptions(references, canaries, epsilon, delta, resamples, steps, site_policy, policy or "")
     records = []
     for run in runs:
         assembly, config = load_assembly(run)

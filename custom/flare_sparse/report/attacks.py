@@ -17,7 +17,8 @@ KNOWLEDGE = {
 NOTE = (
     "flare-sparse audit. AUC: how often the attacker ranks a training subject above another one, 0.5 by guessing; in "
     "brackets the 95 % bootstrap interval. TPR at 1 % FPR: share of the training subjects found where 1 % of the "
-    "others are accused wrongly."
+    "others are accused wrongly. Inversion: number of examples behind the message; peak signal-to-noise ratio of the "
+    "rebuilt input that is closest to a true one."
 )
 
 
@@ -36,6 +37,8 @@ def describe_attack(attack: Mapping[str, Any]) -> str:
     if name == "canaries":
         confidence = f"95 %, delta {attack['delta']:g}"
         return f"One more run with {attack['canaries']} planted examples shows: {result} ({confidence})."
+    if "batch_size" in attack:
+        return f"{_describe_message(attack)}: {result}."
     if "chance" in attack:
         return f"The {name} is recognised: {result}."
     figures = f"AUC {_format_auc(attack)}, {_format_share(attack['tpr_at_1_percent_fpr'])} of them at 1 % false alarms"
@@ -53,6 +56,8 @@ def describe_result(attack: Mapping[str, Any]) -> str:
         verdict = "which this contradicts" if attack["contradicts_claim"] else "which this does not contradict"
         beside = "" if claim is None else f"; claimed {claim:g}, {verdict}"
         return f"epsilon is at least {attack['epsilon_lower_bound']:.2f}{beside}"
+    if "batch_size" in attack:
+        return _describe_inversion(attack)
     if "chance" in attack:
         return f"accuracy {attack['accuracy']:.3f}, by guessing {attack['chance']:.3f}"
     return f"balanced accuracy {attack['balanced_accuracy']:.3f}"
@@ -62,7 +67,7 @@ def build_attacks(runs: Sequence[RunResult]) -> ReportTable | None:
     """Return the attacks on all runs; None without an audit."""
     rows = [
         [
-            *(run.label, attack["attacker"], attack["attack"], _format_auc(attack)),
+            *(run.label, attack["attacker"], _name_attack(attack), _format_auc(attack)),
             *(format_metric(attack["tpr_at_1_percent_fpr"]), describe_result(attack)),
         ]
         for run in runs
@@ -70,6 +75,24 @@ def build_attacks(runs: Sequence[RunResult]) -> ReportTable | None:
     ]
     columns = ["run", "attacker", "attack", "AUC", "TPR at 1 % FPR", "result"]
     return ReportTable("Attacks", columns, rows, NOTE) if rows else None
+
+
+def _name_attack(attack: Mapping[str, Any]) -> str:
+    return f"{attack['attack']}, {attack['batch_size']}" if "batch_size" in attack else str(attack["attack"])
+
+
+def _describe_message(attack: Mapping[str, Any]) -> str:
+    examples = f"{attack['batch_size']} examples" if attack["batch_size"] > 1 else "one example"
+    policy = f" under the policy {attack['policy']}" if attack["policy"] else ""
+    return f"A server that inverts {attack['message']} of {examples}{policy}"
+
+
+def _describe_inversion(attack: Mapping[str, Any]) -> str:
+    if attack["psnr"] is None:
+        return f"rebuilds nothing: {' '.join(attack['notes'])}"
+    ssim = "" if attack["ssim"] is None else f", SSIM {attack['ssim']:.2f}"
+    guess = f"the mean of other examples {attack['psnr_of_mean']:.1f} dB"
+    return f"best input {attack['psnr']:.1f} dB{ssim}, by {attack['way']}; {guess}"
 
 
 def _format_auc(attack: Mapping[str, Any]) -> str:
