@@ -11,6 +11,8 @@ from nvflare.apis.event_type import EventType
 from toy import Toy, ToyBench
 
 from flare_sparse.endpoints.site import SiteEndpoint
+from flare_sparse.errors import PolicyRefusal
+from flare_sparse.flare import session as session_module
 from flare_sparse.flare.session import MODELS_FOLDER, SITE_MODELS_VARIABLE, SiteSession
 from flare_sparse.runs.model_files import list_site_models
 
@@ -45,3 +47,24 @@ def test_simulated_site_saves_its_network_beside_those_of_the_others(
     end_job(tmp_path / "kit", "norms")
     assert list(list_site_models(tmp_path / "models")) == ["site-1"]
     assert not (tmp_path / "kit").exists()
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_job_whose_server_keeps_updates_reads_no_data_where_the_policy_forbids_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool
+) -> None:
+    (tmp_path / "flare_sparse_policy.yaml").write_text("record_updates: false\n")
+    job = SimpleNamespace(audit=SimpleNamespace(record_updates=records))
+    bench = ToyBench()
+    monkeypatch.setattr(session_module, "_assemble", lambda fl_ctx: (job, SimpleNamespace(weights=bench.weights)))
+
+    def load(*arguments: Any, **settings: Any) -> None:
+        raise AssertionError("data was read")
+
+    monkeypatch.setattr(session_module, "replace", load)
+    workspace = SimpleNamespace(get_site_config_dir=lambda: str(tmp_path))
+    engine = SimpleNamespace(get_workspace=lambda: workspace)
+    fl_ctx: Any = SimpleNamespace(get_engine=lambda: engine, get_identity_name=lambda: "site-1")
+    error, text = (PolicyRefusal, "record_updates") if records else (AssertionError, "data was read")
+    with pytest.raises(error, match=text):
+        SiteSession().get_endpoint(fl_ctx)

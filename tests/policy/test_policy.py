@@ -217,3 +217,13 @@ def test_malformed_policy_is_refused_with_the_name_of_the_field(text: str, messa
     (tmp_path / "policy.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_policy(tmp_path / "policy.yaml")
+
+
+def test_strict_policy_refuses_jobs_whose_server_keeps_updates() -> None:
+    policies = {name: read_policy(file) for name, file in PRESETS.items()}
+    refused = {name: list(policy.check_recording(records_updates=True)) for name, policy in policies.items()}
+    assert refused["open"] == refused["careful"] == []
+    assert refused["strict"] == [
+        "record_updates: the server of this job keeps every update; set audit.record_updates to false"
+    ]
+    assert list(policies["strict"].check_recording(records_updates=False)) == []

@@ -11,11 +11,12 @@ from ..checkpoint.writing import write_json
 from ..errors import ConfigError, DataError
 from ..runs.load import load_trained_model
 from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, PICTURES, RunResult
+from ..runs.updates import UPDATES
 from ..seeds import limit_threads
 from ..task import Examples, SiteData
 from .attacks import Attacker, AuditOptions, RunAttacks
 from .result import AttackResult
-from .server import Inversion, ServerAttacks, save_pictures
+from .server import Inversion, ServerAttacks, attribute_recorded_updates, save_pictures
 from .training import Retraining
 
 
@@ -52,6 +53,10 @@ def audit_run(
             inversions, reason = _invert_messages(assembly, data, examples, options, on_progress)
             results += [inversion.to_result(options.policy_name) for inversion in inversions]
             skipped += [{"attacker": "server", "attack": "inversion", "reason": reason}] if reason else []
+            try:
+                results.append(attribute_recorded_updates(run.path / UPDATES, options.resamples, config.seed))
+            except DataError as error:
+                skipped.append({"attacker": "server", "attack": "site of an update", "reason": str(error)})
             folder.mkdir(exist_ok=True)
             save_pictures(inversions, folder / PICTURES)
     record = {

@@ -101,6 +101,7 @@ def run_config_locally(
                 run=assembly.run_id,
                 rules=build_rules(config),
                 on_round=commit,
+                on_updates=folder.record_updates,
                 ledger=ledger,
                 thread_count=config.torch_threads,
                 stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),

@@ -13,6 +13,7 @@ from ..runs.continuation import FINAL
 from ..runs.folder import APPENDED_FILES
 from ..runs.model_files import delete_models
 from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
+from ..runs.updates import UPDATES
 from .local import ERRORS
 from .outcome import LEAST_FREE, RunCommand, describe_disk, measure_free
 from .resume import has_checkpoint
@@ -28,7 +29,7 @@ RECORD = (
     AUDIT_FILE,
 )
 """Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
-FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER)
+FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER, UPDATES)
 """Folders that describe the models and the sites of a finished run, or continue it."""
 
 

@@ -47,6 +47,16 @@ class EarlyStopping(Section):
     )
 
 
+class AuditConfig(Section):
+    """What a run records for flare-sparse audit."""
+
+    record_updates: bool = Field(
+        False,
+        description="the server keeps every site's update of every round in RUN/updates, for the attacks of a server "
+        "that flare-sparse audit makes; a strict site policy refuses the job",
+    )
+
+
 class FederationConfig(Section):
     """Rules that decide when a round is committed and how much a site may weigh."""
 
@@ -308,6 +318,11 @@ class JobConfig(Section):
         exclude_if=lambda value: value is None,
         description="differential privacy of every site's training, {epsilon: 3}; null: none",
     )
+    audit: AuditConfig = Field(
+        default_factory=AuditConfig,
+        exclude_if=lambda value: value == AuditConfig(),
+        description="what the run records for flare-sparse audit",
+    )
 
     @property
     def torch_threads(self) -> int:
@@ -413,6 +428,7 @@ class JobConfig(Section):
                 self.federation.clip_norm is not None and "federation.clip_norm needs to read single updates",
                 "use clip_norm and max_norm of the site's own policy",
             ),
+            (self.audit.record_updates and "audit.record_updates needs to read single updates", "set it to false"),
             (
                 self.federation.min_sites < 2 and "federation.min_sites is 1, and a sum of one is that site's model",
                 "set it to 2 or more",

@@ -3,7 +3,7 @@
 from .census import Handshake
 from .evaluation import BestModel, Evaluation
 from .events import Event
-from .loop import Federation
+from .loop import Federation, OnUpdates
 from .progress import Snapshot
 from .records import Outcome, RoundRecord
 from .replies import Reply, Transport
@@ -15,6 +15,7 @@ __all__ = [
     "Event",
     "Federation",
     "Handshake",
+    "OnUpdates",
     "Outcome",
     "Reply",
     "RoundRecord",

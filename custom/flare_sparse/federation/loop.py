@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from ..checkpoint.store import Store
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.server_state import ServerSnapshot
 from ..errors import SiteExcluded
-from ..exchange import EVALUATE, EncryptedValues
+from ..exchange import EVALUATE, Contribution, EncryptedValues
 from ..methods import Method
 from ..structure.scaling import build_statistics_mask
 from ..task import VALIDATION, Metric
@@ -32,6 +32,8 @@ from .rules import Roster, RoundRules
 from .statistics import build_assignments, learn_statistics
 
 _LOG = logging.getLogger(__name__)
+OnUpdates = Callable[[int, Sequence[Contribution]], None]
+"""Receives the accepted updates of a round."""
 
 
 class Federation:
@@ -46,6 +48,7 @@ class Federation:
         rules: quorum, retries and limits of a round.
         handshake: requests the capabilities of sites before their first request; None: all sites have all of them.
         on_round: called with each record after its round is committed.
+        on_updates: called with number and accepted updates of each round before ``on_round``, for an audit.
         store: receives a checkpoint with every commit; None: a crash loses the run.
         on_excluded: called once per site and reason with the error that keeps a site from taking part.
         returned: returns those of the given quarantined sites that have sent another hello.
@@ -62,12 +65,14 @@ class Federation:
         rules: RoundRules | None = None,
         handshake: Handshake | None = None,
         on_round: Callable[[RoundRecord], None] = lambda record: None,
+        on_updates: OnUpdates = lambda round_number, updates: None,
         store: Store | None = None,
         on_excluded: Callable[[SiteExcluded], None] = lambda reason: None,
         returned: Returned = lambda sites: frozenset(),
     ):
         self.method, self.endpoint, self.metric = method, endpoint, metric
         self.rules, self.on_round, self.store = rules or RoundRules(), on_round, store
+        self._on_updates = on_updates
         self._admission = Admission(connected, Census(handshake, on_excluded), self.rules, returned)
         self._events = EventLog()
         self._stepped_back: set[int] = set()
@@ -210,6 +215,7 @@ class Federation:
         if self.store is not None:
             snapshot = progress.to_snapshot(self.endpoint.snapshot(), self.endpoint.ledger.lines)
             self.store.save(record.sequence, snapshot)
+        self._on_updates(record.round, result.last.accepted)
         self.on_round(record)
         return progress
 

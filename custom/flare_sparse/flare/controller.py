@@ -146,6 +146,7 @@ class FederatedController(Controller):
             rules=build_rules(job),
             handshake=handshake,
             on_round=commit,
+            on_updates=folder.record_updates,
             store=session.store,
             on_excluded=lambda warning: self.logger.warning(str(warning)),
             returned=lambda sites: self._list_returned(sites, job.federation.task_timeout_s, fl_ctx),

@@ -23,7 +23,7 @@ from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
 from ..errors import ConfigError, format_site_error
 from ..kernels.threads import set_kernel_threads
-from ..policy.policy import POLICY_FILE, Policy, read_policy
+from ..policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
 from ..privacy.account import PRIVACY_FOLDER, PrivacyAccount
 from ..runs.model_files import save_site_model
 from ..task import SiteData, Task
@@ -146,10 +146,13 @@ class SiteSession(FLComponent):
         Raises:
             ConfigError, DataError: the job's settings or the site's data cannot be used.
             CheckpointError: the same job is already running here.
+            PolicyRefusal: the server of the job keeps every update, which this site's policy forbids.
         """
         if self._endpoint is None:
             name = fl_ctx.get_identity_name()
             job, assembly = _assemble(fl_ctx)
+            # Before the data is read: no update of such a job may leave.
+            raise_refusals(read_site_policy(fl_ctx).check_recording(records_updates=job.audit.record_updates))
             # The site receives the initial weights from the server; its own copy would only take memory.
             assembly = replace(assembly, weights=torch.zeros(0))
             local = Path(get_workspace(fl_ctx).get_site_config_dir())

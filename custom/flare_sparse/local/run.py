@@ -18,7 +18,7 @@ from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.site import SiteEndpoint
 from ..errors import MissingBase, WireError, format_site_error, get_failure_code
 from ..exchange import Update
-from ..federation import Federation, Outcome, Reply, RoundRecord, RoundRules
+from ..federation import Federation, OnUpdates, Outcome, Reply, RoundRecord, RoundRules
 from ..methods import Method
 from ..seeds import limit_threads
 from ..task import Metric
@@ -44,6 +44,7 @@ def run_locally(
     run: str = "0" * 16,
     rules: RoundRules | None = None,
     on_round: Callable[[RoundRecord], None] = lambda record: None,
+    on_updates: OnUpdates = lambda round_number, updates: None,
     ledger: Ledger | None = None,
     thread_count: int = 1,
     stores: Callable[[str], Store | None] = lambda end: None,
@@ -62,6 +63,7 @@ def run_locally(
         run: run id, 16 hex digits.
         rules: rules that decide when a round is committed; None: the defaults.
         on_round: called with the record of each committed round.
+        on_updates: called with number and accepted updates of each round.
         ledger: receives a line per message; None: a new ledger.
         thread_count: number of torch threads, which fixes the order of float sums.
         stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
@@ -90,6 +92,7 @@ def run_locally(
         rules=rules,
         handshake=lambda names: {name: _build_hello(endpoints[name]) for name in names},
         on_round=on_round,
+        on_updates=on_updates,
         store=stores(SERVER),
     )
     with limit_threads(thread_count):

@@ -45,7 +45,8 @@ def find_policy_conflicts(
     _, ledger = dry_run(method, assembly.weights, sites, job.wire.values, encrypted=job.encrypted)
     usages = {name: site.usages for name, site in dry_sites.items()}
     conflicts = iterate_conflicts(policy, method.name, ledger.lines, usages, layout)
-    return [*conflicts, *find_budget_conflicts(policy, assembly, subjects or examples, earlier)]
+    recording = policy.check_recording(records_updates=job.audit.record_updates)
+    return [*recording, *conflicts, *find_budget_conflicts(policy, assembly, subjects or examples, earlier)]
 
 
 def find_budget_conflicts(

@@ -64,6 +64,9 @@ class Policy(BaseModel):
     max_model_entries: int = Field(
         2**28, ge=1, description="largest number of entries of a job's model; a site needs about 22 bytes for each"
     )
+    record_updates: bool = Field(
+        True, description="whether a job may run whose server keeps every update for an audit (audit.record_updates)"
+    )
     withhold_isolated: bool = Field(
         False, description="leave out the changes of units of linear layers that reveal the input of a single example"
     )
@@ -159,6 +162,11 @@ class Policy(BaseModel):
         for term, unit, count, minimum in minima:
             if count < minimum:
                 yield f"{term}: {content} were computed from {count} {unit}, the minimum is {minimum}"
+
+    def check_recording(self, *, records_updates: bool) -> Iterator[str]:
+        """Yield the reason why a job may not run here whose server keeps every update; none if it may."""
+        if records_updates and not self.record_updates:
+            yield "record_updates: the server of this job keeps every update; set audit.record_updates to false"
 
     def check_request(self, kind: str, entries: int) -> Iterator[str]:
         """Yield the reason why a request asks for too few entries; none if it may be answered.

@@ -90,6 +90,14 @@ FIGURES = (
         figures.draw_layer_densities,
         lambda runs: any(run.layer_densities and min(run.layer_densities.values()) < 1 for run in runs),
     ),
+    ReportFigure(
+        "inversion",
+        "Inputs rebuilt from messages",
+        "From an update or from scores of 1, 2, 4 and 8 examples of the first run, by flare-sparse audit: the input "
+        "that was rebuilt best.",
+        figures.draw_inversions,
+        lambda runs: bool(figures.list_pictures(runs[0])),
+    ),
 )
 
 

@@ -7,6 +7,7 @@ import platform
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..assemble import Assembly
 from ..checkpoint.writing import replace_atomically, sync_to_disk, write_json
 from ..config import JobConfig, dump_config
-from ..exchange import EncryptedValues
+from ..exchange import Contribution, EncryptedValues
 from ..federation import Evaluation, Outcome, RoundRecord
 from ..federation.events import STEPPED_BACK
 from ..mask import Mask
@@ -25,6 +26,7 @@ from ..privacy.config import PrivacyConfig
 from ..task import Metric
 from ..version import VERSION
 from ..wire.ledger import Ledger
+from .updates import UPDATES, write_updates
 from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, save_model
 
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
@@ -47,6 +49,7 @@ class RunFacts:
         config: resolved configuration as YAML.
         note: the method's note on the network, such as how many entries are maskable.
         privacy: differential privacy of the sites' training; None: the job does not ask for it.
+        record_updates: whether the sites' updates are kept for an audit.
     """
 
     run: str
@@ -58,6 +61,7 @@ class RunFacts:
     config: str
     note: str = ""
     privacy: PrivacyConfig | None = None
+    record_updates: bool = False
 
 
 def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
@@ -73,6 +77,7 @@ def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
         config=dump_config(config),
         note=method.note,
         privacy=config.privacy,
+        record_updates=config.audit.record_updates,
     )
 
 
@@ -112,6 +117,11 @@ class RunFolder:
         with (self.path / "rounds.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
         return entry
+
+    def record_updates(self, round_number: int, updates: Sequence[Contribution]) -> None:
+        """Write the updates of a round, if the run keeps them for an audit."""
+        if self.facts.record_updates:
+            write_updates(self.path / UPDATES, round_number, updates)
 
     def _drop_rounds(self, first: int) -> None:
         """Remove the lines of round ``first`` and later ones from ``rounds.jsonl``."""
