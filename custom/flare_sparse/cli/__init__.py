@@ -34,8 +34,7 @@ app = typer.Typer(
 )
 for command in (
     run, watch, report, evaluate, audit, evidence, sweep, bench, adapt, check, estimate, export, save, decrypt,
-    fetch_model,
-    methods, tasks, phantom,
+    fetch_model, methods, tasks, phantom,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(site, name="site")

@@ -18,8 +18,8 @@ from ..errors import ConfigError, PolicyRefusal, suggest
 from ..exchange import EVALUATE, STATISTICS, Content, Patch
 from ..mask import Mask
 from ..params import Layout, TensorSpec
-from ..structure.scaling import select_statistics
 from ..privacy.account import Budget
+from ..structure.scaling import select_statistics
 from ..task import COUNTS, EPSILON, get_count_name
 from ..training import SampleUsage
 
