@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from .errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
 from .split import Split, SplitConfig
@@ -194,6 +194,23 @@ class Cohort:
                 )
 
 
+@dataclass(frozen=True)
+class Picture:
+    """One slice of a case with its labels and the prediction.
+
+    Attributes:
+        image: float32 ``(height, width)``, as it is looked at: the first row is at the top.
+        labels: uint8 ``(height, width)``, the class of each pixel; 0 is background.
+        predicted: predicted classes, likewise.
+        aspect: height of a pixel as a multiple of its width.
+    """
+
+    image: np.ndarray
+    labels: np.ndarray
+    predicted: np.ndarray
+    aspect: float = 1.0
+
+
 class Task(ABC):
     """One learning problem, the same on the server and at every site.
 
@@ -252,9 +269,31 @@ class Task(ABC):
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return predictions and targets of one batch in the metric's unit; the first dimension is the batch."""
 
+    def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`metrics` needs of each example of a batch; by default its prediction and target.
+
+        A task whose predictions cannot be stacked, such as label maps of volumes of different shapes, returns the
+        measurements of each case ``(B, m)`` instead, and in :meth:`metrics` their means over cases. The mean over all
+        sites, weighted by test examples, is then the mean over all cases.
+        """
+        return self.predict(model, batch)
+
     @abstractmethod
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the metrics over all test examples as finite numbers, ``metric.name`` among them."""
+        """Return the metrics over all test examples as finite numbers, ``metric.name`` among them.
+
+        Args:
+            predictions: the first results of :meth:`measure`, of all examples.
+            targets: its second results.
+        """
+
+    def collate(self, examples: list[Any]) -> Any:
+        """Return the minibatch of some examples; by default each of their tensors stacked."""
+        return default_collate(examples)
+
+    def iterate_batches(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Any]:
+        """Yield the examples of a data set in order, in batches of at most ``batch_size``."""
+        yield from DataLoader(dataset, batch_size=batch_size, collate_fn=self.collate)
 
     def tabulate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the examples of a batch as rows for linear baselines: features ``(B, d)`` and targets ``(B, t)``.
@@ -265,6 +304,27 @@ class Task(ABC):
             NotImplementedError: a linear model of the inputs makes no sense, as with the tokens of a text.
         """
         return batch[0].flatten(1).float(), batch[1].reshape(len(batch[1]), -1)
+
+    def illustrate(self, model: nn.Module, batch: Any) -> Picture | None:
+        """Return a picture of a prediction, of a batch of one example; by default None: there is nothing to see."""
+        return None
+
+    def write_predictions(self, model: nn.Module, path: Path, out: Path) -> Iterator[Path]:
+        """Write the predictions for the inputs at ``path``, which need no targets, and yield each file.
+
+        Args:
+            model: the trained network, in eval mode.
+            path: folder or file of the data.
+            out: folder to write to; created if missing.
+
+        Raises:
+            ConfigError: the task writes no predictions.
+            DataError: the data is missing or invalid.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} writes no predictions of its own; flare-sparse evaluate computes its metrics, and "
+            "load_model returns the network"
+        )
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a trained model to ``folder`` in a format that other tools read; by default ``model.safetensors``.
@@ -283,14 +343,14 @@ class Task(ABC):
         """
         if not len(test):  # type: ignore[arg-type]
             return {}
-        return self._validate_metrics(self.metrics(*self.predict_all(model, test, batch_size)))
+        return self._validate_metrics(self.metrics(*self.measure_all(model, test, batch_size)))
 
-    def predict_all(self, model: nn.Module, dataset: Dataset[Any], batch_size: int = 16) -> tuple[Tensor, Tensor]:
-        """Return ``predict`` over a data set with at least one example, with the model in eval mode."""
+    def measure_all(self, model: nn.Module, dataset: Dataset[Any], batch_size: int = 16) -> tuple[Tensor, Tensor]:
+        """Return ``measure`` over a data set with at least one example, with the model in eval mode."""
         was_training = model.training
         model.eval()
         with torch.no_grad():
-            pairs = [self.predict(model, batch) for batch in DataLoader(dataset, batch_size=batch_size)]
+            pairs = [self.measure(model, batch) for batch in self.iterate_batches(dataset, batch_size)]
         model.train(was_training)
         predictions, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         return predictions, targets
@@ -299,7 +359,7 @@ class Task(ABC):
         """Return ``tabulate`` over a data set; empty for none."""
         if dataset is None or not len(dataset):  # type: ignore[arg-type]
             return torch.zeros(0, 1), torch.zeros(0, 1)
-        rows = [self.tabulate(batch) for batch in DataLoader(dataset, batch_size=batch_size)]
+        rows = [self.tabulate(batch) for batch in self.iterate_batches(dataset, batch_size)]
         features, targets = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return features, targets
 
@@ -389,6 +449,11 @@ def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
     return examples
 
 
-def iterate_minibatches(dataset: Dataset[Any], batch_size: int, generator: torch.Generator) -> Iterator[Any]:
+def iterate_minibatches(
+    dataset: Dataset[Any],
+    batch_size: int,
+    generator: torch.Generator,
+    collate: Callable[[list[Any]], Any] = default_collate,
+) -> Iterator[Any]:
     """Yield the minibatches of one pass over the data in random order; the last one may be smaller."""
-    yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=generator)
+    yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=generator, collate_fn=collate)

@@ -113,6 +113,8 @@ def test_phantoms_of_the_same_settings_are_written_once(tmp_path: Path, monkeypa
     assert {name: len(site.subset or ()) for name, site in sites.items()} == {"site-1": 5, "site-2": 5}
     assert prepare_sites(tmp_path, **simulator) == sites
     assert volume.stat().st_mtime_ns == written
+    labelled = prepare_sites(tmp_path, sites=2, data={"phantom": {"subjects": 5, "seed": 3, "labels": True}})
+    assert len(list(labelled["site-1"].path.glob("derivatives/*/sub-*/anat/*_dseg.nii.gz"))) == 10
 
 
 def test_missing_simulator_section_is_refused(tmp_path: Path) -> None:

@@ -65,3 +65,14 @@ def test_changes_depend_on_the_generator_alone(volumes: torch.Tensor) -> None:
     torch.manual_seed(6)
     assert torch.equal(first, apply(volumes, **settings))
     assert not torch.equal(first, apply(volumes, seed=1, **settings))
+
+
+def test_labels_are_moved_with_their_volume_and_keep_their_values(volumes: torch.Tensor) -> None:
+    augmentation = Augmentation(mirror=True, shift=2, intensity=0.1)
+    labels = (volumes[:, 0] > 0).to(torch.uint8)
+    changed, moved = augmentation.apply_to_pair(volumes, labels, torch.Generator().manual_seed(3), mirrored_axis=0)
+    alone = augmentation.apply(volumes, torch.Generator().manual_seed(3), mirrored_axis=0)
+    assert torch.equal(changed, alone)
+    only_moved = Augmentation(mirror=True, shift=2)
+    positions = only_moved.apply(volumes, torch.Generator().manual_seed(3), mirrored_axis=0)
+    assert torch.equal(moved, (positions[:, 0] > 0).to(torch.uint8))

@@ -10,7 +10,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from flare_sparse.data.anatomy import CSF, Person, render_volume
+from flare_sparse.data.anatomy import CSF, TISSUES, Person, render_volume
 from flare_sparse.data.bids import read_cohort, read_subjects
 from flare_sparse.data.phantom import write_phantoms
 from flare_sparse.data.volumes import build_preprocessing, read_voxels
@@ -90,3 +90,19 @@ def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
 def test_too_few_or_too_many_sites_or_subjects_are_refused(tmp_path: Path, sites: int, subjects: int) -> None:
     with pytest.raises(DataError, match="expected 1 to 99 sites and 1 to 999 subjects"):
         write_phantoms(tmp_path / "p", sites, subjects, 0)
+
+
+def test_label_map_marks_the_tissues_of_the_same_brain(tmp_path: Path) -> None:
+    plain, labelled = (
+        write_phantoms(tmp_path / name, 1, 2, 7, labels=name == "labelled") for name in ("p", "labelled")
+    )
+    assert not (plain / "derivatives").exists()
+    name = "sub-01001/anat/sub-01001_T1w.nii.gz"
+    volume = nib.load(labelled / name)
+    assert np.array_equal(np.asarray(volume.dataobj), np.asarray(nib.load(plain / name).dataobj))
+    labels = nib.load(labelled / "derivatives/anatomy/sub-01001/anat/sub-01001_dseg.nii.gz")
+    values, voxels = np.asarray(labels.dataobj), np.asarray(volume.dataobj)
+    assert np.array_equal(labels.affine, volume.affine)
+    grey, white, ventricles = (voxels[values == number].mean() for number in TISSUES.values())
+    assert white > grey > ventricles > 0
+    assert all(100 < (values == number).sum() < values.size / 4 for number in TISSUES.values())

@@ -13,7 +13,8 @@ from flare_sparse.models.registry import get_input_kind
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_network_is_built_from_a_section(name: str) -> None:
-    given = {"volume": (69, 69, 69), "image": (3, 32, 32), "features": 7}[get_input_kind(name)]
+    shapes = {"volume": (69, 69, 69), "image": (3, 32, 32), "features": 7, "patch": (64, 64, 64)}
+    given = shapes[get_input_kind(name)]
     section = ModelConfig.model_validate({"name": name})
     assert isinstance(section.build(**{get_input_kind(name): given}, outputs=2), nn.Module)
     assert ModelConfig.model_validate(section.model_dump(mode="json")) == section

@@ -209,7 +209,10 @@ def test_metrics_undefined_for_one_class_are_omitted() -> None:
 
 
 def test_every_task_works_with_its_defaults() -> None:
-    required = {"table": {"kind": "binary", "target": "y", "features": ["x"]}}
+    required = {
+        "table": {"kind": "binary", "target": "y", "features": ["x"]},
+        "segmentation": {"classes": {"tumour": 1, "oedema": [2, 4]}},
+    }
     for name, kind in TASKS.items():
         learn = kind(kind.Config.model_validate(required.get(name, {})))
         assert sum(p.numel() for p in learn.model().parameters()) > 0

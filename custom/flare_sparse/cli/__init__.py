@@ -21,6 +21,7 @@ from .export import export
 from .fetch_model import fetch_model
 from .methods import methods
 from .phantom import phantom
+from .predict import predict
 from .report import report
 from .run import run
 from .save import save
@@ -33,7 +34,7 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
 )
 for command in (
-    run, watch, report, evaluate, audit, evidence, sweep, bench, adapt, check, estimate, export, save, decrypt,
+    run, watch, report, evaluate, predict, audit, evidence, sweep, bench, adapt, check, estimate, export, save, decrypt,
     fetch_model, methods, tasks, phantom,
 ):  # fmt: skip
     app.command()(command)

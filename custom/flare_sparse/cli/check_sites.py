@@ -11,7 +11,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ..config import RunConfig
 from ..errors import ConfigError, DataError, FlareSparseError, TaskFailed
@@ -73,7 +73,7 @@ class SiteCheck:
             result.findings.append(Finding(f"data of {data.site}", error))
             return result
         result.examples = examples
-        problems = describe_non_finite_examples(examples, data)
+        problems = describe_non_finite_examples(task, examples, data)
         if problems:
             result.findings.append(Finding(f"inputs of {data.site}", DataError(problems)))
         if layout is None:
@@ -146,10 +146,11 @@ def _build_model(task: Task, seed: int) -> nn.Module:
         return task.model()
 
 
-def describe_non_finite_examples(examples: Examples, data: SiteData) -> str:
+def describe_non_finite_examples(task: Task, examples: Examples, data: SiteData) -> str:
     """Return where a site's examples contain NaN or infinite values, and the remedy; empty if there are none.
 
     Args:
+        task: the task, which batches the examples.
         examples: the site's examples; their ``train_ids``, ``test_ids`` and ``columns`` name subjects and columns.
         data: location of the data, named in the text.
     """
@@ -160,7 +161,7 @@ def describe_non_finite_examples(examples: Examples, data: SiteData) -> str:
         ("test", examples.test, examples.test_ids),
     ):
         start = 0
-        for batch in _iterate_batches(dataset) if dataset is not None else ():
+        for batch in _iterate_batches(task, dataset) if dataset is not None else ():
             problems = find_non_finite(batch)
             lines += [_describe_rows(problem, part, start, ids, examples.columns) for problem in problems]
             start += _count_examples(batch)
@@ -184,12 +185,12 @@ def _describe_rows(problem: NonFinite, part: str, start: int, ids: Sequence[str]
     )
 
 
-def _iterate_batches(dataset: Dataset[Any]) -> Iterator[Any]:
+def _iterate_batches(task: Task, dataset: Dataset[Any]) -> Iterator[Any]:
     """Yield all examples of a data set in batches, in order."""
     if isinstance(dataset, TensorDataset):
         yield dataset.tensors
     elif len(dataset):  # type: ignore[arg-type]
-        yield from DataLoader(dataset, batch_size=_BATCH)
+        yield from task.iterate_batches(dataset, _BATCH)
 
 
 def _count_examples(batch: Any) -> int:
@@ -203,7 +204,7 @@ def find_broadcast_shapes(task: Task, test: Dataset[Any], batch_size: int) -> st
 
     Subtracting ``(n,)`` from ``(n, 1)`` gives ``(n, n)`` without an error, and a metric that is silently wrong.
     """
-    batch = next(iter(DataLoader(test, batch_size=max(batch_size, 2))))
+    batch = next(task.iterate_batches(test, max(batch_size, 2)))
     with torch.no_grad():
         predictions, targets = task.predict(task.model().eval(), batch)
     shapes = tuple(predictions.shape), tuple(targets.shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from ..assemble import Assembly
 from ..config import RunConfig
@@ -36,7 +35,7 @@ def load_inputs(
         site = SiteData("data", data.resolve())
     else:
         site = next(iter(prepare_site_data(config, assembly.task, run).values()))
-    batch = next(iter(DataLoader(load_examples(assembly.task, site, config.seed).test, batch_size=count)))
+    batch = next(assembly.task.iterate_batches(load_examples(assembly.task, site, config.seed).test, count))
     inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
     if not isinstance(inputs, Tensor):
         raise ConfigError(f"{purpose}: expected a network whose input is one tensor, found {type(inputs).__name__}")

@@ -18,10 +18,13 @@ def phantom(
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the random anatomy; the same seed gives the same volumes")
     ] = 0,
+    labels: Annotated[
+        bool, typer.Option("--labels", help="Also write a map of each brain's tissues, for task segmentation")
+    ] = False,
 ) -> None:
     """Write a BIDS data set of T1w brain phantoms whose anatomy varies with age, sex and site.
 
     [dim]flare-sparse phantom --out brains --sites 4 --subjects 40[/]
     """
-    folder = write_phantoms(out, sites, subjects, seed)
+    folder = write_phantoms(out, sites, subjects, seed, labels=labels)
     console.print(f"{folder}: {sites * subjects} phantoms of {sites} sites", markup=False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from ..errors import FlareSparseError
 from ..runs.load import load_assembly
+from ..runs.pictures import PICTURES_FILE, compute_pictures, read_pictures, write_pictures
 from ..runs.predictions import PREDICTIONS_FILE, compute_predictions
 from ..runs.results import EVALUATIONS, RunResult
 from ..seeds import limit_threads
+from ..task import Task
 from .sites import prepare_site_data
 
 
@@ -30,3 +32,19 @@ def ensure_predictions(run: RunResult) -> str:
         return str(error)
     predictions.write(run.path / EVALUATIONS / PREDICTIONS_FILE)
     return ""
+
+
+def ensure_pictures(run: RunResult) -> None:
+    """Draw the best, the median and the worst test case of every site, unless the run's folder has these pictures.
+
+    Only for a run with predictions whose task has something to see.
+    """
+    file = run.path / EVALUATIONS / PICTURES_FILE
+    if run.predictions is None or read_pictures(file, run.identity) is not None:
+        return
+    assembly, config = load_assembly(run.path)
+    if type(assembly.task).illustrate is Task.illustrate:
+        return
+    with limit_threads(config.federation.threads):
+        sites = prepare_site_data(config, assembly.task, run.path)
+        write_pictures(file, compute_pictures(run.path, assembly, sites, run.predictions), run.identity)

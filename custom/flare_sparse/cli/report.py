@@ -13,7 +13,7 @@ from ..runs.comparison import describe_runs
 from ..runs.results import read_runs
 from .console import err
 from .console import out as console
-from .predictions import ensure_predictions
+from .predictions import ensure_pictures, ensure_predictions
 
 
 def report(
@@ -29,6 +29,13 @@ def report(
         typer.Option(
             "--baselines/--no-baselines",
             help="Compare with trivial baselines, if the sites' data is on this machine: site mean, linear models",
+        ),
+    ] = True,
+    pictures: Annotated[
+        bool,
+        typer.Option(
+            "--pictures/--no-pictures",
+            help="Show the best, median and worst case of every site, of a segmentation whose data is on this machine",
         ),
     ] = True,
 ) -> None:
@@ -49,6 +56,9 @@ def report(
     notes = {run.label: note for run in results if baselines and (note := ensure_predictions(run))}
     # Read again: the predictions that were just written belong to the record.
     results = read_runs(runs)
+    if pictures and not as_json:
+        for run in results:
+            ensure_pictures(run)
     if as_json:
         console.print(json.dumps(describe_runs(results, notes), indent=2), markup=False, soft_wrap=True)
         return
@@ -62,5 +72,5 @@ def report(
     for label, note in notes.items():
         err.print(f"{label}: no baselines: {note}", markup=False, soft_wrap=True)
     folder = out or runs[0] / "report"
-    for path in [*write_report(results, folder), *(write_card(run) for run in results)]:
+    for path in [*write_report(results, folder, pictures=pictures), *(write_card(run) for run in results)]:
         console.print(str(path), markup=False, soft_wrap=True)

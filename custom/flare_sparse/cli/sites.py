@@ -70,10 +70,10 @@ def _prepare_phantoms(simulator: SimulatorConfig, folder: Path) -> Path:
     """Return the folder of the phantoms that the configuration describes; write them unless it exists."""
     phantom = simulator.data.phantom or PhantomConfig()
     sites = simulator.sites or 1
-    path = folder / f"{sites}x{phantom.subjects}-{phantom.seed}"
+    path = folder / f"{sites}x{phantom.subjects}-{phantom.seed}{'-labels' if phantom.labels else ''}"
     if not path.is_dir():
         # Written beside and renamed: an interrupted command must not leave a folder that looks complete.
         unfinished = path.with_name(f"{path.name}.part")
         shutil.rmtree(unfinished, ignore_errors=True)
-        write_phantoms(unfinished, sites, phantom.subjects, phantom.seed).rename(path)
+        write_phantoms(unfinished, sites, phantom.subjects, phantom.seed, labels=phantom.labels).rename(path)
     return path

@@ -215,6 +215,7 @@ class PhantomConfig(Section):
 
     subjects: int = Field(40, ge=5, le=999, description="brains per site")
     seed: int = Field(0, ge=0, description="seed of the anatomy; independent of the run's seed")
+    labels: bool = Field(False, description="with a map of each brain's tissues, for task segmentation")
 
 
 class SimulatorData(Section):

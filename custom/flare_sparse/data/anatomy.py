@@ -14,6 +14,8 @@ import numpy as np
 
 VOXEL_MM = 3.0
 CSF, GREY, WHITE = 0.18, 0.62, 1.0
+TISSUES = {"grey_matter": 1, "white_matter": 2, "ventricles": 3}
+"""Values of a label map by name of the tissue."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,29 @@ def render_volume(person: Person, shape: Sequence[int]) -> np.ndarray:
     Returns:
         float32 ``shape``; 0 outside the brain, white matter near 1.
     """
+    csf, grey, matter, ventricles = _compute_tissues(person, shape)
+    white = WHITE - 0.0022 * (person.contrast - 20.0)
+    volume = csf * CSF
+    volume += grey * (GREY - CSF)
+    volume += matter * (white - GREY)
+    volume += ventricles * (CSF - volume)
+    return volume
+
+
+def render_labels(person: Person, shape: Sequence[int]) -> np.ndarray:
+    """Return the tissue of each voxel, uint8 ``shape``: the number of its class in ``TISSUES``, 0 for all else."""
+    _, grey, matter, ventricles = _compute_tissues(person, shape)
+    labels = np.zeros(tuple(shape), dtype=np.uint8)
+    for number, tissue in enumerate((grey, matter, ventricles), start=1):
+        labels[tissue > 0.5] = number
+    return labels
+
+
+def _compute_tissues(person: Person, shape: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """Return the share of each voxel inside the brain, inside the cortex, in white matter, and in the ventricles.
+
+    The first three contain each other.
+    """
     x, y, z = (axis / s for axis, s in zip(_compute_axes(tuple(shape)), person.stretch, strict=True))
     edge = 0.75 * VOXEL_MM
     half_width, half_length, half_height = (mm * person.radius for mm in (66.0, 82.0, 62.0))
@@ -61,25 +86,22 @@ def render_volume(person: Person, shape: Sequence[int]) -> np.ndarray:
     years = person.cortex - 20.0
     sulci = (0.8 + 0.035 * years) * (1.0 + 2.0 * folds)
     cortex = 8.0 - 0.05 * years + 4.0 * folds
-    white = WHITE - 0.0022 * (person.contrast - 20.0)
-    volume = _blend_edge(depth, edge) * CSF
-    volume += _blend_edge(depth - sulci, edge) * (GREY - CSF)
-    volume += _blend_edge(depth - sulci - cortex, edge) * (white - GREY)
-    return _add_ventricles(volume, x, y, z, person, edge)
+    nested = (_blend_edge(signed_mm, edge) for signed_mm in (depth, depth - sulci, depth - sulci - cortex))
+    return *nested, _compute_ventricles(x, y, z, person, edge)
 
 
-def _add_ventricles(
-    volume: np.ndarray, x: np.ndarray, y: np.ndarray, z: np.ndarray, person: Person, edge: float
-) -> np.ndarray:
-    """Fill the two lateral ventricles and the third ventricle with CSF, in place."""
+def _compute_ventricles(x: np.ndarray, y: np.ndarray, z: np.ndarray, person: Person, edge: float) -> np.ndarray:
+    """Return the share of each voxel in the two lateral ventricles and the third ventricle."""
     years = max(person.ventricles - 20.0, 0.0)
     growth = 1.0 + 0.008 * years + 0.0002 * years**2
     wide, long, high = 4.5 * growth, 24.0 * growth**0.5, 9.0 * growth**0.7
     lateral = np.sqrt(((np.abs(x) - 5.0 - wide) / wide) ** 2 + ((y + 4.0) / long) ** 2 + ((z - 6.0) / high) ** 2)
     third = np.sqrt((x / (2.0 * growth)) ** 2 + ((y + 4.0) / 12.0) ** 2 + ((z + 8.0) / 9.0) ** 2)
-    inside = np.maximum(_blend_edge((1.0 - lateral) * wide, edge), _blend_edge((1.0 - third) * 2.0 * growth, edge))
-    volume += inside * (CSF - volume)
-    return volume
+    lateral_share, third_share = (
+        _blend_edge((1.0 - lateral) * wide, edge),
+        _blend_edge((1.0 - third) * 2.0 * growth, edge),
+    )
+    return np.asarray(np.maximum(lateral_share, third_share))
 
 
 def _compute_folds(x: np.ndarray, y: np.ndarray, z: np.ndarray, person: Person) -> np.ndarray:

@@ -26,22 +26,43 @@ class Augmentation(BaseModel):
             generator: source of the random numbers.
             mirrored_axis: the axis from left to right, counted after the channels.
         """
+        return self._change(inputs, None, generator, mirrored_axis)[0]
+
+    def apply_to_pair(
+        self, inputs: Tensor, labels: Tensor, generator: torch.Generator, *, mirrored_axis: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return changed inputs, and label maps ``(B, ...)`` that are mirrored and shifted with them.
+
+        Labels of the left and of the right side stay as they are where a mirror image is taken.
+        """
+        changed, moved = self._change(inputs, labels[:, None], generator, mirrored_axis)
+        assert moved is not None, "labels come with the inputs"
+        return changed, moved[:, 0]
+
+    def _change(
+        self, inputs: Tensor, labels: Tensor | None, generator: torch.Generator, mirrored_axis: int
+    ) -> tuple[Tensor, Tensor | None]:
         size, axes = len(inputs), inputs.dim() - 2
         # All numbers are drawn before any is used, so that one kind of change does not alter another one's draws.
         mirrored = torch.rand(size, generator=generator) < 0.5
         shifts = torch.randint(-self.shift, self.shift + 1, (size, axes), generator=generator)
         scales, offsets = (torch.rand(2, size, generator=generator) * 2 - 1) * self.intensity
-        if self.mirror:
-            mirrored = mirrored.to(inputs.device).view(-1, *[1] * (axes + 1))
-            inputs = torch.where(mirrored, inputs.flip(2 + mirrored_axis), inputs)
-        if self.shift:
-            inputs = torch.stack(
-                [_shift(example, steps) for example, steps in zip(inputs, shifts.tolist(), strict=True)]
-            )
+        inputs = self._move(inputs, mirrored, shifts, mirrored_axis)
         if self.intensity:
             shape = (-1, *[1] * (axes + 1))
             inputs = inputs * (1 + scales.view(shape)) + offsets.view(shape)
-        return inputs
+        return inputs, None if labels is None else self._move(labels, mirrored, shifts, mirrored_axis)
+
+    def _move(self, volumes: Tensor, mirrored: Tensor, shifts: Tensor, mirrored_axis: int) -> Tensor:
+        """Return volumes ``(B, channels, ...)`` mirrored and shifted."""
+        if self.mirror:
+            mirrored = mirrored.to(volumes.device).view(-1, *[1] * (volumes.dim() - 1))
+            volumes = torch.where(mirrored, volumes.flip(2 + mirrored_axis), volumes)
+        if self.shift:
+            volumes = torch.stack(
+                [_shift(example, steps) for example, steps in zip(volumes, shifts.tolist(), strict=True)]
+            )
+        return volumes
 
 
 def _shift(example: Tensor, steps: list[int]) -> Tensor:

@@ -136,7 +136,7 @@ def _parse_number(text: str) -> float:
 
 
 def _read_dataset(folder: Path) -> dict[str, Subject]:
-    rows = _read_rows(folder / TABLE)
+    rows = read_rows(folder / TABLE)
     on_disk = {entry.name for entry in folder.glob("sub-*/")}
     return {name: Subject(rows.get(name), _find_image(folder / name)) for name in sorted(on_disk | set(rows))}
 
@@ -146,7 +146,7 @@ def _find_image(folder: Path) -> Path | None:
     return images[0] if images else None
 
 
-def _read_rows(table: Path) -> dict[str, dict[str, str]]:
+def read_rows(table: Path) -> dict[str, dict[str, str]]:
     """Return the rows of ``participants.tsv`` by participant; refuse ids that are not plain BIDS labels.
 
     Labels become folder names below the data set, so ``../x`` must not pass.

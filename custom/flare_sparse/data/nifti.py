@@ -7,6 +7,7 @@ most damaged files load with wrong voxels. It also allocates the size that a hea
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,20 +21,26 @@ from ..errors import DataError
 
 MAX_HEADER_BYTES = 2**20
 """Most bytes before the voxels (header and extensions), and most bytes after them."""
+MAX_VALUES = 2**28
+"""Most voxels of an image whose shape is not known beforehand, over all channels: 1 GiB in float32."""
 SPACING_MM = (0.1, 20.0)
 SPACING_TOLERANCE = 0.02
 _CHUNK = 2**20
 
 
-def read_nifti(file: Path, shape: Sequence[int], spacing: Sequence[float] | None = None) -> Any:
-    """Read the complete image of a file, in RAS+ orientation.
+def read_nifti(
+    file: Path, shape: Sequence[int] | None, spacing: Sequence[float] | None = None, *, canonical: bool = True
+) -> Any:
+    """Read the complete image of a file.
 
     Nothing is allocated from the header before the header has been checked.
 
     Args:
         file: ``.nii`` or ``.nii.gz``.
-        shape: expected shape of the voxels, in any order of axes; a fourth axis may have length 1.
+        shape: expected shape of the voxels, in any order of axes; a fourth axis may have length 1. None: any three
+            axes, and a fourth one of channels, of at most ``MAX_VALUES`` values.
         spacing: expected size of the voxels in mm, in any order of axes; None: any size from 0.1 to 20.
+        canonical: turn the image to RAS+ orientation; False: as it is stored.
 
     Raises:
         DataError: the shape or the spacing differs, the affine or the data type is unusable, or the file is damaged.
@@ -43,7 +50,7 @@ def read_nifti(file: Path, shape: Sequence[int], spacing: Sequence[float] | None
         _check_header(file, image, shape, spacing)
         if file.suffix == ".gz":
             image = type(image).from_bytes(_decompress(file, _compute_length(image.header)))
-        return nib.as_closest_canonical(image)
+        return nib.as_closest_canonical(image) if canonical else image
     except FileNotFoundError as error:
         raise DataError(f"missing file {file.name}") from error
     except DataError:
@@ -53,12 +60,14 @@ def read_nifti(file: Path, shape: Sequence[int], spacing: Sequence[float] | None
         raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
 
 
-def _check_header(file: Path, image: Any, shape: Sequence[int], spacing: Sequence[float] | None) -> None:
+def _check_header(file: Path, image: Any, shape: Sequence[int] | None, spacing: Sequence[float] | None) -> None:
     """Refuse an image whose header is unusable or unexpected; no voxel is read."""
     if not isinstance(image, (nib.Nifti1Image, nib.Nifti2Image)):
         raise DataError(f"{file.name} is not a NIfTI file but {type(image).__name__}; convert it")
     image_shape = tuple(image.shape[:3]) if set(image.shape[3:]) <= {1} else tuple(image.shape)
-    if sorted(image_shape) != sorted(shape):
+    if shape is None:
+        _check_axes(file, image_shape)
+    elif sorted(image_shape) != sorted(shape):
         raise DataError(f"wrong shape {format_shape(image_shape)} in {file.name}; expected {format_shape(shape)}")
     if image.get_data_dtype().kind not in "buif":
         raise DataError(f"{file.name} contains {image.get_data_dtype()}; expected one number per voxel: convert it")
@@ -70,6 +79,17 @@ def _check_header(file: Path, image: Any, shape: Sequence[int], spacing: Sequenc
         raise DataError(f"{description}; expected {SPACING_MM[0]} to {SPACING_MM[1]} mm per side")
     if spacing is not None and not np.allclose(sorted(sides), sorted(spacing), rtol=SPACING_TOLERANCE):
         raise DataError(f"{description}; expected {format_shape(spacing)} mm: resample it")
+
+
+def _check_axes(file: Path, shape: tuple[int, ...]) -> None:
+    """Raises:
+    DataError: an image is no volume, or too large.
+    """
+    if len(shape) not in (3, 4) or min(shape) < 1:
+        raise DataError(f"wrong shape {format_shape(shape)} in {file.name}; expected a volume, or one per channel")
+    # Python's integers do not overflow, as a product of NumPy's would for a hostile header.
+    if math.prod(shape) > MAX_VALUES:
+        raise DataError(f"{file.name}: {format_shape(shape)} voxels; expected at most {MAX_VALUES} in all: crop it")
 
 
 def _compute_length(header: Any) -> int:

@@ -14,7 +14,7 @@ import nibabel as nib
 import numpy as np
 
 from ..errors import DataError
-from .anatomy import VOXEL_MM, Person, render_volume
+from .anatomy import VOXEL_MM, Person, render_labels, render_volume
 
 SHAPE = (52, 64, 52)
 AGES = (20.0, 80.0)
@@ -65,7 +65,9 @@ class Scanner:
         return np.asarray(1.0 + a[:, None, None] + b[:, None] + c)
 
 
-def write_phantoms(out: Path, sites: int, subjects: int, seed: int, shape: Sequence[int] = SHAPE) -> Path:
+def write_phantoms(
+    out: Path, sites: int, subjects: int, seed: int, shape: Sequence[int] = SHAPE, *, labels: bool = False
+) -> Path:
     """Write a BIDS data set of phantoms with the natural sites ``site-1``, ``site-2``, ...
 
     A subject depends only on the seed, the number of its site and its own number. Adding sites or subjects does not
@@ -77,6 +79,7 @@ def write_phantoms(out: Path, sites: int, subjects: int, seed: int, shape: Seque
         subjects: brains per site, 1 to 999.
         seed: seed of all randomness.
         shape: shape of the volumes in voxels of 3 mm.
+        labels: also write the map of the tissues, ``derivatives/anatomy/sub-*/anat/sub-*_dseg.nii.gz``.
 
     Returns:
         ``out``.
@@ -89,7 +92,7 @@ def write_phantoms(out: Path, sites: int, subjects: int, seed: int, shape: Seque
     if not (1 <= sites <= 99 and 1 <= subjects <= 999):
         raise DataError(f"{sites} sites of {subjects} subjects; expected 1 to 99 sites and 1 to 999 subjects")
     out.mkdir(parents=True, exist_ok=True)
-    rows = [row for site in range(1, sites + 1) for row in _write_site(out, site, subjects, seed, shape)]
+    rows = [row for site in range(1, sites + 1) for row in _write_site(out, site, subjects, seed, shape, labels=labels)]
     header = "participant_id\tage\tsex\tsite\n"
     (out / "participants.tsv").write_text(header + "".join("\t".join(row) + "\n" for row in rows))
     description = {"Name": "Brain phantoms", "BIDSVersion": "1.9.0", "DatasetType": "raw", "License": "CC0"}
@@ -98,7 +101,7 @@ def write_phantoms(out: Path, sites: int, subjects: int, seed: int, shape: Seque
 
 
 def _write_site(
-    out: Path, site: int, subjects: int, seed: int, shape: Sequence[int]
+    out: Path, site: int, subjects: int, seed: int, shape: Sequence[int], *, labels: bool
 ) -> list[tuple[str, str, str, str]]:
     scanner = Scanner.sample(np.random.default_rng([seed, site]))
     rows = []
@@ -106,8 +109,11 @@ def _write_site(
         rng = np.random.default_rng([seed, site, number])
         name, sex = f"sub-{site:02d}{number:03d}", "MF"[number % 2]
         age = round(rng.uniform(*scanner.ages), 1)
-        volume = render_volume(Person.sample(age, sex, rng), shape)
-        _save_nifti(out / name / "anat" / f"{name}_T1w.nii.gz", scanner.scan(volume, rng))
+        person = Person.sample(age, sex, rng)
+        _save_nifti(out / name / "anat" / f"{name}_T1w.nii.gz", scanner.scan(render_volume(person, shape), rng))
+        if labels:
+            anatomy = out / "derivatives" / "anatomy" / name / "anat"
+            _save_nifti(anatomy / f"{name}_dseg.nii.gz", render_labels(person, shape))
         rows.append((name, f"{age}", sex, f"site-{site}"))
     return rows
 

@@ -19,7 +19,7 @@ from ..errors import suggest
 from .gates import GateConfig, add_gates
 from .registry import INPUT_KINDS, MODELS, build_model, get_input_kind, validate_settings
 
-FROM_TASK = (*INPUT_KINDS, "outputs")
+FROM_TASK = (*INPUT_KINDS, "inputs", "outputs")
 
 
 class ModelConfig(BaseModel):
@@ -71,7 +71,7 @@ def require_input(kind: str) -> AfterValidator:
     """Return a validator of a task's ``model`` that accepts only networks with this kind of input.
 
     Args:
-        kind: ``volume``, ``image`` or ``features``.
+        kind: ``volume``, ``image``, ``features`` or ``patch``.
     """
 
     def validate_kind(model: ModelConfig) -> ModelConfig:

@@ -15,6 +15,7 @@ from ..errors import ConfigError, suggest
 from .alexnet3d import alexnet3d
 from .brain_age import brain_age_cnn, brain_age_cnn_3mm
 from .resnet import resnet32, resnet44, resnet56, resnet110
+from .segmentation import basic_unet, dyn_unet, seg_resnet, swin_unetr
 from .small import image_cnn, image_cnn6, image_mlp, mlp
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -29,14 +30,22 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "image_cnn6": image_cnn6,
     "image_mlp": image_mlp,
     "mlp": mlp,
+    "basic_unet": basic_unet,
+    "dyn_unet": dyn_unet,
+    "seg_resnet": seg_resnet,
+    "swin_unetr": swin_unetr,
 }
-"""Builders by name; they take the input shape (``volume``, ``image`` or ``features``), ``outputs`` and settings."""
+"""Builders by name.
 
-INPUT_KINDS = ("volume", "image", "features")
+They take the input shape (``volume``, ``image``, ``features`` or ``patch``), ``outputs`` and settings; those of patches
+return outputs for every voxel and also take ``inputs``, the number of channels.
+"""
+
+INPUT_KINDS = ("volume", "image", "features", "patch")
 
 
 def get_input_kind(name: str) -> str:
-    """Return the kind of input that a network takes: ``volume``, ``image`` or ``features``."""
+    """Return the kind of input that a network takes: ``volume``, ``image``, ``features`` or ``patch``."""
     return next(kind for kind in INPUT_KINDS if kind in inspect.signature(MODELS[name]).parameters)
 
 

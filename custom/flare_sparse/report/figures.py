@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..runs.pictures import CasePicture
 from ..runs.results import AUDIT_FOLDER, PICTURES, RunResult, compute_site_gains, group_by_seed, label_groups
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#595959", "#a6761d")
@@ -215,3 +216,29 @@ def _draw_bars(
     axes.grid(axis="y", visible=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure, axes
+
+
+def draw_cases(runs: list[RunResult]) -> Figure:
+    """Draw the cases of the first run: a row for each site, the best, the median and the worst case side by side."""
+    cases = runs[0].pictures
+    sites = list(dict.fromkeys(case.site for case in cases))
+    columns = list(dict.fromkeys(case.rank for case in cases))
+    figure, axes = plt.subplots(
+        len(sites), len(columns), figsize=(3.2 * len(columns), 3.0 * len(sites)), squeeze=False, layout="constrained"
+    )
+    for case in cases:
+        _draw_case(axes[sites.index(case.site), columns.index(case.rank)], case, runs[0].metric)
+    if len(runs) > 1:
+        figure.suptitle(runs[0].label)
+    return figure
+
+
+def _draw_case(axes: Axes, case: CasePicture, metric: str) -> None:
+    picture = case.picture
+    axes.imshow(picture.image, cmap="gray", aspect=picture.aspect, interpolation="nearest")
+    axes.set_title(f"{case.site}, {case.rank}: {metric} {case.value:.3f}", fontsize=9)
+    axes.set_axis_off()
+    for classes, style in ((picture.labels, "solid"), (picture.predicted, "dashed")):
+        for number in np.unique(classes[classes != 0]).tolist():
+            colour = COLOURS[(number - 1) % len(COLOURS)]
+            axes.contour(classes == number, levels=[0.5], colors=[colour], linestyles=style, linewidths=1.2)

@@ -51,6 +51,7 @@ class ReportFigure:
         caption: text below the figure.
         draw: draws the figure of some runs.
         applies: whether the runs have the data that the figure shows.
+        shows_subjects: whether the figure contains images of subjects.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ReportFigure:
     caption: str
     draw: Callable[[list[RunResult]], Figure]
     applies: Callable[[list[RunResult]], bool] = lambda runs: True
+    shows_subjects: bool = False
 
 
 FIGURES = (
@@ -84,6 +86,15 @@ FIGURES = (
         lambda runs: bool(compute_site_gains(runs)),
     ),
     ReportFigure(
+        "cases",
+        "Cases",
+        "Best, median and worst test case of each site; outlines: labels (solid) and prediction (dashed), a colour for "
+        "each class. This page contains images of subjects: --no-pictures leaves them out.",
+        figures.draw_cases,
+        lambda runs: bool(runs[0].pictures),
+        shows_subjects=True,
+    ),
+    ReportFigure(
         "layers",
         "Sparsity",
         "Share of live entries of each weight tensor in the final model.",
@@ -101,12 +112,13 @@ FIGURES = (
 )
 
 
-def write_report(runs: list[RunResult], out: Path) -> list[Path]:
+def write_report(runs: list[RunResult], out: Path, *, pictures: bool = True) -> list[Path]:
     """Write ``report.html`` and its figures as PNG files.
 
     Args:
         runs: runs to compare; they share one metric.
         out: folder to write to; created if missing.
+        pictures: whether the page may contain images of subjects.
 
     Returns:
         The files written, the page first.
@@ -114,7 +126,7 @@ def write_report(runs: list[RunResult], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     files, images = [], []
     for figure in FIGURES:
-        if not figure.applies(runs):
+        if not figure.applies(runs) or (figure.shows_subjects and not pictures):
             continue
         data = figures.render_png(figure.draw, runs)
         files.append(out / f"{figure.name}.png")

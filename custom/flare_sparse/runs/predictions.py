@@ -155,7 +155,7 @@ def _predict_site(
         return torch.zeros(0), torch.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=str)
     model = task.model()
     model.load_state_dict(layout.unflatten(weights), strict=False)
-    predictions, targets = task.predict_all(model, examples.test)
+    predictions, targets = task.measure_all(model, examples.test)
     metrics = task.metrics(predictions, targets)
     for metric, value in metrics.items():
         expected = recorded.get(metric, value)

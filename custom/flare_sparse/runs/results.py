@@ -16,6 +16,7 @@ from ..task import TEST_EXAMPLES, VALIDATION
 from ..errors import ConfigError
 from ..methods import METHODS
 from .contributions import Contributions, read_contributions
+from .pictures import PICTURES_FILE, CasePicture, read_pictures
 from .predictions import PREDICTIONS_FILE, Predictions
 
 
@@ -179,6 +180,11 @@ class RunResult:
     def predictions(self) -> Predictions | None:
         """Predictions for every test subject; None if ``flare-sparse report`` has not computed any."""
         return Predictions.read(self.path / EVALUATIONS / PREDICTIONS_FILE, self.identity)
+
+    @cached_property
+    def pictures(self) -> list[CasePicture]:
+        """Pictures of some test cases of every site; empty if ``flare-sparse report`` has not drawn any."""
+        return read_pictures(self.path / EVALUATIONS / PICTURES_FILE, self.identity) or []
 
     @property
     def identity(self) -> str:

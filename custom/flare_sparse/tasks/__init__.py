@@ -7,6 +7,7 @@ from .brain import BrainAge, SexClassification
 from .images import ImageClassification
 from .morphometry import MorphometryAge, MorphometrySex
 from .mortality import Mortality
+from .segmentation import Segmentation
 from .table import TableTask
 from .text import TextClassification
 
@@ -19,6 +20,7 @@ TASKS: dict[str, type[Task]] = {
     "morphometry_sex": MorphometrySex,
     "image_classification": ImageClassification,
     "mortality": Mortality,
+    "segmentation": Segmentation,
     "table": TableTask,
     "text_classification": TextClassification,
 }

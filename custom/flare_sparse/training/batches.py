@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..errors import ConfigError, DataError
 from ..seeds import seed_torch
@@ -35,14 +35,21 @@ def plan_batch_sizes(examples: int, batch_size: int, *, joins_last: bool) -> lis
     return sizes
 
 
-def iterate_pass(dataset: Any, batch_size: int, generator: torch.Generator, *, joins_last: bool) -> Iterator[Any]:
+def iterate_pass(
+    dataset: Any,
+    batch_size: int,
+    generator: torch.Generator,
+    *,
+    joins_last: bool,
+    collate: Callable[[list[Any]], Any] = default_collate,
+) -> Iterator[Any]:
     """Yield the minibatches of one pass in random order, of the sizes of :func:`plan_batch_sizes`."""
     if not joins_last:
-        yield from iterate_minibatches(dataset, batch_size, generator)
+        yield from iterate_minibatches(dataset, batch_size, generator, collate)
         return
     order = torch.randperm(len(dataset), generator=generator)
     batches = [indices.tolist() for indices in order.split(plan_batch_sizes(len(dataset), batch_size, joins_last=True))]
-    yield from DataLoader(dataset, batch_sampler=batches, generator=generator)
+    yield from DataLoader(dataset, batch_sampler=batches, generator=generator, collate_fn=collate)
 
 
 def check_joins_last(model: FlatModel, task: Task, dataset: Dataset[Any], batch_size: int, site: str) -> bool:
@@ -80,7 +87,7 @@ def _needs_two_examples(model: FlatModel, task: Task, dataset: Dataset[Any]) -> 
     # Tried rather than derived from the layers: a convolution has one value per voxel, and one example can suffice.
     # The seed keeps the draws of this pass out of the streams of the training.
     with seed_torch(0), torch.no_grad():
-        batch = next(iter(DataLoader(dataset, batch_size=1)))
+        batch = next(task.iterate_batches(dataset, 1))
         try:
             task.loss(model.module, model.to_device(batch))
         except ValueError as error:

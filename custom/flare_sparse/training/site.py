@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset, Subset
 
 from ..errors import ConfigError
 from ..mask import Mask
@@ -389,7 +389,7 @@ class Site:
         self._model.module.eval()
         observed = ObservedNetwork(self._model.module, nodes, callback)
         with torch.no_grad():
-            for batch in DataLoader(self._train_examples, batch_size=OBSERVED_BATCH):
+            for batch in self.task.iterate_batches(self._train_examples, OBSERVED_BATCH):
                 self.task.predict(observed, self._model.to_device(batch))
 
     def collect_linear_inputs(self, weights: Tensor, limit: int) -> dict[str, Tensor]:
@@ -416,7 +416,7 @@ class Site:
         examples = Subset(self._examples.train, range(min(limit, self.num_examples)))
         try:
             with torch.no_grad():
-                for batch in DataLoader(examples, batch_size=OBSERVED_BATCH):
+                for batch in self.task.iterate_batches(examples, OBSERVED_BATCH):
                     self.task.predict(self._model.module, self._model.to_device(batch))
         finally:
             for hook in hooks:
@@ -490,7 +490,10 @@ class Site:
         # Before the caller loads its weights: the check runs the network once.
         joins_last = self.joins_last(config.batch_size)
         batches = chain.from_iterable(
-            iterate_pass(self._train_examples, config.batch_size, order, joins_last=joins_last) for _ in passes
+            iterate_pass(
+                self._train_examples, config.batch_size, order, joins_last=joins_last, collate=self.task.collate
+            )
+            for _ in passes
         )
         return islice(batches, steps)
 

@@ -1,0 +1,50 @@
+"""``flare-sparse predict``: write a run's predictions for images at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ConfigError, DataError
+from ..runs.load import load_assembly
+from ..runs.models import read_run_model
+from ..seeds import limit_threads
+from .console import out as console
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="Result folder of a finished run", show_default=False)],
+    data: Annotated[
+        Path, typer.Option(help="A data set as the run's sites have them, a folder of images, or one image")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write; must be new or empty")],
+    best: Annotated[
+        bool, typer.Option("--best", help="Use the best model on validation examples instead of the final one")
+    ] = False,
+    site_model: Annotated[
+        str | None, typer.Option(metavar="SITE", help="Use a site's own model instead (of local_only, for one)")
+    ] = None,
+) -> None:
+    """Write a label map for every image with the model of a segmentation run; no labels are needed.
+
+    Each file OUT/CASE_dseg.nii.gz has orientation, affine and voxels of the image and the values of task.classes.
+    Nothing leaves this machine.
+
+    [dim]flare-sparse predict runs/neurosfl_hippocampus --data /data/new_hospital --out predictions[/]
+    """
+    if best and site_model:
+        raise ConfigError("--best and --site-model exclude each other; leave one out")
+    if not data.exists():
+        raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"--out {out}: is not empty; choose another folder, or remove it first")
+    assembly, config = load_assembly(run)
+    weights = read_run_model(run, assembly, site_model or ("best" if best else "final"))
+    model = assembly.task.model()
+    model.load_state_dict(assembly.network.unflatten(weights), strict=False)
+    model = model.eval().to(assembly.method.config.training.torch_device)
+    with limit_threads(config.federation.threads):
+        files = list(assembly.task.write_predictions(model, data.resolve(), out))
+    console.print(f"{out}: {len(files)} predictions", markup=False)

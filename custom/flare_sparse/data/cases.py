@@ -1,0 +1,237 @@
+"""Cases of a segmentation: the files of their images and label maps, in the three layouts that data sets come in.
+
+1. BIDS: ``sub-*/[ses-*/]anat/*_<suffix>.nii.gz`` and ``derivatives/*/sub-*/[ses-*/]anat/*_dseg.nii.gz``.
+2. A folder of the Medical Segmentation Decathlon, with ``dataset.json`` (Antonelli et al. 2022).
+3. Any other folder, by patterns of the files' names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ..errors import DataError
+from ..task import Cohort
+from .bids import TABLE, read_rows
+
+DECATHLON = "dataset.json"
+CASE = "{case}"
+"""Part of a pattern that stands for the identifier of a case."""
+_CASE_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*?"
+EXPECTED = (
+    f"expected a BIDS data set (sub-*/anat and derivatives/*/sub-*/anat/*_dseg.nii.gz), a folder with {DECATHLON}, or "
+    "a folder of such folders; for other names set task.pairs"
+)
+
+
+class Pairs(BaseModel):
+    """Patterns of the files of a case, relative to the site's data; ``{case}`` is its identifier, ``*`` is any text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    images: tuple[str, ...] = Field(
+        min_length=1, description="image of each channel, such as imagesTr/{case}_0000.nii.gz"
+    )
+    labels: str = Field(description="label map, such as labelsTr/{case}.nii.gz")
+
+    @field_validator("images", "labels")
+    @classmethod
+    def _check_patterns(cls, value: Any) -> Any:
+        for pattern in [value] if isinstance(value, str) else value:
+            path = PurePosixPath(pattern)
+            # The pattern comes with a job, and the files that it may name are those of the site's data folder.
+            if path.is_absolute() or ".." in path.parts or "**" in pattern:
+                raise ValueError(f"{pattern!r}: expected a path inside the data folder, without .. and **")
+            if CASE not in pattern:
+                raise ValueError(f"{pattern!r}: expected {CASE} where the identifier of a case stands")
+        return value
+
+
+@dataclass(frozen=True)
+class CaseFiles:
+    """Files of one case.
+
+    Attributes:
+        images: one image for each channel, or one image with all of them.
+        labels: label map; None: there is none.
+        row: the case's row in ``participants.tsv`` and its ``site``, if the data has them.
+        subject: identifier of the subject; cases of one subject are in the same part of a split.
+        problem: why the images are no case; empty if they are.
+        label_problem: why there is not one label map; empty if there is, or none.
+    """
+
+    images: tuple[Path, ...]
+    labels: Path | None
+    row: Mapping[str, str] = field(default_factory=dict)
+    subject: str = ""
+    problem: str = ""
+    label_problem: str = ""
+
+
+def find_cases(
+    path: Path, suffixes: Sequence[str] = ("T1w",), derivative: str = "*", pairs: Pairs | None = None
+) -> dict[str, CaseFiles]:
+    """Return the cases of a data set, or of the data sets in the folders of ``path``, in name order.
+
+    Args:
+        path: folder of the data.
+        suffixes: BIDS suffix of each image of a case.
+        derivative: folder of the label maps in ``derivatives``; ``*`` is any text.
+        pairs: patterns of the files; None: BIDS or Decathlon, whichever the folder is.
+
+    Returns:
+        Cases by identifier. With several data sets, identifiers are ``FOLDER/CASE`` and sites are the folders.
+
+    Raises:
+        DataError: there is no data set.
+    """
+    if cases := _find_in_folder(path, suffixes, derivative, pairs):
+        return cases
+    folders = sorted(folder for folder in path.glob("*/") if not folder.name.startswith(".")) if path.is_dir() else []
+    found = {folder: _find_in_folder(folder, suffixes, derivative, pairs) for folder in folders}
+    several = {
+        f"{folder.name}/{name}": replace(
+            case, row={**case.row, "site": folder.name}, subject=f"{folder.name}/{case.subject}"
+        )
+        for folder, cases in found.items()
+        for name, case in cases.items()
+    }
+    if not several:
+        expected = f"expected files {', '.join([*pairs.images, pairs.labels])}" if pairs else EXPECTED
+        raise DataError(f"{path}: no cases to segment; {expected}")
+    return several
+
+
+def find_images(path: Path, suffixes: Sequence[str], derivative: str, pairs: Pairs | None) -> dict[str, CaseFiles]:
+    """Return cases to predict: those of :func:`find_cases`, or each image of a folder, or a single image.
+
+    Raises:
+        DataError: there is no image.
+    """
+    files = [path] if path.is_file() else [*path.glob("*.nii.gz"), *path.glob("*.nii")]
+    if files:
+        names = {file.name.removesuffix(".gz").removesuffix(".nii"): file for file in sorted(files)}
+        return {name: CaseFiles((file,), None, subject=name) for name, file in names.items()}
+    return find_cases(path, suffixes, derivative, pairs)
+
+
+def read_cohort(cases: Mapping[str, CaseFiles]) -> Cohort:
+    """Return the index of cases, with the columns of ``participants.tsv``, all as text, if there is one."""
+    names = dict.fromkeys(column for case in cases.values() for column in case.row)
+    columns = {name: np.array([case.row.get(name, "") for case in cases.values()]) for name in names}
+    return Cohort(tuple(cases), columns)
+
+
+def _find_in_folder(
+    folder: Path, suffixes: Sequence[str], derivative: str, pairs: Pairs | None
+) -> dict[str, CaseFiles]:
+    """Return the cases of one data set; empty if the folder is none."""
+    if pairs is not None:
+        cases = _find_pairs(folder, pairs)
+    elif (folder / DECATHLON).is_file():
+        cases = _read_decathlon(folder)
+    else:
+        cases = _find_bids(folder, suffixes, derivative)
+    return cases
+
+
+def _find_bids(folder: Path, suffixes: Sequence[str], derivative: str) -> dict[str, CaseFiles]:
+    rows = read_rows(folder / TABLE) if (folder / TABLE).is_file() else {}
+    cases = {}
+    for place in sorted([*folder.glob("sub-*/anat/"), *folder.glob("sub-*/ses-*/anat/")]):
+        inner = place.relative_to(folder)
+        found = [_list_images(place, f"*_{suffix}") for suffix in suffixes]
+        labels = [
+            file for pipeline in sorted(folder.glob(f"derivatives/{derivative}/"))
+            for file in _list_images(pipeline / inner, "*_dseg")
+        ]  # fmt: skip
+        problem = next(
+            (
+                f"{len(files)} images anat/*_{suffix}.nii.gz; expected one"
+                for suffix, files in zip(suffixes, found, strict=True)
+                if len(files) != 1
+            ),
+            "",
+        )
+        label_problem = (
+            ""
+            if len(labels) <= 1
+            else (
+                f"{len(labels)} label maps {', '.join(str(file.relative_to(folder)) for file in labels[:2])}, ...; set "
+                "task.derivative or task.pairs"
+            )
+        )
+        subject = inner.parts[0]
+        images = tuple(file for files in found for file in files[:1])
+        label = labels[0] if labels else None
+        cases["_".join(inner.parts[:-1])] = CaseFiles(
+            images, label, rows.get(subject, {}), subject, problem, label_problem
+        )
+    return cases
+
+
+def _list_images(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(f"{pattern}.nii.gz")) or sorted(folder.glob(f"{pattern}.nii"))
+
+
+def _read_decathlon(folder: Path) -> dict[str, CaseFiles]:
+    """Return the training cases of a Decathlon folder; those for testing have no label maps."""
+    file = folder / DECATHLON
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))["training"]
+        pairs = [(folder / str(entry["image"]), folder / str(entry["label"])) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f'{file}: expected {{"training": [{{"image": FILE, "label": FILE}}, ...]}}, found {error!r}; for the names '
+            "of nnU-Net set task.pairs"
+        ) from error
+    cases = {}
+    for image, labels in pairs:
+        name = labels.name.removesuffix(".gz").removesuffix(".nii")
+        if name in cases:
+            raise DataError(f"{file}: {name} occurs twice; remove one entry")
+        cases[name] = CaseFiles((image,), labels, subject=name)
+    return dict(sorted(cases.items()))
+
+
+def _find_pairs(folder: Path, pairs: Pairs) -> dict[str, CaseFiles]:
+    """Return the cases whose first image matches its pattern."""
+    channels = [_match(folder, pattern) for pattern in pairs.images]
+    labels = _match(folder, pairs.labels)
+    cases = {}
+    for name, first in channels[0].items():
+        images, maps = [channel.get(name, []) for channel in channels], labels.get(name, [])
+        problems = [
+            f"{len(files)} files {pattern.replace(CASE, name)}; expected one"
+            for pattern, files in zip(pairs.images, images, strict=True)
+            if len(files) != 1
+        ]
+        label_problem = f"{len(maps)} files {pairs.labels.replace(CASE, name)}; expected one" if len(maps) > 1 else ""
+        files = tuple(found[0] for found in images if found) or tuple(first)
+        cases[name] = CaseFiles(files, next(iter(maps), None), {}, name, "; ".join(problems), label_problem)
+    return dict(sorted(cases.items()))
+
+
+def _match(folder: Path, pattern: str) -> dict[str, list[Path]]:
+    """Return the files that match a pattern, by identifier of the case."""
+    parts = re.split(r"(\{case\}|\*)", pattern)
+    # A second {case} must repeat the first one.
+    text, is_first = "", True
+    for part in parts:
+        if part == CASE:
+            text += f"(?P<case>{_CASE_NAME})" if is_first else "(?P=case)"
+            is_first = False
+        else:
+            text += "[^/]*" if part == "*" else re.escape(part)
+    found: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob(pattern.replace(CASE, "*"))):
+        if match := re.fullmatch(text, file.relative_to(folder).as_posix()):
+            found.setdefault(match["case"], []).append(file)
+    return found

@@ -1,0 +1,281 @@
+"""Segmentation of volumes of any shape, the MONAI way: patches by label, Dice and cross-entropy, a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from ..data.augmentation import Augmentation
+from ..data.cases import CaseFiles, Pairs, find_cases, find_images, read_cohort
+from ..data.nifti import read_nifti
+from ..data.patches import sample_patch, take_central_patch
+from ..data.screening import screen_subjects
+from ..data.segmentation import Case, Item, Normalization, Preparation, SegmentationDataset, read_volumes, write_labels
+from ..errors import ConfigError, DataError
+from ..models import ModelConfig
+from ..models.config import require_input
+from ..models.fields import Count, Volume
+from ..split import Split
+from ..task import Cohort, Examples, Metric, Picture, SiteData
+from .adaptation import AdaptableTask, AdaptedTaskConfig
+from .case_metrics import measure_case, name_metrics
+
+_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
+_MAX_LABEL = 65_535
+Label = Annotated[int, Field(ge=1, le=_MAX_LABEL)]
+Spacing = Annotated[float, Field(ge=0.1, le=20)]
+
+
+class SegmentationConfig(AdaptedTaskConfig):
+    """Files, classes, preprocessing, patches and network; the same at every site."""
+
+    model: Annotated[ModelConfig, require_input("patch")] = Field(
+        ModelConfig(name="basic_unet"), description="network and its settings"
+    )
+    classes: dict[Annotated[str, Field(pattern=_NAME)], Label | tuple[Label, ...]] = Field(
+        min_length=1,
+        max_length=254,
+        description="values of the label maps by name of the class, {tumour: 1, oedema: [2, 4]}; 0 is background",
+    )
+    other_labels: Literal["refuse", "background"] = Field(
+        "refuse", description="values of the label maps that are not in classes: refuse the case, or background"
+    )
+    suffixes: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9]+$")], ...] = Field(
+        ("T1w",), min_length=1, description="BIDS suffix of the image of each channel, such as [T1w, FLAIR]"
+    )
+    derivative: str = Field(
+        "*", pattern=r"^[A-Za-z0-9*_.-]+$", description="folder of the label maps in derivatives/; *: any"
+    )
+    pairs: Pairs | None = Field(
+        None,
+        description="patterns of the files where the data is neither BIDS nor a Decathlon folder, "
+        "{images: ['imagesTr/{case}_0000.nii.gz'], labels: 'labelsTr/{case}.nii.gz'}",
+    )
+    channels: Count = Field(1, description="channels of an image: of all its files together")
+    spacing: tuple[Spacing, Spacing, Spacing] | None = Field(
+        None, description="size of the network's voxels in mm; images are resampled to it; null: as they are"
+    )
+    window: tuple[float, float] | None = Field(
+        None, description="clip intensities to this range first, such as [-160, 240] Hounsfield units; null: no"
+    )
+    normalization: Normalization = Field(
+        "volume", description="z-score of each image's channels over the volume, or over voxels that are not 0; or none"
+    )
+    patch: Volume = Field((64, 64, 64), description="voxels of a training patch and of the sliding window, per axis")
+    foreground: float = Field(
+        0.67, ge=0, le=1, description="share of the training patches that are centred on a voxel of a random class"
+    )
+    overlap: float = Field(0.25, ge=0, lt=1, description="share by which neighbouring sliding windows overlap")
+    hd95: bool = Field(True, description="compute the 95 % Hausdorff distance, which takes longer than Dice")
+    augmentation: Augmentation = Field(
+        default_factory=Augmentation, description="random changes of the training patches; none by default"
+    )
+    cache: bool = Field(True, description="keep all cases in memory; false: read the files at each access")
+    skip_bad_subjects: bool = Field(
+        False, description="skip and count unusable cases; false: refuse to train if there are any"
+    )
+
+    @field_validator("window")
+    @classmethod
+    def _check_window(cls, window: tuple[float, float] | None) -> tuple[float, float] | None:
+        if window is not None and window[0] >= window[1]:
+            raise ValueError(f"window is {list(window)}; expected [low, high]")
+        return window
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> SegmentationConfig:
+        labels = [label for labels in self.labels for label in labels]
+        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"classes: label {repeated[0]} belongs to two classes; each label belongs to one")
+        return self
+
+    @property
+    def labels(self) -> list[tuple[int, ...]]:
+        """Values of the label maps of each class."""
+        return [(value,) if isinstance(value, int) else value for value in self.classes.values()]
+
+    @property
+    def preparation(self) -> Preparation:
+        """How files become inputs and targets."""
+        values = {label: number for number, labels in enumerate(self.labels, start=1) for label in labels}
+        return Preparation(self.channels, self.spacing, self.window, self.normalization, values, self.other_labels)
+
+
+class Segmentation(AdaptableTask):
+    """A class for every voxel; minibatches are images ``(B, C, d, h, w)``, labels ``(B, d, h, w)`` and spacings.
+
+    Images and labels of different shapes are lists of tensors without the first axis.
+    """
+
+    Config = SegmentationConfig
+    config: SegmentationConfig
+    metric = Metric("dice", "", "max")
+    reads = (
+        "images and label maps in NIfTI: a BIDS data set with derivatives/*/sub-*/anat/*_dseg.nii.gz, a folder of the "
+        "Medical Segmentation Decathlon with dataset.json, or files by task.pairs"
+    )
+
+    def build_network(self) -> nn.Module:
+        """Return the configured network with one logit for the background and one for each class."""
+        config = self.config
+        return config.model.build(patch=config.patch, inputs=config.channels, outputs=1 + len(config.classes))
+
+    def cohort(self, path: Path) -> Cohort:
+        """Return the cases with the columns of ``participants.tsv``, if the data has one."""
+        return read_cohort(self._find_cases(path))
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        """Read and check every case once; the cases of a subject are in the same part of the split."""
+        cases, preparation = self._find_cases(data.path), self.config.preparation
+
+        def read_example(name: str) -> Case:
+            if name not in cases:
+                raise DataError("there is no such case")
+            volumes = read_volumes(cases[name], preparation)
+            return Case(cases[name], volumes if self.config.cache else None)
+
+        ids = cases if data.subset is None else data.subset
+        skip = self.config.skip_bad_subjects
+        examples, skipped = screen_subjects(ids, read_example, skip_bad_subjects=skip, source=data.path)
+        split = self._split({name: cases[name].subject for name in examples}, seed)
+        train, validation, test = (
+            SegmentationDataset([examples[name] for name in names], preparation, trains=names is split.train)
+            for names in (split.train, split.validation, split.test)
+        )
+        return Examples(train, test, skipped, split.train, split.test, (), validation, split.validation)
+
+    def _find_cases(self, path: Path) -> dict[str, CaseFiles]:
+        if self.config.hd95 and find_spec("scipy") is None:
+            raise ConfigError(
+                "task.hd95 needs scipy: pip install 'flare-sparse[segmentation]', or set task.hd95: false"
+            )
+        config = self.config
+        return find_cases(path, config.suffixes, config.derivative, config.pairs)
+
+    def _split(self, subjects: dict[str, str], seed: int) -> Split:
+        """Split cases by their subjects."""
+        cases: dict[str, list[str]] = {}
+        for name, subject in subjects.items():
+            cases.setdefault(subject, []).append(name)
+        parts = self.config.split.assign(cases, seed)
+        return Split(*(tuple(name for subject in part for name in cases[subject]) for part in (
+            parts.train, parts.validation, parts.test
+        )))  # fmt: skip
+
+    def collate(self, examples: list[Item]) -> tuple[Any, Any, Tensor]:
+        """Return a minibatch; images and labels of different shapes stay lists."""
+        images, labels, spacings = (list(part) for part in zip(*examples, strict=True))
+        return _stack(images), _stack(labels), torch.stack(spacings)
+
+    def iterate_batches(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Any]:
+        """Yield the cases one by one: whole volumes are large, and their shapes differ."""
+        return super().iterate_batches(dataset, 1)
+
+    def augment(self, batch: Any, generator: torch.Generator) -> Any:
+        """Return random patches, changed by ``augmentation``; the first axis of a volume in RAS is left to right."""
+        images, labels, spacings = batch
+        pairs = zip(images, labels, strict=True)
+        patches = [sample_patch(*pair, self.config.patch, self.config.foreground, generator) for pair in pairs]
+        image, label = (torch.stack(part) for part in zip(*patches, strict=True))
+        return *self.config.augmentation.apply_to_pair(image, label, generator, mirrored_axis=0), spacings
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the sum of the Dice loss and the cross-entropy, a scalar, of whole patches.
+
+        Minibatches of whole volumes, as scores have them, are cut to their central patches.
+        """
+        images, labels, _ = batch
+        if not isinstance(images, Tensor) or tuple(images.shape[2:]) != self.config.patch:
+            patches = [take_central_patch(*pair, self.config.patch) for pair in zip(images, labels, strict=True)]
+            images, labels = (torch.stack(part) for part in zip(*patches, strict=True))
+        from monai.losses import DiceCELoss
+
+        compute_loss = DiceCELoss(to_onehot_y=True, softmax=True, include_background=False)
+        # Sums over all voxels of a patch need more digits than bfloat16 has.
+        loss: Tensor = compute_loss(model(images).float(), labels[:, None])
+        return loss
+
+    def compute_logits(self, model: nn.Module, image: Tensor) -> Tensor:
+        """Return the logits ``(1 + classes, d, h, w)`` of a whole image ``(channels, d, h, w)``, by sliding windows."""
+        from monai.inferers import sliding_window_inference
+
+        logits = sliding_window_inference(
+            image[None], self.config.patch, 1, model, overlap=self.config.overlap, mode="gaussian"
+        )
+        assert isinstance(logits, Tensor), "the network has one output"
+        return logits[0]
+
+    def segment(self, model: nn.Module, image: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the classes, uint8 of ``shape``: the grid that the image was resampled from."""
+        logits = self.compute_logits(model, image)
+        if tuple(logits.shape[1:]) != tuple(shape):
+            logits = functional.interpolate(logits[None], size=tuple(shape), mode="trilinear")[0]
+        return logits.argmax(dim=0).to(torch.uint8)
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return predicted and true classes ``(B, d, h, w)`` of volumes of one shape."""
+        images, labels, _ = batch
+        return torch.stack(
+            [self.segment(model, image, label.shape) for image, label in zip(images, labels, strict=True)]
+        ), torch.stack(list(labels))
+
+    @torch.no_grad()
+    def illustrate(self, model: nn.Module, batch: Any) -> Picture:
+        """Return the axial slice with the most labelled voxels, front at the top."""
+        images, _, spacings = batch
+        predicted, truth = (classes[0].cpu() for classes in self.predict(model, batch))
+        image = images[0][:1]
+        if image.shape[1:] != truth.shape:
+            image = functional.interpolate(image[None], size=tuple(truth.shape), mode="trilinear")[0]
+        seen = truth if bool(truth.any()) else predicted
+        level = int((seen != 0).sum((0, 1)).argmax())
+        # From (left to right, back to front) to rows from front to back and columns from left to right.
+        picture, marks, guess = (part[..., level].T.flip(0).numpy() for part in (image[0].cpu(), truth, predicted))
+        width, height = spacings[0, :2].tolist()
+        return Picture(picture, marks, guess, height / width)
+
+    @torch.no_grad()
+    def write_predictions(self, model: nn.Module, path: Path, out: Path) -> Iterator[Path]:
+        """Write a label map ``CASE_dseg.nii.gz`` for each image, with its grid and the first label of each class."""
+        config, preparation = self.config, self.config.preparation
+        values = torch.tensor([0, *(labels[0] for labels in config.labels)])
+        device = next(model.parameters()).device
+        cases = find_images(path, config.suffixes, config.derivative, config.pairs)
+        for name, case in cases.items():
+            if case.problem:
+                raise DataError(f"{path}: {name}: {case.problem}")
+            image, canonical = preparation.read_image(case.images)
+            classes = self.segment(model, image.to(device), canonical.shape[:3]).cpu()
+            file = out / f"{name}_dseg.nii.gz"
+            write_labels(file, values[classes.long()], read_nifti(case.images[0], None, canonical=False))
+            yield file
+
+    def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the metrics ``(B, m)`` and the voxels of each class ``(B, classes)`` of every case."""
+        rows, sizes = [], []
+        for image, label, spacing in zip(*batch, strict=True):
+            predicted = self.segment(model, image, label.shape)
+            rows.append(
+                measure_case(predicted, label, len(self.config.classes), spacing.tolist(), hd95=self.config.hd95)
+            )
+            sizes.append(torch.bincount(label.flatten().long().cpu(), minlength=1 + len(self.config.classes))[1:])
+        return torch.stack(rows), torch.stack(sizes)
+
+    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return Dice and HD95 in mm, by class and their mean over classes: means over cases."""
+        names = name_metrics(list(self.config.classes), hd95=self.config.hd95)
+        means = predictions.double().mean(dim=0).tolist()
+        return dict(zip(names, means, strict=True))
+
+
+def _stack(volumes: list[Tensor]) -> Tensor | list[Tensor]:
+    """Return volumes of one shape as one tensor, others as a list."""
+    return torch.stack(volumes) if len({volume.shape for volume in volumes}) == 1 else volumes

@@ -1,0 +1,100 @@
+"""A finished segmentation: predictions as NIfTI on the images' own grids, and pictures in the report."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import yaml
+from line import call
+
+from flare_sparse.data.phantom import write_phantoms
+from flare_sparse.runs.results import RunResult
+
+SHAPE = (12, 16, 12)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the result folder of a run of two sites, and its data."""
+    folder = tmp_path_factory.mktemp("run")
+    brains = write_phantoms(folder / "brains", 2, 5, 0, SHAPE, labels=True)
+    task = {
+        "name": "segmentation",
+        "classes": {"grey": 1, "white": 2, "ventricles": [7, 3]},
+        "model": {"name": "dyn_unet", "channels": [2, 2, 4]},
+        "patch": [8, 8, 8],
+        "overlap": 0.0,
+    }
+    config = {
+        "name": "seg",
+        "method": {"name": "fedavg", "rounds": 1, "training": {"lr": 0.05, "batch_size": 2}},
+        "task": task,
+        "simulator": {"data": {"path": str(brains), "partition": {"kind": "natural"}}},
+    }
+    (folder / "seg.yaml").write_text(yaml.safe_dump(config))
+    result = call("run", folder / "seg.yaml", "--env", "local", "--out", folder / "out")
+    assert result.exit_code == 0, result.output
+    return folder / "out", brains
+
+
+def turn(file: Path, copy: Path) -> Path:
+    """Write an image whose first axis runs to the left and whose other axes are exchanged, of the same brain."""
+    image = nib.load(file)
+    affine = image.affine @ np.array([[-1, 0, 0, SHAPE[0] - 1], [0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1.0]])
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    nib.save(nib.Nifti1Image(np.asarray(image.dataobj)[::-1].transpose(0, 2, 1), affine), copy)
+    return copy
+
+
+def test_predictions_have_the_grid_of_their_images_in_every_orientation(
+    finished: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run, brains = finished
+    source = brains / "sub-01001" / "anat" / "sub-01001_T1w.nii.gz"
+    images = tmp_path / "images"
+    images.mkdir()
+    shutil.copy(source, images / "plain.nii.gz")
+    turned = turn(source, images / "turned.nii.gz")
+    result = call("predict", run, "--data", images, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert result.output.strip().endswith("out: 2 predictions")
+    plain, other = (nib.load(tmp_path / "out" / f"{name}_dseg.nii.gz") for name in ("plain", "turned"))
+    assert np.array_equal(plain.affine, nib.load(source).affine)
+    assert np.array_equal(other.affine, nib.load(turned).affine)
+    assert other.get_data_dtype() == np.uint8
+    values = np.asarray(plain.dataobj)
+    assert np.array_equal(np.asarray(other.dataobj), values[::-1].transpose(0, 2, 1))
+    # The first label of a class with several.
+    assert set(np.unique(values).tolist()) <= {0, 1, 2, 7}
+    assert len(np.unique(values)) > 1
+
+
+def test_data_set_of_the_run_is_predicted_by_case(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    run, brains = finished
+    result = call("predict", run, "--data", brains, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert len(list((tmp_path / "out").glob("sub-*_dseg.nii.gz"))) == 10
+    again = call("predict", run, "--data", brains, "--out", tmp_path / "out")
+    assert again.exit_code != 0
+    assert "is not empty; choose another folder" in again.output
+
+
+def test_report_shows_the_best_the_median_and_the_worst_case_of_each_site(finished: tuple[Path, Path]) -> None:
+    run, _ = finished
+    result = call("report", run)
+    assert result.exit_code == 0, result.output
+    cases = RunResult.read(run).pictures
+    assert [(case.site, case.rank) for case in cases] == [
+        (site, rank) for site in ("site-1", "site-2") for rank in ("best", "median", "worst")
+    ]
+    assert cases[0].value >= cases[1].value >= cases[2].value
+    assert cases[0].picture.image.shape == cases[0].picture.labels.shape == (SHAPE[1], SHAPE[0])
+    assert (run / "report" / "cases.png").stat().st_size > 1000
+    assert "This page contains images of subjects" in (run / "report" / "report.html").read_text()
+    without = call("report", run, "--no-pictures", "--out", run / "plain")
+    assert without.exit_code == 0, without.output
+    assert "images of subjects" not in (run / "plain" / "report.html").read_text()
