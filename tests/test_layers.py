@@ -30,7 +30,7 @@ ORDER = (
     ("tasks",),
     ("privacy",),
     ("aggregation", "training", "wire"),
-    ("capabilities", "encryption", "scores", "client"),
+    ("capabilities", "encryption", "scores", "secure_aggregation", "client"),
     ("scores.scbf",),
     ("methods.traffic",),
     ("methods.method",),
