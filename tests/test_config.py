@@ -29,6 +29,7 @@ from flare_sparse.config import (
 from flare_sparse.errors import ConfigError
 from flare_sparse.methods.neurosfl import NeuroSFL
 from flare_sparse.params import Layout
+from flare_sparse.secure_aggregation.limits import SumRules
 from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
 from flare_sparse.tasks import TASKS
 from flare_sparse.tasks.script import ScriptTask
@@ -248,6 +249,7 @@ def test_settings_that_need_readable_updates_are_refused_with_encryption(
 
 PRIVATE = ("privacy={epsilon: 3}", "method={name: fedsparsify}", "task={name: morphometry_age}")
 TABLE = "{name: table, kind: %s, target: y, features: [x], scaling: %s, event: %s}"
+MASKED = ("wire.aggregation=masked", "federation.min_sites=3", "method={name: neurosfl}")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +280,41 @@ def test_job_without_privacy_is_sent_as_before(file: Path) -> None:
     private = serialize_job(load_config(file, PRIVATE))
     assert private["privacy"]["epsilon"] == 3
     assert parse_job(private).privacy == load_config(file, PRIVATE).privacy
+
+
+@pytest.mark.parametrize(
+    ("override", "reason", "fix"),
+    [
+        ("method={name: scbf}", "method scbf: its server needs more than one sum over the same entries", "fedsparsify"),
+        ("method={name: topk_ef}", "method topk_ef: its server needs more than one sum", "wire.aggregation to plain"),
+        ("method={name: lora_a2}", "method lora_a2: each site has ranks of its own", "wire.aggregation to plain"),
+        (
+            "method={name: fedsparsify, aggregation: {rule: median}}",
+            "aggregation.rule median compares",
+            "wire.aggregation to plain",
+        ),
+        ("method={name: neurosfl, scores: individual_snip}", "scores of single sites", "with their defaults"),
+        ("wire.values=bfloat16", "wire.values is bfloat16", "leave it at float32"),
+        ("wire.values=int8", "wire.values is int8", "leave it at float32"),
+        ("wire.encryption=ckks", "wire.encryption is ckks", "leave it at none"),
+        ("federation.clip_norm=1.0", "federation.clip_norm needs to read single updates", "the site's own policy"),
+        ("federation.max_share=0.5", "federation.max_share depends on the sites that contribute", "leave it at 1"),
+        ("federation.min_sites=2", "each of two sites can subtract its own values", "set it to 3 or more"),
+    ],
+)
+def test_settings_that_need_more_than_a_sum_are_refused_with_masked_sums(
+    file: Path, override: str, reason: str, fix: str
+) -> None:
+    assert load_config(file, MASKED).sum_rules == SumRules(64.0, 3)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [*MASKED, override])
+    assert reason in str(caught.value)
+    assert fix in str(caught.value)
+    assert "wire.aggregation" in str(caught.value)
+
+
+def test_bound_above_that_of_the_ring_is_refused(file: Path) -> None:
+    assert "wire.bound" in "\n".join(load_problems(file, "wire.bound=2e6"))
 
 
 @pytest.mark.parametrize(

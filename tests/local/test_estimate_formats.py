@@ -10,6 +10,7 @@ import toy
 from flare_sparse.local.dry_run import DrySite, dry_run
 from flare_sparse.local.estimate import BytesRange, bound_messages
 from flare_sparse.local.run import run_locally
+from flare_sparse.secure_aggregation.limits import SumRules
 from flare_sparse.wire.ledger import LedgerLine
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -44,3 +45,19 @@ def test_every_message_lies_within_its_estimate(task: str, name: str, values: An
     if values.startswith("int") and name in ("fedavg", "neurosfl"):
         assert all(size.is_exact for size in estimates.values())
         assert sum(line.payload_bytes for line in ledger.lines) == sum(size.typical for size in estimates.values())
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedsparsify", "neurosfl"])
+def test_every_message_of_a_masked_run_lies_within_its_estimate(name: str) -> None:
+    """Certificates of a federation have another length than those of a run on one machine."""
+    bench, rules = toy.ToyBench(toy.Toy()), SumRules(64.0)
+    method = bench.method(name, rounds=2, **METHODS[name])
+    dry_sites = {site: DrySite(site, bench.layout) for site in bench.sites()}
+    _, dry = dry_run(method, bench.weights, dry_sites, "float32", sum_rules=rules)
+    sizes = [size for _, size, _ in bound_messages(method, dry.lines, dry_sites)]
+    _, ledger = run_locally(method, bench.weights, bench.sites(), bench.task.metric, sum_rules=rules)
+    assert [(line.site, line.direction, line.encoding) for line in ledger.lines if line.values == "masked"] == [
+        (line.site, line.direction, line.encoding) for line in dry.lines if line.values == "masked"
+    ]
+    assert all(size.least <= line.payload_bytes <= size.most for line, size in zip(ledger.lines, sizes, strict=True))
+    assert any(size.is_exact and line.values == "masked" for line, size in zip(dry.lines, sizes, strict=True))

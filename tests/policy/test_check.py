@@ -109,3 +109,13 @@ def test_job_without_privacy_conflicts_with_a_budget(tmp_path: Path) -> None:
     (reason,) = find_policy_conflicts(Policy(epsilon=1), config, assemble(config), {"site-1": 20})
     assert "It covers 0 of 2 rounds" in reason
     assert reason.endswith("(site-1)")
+
+
+def test_job_that_sends_single_updates_conflicts_with_a_policy_that_requires_sums() -> None:
+    job = load_config(CONFIGS / "masked_brain_age.yaml")
+    assembly = assemble(job, load_task(job, CONFIGS))
+    assert find_policy_conflicts(Policy(masked=True), job, assembly, {"hospital": 200}) == []
+    plain = job.model_copy(update={"wire": job.wire.model_copy(update={"aggregation": "plain"})})
+    assert find_policy_conflicts(Policy(masked=True), plain, assembly, {"hospital": 200}) == [
+        "masked: no values of a single site may be readable; set wire.aggregation: masked"
+    ]

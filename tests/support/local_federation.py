@@ -14,10 +14,13 @@ from flare_sparse.encryption import KeyContexts, ServerCipher, SiteCipher
 from flare_sparse.endpoints.events import pack_events
 from flare_sparse.endpoints.server import SERVER, Attempt, ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.errors import SiteExcluded, WireError
+from flare_sparse.errors import FlareSparseError, SiteExcluded, WireError
 from flare_sparse.exchange import Patch, Request, Update
 from flare_sparse.federation import Federation, Handshake, Outcome, Reply, RoundRecord, RoundRules
+from flare_sparse.local.run import build_sums
 from flare_sparse.methods import Method
+from flare_sparse.secure_aggregation.limits import SumRules
+from flare_sparse.secure_aggregation.messages import Step, unpack_message
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
@@ -71,12 +74,16 @@ class LocalFederation:
         contexts: keys for encryption; None: values travel in the clear.
         site_contexts: other keys, by site.
         stores: checkpoint store of each end; None for an end without checkpoints.
+        sum_rules: rules of sums of padded values; None: updates carry their values.
 
     Attributes:
         is_silent: whether a site stays silent in an attempt; it does not even receive the request.
         change_update: changes an upload before it is encoded.
         change_message: changes an upload after it is encoded; returns an :class:`Upload`, a reply as the server would
             see it, or None for a lost message.
+        is_sum_lost: whether a site drops out of a sum before it answers a step.
+        change_question: changes the server's question to a site in a sum.
+        sum_messages: (site, step, message) of every reply of a sum that the server received.
         returned: returns those of the given quarantined sites that have sent another hello.
         restarts: (sequence, site) pairs: the site loses its memory before it receives this attempt.
         order: order in which the sites are listed and replies arrive; None: by name.
@@ -96,6 +103,7 @@ class LocalFederation:
         contexts: KeyContexts | None = None,
         site_contexts: Mapping[str, KeyContexts] | None = None,
         stores: Callable[[str], Store | None] = lambda end: None,
+        sum_rules: SumRules | None = None,
         **settings: Any,
     ):
         self.bench = bench or ToyBench(Toy())
@@ -106,13 +114,20 @@ class LocalFederation:
         )
         self.ledger = Ledger()
         cipher = ServerCipher(contexts.server) if contexts else None
-        self.server = ServerEndpoint(self.method.layout, RUN, values, self.ledger, cipher, self.method.seed)
+        names = self._names(sites)
+        sums, self.sums = (
+            build_sums(self.method, RUN, sum_rules, names, self.ledger) if sum_rules is not None else (None, {})
+        )
+        self.server = ServerEndpoint(self.method.layout, RUN, values, self.ledger, cipher, self.method.seed, sums)
         self.sites = self.bench.sites(sites) if isinstance(sites, int) else dict(sites)
         self.endpoints = {name: self._build_endpoint(name) for name in self.sites}
 
         self.is_silent: Callable[[str, Attempt], bool] = lambda site, attempt: False
         self.change_update: Callable[[Upload], Upload] = lambda upload: upload
         self.change_message: Callable[[Upload], Upload | Reply | None] = lambda upload: upload
+        self.is_sum_lost: Callable[[str, Step], bool] = lambda site, step: False
+        self.change_question: Callable[[str, Any], Any] = lambda site, question: question
+        self.sum_messages: list[tuple[str, Step, Any]] = []
         self.returned: Callable[[list[str]], list[str]] = lambda sites: []
         self.restarts: set[tuple[int, str]] = set()
         self.order: Sequence[str] | None = None
@@ -127,7 +142,8 @@ class LocalFederation:
 
     def _build_endpoint(self, name: str) -> SiteEndpoint:
         cipher = SiteCipher(self.contexts[name].client) if self.contexts else None
-        return SiteEndpoint(self.sites[name], self.method, RUN, self.values, self.stores(name), cipher)
+        sums = self.sums.get(name)
+        return SiteEndpoint(self.sites[name], self.method, RUN, self.values, self.stores(name), cipher, sums=sums)
 
     def restart_site(self, name: str) -> None:
         """Replace a site by a new process: what it knows is what its checkpoints hold."""
@@ -169,6 +185,23 @@ class LocalFederation:
         sent = self.change_message(replace(upload, message=self.encode(upload)))
         return sent.decode() if isinstance(sent, Upload) else sent
 
+    def deliver_sum(self, questions: Mapping[str, Any], _seconds: float | None) -> dict[str, Any]:
+        """Take the questions of a step of a sum to the sites and return their replies."""
+        replies: dict[str, Any] = {}
+        for name in self.order or questions:
+            if name not in questions:
+                continue
+            step, _, _ = unpack_message(questions[name], "server")
+            if self.is_sum_lost(name, step):
+                continue
+            try:
+                reply = self.sums[name].answer(self.change_question(name, questions[name]))
+                replies[name] = reply
+                self.sum_messages.append((name, step, reply))
+            except FlareSparseError as error:
+                replies[name] = error.code
+        return replies
+
     def encode(self, upload: Upload) -> Any:
         """Return the message of an upload, as a buffer that the test may write to."""
         return upload.endpoint.encode(upload.request, upload.update).data.copy()
@@ -198,5 +231,6 @@ class LocalFederation:
             store=self.stores(SERVER),
             on_excluded=self.warnings.append,
             returned=self.returned,
+            sum_transport=self.deliver_sum,
         )
         return federation.run(self.bench.weights, resume=resume)

@@ -84,7 +84,14 @@ def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
     """
     assembly = assemble(config, load_task(config, file.parent))
     sites = build_dry_sites(config, assembly)
-    outcome, ledger = dry_run(assembly.method, assembly.weights, sites, config.wire.values, encrypted=config.encrypted)
+    outcome, ledger = dry_run(
+        assembly.method,
+        assembly.weights,
+        sites,
+        config.wire.values,
+        encrypted=config.encrypted,
+        sum_rules=config.sum_rules,
+    )
     messages = list(bound_messages(assembly.method, ledger.lines, sites))
     by_attempt = [list(group) for _, group in groupby(messages, key=lambda message: message[0].sequence)]
     rounds = [
@@ -99,7 +106,7 @@ def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
         }
         for record, attempt in zip(outcome.rounds, by_attempt, strict=True)
     ]
-    training = [line for line in ledger.lines if line.kind == "train"]
+    training = [line for line in ledger.lines if line.kind == "train" and line.content in ("weights", "delta")]
     total, stopping = _sum_ranges(messages), config.federation.early_stopping
     reasons = list(dict.fromkeys(reason for _, _, reason in messages if reason))
     if stopping is not None and stopping.patience + 1 < config.method.config.rounds:

@@ -107,6 +107,7 @@ def run_config_locally(
                 stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
                 resume=resume,
                 contexts=contexts,
+                sum_rules=config.sum_rules,
                 on_site_error=_SiteErrors(out / ERRORS, console).report,
             )[0]
     finally:

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..errors import ConfigError
 from ..methods import METHODS, MethodConfig
 from ..privacy.config import PrivacyConfig
+from ..secure_aggregation.limits import FEWEST_SITES, SumRules
+from ..secure_aggregation.rings import MAX_BOUND
 from ..task import Task, TaskConfig
 from ..tasks import TASKS
 from ..wire.plan import ValueType
@@ -36,6 +38,18 @@ class WireConfig(Section):
     )
     encryption: Literal["none", "ckks"] = Field(
         "none", description="ckks: the server aggregates encrypted weights; the keys are part of the startup kits"
+    )
+    aggregation: Literal["plain", "masked"] = Field(
+        "plain",
+        description="masked: the server reads the sum of the sites' values and no value of a single site; sites sign "
+        "their keys with the certificates of their startup kits",
+    )
+    bound: float = Field(
+        64.0,
+        gt=2.0**-20,
+        le=MAX_BOUND,
+        description="masked: largest change of a parameter in a round; an update with a larger one is refused "
+        "(E_RANGE); the sum is exact to 2^-20 of it or better",
     )
 
 
@@ -405,6 +419,50 @@ class JobConfig(Section):
     def encrypted(self) -> bool:
         """Whether weights are sent encrypted."""
         return self.wire.encryption != "none"
+
+    @property
+    def sum_rules(self) -> SumRules | None:
+        """Rules of the sums of padded values; None: the server reads every update."""
+        if self.wire.aggregation == "plain":
+            return None
+        return SumRules(self.wire.bound, self.federation.min_sites)
+
+    @model_validator(mode="after")
+    def _check_masking(self) -> JobConfig:
+        """Refuse settings that need more than a sum of the updates, before a run starts."""
+        if self.sum_rules is None:
+            return self
+        federation, reason = self.federation, self.method.config.masking_blocker
+        for blocker, fix in (
+            (
+                reason and f"method {self.method.name}: {reason}",
+                "use a method that averages, such as fedavg, neurosfl or fedsparsify with their defaults",
+            ),
+            (self.wire.values != "float32" and f"wire.values is {self.wire.values}", "leave it at float32"),
+            (self.encrypted and "wire.encryption is ckks", "leave it at none"),
+            (
+                federation.clip_norm is not None and "federation.clip_norm needs to read single updates",
+                "use clip_norm and max_norm of the site's own policy",
+            ),
+            (
+                federation.max_share < 1
+                and "federation.max_share depends on the sites that contribute, which are known only after the sites "
+                "have weighted their values",
+                "leave it at 1, and agree on federation.examples",
+            ),
+            (
+                federation.min_sites < FEWEST_SITES
+                and f"federation.min_sites is {federation.min_sites}, and each of two sites can subtract its own "
+                "values from their sum",
+                f"set it to {FEWEST_SITES} or more",
+            ),
+        ):
+            if blocker:
+                raise ValueError(
+                    f"wire.aggregation is masked, so the server reads sums only, but {blocker}; {fix}, or set "
+                    "wire.aggregation to plain"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_quantization(self) -> JobConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..checkpoint.writing import write_json
 from ..errors import FlareSparseError, RequestRefused
+from ..secure_aggregation.limits import find_difference_violation
 from .site_state import RequestId
 
 DAY_S = 86_400
@@ -43,6 +44,21 @@ class AnsweredRequest(BaseModel):
     time: float
 
 
+class RevealedSum(BaseModel):
+    """A sum that the site has helped to reveal.
+
+    Attributes:
+        kind, round: id of the request whose updates were summed.
+        sites: names of the sites of the sum.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: str
+    round: int
+    sites: list[str]
+
+
 class RunRecord(BaseModel):
     """The record of one run.
 
@@ -50,6 +66,7 @@ class RunRecord(BaseModel):
         run: id of the run.
         requests: requests in the order of their first answer.
         evaluations: Unix time of the first release of the metrics of a model, by kind, round and digest.
+        sums: sums of padded values that the site has helped to reveal.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -57,6 +74,7 @@ class RunRecord(BaseModel):
     run: str
     requests: list[AnsweredRequest] = Field(default_factory=list)
     evaluations: dict[str, float] = Field(default_factory=dict)
+    sums: list[RevealedSum] = Field(default_factory=list)
 
     @property
     def start(self) -> int:
@@ -129,6 +147,25 @@ class RequestLog:
                 return False
             record.evaluations[key] = now
         return True
+
+    def admit_sum(self, request: RequestId, sites: Sequence[str], min_sites: int) -> None:
+        """Record a sum before this site helps to reveal it.
+
+        Args:
+            request: kind and round of the request whose updates are summed.
+            sites: names of the sites of the sum.
+            min_sites: fewest sites of a sum.
+
+        Raises:
+            RequestRefused: with an earlier sum of the same request it would reveal one over fewer sites, or the record
+                cannot be read or written.
+        """
+        with self._open() as record:
+            same_request = [entry.sites for entry in record.sums if (entry.kind, entry.round) == request]
+            if reason := find_difference_violation(same_request, sites, min_sites):
+                raise RequestRefused(f"request {request.kind!r} of round {request.round}: {reason}")
+            if sorted(sites) not in same_request:
+                record.sums.append(RevealedSum(kind=request.kind, round=request.round, sites=sorted(sites)))
 
     def _count_answer(self, record: RunRecord, request: RequestId, digest: str) -> None:
         """Add an answer to the record.

@@ -24,6 +24,7 @@ from .encrypted import aggregate_ciphertexts, find_sites_with_wrong_key, find_un
 from .events import parse_events
 from .reported import validate_metrics, validate_num_examples
 from .server_state import EncryptedModel, ServerSnapshot, ServerState
+from .server_sums import ServerSums
 
 SERVER = "server"
 """The server's name where sites are identified by theirs, for example in the checkpoint folder."""
@@ -65,6 +66,7 @@ class ServerEndpoint:
         ledger: receives one line per message.
         cipher: aggregates encrypted weights without decrypting them; None: all values travel in the clear.
         seed: seed of the run, for the rounding of quantized values.
+        sums: sums of padded values, which updates then do not carry themselves; None: the server reads each update.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class ServerEndpoint:
         ledger: Ledger,
         cipher: ServerCipher | None = None,
         seed: int = 0,
+        sums: ServerSums | None = None,
     ):
         self.layout, self.run, self.values, self.ledger, self.cipher = layout, run, values, ledger, cipher
-        self.seed = seed
+        self.seed, self.sums = seed, sums
         self._state = ServerState()
 
     @property
@@ -257,9 +260,11 @@ class ServerEndpoint:
         """Raise unless content, encryption and number format are those that the job requires.
 
         Raises:
-            RejectedMessage: unexpected content, weights in the clear where they must be encrypted, the reverse, or
-                another number format than the job's.
+            RejectedMessage: unexpected content, weights in the clear where they must be encrypted, the reverse, values
+                that must be withheld for a sum, or another number format than the job's.
         """
+        if self.sums is not None and message.content != "metrics":
+            raise RejectedMessage("E_SEALED", f"values of {message.content}", "masked", message.values, site)
         # A site without training examples answers every request with metrics only.
         if message.content not in (expected.content, "metrics"):
             raise RejectedMessage("E_KIND", "content", expected.content, message.content, site)

@@ -23,6 +23,7 @@ from .bases import SiteBase, plan_request, plan_update
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, describe_event
 from .request_log import RequestLog
 from .site_state import RequestId, SiteMemory, SiteSnapshot, SiteState
+from .site_sums import SiteSums
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class SiteEndpoint:
             the tensors that the method keeps at the site are lost.
         cipher: encrypts weights and decrypts models; None: all values travel in the clear.
         requests: record of the answered requests; None: requests are checked but not counted.
+        sums: withholds the values of updates and pads them for a sum; None: updates carry their values.
 
     Attributes:
         request: the last accepted request; None before the first.
@@ -58,9 +60,10 @@ class SiteEndpoint:
         store: Store | None = None,
         cipher: SiteCipher | None = None,
         requests: RequestLog | None = None,
+        sums: SiteSums | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
-        self.cipher, self.requests = cipher, requests
+        self.cipher, self.requests, self.sums = cipher, requests, sums
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._state = SiteState()
@@ -152,10 +155,13 @@ class SiteEndpoint:
         """Encode ``update`` and write the checkpoint; the rounding residual is added to the next update.
 
         Raises:
-            RejectedMessage: a value is not finite, or cannot be encrypted; nothing may be sent.
+            RejectedMessage: a value is not finite, or cannot be encrypted or summed; nothing may be sent.
             CheckpointError: the checkpoint could not be written; nothing may be sent.
         """
         residual = self._state.memory.residual
+        if self.sums is not None:
+            request_id = RequestId(request.kind, request.round)
+            update = self.sums.withhold(update, request_id, self._state.sequence, self.site.weights)
         encoded = self.encode_message(request, update)
         # Error feedback applies to model values only: an update of scores or metrics leaves the residual unchanged.
         if update.content in ("weights", "delta"):

@@ -70,9 +70,13 @@ def learn_from(
         # Only clipping needs the model as a vector of P floats.
         previous = Tensor() if rules.clip_norm is None else method.model(state).to_vector()
         contributions, clipped = clip_deltas(contributions, previous, rules.clip_norm)
-        next_state = _compute_state(method, endpoint, state, contributions)
+        learned = contributions if result.total is None else [result.total]
+        next_state = _compute_state(method, endpoint, state, learned)
         if next_state is not None:
             return result, LearnResult(next_state, contributions, capped, clipped)
+        # Of a sum, no single contribution can be rejected: the attempt has failed.
+        if result.total is not None:
+            return result, None
         # float64, since the square of a large float32 overflows.
         largest = max(result.contributed, key=lambda c: float(torch.linalg.vector_norm(c.patch.values.double())))
         result = result.reject(largest.site, "E_RANGE")

@@ -26,7 +26,7 @@ from .learning import HasQuorum, LearnResult, learn_from
 from .participants import Admission, Participants, Returned
 from .progress import Progress, Snapshot
 from .records import Outcome, RoundRecord
-from .replies import AttemptResult, Transport
+from .replies import AttemptResult, SumTransport, Transport
 from .rounds import QuorumMissed, RoundResult, RoundRunner
 from .rules import Roster, RoundRules
 from .statistics import build_assignments, learn_statistics
@@ -52,6 +52,7 @@ class Federation:
         store: receives a checkpoint with every commit; None: a crash loses the run.
         on_excluded: called once per site and reason with the error that keeps a site from taking part.
         returned: returns those of the given quarantined sites that have sent another hello.
+        sum_transport: carries the steps of sums of padded values; None: the updates carry their values.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Federation:
         store: Store | None = None,
         on_excluded: Callable[[SiteExcluded], None] = lambda reason: None,
         returned: Returned = lambda sites: frozenset(),
+        sum_transport: SumTransport | None = None,
     ):
         self.method, self.endpoint, self.metric = method, endpoint, metric
         self.rules, self.on_round, self.store = rules or RoundRules(), on_round, store
@@ -77,7 +79,7 @@ class Federation:
         self._events = EventLog()
         self._stepped_back: set[int] = set()
         self._needs_statistics = build_statistics_mask(endpoint.layout).count > 0
-        self._rounds = RoundRunner(endpoint, self.rules, self._admission, transport, self._events)
+        self._rounds = RoundRunner(endpoint, self.rules, self._admission, transport, self._events, sum_transport)
 
     def run(self, weights: Tensor, *, resume: bool = False) -> Outcome:
         """Run all rounds, from the initial model or from the newest checkpoint.

@@ -27,8 +27,11 @@ def reject_outliers(result: AttemptResult, get_previous: Callable[[], Patch], ma
 
     Returns:
         The replies; an outlier is rejected with ``E_NORM``. Values are never changed: the other updates keep their
-        bits. Encrypted updates and scores are not examined.
+        bits. Encrypted and summed updates and scores are not examined.
     """
+    # Values that are summed unread are NaN at the server.
+    if result.total is not None:
+        return result
     examined = [c for c in result.contributed if c.content in ("weights", "delta") and c.patch.encrypted is None]
     if max_ratio is None or len(examined) < FEWEST:
         return result

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ..endpoints.server import Attempt
 from ..exchange import Contribution
 
@@ -12,6 +14,12 @@ Reply = Contribution | Exception | str
 """What came back from a site: a contribution, the error that rejected it, or a reason code."""
 Transport = Callable[[Attempt], Mapping[str, Reply]]
 """Carries an attempt to its sites and returns their replies; sites that do not reply in time are absent."""
+
+SumTransport = Callable[[Mapping[str, np.ndarray], float | None], Mapping[str, "np.ndarray | str"]]
+"""Carries the questions of a step of a sum to its sites and returns their replies, or the reason codes of refusals.
+
+The number is that of the seconds for the replies; None: the transport decides.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class AttemptResult:
         rejected: reason codes by site.
         timed_out: sites that did not reply.
         counts_empty: sites of which an update with an empty selection contributes a delta of zero.
+        total: contribution that stands for all others, whose values the server cannot read; None: it reads each.
     """
 
     attempt: Attempt
@@ -31,6 +40,7 @@ class AttemptResult:
     rejected: dict[str, str]
     timed_out: list[str]
     counts_empty: frozenset[str] = frozenset()
+    total: Contribution | None = None
 
     @property
     def contributed(self) -> list[Contribution]:

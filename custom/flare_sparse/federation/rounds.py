@@ -13,8 +13,9 @@ from ..wire.ledger import LedgerLine
 from .events import BASE_LOST, EventLog
 from .learning import HasQuorum, LearnResult
 from .participants import Admission
-from .replies import AttemptResult, Reply, Transport, get_reason_code
+from .replies import AttemptResult, Reply, SumTransport, Transport, get_reason_code
 from .rules import Roster, RoundRules
+from .sums import sum_replies
 
 Learn = Callable[[AttemptResult, HasQuorum], tuple[AttemptResult, LearnResult | None]]
 """Computes the next state from the replies; None below the quorum."""
@@ -82,6 +83,7 @@ class RoundRunner:
         admission: excludes sites with an upload cap that is too small.
         transport: carries requests and replies.
         events: receives what sites report and which of them lost their base.
+        sum_transport: carries the steps of sums; None: the updates carry their values.
     """
 
     def __init__(
@@ -91,9 +93,10 @@ class RoundRunner:
         admission: Admission,
         transport: Transport,
         events: EventLog,
+        sum_transport: SumTransport | None = None,
     ):
         self.endpoint, self.rules, self.admission, self.transport = endpoint, rules, admission, transport
-        self.events = events
+        self.events, self.sum_transport = events, sum_transport
 
     def run(
         self, assignments: Mapping[str, Assignment], silent: list[str], roster: Roster, learn: Learn | None = None
@@ -189,7 +192,12 @@ class RoundRunner:
         self.events.add_reports(sorted(accepted, key=lambda contribution: contribution.site))
         for site in self.endpoint.find_sites_with_wrong_key(accepted):
             replies[site] = "E_KEY"
-        return _group_replies(attempt, assignments, replies), roster
+        total = None
+        if self.endpoint.sums is not None and self.sum_transport is not None:
+            exchange = self.endpoint.sums.start(assignments, attempt.sequence)
+            if exchange is not None:
+                replies, total = sum_replies(exchange, replies, self.sum_transport, deadline)
+        return replace(_group_replies(attempt, assignments, replies), total=total), roster
 
     def _send(
         self, attempt: Attempt, deadline: float | None, assignments: Mapping[str, Assignment]

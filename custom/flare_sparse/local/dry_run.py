@@ -15,6 +15,7 @@ from ..federation import Outcome
 from ..mask import Mask
 from ..methods import Method
 from ..params import Layout
+from ..secure_aggregation.limits import SumRules
 from ..seeds import make_generator
 from ..structure import narrow_network
 from ..task import Metric
@@ -162,15 +163,23 @@ def dry_run(
     values: ValueType,
     *,
     encrypted: bool = False,
+    sum_rules: SumRules | None = None,
 ) -> tuple[Outcome, Ledger]:
     """Count the messages of a whole run over given dry sites, whose ``usages`` then hold the usage per update.
 
-    Args and returned values are those of :func:`estimate_traffic`.
+    Args and returned values are those of :func:`estimate_traffic`; ``sum_rules`` are those of sums of padded values.
     """
     contexts = KeyContexts.generate() if encrypted else None
     metric = Metric("none", "", "min")
     return run_locally(
-        method, weights, dry_sites, metric, values=values, contexts=contexts, on_site_error=_raise_site_error
+        method,
+        weights,
+        dry_sites,
+        metric,
+        values=values,
+        contexts=contexts,
+        sum_rules=sum_rules,
+        on_site_error=_raise_site_error,
     )
 
 

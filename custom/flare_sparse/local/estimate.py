@@ -9,6 +9,8 @@ from typing import Any, cast
 from ..exchange import STATISTICS
 from ..methods import Method
 from ..methods.traffic import MessageFacts, SelectionBounds
+from ..secure_aggregation.keys import MAX_KEYS_BYTES
+from ..secure_aggregation.messages import FINGERPRINT_BYTES, HEADER_BYTES
 from ..wire.codec import bound_message_bytes, compute_min_message_bytes
 from ..wire.envelope import round_up_to_words
 from ..wire.ledger import LedgerLine
@@ -68,15 +70,17 @@ def bound_messages(
         )
         is_fixed = line.kind == STATISTICS or (line.content == "metrics" and line.direction == "up")
         bounds = None if is_fixed else method.bound_selection(facts)
-        size = _bound_bytes(line, bounds, buffers)
+        size = _bound_bytes(line, bounds, buffers, len(sites))
         # Bounds that meet in one number of bytes are exact, whatever decides the entries.
         yield line, size, "" if size.is_exact or bounds is None else bounds.reason
 
 
-def _bound_bytes(line: LedgerLine, bounds: SelectionBounds | None, buffers: int) -> BytesRange:
+def _bound_bytes(line: LedgerLine, bounds: SelectionBounds | None, buffers: int, sites: int) -> BytesRange:
     if line.values == "ckks":
         margin = round(line.payload_bytes * CIPHERTEXT_TOLERANCE)
         return BytesRange(line.payload_bytes - margin, line.payload_bytes, line.payload_bytes + margin)
+    if line.values == "masked":
+        return _bound_sum_bytes(line, bounds, sites)
     total, values = line.scalars_total, cast(ValueType, line.values)
     if bounds is None:
         if values not in COMPRESSED:
@@ -90,3 +94,17 @@ def _bound_bytes(line: LedgerLine, bounds: SelectionBounds | None, buffers: int)
     if bounds.most == total:
         most = max(most, bound_message_bytes(total, values, buffers=buffers)[1])
     return BytesRange(compute_min_message_bytes(bounds.least, values), line.payload_bytes, most)
+
+
+def _bound_sum_bytes(line: LedgerLine, bounds: SelectionBounds | None, sites: int) -> BytesRange:
+    """Return the bytes of a message of a sum; those with certificates are as long as the federation's."""
+    size = line.payload_bytes
+    if line.scalars_sent:
+        if bounds is None:
+            return BytesRange(size, size, size)
+        # 4 bytes a value, and 8 for buffers.
+        start = HEADER_BYTES + FINGERPRINT_BYTES
+        return BytesRange(start + 4 * bounds.least, size, start + 8 * bounds.most)
+    has_certificates = line.encoding == "keys" and line.direction == "up"
+    count = 1 if has_certificates else sites if line.encoding == "shares" and line.direction == "down" else 0
+    return BytesRange(HEADER_BYTES if count else size, size, size + count * MAX_KEYS_BYTES)

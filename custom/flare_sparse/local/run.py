@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ..capabilities import local_capabilities
@@ -15,11 +16,15 @@ from ..checkpoint.store import Store
 from ..encryption import KeyContexts, ServerCipher, SiteCipher
 from ..endpoints.events import pack_events
 from ..endpoints.server import SERVER, Attempt, ServerEndpoint
+from ..endpoints.server_sums import ServerSums
 from ..endpoints.site import SiteEndpoint
-from ..errors import MissingBase, WireError, format_site_error, get_failure_code
+from ..endpoints.site_sums import SiteSums
+from ..errors import FlareSparseError, MissingBase, WireError, format_site_error, get_failure_code
 from ..exchange import Update
 from ..federation import Federation, OnUpdates, Outcome, Reply, RoundRecord, RoundRules
 from ..methods import Method
+from ..secure_aggregation.identities import generate_identity
+from ..secure_aggregation.limits import SumRules
 from ..seeds import limit_threads
 from ..task import Metric
 from ..training import Site
@@ -50,6 +55,7 @@ def run_locally(
     stores: Callable[[str], Store | None] = lambda end: None,
     resume: bool = False,
     contexts: KeyContexts | None = None,
+    sum_rules: SumRules | None = None,
     on_site_error: Callable[[str, Exception], None] = log_site_error,
 ) -> tuple[Outcome, Ledger]:
     """Run a method over sites in this process, through the real wire.
@@ -69,6 +75,7 @@ def run_locally(
         stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
         resume: continue from the checkpoints in ``stores``.
         contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
+        sum_rules: rules of the sums of padded values; None: each update carries its values.
         on_site_error: called with the name and the error of a site that fails. As in FLARE, the server learns the code
             of the error alone, and the run continues with the other sites.
 
@@ -77,10 +84,13 @@ def run_locally(
     """
     ledger = Ledger() if ledger is None else ledger
     server_cipher = ServerCipher(contexts.server) if contexts else None
-    server = ServerEndpoint(method.layout, run, values, ledger, server_cipher, method.seed)
+    sums, site_sums = build_sums(method, run, sum_rules, list(sites), ledger) if sum_rules else (None, {})
+    server = ServerEndpoint(method.layout, run, values, ledger, server_cipher, method.seed, sums)
     cipher = SiteCipher(contexts.client) if contexts else None
     endpoints = {
-        name: site if isinstance(site, Exception) else SiteEndpoint(site, method, run, values, stores(name), cipher)
+        name: site
+        if isinstance(site, Exception)
+        else SiteEndpoint(site, method, run, values, stores(name), cipher, sums=site_sums.get(name))
         for name, site in sorted(sites.items())
     }
     federation = Federation(
@@ -94,6 +104,7 @@ def run_locally(
         on_round=on_round,
         on_updates=on_updates,
         store=stores(SERVER),
+        sum_transport=lambda questions, _: dict(deliver_sum(questions, endpoints, on_site_error)),
     )
     with limit_threads(thread_count):
         outcome = federation.run(weights, resume=resume)
@@ -135,6 +146,38 @@ def deliver(
             yield name, server.decode(name, data, update.num_examples, update.metrics, events)
         except WireError as error:
             yield name, error
+
+
+def build_sums(
+    method: Method[Any, Any], run: str, rules: SumRules, names: list[str], ledger: Ledger
+) -> tuple[ServerSums, dict[str, SiteSums]]:
+    """Return both ends of the sums of a run in this process.
+
+    The sites' certificates are generated for it: they prove nothing here, but the messages are those of a federation.
+    """
+    identities = {name: generate_identity(name) for name in names}
+    server = ServerSums(method.layout, run, rules, method.get_sum_weights, identities[names[0]].root, ledger)
+    return server, {
+        name: SiteSums(identity, method.layout, run, rules, method.get_sum_weights)
+        for name, identity in identities.items()
+    }
+
+
+def deliver_sum(
+    questions: Mapping[str, np.ndarray],
+    endpoints: Mapping[str, SiteEndpoint | Exception],
+    on_site_error: Callable[[str, Exception], None],
+) -> Iterator[tuple[str, np.ndarray | str]]:
+    """Deliver the questions of a step of a sum to the sites; yield each reply, or the code of the site's failure."""
+    for name, question in questions.items():
+        endpoint = endpoints[name]
+        assert not isinstance(endpoint, Exception), "a site that failed has no part in a sum"
+        assert endpoint.sums is not None, "all sites of a run take part in sums"
+        try:
+            yield name, endpoint.sums.answer(question)
+        except FlareSparseError as error:
+            on_site_error(name, error)
+            yield name, error.code
 
 
 def _answer(endpoint: SiteEndpoint, message: Any, acknowledged: int | None) -> tuple[Update, Any, Any]:

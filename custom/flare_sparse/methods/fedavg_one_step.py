@@ -12,10 +12,10 @@ from typing import Literal, final
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import weigh_by_examples, weigh_equally, weighted_sum
+from ..aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
 from ..exchange import Contribution, Patch, Request, Update
 from ..training import Site
-from .method import ModelState, train_locally
+from .method import TRAIN, ModelState, train_locally
 from .support.adaptation import AdaptationConfig, AdaptationMethod
 
 
@@ -27,6 +27,10 @@ class Config(AdaptationConfig):
         if self.weighting == "examples":
             return None
         return f"weighting: {self.weighting} is not the mean by examples"
+
+    @property
+    def masking_blocker(self) -> str | None:
+        return None
 
 
 @final
@@ -43,8 +47,10 @@ class FedAvgOneStep(AdaptationMethod[Config, ModelState]):
         return train_locally(request, site, self.config.get_training(request.round), steps=self.config.local_steps)
 
     def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
-        weigh = weigh_by_examples if self.config.weighting == "examples" else weigh_equally
-        return ModelState(state.round + 1, weighted_sum(contributions, weigh))
+        return ModelState(state.round + 1, weighted_sum(contributions, self.get_sum_weights(TRAIN)))
+
+    def get_sum_weights(self, kind: str) -> Weights:
+        return weigh_by_examples if self.config.weighting == "examples" else weigh_equally
 
     def model(self, state: ModelState) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..aggregation.weighted import weigh_equally, weighted_sum
+from ..aggregation.weighted import Weights, weigh_equally, weighted_sum
 from ..exchange import Contribution, Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
@@ -94,6 +94,9 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
         advanced = advance(state.w, pr, gradient, steps, self.apply_prox, scale=self.config.scale_prox)
         w, ag = (torch.where(self._buffers.bits, pr + delta, x) for x in advanced)
         return State(state.round + 1, ag if self.config.is_restart(state.round) else w, ag, pr)
+
+    def get_sum_weights(self, kind: str) -> Weights:
+        return weigh_equally
 
     def apply_prox(self, v: Tensor, step: float) -> Tensor:
         """Return the prox of ``step * H`` at ``v`` ``(P,)``; H is the Group Lasso of weight ``lasso`` on the gates."""

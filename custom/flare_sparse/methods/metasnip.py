@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..aggregation.weighted import Weights
 from ..errors import ConfigError, suggest
 from ..exchange import Contribution, Patch, Request, Update
 from ..mask import Mask, floor_fraction, top_k
@@ -68,6 +69,9 @@ class MetaSNIP(AdaptationMethod[Config, State]):
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         return self._metagater.learn(state, contributions)
+
+    def get_sum_weights(self, kind: str) -> Weights:
+        return self._metagater.get_sum_weights(kind)
 
     def model(self, state: State) -> Patch:
         return self._metagater.model(state)

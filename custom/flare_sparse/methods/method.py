@@ -35,6 +35,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from ..aggregation.weighted import Weights, weigh_by_examples
 from ..capabilities import Capabilities, local_capabilities
 from ..errors import ConfigError
 from ..exchange import EVALUATE, STATISTICS, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
@@ -90,6 +91,15 @@ class MethodConfig(BaseModel):
         of them on the requested entries, and where the server computes nothing else from these weights.
         """
         return "the server computes with the values of single updates"
+
+    @property
+    def masking_blocker(self) -> str | None:
+        """Why a sum over all sites is not enough for the server; None where sums of padded values are possible.
+
+        It is enough where all sites return values of the same entries, and where the next state follows from their
+        sum, weighted as ``Method.get_sum_weights`` says: ``Method.learn`` then receives one contribution, the sum.
+        """
+        return "its server needs more than one sum over the same entries of every site"
 
     @property
     def quantization_blocker(self) -> str | None:
@@ -208,6 +218,13 @@ class Method(ABC, Generic[ConfigT, StateT]):
     @abstractmethod
     def learn(self, state: StateT, contributions: Sequence[Contribution]) -> StateT:
         """Return the state after a round; ``contributions`` are valid, at least one, in the order of site names."""
+
+    def get_sum_weights(self, kind: str) -> Weights:
+        """Return the weights with which ``learn`` sums the updates to the requests of a kind, by default by examples.
+
+        They are proportional to numbers that each site has without the others.
+        """
+        return weigh_by_examples
 
     @abstractmethod
     def model(self, state: StateT) -> Patch:

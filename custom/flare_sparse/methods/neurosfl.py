@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..aggregation.robust import aggregate
 from ..aggregation.server_step import ServerMemory, take_server_step, update_model_average
-from ..aggregation.weighted import average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
+from ..aggregation.weighted import Weights, average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
 from ..errors import ConfigError
 from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction, top_k, top_k_per_tensor
@@ -90,6 +90,17 @@ class Config(AveragingConfig):
     @property
     def privacy_blocker(self) -> str | None:
         return None if self.scores == "random" else f"method.scores: {self.scores} sends saliencies without noise"
+
+    @property
+    def masking_blocker(self) -> str | None:
+        if super().masking_blocker or self.scores != "individual_snip":
+            return super().masking_blocker
+        return f"scores: {self.scores} takes the scores of single sites"
+
+    @property
+    def is_score_weighted(self) -> bool:
+        """Whether the sites' scores are weighted by examples; else all weigh the same."""
+        return self.scores == "weighted_snip" or self.signed
 
     @property
     def score_steps(self) -> int:
@@ -263,8 +274,10 @@ class NeuroSFL(Method[Config, State]):
             owners = min(aggregation.min_owners, len(contributions))
             before = torch.zeros(self.layout.size)
             return aggregate(contributions, before, aggregation.model_copy(update={"min_owners": owners}))
-        is_weighted = self.config.scores == "weighted_snip" or self.config.signed
-        return weighted_sum(contributions, weigh_by_examples if is_weighted else weigh_equally)
+        return weighted_sum(contributions, self.get_sum_weights(SCORE))
+
+    def get_sum_weights(self, kind: str) -> Weights:
+        return weigh_equally if kind == SCORE and not self.config.is_score_weighted else weigh_by_examples
 
     def _start_training(self, state: State, masks: Sequence[Mask]) -> State:
         """Return the state of round 1: theta <- theta_0 (.) m; entries that are not maskable stay live."""

@@ -11,7 +11,7 @@ from typing import Literal, final
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import weigh_equally, weighted_sum
+from ..aggregation.weighted import Weights, weigh_equally, weighted_sum
 from ..exchange import Contribution, Patch, Request, Update
 from ..mask import Mask
 from ..training import Site
@@ -33,6 +33,10 @@ class Config(AdaptationConfig):
     delta: float = Field(
         1e-3, gt=0, description="half the distance of the two gradients of hessian_free, relative to the direction"
     )
+
+    @property
+    def masking_blocker(self) -> str | None:
+        return None
 
     @property
     def epochs_remedy(self) -> str:
@@ -98,6 +102,9 @@ class PerFedAvg(AdaptationMethod[Config, ModelState]):
 
     def learn(self, state: ModelState, contributions: Sequence[Contribution]) -> ModelState:
         return ModelState(state.round + 1, weighted_sum(contributions, weigh_equally))
+
+    def get_sum_weights(self, kind: str) -> Weights:
+        return weigh_equally
 
     def model(self, state: ModelState) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

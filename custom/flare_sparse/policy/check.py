@@ -44,7 +44,10 @@ def find_policy_conflicts(
     sites = dry_sites or {"site-1": DrySite("site-1", layout)}
     _, ledger = dry_run(method, assembly.weights, sites, job.wire.values, encrypted=job.encrypted)
     usages = {name: site.usages for name, site in dry_sites.items()}
-    conflicts = iterate_conflicts(policy, method.name, ledger.lines, usages, layout)
+    conflicts = list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))
+    has_values = any(line.direction == "up" and line.content != "metrics" for line in ledger.lines)
+    if policy.masked and job.sum_rules is None and has_values:
+        conflicts.append("masked: no values of a single site may be readable; set wire.aggregation: masked")
     recording = policy.check_recording(records_updates=job.audit.record_updates)
     return [*recording, *conflicts, *find_budget_conflicts(policy, assembly, subjects or examples, earlier)]
 

@@ -88,6 +88,14 @@ class Policy(BaseModel):
         description="privacy budget of a subject over all jobs; only jobs with privacy may train then",
     )
     delta: float = Field(1e-5, gt=0, lt=1, description="probability that epsilon does not bound")
+    masked: bool = Field(
+        False,
+        description="refuse weights, deltas and scores that are not masked (wire.aggregation), so that the "
+        "server reads their sum only",
+    )
+    min_sum_sites: int = Field(
+        3, ge=3, description="fewest sites of a masked sum, and fewest by which two sums of one request differ"
+    )
     foreign_jobs: bool = Field(False, description="let results of other packages' jobs leave without any check")
 
     @model_validator(mode="after")

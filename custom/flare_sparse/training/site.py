@@ -434,7 +434,7 @@ class Site:
         self._model.module.eval()
         try:
             with torch.no_grad():
-                for batch in DataLoader(self._train_examples, batch_size=OBSERVED_BATCH):
+                for batch in self.task.iterate_batches(self._train_examples, OBSERVED_BATCH):
                     self.task.predict(self._model.module, self._model.to_device(batch))
         finally:
             for hook in hooks:

@@ -57,6 +57,12 @@ class AveragingConfig(MethodConfig):
         return "model_average.start is a share of method.rounds, so other models are averaged in a longer run"
 
     @property
+    def masking_blocker(self) -> str | None:
+        if self.aggregation.needs_single_updates:
+            return f"aggregation.rule {self.aggregation.rule} compares the sites' values"
+        return None
+
+    @property
     def averaging_blocker(self) -> str | None:
         """Why the server must read single updates or the model; None where a sum is enough."""
         rule = self.aggregation.rule

@@ -27,12 +27,20 @@ class LoRAConfig(MethodConfig):
         description="how a site trains in a round",
     )
 
+    @property
+    def masking_blocker(self) -> str | None:
+        return None
+
 
 class RankedConfig(LoRAConfig):
     """Settings of methods whose sites may have different ranks."""
 
     rank: Rank = Field(8, description="r_k: rank budget of a site; a number above the adapters' rank means all ranks")
     ranks: dict[str, Rank] = Field(default_factory=dict, description="r_k of single sites: {site-1: 2, site-2: 16}")
+
+    @property
+    def masking_blocker(self) -> str | None:
+        return "each site has ranks of its own, so the sites do not send the same entries"
 
     def get_rank(self, site: str) -> int:
         """Return r_k."""

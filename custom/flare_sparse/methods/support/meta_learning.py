@@ -32,6 +32,10 @@ class MetaLearningConfig(AdaptationConfig):
         "pr", description="the result: the model last sent (the paper), the one that would be sent next, or w_T^ag"
     )
 
+    @property
+    def masking_blocker(self) -> str | None:
+        return None
+
     def compute_steps(self, t: int) -> StepSizes:
         """Return alpha_t, beta_t and eta_t."""
         return compute_step_sizes(

@@ -1,0 +1,75 @@
+"""The steps of a sum of padded values, after the sites have answered a request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..endpoints.server_sums import SumExchange
+from ..errors import WireError
+from ..exchange import Contribution
+from ..secure_aggregation.messages import Step
+from .replies import Reply, SumTransport
+
+_LOG = logging.getLogger(__name__)
+
+
+def sum_replies(
+    exchange: SumExchange, replies: Mapping[str, Reply], transport: SumTransport, deadline: float | None
+) -> tuple[dict[str, Reply], Contribution | None]:
+    """Return the replies after the sum, and the contribution that stands for the summed ones; None if it failed.
+
+    A site that drops out before its values are in the sum has not replied, or with the code of its refusal. One that
+    drops out later contributes.
+
+    Args:
+        exchange: the sum.
+        replies: replies to the request, without values.
+        transport: carries the steps.
+        deadline: time on the monotonic clock at which the attempt ends; None: the transport decides.
+    """
+    contributions = {site: reply for site, reply in replies.items() if isinstance(reply, Contribution)}
+    # A weight of 0 adds nothing to a sum, and a sum of such weights cannot be divided by them.
+    examples = {site: reply.num_examples for site, reply in contributions.items() if reply.num_examples}
+    after: dict[str, Reply] = dict(replies)
+    for step in Step:
+        questions = exchange.ask(step, examples)
+        answers = _send(step, questions, transport, deadline, exchange, examples) if questions else {}
+        if step == Step.REVEAL:
+            break
+        for site in questions:
+            if site not in answers:
+                del after[site]
+            elif answers[site]:
+                after[site] = answers[site]
+    total, summed = exchange.finish(contributions)
+    if exchange.failure:
+        _LOG.warning("round %d (%s): %s", exchange.sum_id.round, exchange.sum_id.kind, exchange.failure)
+    return {**after, **summed}, total
+
+
+def _send(
+    step: Step,
+    questions: Mapping[str, np.ndarray],
+    transport: SumTransport,
+    deadline: float | None,
+    exchange: SumExchange,
+    examples: Mapping[str, int],
+) -> dict[str, str]:
+    """Return the reason code of each site that replied to a step; empty if its reply is accepted."""
+    seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+    answers = transport(questions, seconds)
+    codes: dict[str, str] = {}
+    # In the order of names, so that a ledger of equal runs is equal.
+    for site in sorted(questions.keys() & answers.keys()):
+        answer = answers[site]
+        try:
+            codes[site] = answer if isinstance(answer, str) else ""
+            if not codes[site]:
+                exchange.accept(step, site, answer, examples)
+        except WireError as error:
+            codes[site] = error.code
+    return codes
