@@ -96,6 +96,7 @@ def run_in_simulator(
 ) -> dict[str, Any]:
     """Prepare the sites' data, run the job in FLARE's simulator and return its summary."""
     # FLARE takes seconds to import; --help must not wait for it.
+    from ..flare.kits import write_kits
     from ..flare.launch.simulator import simulate
 
     checkpoints = _prepare_checkpoints(config, file, out, resume=resume, step_back=step_back)
@@ -111,6 +112,9 @@ def run_in_simulator(
         for text in formatter.format_with_events(line):
             console.print(text, markup=False)
 
+    kits = out / "kits" if config.sum_rules else None
+    if kits:
+        write_kits(kits, sites)
     summary = simulate(
         _build_recipe(config, file, out, mlflow=mlflow, tensorboard=_has_tensorboard()),
         sorted(sites),
@@ -118,6 +122,7 @@ def run_in_simulator(
         out,
         checkpoints=checkpoints,
         keys=out / KEYS if contexts else None,
+        kits=kits,
         on_round=show_round,
     )
     if contexts:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task
-from nvflare.apis.fl_constant import FLContextKey, ServerCommandKey
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode, ServerCommandKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -31,7 +31,18 @@ from ..runs.progress import format_events, format_progress
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
 from .feed import STATS, TOPIC, RecordFeed
-from .payload import ACKNOWLEDGED, HELLO, REPLY, TASK, extract_hello, message_to_shareable
+from .payload import (
+    ACKNOWLEDGED,
+    HELLO,
+    REPLY,
+    SUM,
+    TASK,
+    extract_hello,
+    extract_sum,
+    get_refusal_code,
+    message_to_shareable,
+    sum_to_shareable,
+)
 from .polling import TaskPolling
 from .session import AGGREGATOR_ID, get_server_session, get_workspace
 
@@ -133,6 +144,10 @@ class FederatedController(Controller):
             timeout_s = job.federation.task_timeout_s if attempt.seconds is None else attempt.seconds
             return self._exchange(attempt, timeout_s, fl_ctx, abort_signal)
 
+        def exchange_sum(questions: Mapping[str, np.ndarray], seconds: float | None) -> Mapping[str, Any]:
+            timeout_s = job.federation.task_timeout_s if seconds is None else seconds
+            return self._exchange_sum(questions, timeout_s, fl_ctx, abort_signal)
+
         def handshake(sites: list[str]) -> Mapping[str, Any]:
             timeout_s = job.federation.round_s or job.federation.task_timeout_s
             return self._collect_hellos(sites, timeout_s, fl_ctx, abort_signal)
@@ -150,6 +165,7 @@ class FederatedController(Controller):
             store=session.store,
             on_excluded=lambda warning: self.logger.warning(str(warning)),
             returned=lambda sites: self._list_returned(sites, job.federation.task_timeout_s, fl_ctx),
+            sum_transport=exchange_sum,
         )
         # resume=True always: FLARE gives a job that is submitted again a new id, and only the checkpoints tell whether
         # it was interrupted. Without checkpoints the run starts from round 0.
@@ -253,6 +269,34 @@ class FederatedController(Controller):
         self._wait(tasks, abort_signal)
         replies: dict[str, Reply] = self._aggregator.aggregate(fl_ctx)[REPLY]
         return replies
+
+    def _exchange_sum(
+        self, questions: Mapping[str, np.ndarray], timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Mapping[str, Any]:
+        """Send the questions of a step of a sum and return the replies, or reason codes, that arrive in time."""
+        answers: dict[str, Any] = {}
+
+        # It must not raise, see _collect_hellos. A site that answers with something else has the code E_KIND.
+        def receive(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001
+            result, site = client_task.result, client_task.client.name
+            is_refusal = result.get_return_code() != ReturnCode.OK
+            message = None if is_refusal else extract_sum(result)
+            refusal = get_refusal_code(result) if is_refusal else "E_KIND"
+            answers.setdefault(site, refusal if message is None else message)
+            client_task.result = None
+
+        by_message: dict[int, tuple[np.ndarray, list[str]]] = {}
+        for site, message in questions.items():
+            by_message.setdefault(id(message), (message, []))[1].append(site)
+        self._polling.restart()
+        tasks = []
+        for message, sites in by_message.values():
+            data, seconds = sum_to_shareable(message), _to_whole_seconds(timeout_s)
+            task = Task(name=SUM, data=data, timeout=seconds, result_received_cb=receive)
+            self.broadcast(task, fl_ctx, targets=sites, min_responses=0)
+            tasks.append(task)
+        self._wait(tasks, abort_signal)
+        return dict(answers)
 
     def _receive_result(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         result = client_task.result

@@ -8,9 +8,20 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from ..errors import FlareSparseError, MissingBase, get_failure_code
+from ..errors import FlareSparseError, MissingBase, RequestRefused, get_failure_code
 from ..exchange import Request
-from .payload import HELLO, MISSING_BASE_HEADER, REQUEST, UPDATE, build_refusal, hello_to_shareable, update_to_dxo
+from .payload import (
+    HELLO,
+    MISSING_BASE_HEADER,
+    REQUEST,
+    SUM,
+    UPDATE,
+    build_refusal,
+    extract_sum,
+    hello_to_shareable,
+    sum_to_shareable,
+    update_to_dxo,
+)
 from .session import get_site_session, write_site_error
 
 
@@ -24,6 +35,8 @@ class SparseExecutor(Executor):
         """
         if task_name == HELLO:
             return hello_to_shareable(get_site_session(fl_ctx).build_hello(fl_ctx))
+        if task_name == SUM:
+            return self._answer_sum(shareable, fl_ctx)
         request = shareable.get(REQUEST)
         try:
             if not isinstance(request, Request):
@@ -38,6 +51,15 @@ class SparseExecutor(Executor):
         # The objects that EncodeUpdate needs; it removes them before anything is sent.
         reply[UPDATE] = (request, update)
         return reply
+
+    def _answer_sum(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        try:
+            sums = get_site_session(fl_ctx).get_endpoint(fl_ctx).sums
+            if sums is None:
+                raise RequestRefused("a step of a sum, but wire.aggregation of this site's copy of the job is plain")
+            return sum_to_shareable(sums.answer(extract_sum(shareable)))
+        except Exception as error:  # noqa: BLE001 - as in execute
+            return self._refuse(error, get_failure_code(error), fl_ctx)
 
     def requires_materialized_task_result(self, task_name: str) -> bool:
         """Tell FLARE that results of a script in a process of its own are read here, not passed on to the server."""

@@ -32,6 +32,9 @@ TASK = "exchange"
 HELLO = "hello"
 """Name of the FLARE task in which a site introduces itself; also the only key in its answer."""
 
+SUM = "sum"
+"""Name of the FLARE task of every step of a sum of padded values; also the only key in its data and in its answer."""
+
 EVENTS, ACKNOWLEDGED = "events", "acknowledged"
 """Keys beside a message: a site's events with its update, and the site's last known update with a request."""
 
@@ -108,6 +111,21 @@ def extract_hello(shareable: Shareable) -> Any:
         is_hello = isinstance(dxo.data, dict) and list(dxo.data) == [HELLO] and not dxo.meta
         return dxo.data[HELLO] if is_hello and dxo.data_kind == DataKind.APP_DEFINED else None
     except Exception:  # noqa: BLE001 - see above
+        return None
+
+
+def sum_to_shareable(message: np.ndarray) -> Shareable:
+    """Wrap a message of a sum, of the server or of a site."""
+    return DXO(DataKind.APP_DEFINED, data={SUM: message}).to_shareable()
+
+
+def extract_sum(shareable: Shareable) -> Any:
+    """Return the unchecked message of a sum; None when the shareable is something else. It never raises."""
+    try:
+        dxo = from_shareable(shareable)
+        is_sum = isinstance(dxo.data, dict) and list(dxo.data) == [SUM] and not dxo.meta
+        return dxo.data[SUM] if is_sum and dxo.data_kind == DataKind.APP_DEFINED else None
+    except Exception:  # noqa: BLE001 - see extract_hello
         return None
 
 

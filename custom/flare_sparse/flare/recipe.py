@@ -26,7 +26,7 @@ from .aggregator import StagingAggregator
 from .controller import FederatedController
 from .executor import SparseExecutor
 from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
-from .payload import HELLO, TASK
+from .payload import HELLO, SUM, TASK
 from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, ServerSession, SiteSession, UserTask
 from .tracking import MlflowTracker
 
@@ -72,7 +72,7 @@ class SparseRecipe(Recipe):
         weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
         job.set_app_packages(["flare_sparse"])
         self._add_server_components(job, tensorboard, tracker)
-        self._add_site_components(job)
+        self._add_site_components(job, is_masked=config.sum_rules is not None)
         self._add_settings(job, config)
         # Nested under "server", the only place where FLARE reads it.
         self.add_server_config({"server": {"task_request_interval": config.federation.request_interval_s}})
@@ -158,8 +158,8 @@ class SparseRecipe(Recipe):
         if tracker is not None:
             job.to_server(tracker, id="mlflow")
 
-    def _add_site_components(self, job: FedJob) -> None:
-        job.to_clients(SparseExecutor(), tasks=[HELLO, TASK])
+    def _add_site_components(self, job: FedJob, *, is_masked: bool) -> None:
+        job.to_clients(SparseExecutor(), tasks=[HELLO, TASK, *([SUM] if is_masked else [])])
         job.to_clients(SiteSession(), id=SITE_ID)
         self.add_client_input_filter(DecodeRequest(), tasks=[TASK])
         self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])

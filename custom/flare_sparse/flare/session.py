@@ -20,7 +20,9 @@ from ..config.yaml_files import read_yaml
 from ..data.source import find_site_data, has_site_data
 from ..endpoints.request_log import RequestLog
 from ..endpoints.server import SERVER, ServerEndpoint
+from ..endpoints.server_sums import ServerSums
 from ..endpoints.site import SiteEndpoint
+from ..endpoints.site_sums import SiteSums
 from ..errors import ConfigError, format_site_error
 from ..kernels.threads import set_kernel_threads
 from ..policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
@@ -32,6 +34,7 @@ from ..training import Site
 from ..wire.ledger import Ledger
 from .checkpoints import delete_archived, delete_ended, find_checkpoint_folder
 from .he_keys import load_server_cipher, load_site_cipher
+from .kits import load_identity, load_root
 from .script import FlareScript
 from .watchdog import watch_command
 
@@ -106,9 +109,11 @@ class ServerSession(FLComponent):
             self.unarchived = self.store.get_result_folder()
             self.store.unmark_finished()
         cipher = load_server_cipher(fl_ctx) if self.job.encrypted else None
-        self.endpoint = ServerEndpoint(
-            self.assembly.layout, self.assembly.run_id, self.job.wire.values, self.ledger, cipher, self.job.seed
-        )
+        layout, run_id, method = self.assembly.layout, self.assembly.run_id, self.assembly.method
+        rules, sums = self.job.sum_rules, None
+        if rules is not None:
+            sums = ServerSums(layout, run_id, rules, method.get_sum_weights, load_root(fl_ctx), self.ledger)
+        self.endpoint = ServerEndpoint(layout, run_id, self.job.wire.values, self.ledger, cipher, self.job.seed, sums)
 
 
 SITE_MODELS_VARIABLE = "FLARE_SPARSE_SITE_MODELS"
@@ -165,8 +170,9 @@ class SiteSession(FLComponent):
                 delete_ended(root, name)
             cipher = load_site_cipher(fl_ctx) if job.encrypted else None
             requests = _open_request_log(fl_ctx, job, assembly)
+            sums = _open_sums(fl_ctx, job, assembly, requests)
             self._endpoint = SiteEndpoint(
-                site, assembly.method, assembly.run_id, job.wire.values, store, cipher, requests
+                site, assembly.method, assembly.run_id, job.wire.values, store, cipher, requests, sums
             )
         return self._endpoint
 
@@ -220,6 +226,17 @@ def _open_account(fl_ctx: FLContext) -> PrivacyAccount:
     """Open the site's secret and privacy ledger, which lie in the startup kit and serve all jobs."""
     folder = Path(get_workspace(fl_ctx).get_root_dir()) / PRIVACY_FOLDER / fl_ctx.get_identity_name()
     return PrivacyAccount(folder, read_site_policy(fl_ctx).privacy_budget)
+
+
+def _open_sums(fl_ctx: FLContext, job: JobConfig, assembly: Assembly, requests: RequestLog) -> SiteSums | None:
+    """Build the site's end of the sums of a job; None if its updates carry their values."""
+    rules = job.sum_rules
+    if rules is None:
+        return None
+    # The site's own minimum counts, too: the job and its server may ask for less.
+    rules = replace(rules, min_sites=max(rules.min_sites, read_site_policy(fl_ctx).min_sum_sites))
+    method = assembly.method
+    return SiteSums(load_identity(fl_ctx), assembly.layout, assembly.run_id, rules, method.get_sum_weights, requests)
 
 
 def read_site_policy(fl_ctx: FLContext) -> Policy:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.utils.data import default_collate
 
 from ..errors import ConfigError
 from ..mask import Mask
@@ -158,7 +157,7 @@ class PrivateTraining:
     def _load(self, indices: Sequence[int]) -> list[Any]:
         """Return records as minibatches of one, so that augmentation cannot mix them."""
         items = self._dataset.__getitems__(list(indices))
-        batches = (self._task.augment(default_collate([item]), self._changes) for item in items)
+        batches = (self._task.augment(self._task.collate([item]), self._changes) for item in items)
         return [self._model.to_device(batch) for batch in batches]
 
     def _compute_record_gradients(self, records: Sequence[Any], live: LiveEntries) -> Tensor:

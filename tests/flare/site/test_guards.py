@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,16 +31,20 @@ from flare_sparse.capabilities import local_capabilities
 from flare_sparse.encryption import PRECISION, KeyContexts, ServerCipher, SiteCipher
 from flare_sparse.endpoints.server import ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint
+from flare_sparse.endpoints.site_sums import SiteSums
 from flare_sparse.exchange import Assignment, Patch, Request, UpdateSpec
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import EncodeUpdate
 from flare_sparse.flare.payload import (
     CODE_HEADER,
     HELLO,
+    SUM,
     UPDATE,
     extract_hello,
+    extract_sum,
     hello_to_shareable,
     message_to_shareable,
+    sum_to_shareable,
     update_to_dxo,
 )
 from flare_sparse.flare.session import SiteSession
@@ -52,6 +57,10 @@ from flare_sparse.privacy.account import PrivacyAccount
 from flare_sparse.privacy.accounting import SamplingPlan, compute_epsilon
 from flare_sparse.privacy.config import PrivacyConfig
 from flare_sparse.privacy.mechanism import SiteMechanism
+from flare_sparse.secure_aggregation.identities import generate_identity
+from flare_sparse.secure_aggregation.limits import SumRules
+from flare_sparse.secure_aggregation.messages import Step, pack_message, unpack_message
+from flare_sparse.secure_aggregation.pads import SumId
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
@@ -332,6 +341,81 @@ def test_policy_can_require_encryption(tmp_path: Path) -> None:
     hospital = Hospital(tmp_path / "site", policy={"encrypted": True})
     assert is_stripped(hospital.run_task())
     assert "encrypted: the weights are not encrypted" in hospital.read_site_error()
+
+
+def build_masked_hospital(folder: Path, policy: dict[str, Any] | None = None) -> tuple[Hospital, SiteSums]:
+    hospital = Hospital(folder, policy=policy)
+    weights = hospital.method.get_sum_weights
+    sums = SiteSums(generate_identity("site-1"), hospital.layout, RUN, SumRules(64.0), weights)
+    hospital.endpoint.sums = sums
+    return hospital, sums
+
+
+def ask_for_keys(hospital: Hospital, *filters: Callable[[Shareable], Shareable]) -> Shareable:
+    """Return what leaves when the server asks for the keys of a sum, after the job's filters."""
+    question = pack_message(Step.KEYS, SumId(RUN, "train", 1, 1), b"")
+    reply = SparseExecutor().execute(SUM, sum_to_shareable(question), hospital.fl_ctx, Signal())
+    for change in filters:
+        reply = change(reply)
+    hospital.fl_ctx.set_prop(FLContextKey.TASK_RESULT, reply, private=True, sticky=False)
+    SiteLastGate().handle_event(EventType.AFTER_TASK_RESULT_FILTER, hospital.fl_ctx)
+    return reply
+
+
+def test_masked_update_leaves_without_values_and_the_sum_has_the_approved_ones(tmp_path: Path) -> None:
+    hospital, sums = build_masked_hospital(tmp_path / "site", policy={"clip_norm": 0.001, "masked": True})
+    dxo = from_shareable(hospital.run_task())
+    update = hospital.server.decode("site-1", dxo.data["message"], dxo.meta["examples"], dxo.meta["metrics"])
+    assert (update.content, update.patch.mask.count) == ("metrics", 0)
+    assert sums._withheld is not None
+    assert float(np.linalg.norm(sums._withheld.values)) == pytest.approx(0.001, rel=1e-3)
+
+
+def test_reply_of_a_sum_leaves_as_the_site_made_it_whatever_a_job_filter_does(tmp_path: Path) -> None:
+    hospital, sums = build_masked_hospital(tmp_path / "site")
+    hospital.run_task()
+
+    def forge(reply: Shareable) -> Shareable:
+        return sum_to_shareable(np.concatenate([extract_sum(reply), np.zeros(8, np.uint8)]))
+
+    reply = extract_sum(ask_for_keys(hospital, forge))
+    assert sums._party is not None
+    assert unpack_message(reply, "site-1")[2] == sums._party.keys.to_bytes()
+
+
+def test_withheld_values_that_a_job_filter_has_changed_never_leave(tmp_path: Path) -> None:
+    hospital, sums = build_masked_hospital(tmp_path / "site")
+    encode = sums.withhold
+
+    def forge(update: Any, *others: Any) -> Any:
+        forged = Patch(update.patch.values + 1, update.patch.mask)
+        return encode(replace(update, patch=forged), *others)
+
+    sums.withhold = forge  # type: ignore[method-assign]
+    assert is_stripped(hospital.run_task())
+    assert "changed the values that wait for the sum" in hospital.read_site_error()
+    assert sums._withheld is None
+    assert unpack_message(extract_sum(ask_for_keys(hospital)), "site-1")[2] == b""
+
+
+@pytest.mark.parametrize(("terms", "reason"), [({"max_norm": 1e-6}, "max_norm"), ({"encrypted": True}, "encrypted")])
+def test_policy_is_checked_before_values_wait_for_a_sum(terms: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    hospital, sums = build_masked_hospital(tmp_path / "site", policy=terms)
+    assert is_stripped(hospital.run_task())
+    assert reason in hospital.read_site_error()
+    assert sums._withheld is None
+
+
+def test_policy_can_require_masked_sums(tmp_path: Path) -> None:
+    hospital = Hospital(tmp_path / "site", policy={"masked": True})
+    assert is_stripped(hospital.run_task())
+    assert "masked: the server could read the weights" in hospital.read_site_error()
+
+
+def test_step_of_a_sum_in_a_plain_job_is_refused(tmp_path: Path) -> None:
+    reply = ask_for_keys(Hospital(tmp_path / "site"))
+    assert is_stripped(reply)
+    assert reply.get_header(CODE_HEADER) == "E_REQUEST"
 
 
 def test_error_reply_carries_nothing_but_codes(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ...runs.model_files import SITE_MODELS, delete_models, list_site_models
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
 from ..he_keys import KEYS_VARIABLE
+from ..kits import KITS_VARIABLE
 from ..recipe import SparseRecipe
 from ..session import SITE_MODELS_VARIABLE
 from ..site.allow_list import allow_classes
@@ -40,6 +41,7 @@ def simulate(
     checkpoints: Path | None = None,
     processes: int | None = None,
     keys: Path | None = None,
+    kits: Path | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run a recipe in the simulator and collect its record in ``out``.
@@ -54,6 +56,7 @@ def simulate(
         processes: number of sites that run at a time. The others wait for a free process; a site that starts again in a
             new process has lost the base and receives the full model. None: one process for each site.
         keys: folder with the key contexts of an encrypted run.
+        kits: folder with the certificates of the sites of a masked run.
         on_round: called with each line of ``rounds.jsonl`` as it is written.
 
     Returns:
@@ -80,6 +83,7 @@ def simulate(
         SITE_FILE_VARIABLE: site_files,
         CHECKPOINTS_VARIABLE: str(checkpoints or OFF),
         KEYS_VARIABLE: str(keys or ""),
+        KITS_VARIABLE: str(kits or ""),
         SITE_MODELS_VARIABLE: str(workspace),
         COMMAND_VARIABLE: identify_command(),
     }

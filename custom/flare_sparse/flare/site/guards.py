@@ -8,6 +8,7 @@ approved update leave. The third guard, which checks jobs, is in :mod:`~flare_sp
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +43,10 @@ from ..payload import (
     dxo_to_update,
     extract_code,
     extract_hello,
+    extract_sum,
     hello_to_shareable,
     shareable_to_message,
+    sum_to_shareable,
     update_to_dxo,
     update_to_shareable,
 )
@@ -123,12 +126,17 @@ class SiteLastGate(FLComponent):
         """
         try:
             if result.get_return_code() != ReturnCode.OK:
+                _discard_withheld(fl_ctx)
                 missing_base = result.get_header(MISSING_BASE_HEADER) is True
                 _strip_to_codes(result, extract_code(result) or "E_SITE", missing_base=missing_base)
             elif extract_hello(result) is not None:
                 # The site builds its hello again, because a filter of the job may have changed it.
                 result.clear()
                 result.update(hello_to_shareable(get_site_session(fl_ctx).build_hello(fl_ctx)))
+            elif extract_sum(result) is not None:
+                result_of_site = self._rebuild_sum(fl_ctx)
+                result.clear()
+                result.update(result_of_site)
             elif not read_site_policy(fl_ctx).foreign_jobs or _is_package_message(result):
                 approved = self._rebuild_approved(result, fl_ctx)
                 # clear() removes keys and headers that a filter of the job added to the message.
@@ -138,8 +146,22 @@ class SiteLastGate(FLComponent):
         except Exception as error:  # noqa: BLE001
             # The result is stripped first, because writing and logging may fail, too.
             _strip_to_codes(result, _get_code(error))
+            _discard_withheld(fl_ctx)
             write_site_error(error, _get_code(error), fl_ctx)
             self.log_error(fl_ctx, f"{_get_code(error)}: a result was withheld; see site_error.txt in the job's folder")
+
+    def _rebuild_sum(self, fl_ctx: FLContext) -> Shareable:
+        """Return the site's own reply in a sum: a filter of the job may have changed the one that it passed on.
+
+        Raises:
+            PolicyRefusal: the site has made none.
+        """
+        sums = get_site_session(fl_ctx).get_endpoint(fl_ctx).sums
+        if sums is None or sums.reply is None:
+            raise PolicyRefusal("this site's policy: a message of a sum that this site has not made")
+        # Used once: a job must not send the same reply again.
+        reply, sums.reply = sums.reply, None
+        return sum_to_shareable(reply)
 
     def _rebuild_approved(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
         """Return the message and the approved numbers in a new shareable; FLARE adds its headers afterwards.
@@ -160,6 +182,9 @@ class SiteLastGate(FLComponent):
                 "this site's policy: a filter of the job added something to the message, the examples and the metrics"
             )
         decoded = _decode_message(message, endpoint, endpoint.request)
+        size = len(message)
+        if approved.content != "metrics":
+            decoded, size = _attach_withheld(decoded, approved, endpoint, policy, size)
         if policy.encrypted and decoded.content in ("weights", "delta") and decoded.values != "ckks":
             raise PolicyRefusal(
                 f"this site's policy: encrypted: the {decoded.content} are not encrypted; set wire.encryption: ckks"
@@ -168,11 +193,41 @@ class SiteLastGate(FLComponent):
         # Checked again on the encoded message: only now is its size known, and rounding may have changed the norm.
         values = decoded.patch.values - (_get_reference(approved, endpoint) if approved.content == "weights" else 0)
         mask, layout = decoded.patch.mask, endpoint.site.layout
-        refusals = policy.find_refusals(decoded.content, endpoint.site.usage, mask, values, layout, len(message))
+        refusals = policy.find_refusals(decoded.content, endpoint.site.usage, mask, values, layout, size)
         raise_refusals(refusals)
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
         # The endpoint's own events: a filter of the job may have changed those of the message.
         return update_to_shareable(np.asarray(message), replace(approved, metrics=metrics), endpoint.events)
+
+
+def _discard_withheld(fl_ctx: FLContext) -> None:
+    """Drop the update that waits for a sum: values of a result that did not leave must not leave in a sum."""
+    # A site whose endpoint cannot be built has no such update.
+    with suppress(Exception):
+        sums = get_site_session(fl_ctx).get_endpoint(fl_ctx).sums
+        if sums is not None:
+            sums.discard()
+
+
+def _attach_withheld(
+    decoded: Decoded, approved: Update, endpoint: SiteEndpoint, policy: Policy, size: int
+) -> tuple[Decoded, int]:
+    """Return the message as if it had the values that it withholds for a sum, and the bytes with which these leave.
+
+    Raises:
+        PolicyRefusal: the withheld values are not the approved ones, or values of a single site would be readable.
+    """
+    sums = endpoint.sums
+    if sums is None:
+        if policy.masked:
+            raise PolicyRefusal(
+                f"this site's policy: masked: the server could read the {approved.content}; set "
+                "wire.aggregation: masked"
+            )
+        return decoded, size
+    if decoded.content != "metrics" or not sums.is_withheld(approved.patch):
+        raise PolicyRefusal("this site's policy: a filter of the job changed the values that wait for the sum")
+    return replace(decoded, content=approved.content, patch=approved.patch), max(size, sums.message_bytes)
 
 
 def _get_code(error: Exception) -> str:

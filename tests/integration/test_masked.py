@@ -1,0 +1,80 @@
+"""Real masked FLARE jobs: in the simulator, and with the certificates of ``nvflare poc prepare``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+
+from flare_sparse.cli.environments import run_in_simulator
+from flare_sparse.cli.local import run_config_locally
+from flare_sparse.config import load_config
+
+ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    rows = [f"{i},{i * 5 % 7 % 2},{i % 2},{i % 3 % 2},{i % 5 % 2}" for i in range(60)]
+    for site in ("site-1", "site-2", "site-3"):
+        (tmp_path / f"{site}.csv").write_text("stay,died,med_a,med_b,med_c\n" + "\n".join(rows) + "\n")
+    file = tmp_path / "job.yaml"
+    content = {
+        "name": "masked",
+        "seed": 3,
+        "method": {
+            "name": "neurosfl",
+            "sparsity": 0.5,
+            "rounds": 2,
+            "training": {"optimizer": "sgd", "lr": 0.1},
+        },
+        "task": {"name": "mortality", "medications": 3, "model": {"name": "mlp", "hidden": [8]}},
+        "wire": {"aggregation": "masked"},
+        "federation": {"min_sites": 3, "task_timeout_s": 60},
+        "simulator": {"sites": 3, "data": {"path": str(tmp_path / "{site}.csv")}},
+    }
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def check_record(out: Path, summary: dict[str, Any], local: Path) -> None:
+    """Check that a job ends with the bits of the local masked run, and that its ledger lists every message."""
+    first, second = (load_file(folder / "model.safetensors") for folder in (out, local))
+    assert all(bool((first[name] == second[name]).all()) for name in second)
+    assert first.keys() == second.keys()
+    lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+    values = [line for line in lines if line["direction"] == "up" and line["scalars_sent"]]
+    assert {line["values"] for line in values} == {"masked"}
+    # Three sites: scores, then two rounds of weights.
+    assert [line["content"] for line in values].count("scores") == 3
+    assert [line["content"] for line in values].count("weights") == 6
+    assert summary["traffic"]["up"]["payload_bytes"] == sum(
+        line["payload_bytes"] for line in lines if line["direction"] == "up"
+    )
+
+
+@pytest.mark.slow
+def test_masked_simulator_run_ends_with_the_bits_of_the_local_one(config: Path, tmp_path: Path) -> None:
+    run_config_locally(load_config(config), config, tmp_path / "local")
+    out = tmp_path / "sim"
+    check_record(out, run_in_simulator(load_config(config), config, out, Console(quiet=True)), tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_masked_poc_run_signs_with_the_certificates_of_its_kits(config: Path, tmp_path: Path) -> None:
+    """Needs the ports 8002 and 8003 of FLARE's POC mode."""
+    run_config_locally(load_config(config), config, tmp_path / "local")
+    out = tmp_path / "poc"
+    line = ["flare-sparse", "run", str(config), "--env", "poc", "--out", str(out)]
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_record(out, json.loads((out / "summary.json").read_text()), tmp_path / "local")
+    assert not (out / "kits").exists()
