@@ -36,7 +36,7 @@ ORDER = (
     ("methods.method",),
     ("methods.support",),
     ("methods",),
-    ("endpoints",),
+    ("endpoints", "streams"),
     ("federation",),
     ("local",),
     ("config",),
