@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
+from torch import Tensor
 
 from flare_sparse.errors import RejectedMessage
 from flare_sparse.mask import Mask, floor_fraction, top_k
 from flare_sparse.streams.arrays import ArraySpec
 from flare_sparse.streams.models import HeldModel
 from flare_sparse.streams.settings import StreamSettings
-from flare_sparse.streams.updates import UpdateMemory, decode_update, encode_update
+from flare_sparse.streams.updates import SentUpdate, UpdateMemory, decode_update, encode_update
 
+EMPTY = UpdateMemory()
 RUN = "0123456789abcdef"
 SPECS = (
     ArraySpec("conv.weight", (4, 3), "float32", "numpy"),
@@ -27,18 +32,20 @@ REQUEST = HeldModel(SPECS, torch.linspace(-1, 1, 20), sequence=77, round=3)
 vectors = nps.arrays(np.float32, 20, elements=st.floats(-8, 8, width=16)).map(torch.from_numpy)
 
 
-def encode(delta, settings, memory=UpdateMemory(), missing=()):
-    return encode_update(
-        delta, REQUEST, memory, settings, run=RUN, kind="model", is_delta=True, missing=missing
-    )
+def encode(
+    delta: Tensor, settings: StreamSettings, memory: UpdateMemory = EMPTY, missing: Sequence[str] = ()
+) -> SentUpdate:
+    return encode_update(delta, REQUEST, memory, settings, run=RUN, kind="model", is_delta=True, missing=missing)
 
 
-def decode(sent, request=REQUEST, *, is_delta=True):
+def decode(sent: SentUpdate, request: HeldModel = REQUEST, *, is_delta: bool = True) -> Tensor:
     return decode_update(sent.encoded.data, request, run=RUN, kind="model", is_delta=is_delta)[2]
 
 
 @given(vectors, vectors, st.floats(0.01, 1), st.sampled_from(["float32", "bfloat16", "int8", "float32_zstd"]))
-def test_message_and_residual_add_up_to_delta_and_residual_before(delta, before, keep, values):
+def test_message_and_residual_add_up_to_delta_and_residual_before(
+    delta: Any, before: Any, keep: Any, values: Any
+) -> None:
     before = torch.where(BUFFERS, 0.0, before)
     settings = StreamSettings(keep, values)
     sent = encode(delta, settings, UpdateMemory(before))
@@ -54,7 +61,9 @@ def test_message_and_residual_add_up_to_delta_and_residual_before(delta, before,
 
 
 @given(vectors, vectors, st.floats(0.01, 0.99))
-def test_message_carries_exactly_the_largest_entries_and_all_running_statistics(delta, before, keep):
+def test_message_carries_exactly_the_largest_entries_and_all_running_statistics(
+    delta: Any, before: Any, keep: Any
+) -> None:
     before = torch.where(BUFFERS, 0.0, before)
     received = decode(encode(delta, StreamSettings(keep), UpdateMemory(before)))
     total = delta + before
@@ -64,7 +73,7 @@ def test_message_carries_exactly_the_largest_entries_and_all_running_statistics(
 
 
 @given(vectors, vectors, st.floats(0.01, 0.99), st.sampled_from(["float32", "bfloat16", "int4"]))
-def test_lost_update_returns_to_the_residual_whole(delta, before, keep, values):
+def test_lost_update_returns_to_the_residual_whole(delta: Any, before: Any, keep: Any, values: Any) -> None:
     before = torch.where(BUFFERS, 0.0, before)
     memory = encode(delta, StreamSettings(keep, values), UpdateMemory(before)).memory
     assert torch.equal(memory.settle(76).residual, torch.where(BUFFERS, 0.0, delta + before))
@@ -72,19 +81,19 @@ def test_lost_update_returns_to_the_residual_whole(delta, before, keep, values):
 
 
 @given(vectors, st.floats(0.01, 1))
-def test_without_error_feedback_nothing_is_kept(delta, keep):
+def test_without_error_feedback_nothing_is_kept(delta: Any, keep: Any) -> None:
     memory = encode(delta, StreamSettings(keep, error_feedback=False), UpdateMemory(torch.ones(20))).memory
     assert memory == UpdateMemory()
 
 
-def test_mask_limits_what_travels_and_what_is_kept():
+def test_mask_limits_what_travels_and_what_is_kept() -> None:
     delta = torch.arange(1.0, 21.0)
     sent = encode(delta, StreamSettings(0.5, mask=("head.*",)))
     assert decode(sent).tolist() == [0.0] * 17 + [18.0, 19.0, 20.0]
     assert sent.memory.settle(77).residual.tolist() == [0.0] * 14 + [15.0, 16.0, 17.0] + [0.0] * 3
 
 
-def test_array_that_the_update_does_not_have_keeps_its_residual():
+def test_array_that_the_update_does_not_have_keeps_its_residual() -> None:
     delta = torch.zeros(20)
     delta[:12] = 1
     before = torch.zeros(20)
@@ -94,12 +103,10 @@ def test_array_that_the_update_does_not_have_keeps_its_residual():
     assert sent.memory.settle(77).residual.tolist() == [0.0] * 6 + [1.0] * 6 + [0.0] * 2 + [5.0] * 6
 
 
-def test_weights_are_the_model_of_the_receiver_plus_the_delta():
+def test_weights_are_the_model_of_the_receiver_plus_the_delta() -> None:
     """The site holds a model that lags behind the server's; what the server has not sent yet must not get lost."""
     weights = REQUEST.vector + torch.eye(20)[5]
-    sent = encode_update(
-        weights, REQUEST, UpdateMemory(), StreamSettings(0.06), run=RUN, kind="model", is_delta=False
-    )
+    sent = encode_update(weights, REQUEST, UpdateMemory(), StreamSettings(0.06), run=RUN, kind="model", is_delta=False)
     ahead = HeldModel(SPECS, torch.full((20,), 3.0), sequence=77, round=3)
     expected = torch.full((20,), 3.0)
     expected[5] += (weights - REQUEST.vector)[5]
@@ -107,7 +114,7 @@ def test_weights_are_the_model_of_the_receiver_plus_the_delta():
 
 
 @pytest.mark.parametrize("values", ["float32", "float32_zstd"])
-def test_complete_weights_arrive_with_their_bits(values):
+def test_complete_weights_arrive_with_their_bits(values: Any) -> None:
     weights = torch.randn(20, generator=torch.Generator().manual_seed(1))
     sent = encode_update(
         weights, REQUEST, UpdateMemory(), StreamSettings(values=values), run=RUN, kind="model", is_delta=False
@@ -116,7 +123,7 @@ def test_complete_weights_arrive_with_their_bits(values):
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
-def test_damaged_update_is_rejected(position, flip):
+def test_damaged_update_is_rejected(position: Any, flip: Any) -> None:
     sent = encode(torch.linspace(0, 1, 20), StreamSettings(0.3))
     data = sent.encoded.data.copy()
     data[position % data.size] ^= flip
@@ -124,7 +131,7 @@ def test_damaged_update_is_rejected(position, flip):
         decode_update(data, REQUEST, run=RUN, kind="model", is_delta=True)
 
 
-def test_update_of_another_request_is_rejected():
+def test_update_of_another_request_is_rejected() -> None:
     sent = encode(torch.ones(20), StreamSettings(0.3))
     with pytest.raises(RejectedMessage, match="E_REPLAY"):
         decode(sent, HeldModel(SPECS, REQUEST.vector, sequence=78, round=3))

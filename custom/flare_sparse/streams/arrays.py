@@ -19,6 +19,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Number types of coded arrays. The vector is float32: values of float64 are rounded."""
 
 _BUFFERS = ("running_mean", "running_var")
+_COUNTER = "num_batches_tracked"
 _PLAIN = (bool, int, float, str, np.generic, type(None))
 
 
@@ -101,7 +102,9 @@ def split_arrays(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
                 f"sparse exchange: {name!r} is of type {type(value).__name__}, not an array. Encrypted values, streamed "
                 "tensors and tensors on disk cannot be coded: turn them off in the recipe, or the sparse exchange"
             )
-        (floats if is_float_array(value) else others)[str(name)] = value
+        # FLARE's mean of the counters of batch normalization is a float: the layout would change after a round.
+        is_coded = is_float_array(value) and not name.endswith(_COUNTER)
+        (floats if is_coded else others)[name] = value
     return floats, others
 
 

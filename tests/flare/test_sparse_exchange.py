@@ -1,0 +1,331 @@
+"""Shareables through the filters of server and sites: what leaves is small, what arrives is ordinary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nvflare.apis.client import Client
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.filter import FilterChainType, FilterContextKey
+from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType, ReturnCode, ServerCommandKey
+from nvflare.apis.fl_context import FLContext, FLContextManager
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.app_common.decomposers import numpy_decomposers
+from nvflare.fuel.utils import fobs
+
+from flare_sparse.errors import ConfigError, MissingBase, RejectedMessage
+from flare_sparse.flare.sparse_exchange import LEDGER_FILE, SparseExchange
+
+MODEL = {
+    "conv.weight": np.arange(400, dtype=np.float32).reshape(20, 20) / 7,
+    "bn.running_var": np.ones(3, np.float32),
+    "bn.num_batches_tracked": np.array(5),
+}
+numpy_decomposers.register()
+
+
+class End:
+    """One process of a job, with the filter in all chains."""
+
+    def __init__(self, name: str, root: Path, **settings: Any):
+        self.name, self.folder = name, root / name
+        self.folder.mkdir(exist_ok=True)
+        is_server = name == "server"
+        workspace = SimpleNamespace(get_run_dir=lambda job: str(self.folder))
+        stickers = {FLContextKey.PROCESS_TYPE: ProcessType.SERVER_JOB if is_server else ProcessType.CLIENT_JOB}
+        engine = SimpleNamespace(get_workspace=lambda: workspace)
+        self.manager = FLContextManager(engine, name, "job", {}, stickers)
+        self.settings = settings
+
+    def filter(self, shareable: Shareable, chain: str, direction: str, peer: str) -> Shareable:
+        item = SparseExchange(**self.settings)
+        item.set_prop(FilterContextKey.CHAIN_TYPE, chain)
+        context = self.manager.new_context()
+        context.set_prop(FLContextKey.FILTER_DIRECTION, direction, private=True, sticky=False)
+        other = FLContext()
+        other.put("__identity_name__", peer, private=False, sticky=False)
+        context.set_peer_context(other)
+        # What arrives has gone through FLARE's serializer.
+        return item.process(shareable if direction == FilterKey.OUT else fobs.loads(fobs.dumps(shareable)), context)
+
+    def send_task(
+        self, model: dict[str, Any], peer: str, round_: int = 0, meta: dict[str, Any] | None = None
+    ) -> Shareable:
+        shareable = DXO(DataKind.WEIGHTS, data=model, meta=meta or {}).to_shareable()
+        shareable.set_header("current_round", round_)
+        return self.filter(shareable, FilterChainType.TASK_DATA_CHAIN, FilterKey.OUT, peer)
+
+    def receive_task(self, shareable: Shareable) -> DXO:
+        return from_shareable(self.filter(shareable, FilterChainType.TASK_DATA_CHAIN, FilterKey.IN, "server"))
+
+    def send_result(self, dxo: DXO) -> Shareable:
+        return self.filter(dxo.to_shareable(), FilterChainType.TASK_RESULT_CHAIN, FilterKey.OUT, "server")
+
+    def receive_result(self, shareable: Shareable, site: str) -> Shareable:
+        shareable.set_header(ServerCommandKey.FL_CLIENT, Client(site, "token"))
+        return self.filter(shareable, FilterChainType.TASK_RESULT_CHAIN, FilterKey.IN, site)
+
+    @property
+    def ledger(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / LEDGER_FILE).read_text().splitlines()]
+
+
+def train(model: dict[str, Any], step: float = 1.0) -> dict[str, Any]:
+    """Return the model after a change of its first row, which is larger at higher columns."""
+    changed = {name: array.copy() for name, array in model.items()}
+    changed["conv.weight"][0] += step * np.arange(20, dtype=np.float32)
+    changed["bn.num_batches_tracked"] += 1
+    return changed
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> tuple[End, End]:
+    return End("server", tmp_path, keep=0.02), End("site-1", tmp_path, keep=0.02)
+
+
+def test_full_weights_arrive_as_the_model_of_the_server_plus_the_largest_changes(ends: tuple[End, End]) -> None:
+    server, site = ends
+    received = site.receive_task(server.send_task(MODEL, "site-1"))
+    assert received.data_kind == DataKind.WEIGHTS
+    for name, array in MODEL.items():
+        assert np.array_equal(received.data[name], array)
+        assert received.data[name].dtype == array.dtype
+    meta = {"NUM_STEPS_CURRENT_ROUND": 4, "initial_metrics": {"accuracy": 0.5}}
+    result = site.send_result(DXO(DataKind.WEIGHTS, data=train(received.data), meta=meta))
+    assert sum(array.size for array in _find_arrays(dict(result)) if array.dtype == np.uint8) < 300
+    dxo = from_shareable(server.receive_result(result, "site-1"))
+    expected = MODEL["conv.weight"].copy()
+    # 2 % of 400 entries: the last 8 columns have the largest changes.
+    expected[0, 12:] += np.arange(12, 20)
+    assert np.allclose(dxo.data["conv.weight"], expected, rtol=1e-6)
+    assert np.array_equal(dxo.data["conv.weight"][0, :12], MODEL["conv.weight"][0, :12])
+    assert dxo.data["bn.num_batches_tracked"] == 6
+    assert dxo.meta == meta
+    assert dxo.data_kind == DataKind.WEIGHTS
+
+
+def test_exact_settings_change_no_bit_in_either_direction(tmp_path: Path) -> None:
+    server, site = End("server", tmp_path), End("site-1", tmp_path)
+    model = MODEL
+    for round_ in range(3):
+        received = site.receive_task(server.send_task(model, "site-1", round_))
+        trained = {name: np.asarray(array * np.float32(1.37)) for name, array in received.data.items()}
+        assert trained["bn.num_batches_tracked"].dtype == np.float64
+        dxo = from_shareable(server.receive_result(site.send_result(DXO(DataKind.WEIGHTS, data=trained)), "site-1"))
+        assert all(np.array_equal(dxo.data[name], trained[name]) for name in trained)
+        model = dxo.data
+
+
+def test_residual_reaches_the_server_in_later_rounds(ends: tuple[End, End]) -> None:
+    server, site = ends
+    total = np.zeros((20, 20), np.float32)
+    diff = {"conv.weight": np.linspace(0.5, 1, 400, dtype=np.float32).reshape(20, 20)}
+    for round_ in range(60):
+        site.receive_task(server.send_task(MODEL, "site-1", round_))
+        sent = diff if round_ == 0 else {"conv.weight": np.zeros((20, 20), np.float32)}
+        dxo = from_shareable(server.receive_result(site.send_result(DXO(DataKind.WEIGHT_DIFF, data=sent)), "site-1"))
+        assert dxo.data_kind == DataKind.WEIGHT_DIFF
+        assert list(dxo.data) == ["conv.weight"]
+        total += dxo.data["conv.weight"]
+    assert np.array_equal(total, diff["conv.weight"])
+
+
+def test_restarted_site_continues_with_its_model_and_its_residual(ends: tuple[End, End], tmp_path: Path) -> None:
+    server, site = ends
+    rounds = []
+    for restarts in (False, True):
+        root = tmp_path / str(restarts)
+        root.mkdir()
+        server, site = End("server", root, keep=0.02), End("site-1", root, keep=0.02)
+        model, results = MODEL, []
+        for round_ in range(4):
+            received = site.receive_task(server.send_task(model, "site-1", round_))
+            result = site.send_result(DXO(DataKind.WEIGHTS, data=train(received.data)))
+            if restarts:
+                site = End("site-1", root, keep=0.02)
+            model = from_shareable(server.receive_result(result, "site-1")).data
+            results.append(model["conv.weight"])
+        rounds.append(results)
+        # Whole once, then deltas: the restarted site still holds its model.
+        assert [line["content"] for line in site.ledger if line["direction"] == "down"].count("delta") == 3
+    assert np.array_equal(rounds[0], rounds[1])
+
+
+def test_lost_update_is_sent_again_with_the_next_one(ends: tuple[End, End]) -> None:
+    server, site = ends
+    received = site.receive_task(server.send_task(MODEL, "site-1"))
+    damaged = site.send_result(DXO(DataKind.WEIGHTS, data=train(received.data)))
+    _damage(damaged)
+    with pytest.raises(RejectedMessage, match="E_CRC: site 'site-1'"):
+        server.receive_result(damaged, "site-1")
+    total = np.zeros((20, 20), np.float32)
+    for round_ in range(1, 6):
+        received = site.receive_task(server.send_task(MODEL, "site-1", round_))
+        result = site.send_result(DXO(DataKind.WEIGHT_DIFF, data={"conv.weight": np.zeros((20, 20), np.float32)}))
+        total += from_shareable(server.receive_result(result, "site-1")).data["conv.weight"]
+    assert np.array_equal(total, train(MODEL)["conv.weight"] - MODEL["conv.weight"])
+    # The server did not know what the site held after the lost answer.
+    assert [line["content"] for line in server.ledger if line["direction"] == "down"][:3] == ["weights"] * 3
+
+
+def test_site_that_lost_its_model_asks_for_the_whole_one(ends: tuple[End, End], tmp_path: Path) -> None:
+    server, site = ends
+    received = site.receive_task(server.send_task(MODEL, "site-1"))
+    server.receive_result(site.send_result(DXO(DataKind.WEIGHTS, data=train(received.data))), "site-1")
+    (tmp_path / "new").mkdir()
+    fresh = End("site-1", tmp_path / "new", keep=0.02)
+    with pytest.raises(MissingBase):
+        fresh.receive_task(server.send_task(train(MODEL), "site-1", 1))
+    server.receive_result(make_reply(ReturnCode.TASK_DATA_FILTER_ERROR), "site-1")
+    received = fresh.receive_task(server.send_task(train(MODEL), "site-1", 2))
+    assert np.array_equal(received.data["conv.weight"], train(MODEL)["conv.weight"])
+
+
+def test_both_ledgers_have_the_same_lines_and_the_length_of_every_message(ends: tuple[End, End]) -> None:
+    server, site = ends
+    sizes = []
+    model = MODEL
+    for round_ in range(3):
+        task = server.send_task(model, "site-1", round_)
+        sizes.append(_find_message(task).size)
+        received = site.receive_task(task)
+        result = site.send_result(DXO(DataKind.WEIGHTS, data=train(received.data)))
+        sizes.append(_find_message(result).size)
+        model = from_shareable(server.receive_result(result, "site-1")).data
+    assert [line["payload_bytes"] for line in server.ledger] == sizes
+    assert [line["dense_bytes"] for line in server.ledger] == [4 * 403] * 6
+    ignored = {"content", "floor_bytes"}
+    for mine, theirs in zip(server.ledger, site.ledger, strict=True):
+        assert {k: v for k, v in mine.items() if k not in ignored} == {
+            k: v for k, v in theirs.items() if k not in ignored
+        }
+
+
+def test_controls_of_scaffold_travel_as_streams_of_their_own(ends: tuple[End, End]) -> None:
+    server, site = ends
+    controls = {"conv.weight": np.full((20, 20), 0.5, np.float32)}
+    received = site.receive_task(server.send_task(MODEL, "site-1", meta={"scaffold_c_global": controls, "a": 1}))
+    assert np.array_equal(received.meta["scaffold_c_global"]["conv.weight"], controls["conv.weight"])
+    delta = {"conv.weight": torch.arange(400.0).reshape(20, 20)}
+    result = site.send_result(
+        DXO(DataKind.WEIGHTS, data=train(received.data), meta={"scaffold_c_diff": delta, "NUM_STEPS_CURRENT_ROUND": 3})
+    )
+    dxo = from_shareable(server.receive_result(result, "site-1"))
+    expected = torch.where(delta["conv.weight"] >= 392, delta["conv.weight"], 0.0)
+    assert torch.equal(dxo.meta["scaffold_c_diff"]["conv.weight"], expected)
+    assert dxo.meta["NUM_STEPS_CURRENT_ROUND"] == 3
+    assert [line["kind"][:5] for line in server.ledger] == ["model", "extra", "model", "extra"]
+
+
+def test_messages_without_arrays_pass_unchanged(ends: tuple[End, End]) -> None:
+    _, site = ends
+    metrics = DXO(DataKind.METRICS, data={"accuracy": 0.5})
+    assert from_shareable(site.send_result(metrics)).data == {"accuracy": 0.5}
+    plain = Shareable()
+    plain["text"] = "abc"
+    chain = FilterChainType.TASK_RESULT_CHAIN
+    assert site.filter(plain, chain, FilterKey.OUT, "server") == {"text": "abc", **plain}
+
+
+@pytest.mark.parametrize(
+    ("dxo", "reason"),
+    [
+        (DXO(DataKind.WEIGHTS, data={"w": b"ciphertext"}), "'w' is of type bytes.*Encrypted"),
+        (
+            DXO(DataKind.WEIGHTS, data=MODEL, meta={MetaKey.PROCESSED_ALGORITHM: "CKKS"}),
+            r"processed the values \(CKKS\)",
+        ),
+        (DXO(DataKind.COLLECTION, data={"a": DXO(DataKind.WEIGHTS, data={})}), "COLLECTION"),
+        (DXO(DataKind.WEIGHTS, data={"n": np.array([1, 2])}), "no float arrays"),
+    ],
+)
+def test_what_cannot_be_served_is_a_clear_error(ends: tuple[End, End], dxo: DXO, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        ends[1].send_result(dxo)
+
+
+def test_update_with_nan_does_not_leave_the_site(ends: tuple[End, End]) -> None:
+    server, site = ends
+    received = site.receive_task(server.send_task(MODEL, "site-1"))
+    broken = train(received.data)
+    broken["conv.weight"][3, 3] = np.nan
+    with pytest.raises(ValueError, match="NaN"):
+        site.send_result(DXO(DataKind.WEIGHTS, data=broken))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda packet: packet.pop("parts"),
+        lambda packet: packet["parts"].pop("model"),
+        lambda packet: packet["parts"]["model"].pop("message"),
+        lambda packet: packet["parts"]["model"].update(message=np.zeros(3)),
+        lambda packet: packet["parts"]["model"].update(missing=["unknown"]),
+        lambda packet: packet["parts"]["model"].update(type=["object", "numpy"]),
+        lambda packet: packet.update(is_delta=1),
+        lambda packet: packet.update(others=None),
+    ],
+)
+def test_malformed_packet_is_rejected(ends: tuple[End, End], change: Any) -> None:
+    server, site = ends
+    received = site.receive_task(server.send_task(MODEL, "site-1"))
+    result = site.send_result(DXO(DataKind.WEIGHTS, data=train(received.data)))
+    change(result["DXO"]["data"]["flare_sparse"])
+    with pytest.raises(RejectedMessage):
+        server.receive_result(result, "site-1")
+
+
+def test_replayed_update_and_update_of_another_site_are_rejected(ends: tuple[End, End]) -> None:
+    server, site = ends
+    received = site.receive_task(server.send_task(MODEL, "site-1"))
+    result = fobs.dumps(site.send_result(DXO(DataKind.WEIGHTS, data=train(received.data))))
+    model = from_shareable(server.receive_result(fobs.loads(result), "site-1")).data
+    server.send_task(model, "site-1", 1)
+    for sender in ("site-1", "site-2"):
+        with pytest.raises(RejectedMessage, match="E_REPLAY"):
+            server.receive_result(fobs.loads(result), sender)
+
+
+def test_peers_send_whole_models_and_sparse_updates_to_each_other(tmp_path: Path) -> None:
+    """As in FLARE's swarm: one message for all receivers; any of them aggregates."""
+    sites = {name: End(name, tmp_path, keep=0.02) for name in ("site-1", "site-2", "site-3")}
+
+    def pass_on(sender: str, receiver: str, dxo: DXO, content: str) -> DXO:
+        chain = FilterChainType.TASK_DATA_CHAIN
+        shareable = dxo.to_shareable()
+        for end in (sites[sender], sites[receiver]):
+            end.settings["content"] = content
+        shareable = sites[sender].filter(shareable, chain, FilterKey.OUT, "server")
+        return from_shareable(sites[receiver].filter(shareable, chain, FilterKey.IN, sender))
+
+    model = DXO(DataKind.WEIGHTS, data=MODEL)
+    received = {name: pass_on("site-1", name, model, "model") for name in ("site-2", "site-3")}
+    assert np.array_equal(received["site-2"].data["conv.weight"], MODEL["conv.weight"])
+    # site-2 aggregates: from a site that received the model, and from the one that sent it.
+    for name, trained in (("site-3", train(received["site-3"].data)), ("site-1", train(MODEL))):
+        dxo = pass_on(name, "site-2", DXO(DataKind.WEIGHTS, data=trained), "update")
+        assert np.count_nonzero(dxo.data["conv.weight"] - MODEL["conv.weight"]) == 8
+    # site-1 aggregates what it sent itself.
+    dxo = pass_on("site-3", "site-1", DXO(DataKind.WEIGHTS, data=train(received["site-3"].data)), "update")
+    assert np.count_nonzero(dxo.data["conv.weight"] - MODEL["conv.weight"]) == 8
+
+
+def _find_arrays(value: Any) -> list[np.ndarray]:
+    if isinstance(value, np.ndarray):
+        return [value]
+    return [array for part in value.values() for array in _find_arrays(part)] if isinstance(value, dict) else []
+
+
+def _find_message(shareable: Shareable) -> np.ndarray:
+    message: np.ndarray = shareable["DXO"]["data"]["flare_sparse"]["parts"]["model"]["message"]
+    return message
+
+
+def _damage(shareable: Shareable) -> None:
+    _find_message(shareable)[-20] ^= 1
