@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -315,6 +316,26 @@ def test_job_of_own_script_is_the_one_of_the_recipe(own_script: Path, monkeypatc
     expected = serialize_job(load_config("study.yaml", ["seed=0", "federation.min_sites=2"]))
     assert settings == expected
     assert {path.name for path in Path("jobs/study/app/custom").iterdir()} == {"client.py", "model.py", "flare_sparse"}
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+
+
+def test_job_of_sparse_recipes_has_the_filters_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new lines of the job add the filters that the page shows for a configuration written by hand."""
+    model, script = find_fenced_blocks("own-script.md", "python")[:2]
+    (tmp_path / "model.py").write_text(model)
+    (tmp_path / "client.py").write_text(script)
+    diff = find_fenced_blocks("sparse-recipes.md", "diff")[0].splitlines()
+    assert sum(line.startswith(("+", "-")) for line in diff) == 2
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    exec(compile("\n".join(line[1:] for line in diff).split("recipe.execute")[0], "job.py", "exec"), scope)
+    scope["recipe"].export("jobs")
+    expected = json.loads("{" + find_fenced_blocks("sparse-recipes.md", "json")[0] + "}")
+    for end in ("server", "client"):
+        config = json.loads(Path(f"jobs/study/app/config/config_fed_{end}.json").read_text())
+        assert {chain: config[chain] for chain in expected} == expected
     monkeypatch.delitem(sys.modules, "model", raising=False)
 
 

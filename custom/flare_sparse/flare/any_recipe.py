@@ -19,6 +19,7 @@ from nvflare.recipe.spec import Recipe
 import flare_sparse
 
 from ..errors import ConfigError
+from ..wire.plan import ValueType
 from .sparse_exchange import SparseExchange, describe_filter
 
 _CONTROLLERS = (BaseModelController, ScatterAndGather, CyclicController)
@@ -30,7 +31,7 @@ def add_sparse_exchange(
     *,
     keep: float = 1.0,
     mask: Sequence[str] | None = None,
-    values: str = "float32",
+    values: ValueType = "float32",
     error_feedback: bool = True,
     tasks: Sequence[str] = ("train",),
     packaging: Literal["installed", "byoc"] = "installed",

@@ -1,8 +1,8 @@
 """A filter for any FLARE job: models and updates travel as messages of this package, between FLARE's own components.
 
 The same filter, with the same settings, is in each filter chain of a job: it encodes what leaves a process and decodes
-what arrives. FLARE's order at a site is: the job's filters of the task, the executor, the site's own result filters, the
-job's result filters. So the site's filters, the script and FLARE's aggregator have ordinary arrays.
+what arrives. FLARE's order at a site is: the job's filters of the task, the executor, the site's own result filters,
+the job's result filters. So the site's filters, the script and FLARE's aggregator have ordinary arrays.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..streams.exchange import Exchange
 from ..streams.packets import MODEL, find_groups
 from ..streams.settings import StreamSettings
 from ..wire.ledger import LedgerLine
+from ..wire.plan import ValueType
 from .payload import get_sender
 
 PACKET = "flare_sparse"
@@ -58,19 +59,18 @@ class SparseExchange(Filter):
     def __init__(
         self,
         keep: float = 1.0,
-        values: str = "float32",
+        values: ValueType = "float32",
         error_feedback: bool = True,
         mask: list[str] | None = None,
         content: Literal["model", "update"] | None = None,
     ):
         super().__init__()
         # FLARE exports the arguments that are stored under their own names.
-        self.keep, self.values, self.error_feedback, self.mask, self.content = (
-            keep, values, error_feedback, mask, content,
-        )  # fmt: skip
+        self.keep, self.values, self.error_feedback = keep, values, error_feedback
+        self.mask, self.content = mask, content
         if content not in ("model", "update", None):
             raise ConfigError(f"content: expected 'model', 'update' or null, found {content!r}")
-        self._settings = StreamSettings(keep, values, error_feedback, None if mask is None else tuple(mask))  # type: ignore[arg-type]
+        self._settings = StreamSettings(keep, values, error_feedback, None if mask is None else tuple(mask))
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Encode or decode a message in place; messages without arrays pass unchanged.

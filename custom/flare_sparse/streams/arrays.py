@@ -99,8 +99,8 @@ def split_arrays(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     for name, value in values.items():
         if not isinstance(value, (np.ndarray, Tensor, *_PLAIN)):
             raise ConfigError(
-                f"sparse exchange: {name!r} is of type {type(value).__name__}, not an array. Encrypted values, streamed "
-                "tensors and tensors on disk cannot be coded: turn them off in the recipe, or the sparse exchange"
+                f"sparse exchange: {name!r} is of type {type(value).__name__}, not an array. Encrypted values, "
+                "streamed tensors and tensors on disk cannot be coded: turn them off in the recipe, or the sparse exchange"
             )
         # FLARE's mean of the counters of batch normalization is a float: the layout would change after a round.
         is_coded = is_float_array(value) and not name.endswith(_COUNTER)

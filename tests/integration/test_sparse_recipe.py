@@ -1,0 +1,112 @@
+"""FLARE's own FedAvg in the simulator, with and without a sparse exchange: final model, bytes, two lines of difference."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+JOB = """
+import sys
+from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
+from nvflare.recipe import SimEnv
+from flare_sparse.flare.any_recipe import add_sparse_exchange
+from model import Net
+
+recipe = FedAvgRecipe(name="study", min_clients=2, num_rounds=4, model=Net(), train_script="client.py")
+recipe.add_server_config({"server": {"task_request_interval": 0.1}})
+if sys.argv[1] != "dense":
+    add_sparse_exchange(recipe, keep=float(sys.argv[1]))
+recipe.execute(SimEnv(num_clients=2, workspace_root="workspace", log_config="concise"))
+"""
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(1)  # FLARE builds the network at the server from its class
+        super().__init__(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+"""
+
+CLIENT = """
+import nvflare.client as flare
+import torch
+from model import Net
+
+flare.init()
+generator = torch.Generator().manual_seed(int(flare.get_site_name()[-1]))
+x = torch.randn(160, 12, generator=generator)
+y = x[:, :3].sum(1, keepdim=True)
+net, loss = Net(), torch.nn.MSELoss()
+while flare.is_running():
+    received = flare.receive()
+    net.load_state_dict({name: torch.as_tensor(value) for name, value in received.params.items()})
+    net.train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    for rows in torch.randperm(160, generator=torch.Generator().manual_seed(received.current_round)).split(20):
+        optimizer.zero_grad()
+        loss(net(x[rows]), y[rows]).backward()
+        optimizer.step()
+    flare.send(flare.FLModel(params=net.state_dict(), meta={"NUM_STEPS_CURRENT_ROUND": 8}))
+"""
+
+
+def run(folder: Path, keep: str) -> tuple[dict[str, torch.Tensor], Path]:
+    """Run the job in a folder of its own; return its final model and the workspace."""
+    folder.mkdir()
+    for name, text in (("job.py", JOB), ("model.py", NET), ("client.py", CLIENT)):
+        (folder / name).write_text(text)
+    done = subprocess.run([sys.executable, "job.py", keep], cwd=folder, capture_output=True, text=True, check=False)
+    model = folder / "workspace" / "study" / "server" / "simulate_job" / "app_server" / "FL_global_model.pt"
+    assert model.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
+    return torch.load(model, weights_only=True)["model"], folder / "workspace" / "study"
+
+
+def read_ledger(workspace: Path, end: str) -> list[dict[str, int | str]]:
+    lines = (workspace / end / "simulate_job" / "sparse_exchange.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def compute_error(model: dict[str, torch.Tensor]) -> float:
+    """Return the mean squared error on examples that no site has."""
+    x = torch.randn(500, 12, generator=torch.Generator().manual_seed(9))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(12, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    )
+    net.load_state_dict({name: torch.as_tensor(value) for name, value in model.items()})
+    with torch.no_grad():
+        return float(((net.eval()(x)[:, 0] - x[:, :3].sum(1)) ** 2).mean())
+
+
+@pytest.mark.slow
+def test_fedavg_recipe_ends_with_the_same_bits_or_sends_a_tenth(tmp_path: Path) -> None:
+    dense, _ = run(tmp_path / "dense", "dense")
+    exact, workspace = run(tmp_path / "exact", "1.0")
+    assert dense.keys() == exact.keys()
+    # Two sites: their sum has the same bits in either order of arrival.
+    assert all(torch.equal(torch.as_tensor(dense[name]), torch.as_tensor(exact[name])) for name in dense)
+    assert {line["content"] for line in read_ledger(workspace, "server")} == {"weights"}
+    sparse, workspace = run(tmp_path / "sparse", "0.1")
+    assert compute_error(sparse) < 1 < compute_error(run_untrained())
+    server = read_ledger(workspace, "server")
+    sites = [line for site in ("site-1", "site-2") for line in read_ledger(workspace, site)]
+    assert len(server) == 2 * 4 * 2
+    assert sum(int(line["payload_bytes"]) for line in server) == sum(int(line["payload_bytes"]) for line in sites)
+    # 64 running statistics, and a tenth of the other 513 entries; the first model is whole.
+    assert [line["scalars_sent"] for line in server if line["round"] == 0] == [577, 577, 64 + 51, 64 + 51]
+    assert {line["scalars_sent"] for line in server if line["round"] != 0} == {64 + 51}
+
+
+def run_untrained() -> dict[str, torch.Tensor]:
+    """Return the model before the first round."""
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(12, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    )
+    return net.state_dict()
