@@ -209,9 +209,12 @@ def test_both_ledgers_have_the_same_lines_and_the_length_of_every_message(ends: 
 
 def test_controls_of_scaffold_travel_as_streams_of_their_own(ends: tuple[End, End]) -> None:
     server, site = ends
-    controls = {"conv.weight": np.full((20, 20), 0.5, np.float32)}
+    # FLARE's server makes them of all arrays of the model, the script's helper of its parameters.
+    controls = {"conv.weight": np.full((20, 20), 0.5, np.float32), "bn.num_batches_tracked": np.array(0)}
     received = site.receive_task(server.send_task(MODEL, "site-1", meta={"scaffold_c_global": controls, "a": 1}))
+    assert received.meta["scaffold_c_global"].keys() == controls.keys()
     assert np.array_equal(received.meta["scaffold_c_global"]["conv.weight"], controls["conv.weight"])
+    assert [array.size for array in _find_arrays(received.meta)] == [1, 400]
     delta = {"conv.weight": torch.arange(400.0).reshape(20, 20)}
     result = site.send_result(
         DXO(DataKind.WEIGHTS, data=train(received.data), meta={"scaffold_c_diff": delta, "NUM_STEPS_CURRENT_ROUND": 3})

@@ -1,4 +1,4 @@
-"""FLARE's own FedAvg in the simulator, with and without a sparse exchange: final model, bytes, two lines of difference."""
+"""FLARE's own FedAvg in the simulator, with and without a sparse exchange: final model and bytes."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class SparseExchange(Filter):
             packet = exchange.encode_model(groups, int(round_ or 0), self._settings, peer)
         else:
             raise ConfigError("sparse exchange: a task carries WEIGHT_DIFF; expected a model (WEIGHTS)")
-        meta = {key: value for key, value in dxo.meta.items() if key not in extras}
+        meta = {key: _drop_items(value, extras.get(key, {})) for key, value in dxo.meta.items()}
         return DXO(DataKind.APP_DEFINED, data={PACKET: {**packet, "others": others}}, meta=meta)
 
 
@@ -141,9 +141,20 @@ def _decode(dxo: DXO, exchange: Exchange, sender: str, *, is_update: bool) -> DX
     others = packet.get("others")
     if not isinstance(others, dict):
         raise RejectedMessage("E_KIND", "others", "a mapping", type(others).__name__, sender)
-    extras = {name: group for name, group in groups.items() if name != MODEL}
+    extras = {name: {**_get_items(dxo.meta, name), **group} for name, group in groups.items() if name != MODEL}
     kind = DataKind.WEIGHT_DIFF if is_delta else DataKind.WEIGHTS
     return DXO(kind, data={**others, **groups[MODEL]}, meta={**dxo.meta, **extras})
+
+
+def _drop_items(value: Any, coded: dict[str, Any]) -> Any:
+    """Return a value of the metadata without the arrays that travel as messages."""
+    return {key: item for key, item in value.items() if key not in coded} if coded else value
+
+
+def _get_items(meta: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the arrays of a group that travelled in the metadata."""
+    items = meta.get(name)
+    return items if isinstance(items, dict) else {}
 
 
 def _get_peer(shareable: Shareable, fl_ctx: FLContext) -> str | None:

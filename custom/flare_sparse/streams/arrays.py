@@ -100,17 +100,21 @@ def split_arrays(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         if not isinstance(value, (np.ndarray, Tensor, *_PLAIN)):
             raise ConfigError(
                 f"sparse exchange: {name!r} is of type {type(value).__name__}, not an array. Encrypted values, "
-                "streamed tensors and tensors on disk cannot be coded: turn them off in the recipe, or the sparse exchange"
+                "streamed tensors and tensors on disk cannot be coded: turn them off, or leave out the sparse exchange"
             )
-        # FLARE's mean of the counters of batch normalization is a float: the layout would change after a round.
-        is_coded = is_float_array(value) and not name.endswith(_COUNTER)
-        (floats if is_coded else others)[name] = value
+        (floats if is_coded(name, value) else others)[name] = value
     return floats, others
 
 
-def is_float_array(value: Any) -> bool:
-    """Whether a value is an array that is coded."""
-    return isinstance(value, (np.ndarray, Tensor)) and _get_dtype(value) in FLOATS
+def is_coded(name: str, value: Any) -> bool:
+    """Whether a value is a float array, except counters of batch normalization."""
+    # FLARE's mean of the counters is a float: with them, the layout would change after a round.
+    return is_array(value) and _get_dtype(value) in FLOATS and not name.endswith(_COUNTER)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of NumPy or torch."""
+    return isinstance(value, (np.ndarray, Tensor))
 
 
 def write_specs(specs: Specs) -> list[list[Any]]:
@@ -150,11 +154,12 @@ def is_array_type(dtype: Any, library: Any) -> bool:
 
 def _describe_array(name: str, array: Any) -> ArraySpec:
     return ArraySpec(
-        name, tuple(int(size) for size in array.shape), _get_dtype(array), "torch" if _is_torch(array) else "numpy"
+        name, tuple(int(size) for size in array.shape), _get_dtype(array), "torch" if is_torch(array) else "numpy"
     )
 
 
-def _is_torch(array: Any) -> bool:
+def is_torch(array: Any) -> bool:
+    """Whether an array is one of torch."""
     return isinstance(array, Tensor)
 
 
@@ -163,7 +168,7 @@ def _get_dtype(array: Any) -> str:
 
 
 def _to_float32(array: Any) -> np.ndarray:
-    plain = array.detach().cpu().to(torch.float32).numpy() if _is_torch(array) else array
+    plain = array.detach().cpu().to(torch.float32).numpy() if is_torch(array) else array
     # float64 may overflow to infinity, which the encoder rejects with a clear error.
     with np.errstate(over="ignore"):
         return np.asarray(plain, dtype=np.float32)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import RejectedMessage
-from .arrays import Arrays, Specs, is_array_type, is_float_array
+from .arrays import Arrays, Specs, is_array, is_array_type, is_coded, is_torch
 
 MODEL = "model"
 """Name of the stream of the model; the others have the names of the groups."""
@@ -21,19 +21,21 @@ Packet = dict[str, Any]
 
 
 def find_groups(values: Mapping[str, Any], model: Mapping[str, Any]) -> Groups:
-    """Return the mappings among ``values`` whose items are all arrays with names and shapes of the model's."""
-    return {
-        name: group
-        for name, group in values.items()
-        if name != MODEL
-        and isinstance(group, dict)
-        and group
-        and all(
-            is_float_array(array) and is_float_array(model.get(key)) and array.shape == model[key].shape
-            for key, array in group.items()
-        )
-        and len({(str(array.dtype), type(array)) for array in group.values()}) == 1
-    }
+    """Return the mappings of arrays among ``values`` that can be coded, without their items that are not.
+
+    Args:
+        values: metadata of a message.
+        model: arrays of its model; a group has arrays of the same names and shapes, all of one type.
+    """
+    groups = {}
+    for name, group in values.items():
+        if name == MODEL or not isinstance(group, dict) or not all(is_array(array) for array in group.values()):
+            continue
+        coded = {key: array for key, array in group.items() if is_coded(key, array)}
+        has_shapes = all(key in model and tuple(array.shape) == tuple(model[key].shape) for key, array in coded.items())
+        if has_shapes and len({(str(array.dtype), is_torch(array)) for array in coded.values()}) == 1:
+            groups[name] = coded
+    return groups
 
 
 def build_kind(name: str) -> str:
