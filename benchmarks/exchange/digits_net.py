@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Net(nn.Sequential):
-    """A perceptron for images of 8 x 8 pixels, 85,514 weights and 1,024 running statistics."""
+    """A perceptron for images of 8 x 8 pixels, 86,026 parameters and 1,024 running statistics."""
 
     def __init__(self) -> None:
         # FLARE builds the network from its class wherever the initial model is made: equal bits in all cells.
