@@ -57,7 +57,7 @@ def compute_losses(task: Task, model: nn.Module, dataset: Dataset[Any]) -> np.nd
     """Return the loss of each example alone, ``(n,)``, with the model in eval mode."""
     model.eval()
     with torch.no_grad():
-        losses = [float(task.loss(model, batch)) for batch in DataLoader(dataset, batch_size=1)]
+        losses = [float(task.loss(model, batch)) for batch in task.iterate_batches(dataset, 1)]
     return np.array(losses, dtype=np.float64)
 
 
@@ -65,7 +65,7 @@ def compute_prediction_features(task: Task, model: nn.Module, dataset: Dataset[A
     """Return predictions, targets and their differences ``(n, d)``."""
     predictions, targets = (
         values.detach().cpu().double().flatten(1).numpy() if values.dim() > 1 else values.double().numpy()[:, None]
-        for values in task.predict_all(model, dataset)
+        for values in task.measure_all(model, dataset)
     )
     width = min(predictions.shape[1], targets.shape[1])
     return np.concatenate([predictions, targets, predictions[:, :width] - targets[:, :width]], axis=1)
@@ -81,7 +81,7 @@ def compute_gradient_features(task: Task, model: nn.Module, dataset: Dataset[Any
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     last = select_last_parameters(model)
     rows = []
-    for batch in DataLoader(dataset, batch_size=1):
+    for batch in task.iterate_batches(dataset, 1):
         loss = task.loss(model, batch)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         by_parameter = dict(zip(map(id, parameters), gradients, strict=True))
