@@ -228,8 +228,11 @@ def _check_statistics(job: JobConfig, layout: Layout) -> None:
     """Raises:
     ConfigError: the network has an input scaler, and the job's messages do not carry its statistics as they are.
     """
-    if build_statistics_mask(layout).count and (job.encrypted or job.wire.values != "float32"):
+    is_plain = not job.encrypted and job.sum_rules is None and job.wire.values == "float32"
+    if build_statistics_mask(layout).count and not is_plain:
         setting = "wire.encryption: ckks" if job.encrypted else f"wire.values: {job.wire.values}"
+        if job.sum_rules is not None:
+            setting = "wire.aggregation: masked"
         raise ConfigError(
             f"{setting}: the statistics by which the network standardises its inputs travel in the clear as float32; "
             "remove the setting, or choose another task.scaling"

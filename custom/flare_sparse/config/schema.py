@@ -441,6 +441,10 @@ class JobConfig(Section):
             (self.wire.values != "float32" and f"wire.values is {self.wire.values}", "leave it at float32"),
             (self.encrypted and "wire.encryption is ckks", "leave it at none"),
             (
+                self.audit.record_updates and "audit.record_updates keeps the updates of single sites",
+                "leave it out",
+            ),
+            (
                 federation.clip_norm is not None and "federation.clip_norm needs to read single updates",
                 "use clip_norm and max_norm of the site's own policy",
             ),

@@ -15,12 +15,9 @@ from ..runs.contributions import describe_missed
 from ..runs.folder import list_versions
 from ..runs.load import load_assembly
 from ..runs.model_files import read_model
-from ..runs.results import RunResult
+from ..runs.results import AUDIT_FILE, RunResult
 from ..task import TEST_EXAMPLES, VALIDATION_EXAMPLES
 from .deviations import list_deviations
-
-AUDIT = "audit.json"
-"""File of a run with the results of privacy attacks."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def _describe_policy(policy: Policy | None, approval: Approval) -> dict[str, Any
 
 
 def _read_audit(run: RunResult) -> Any:
-    file = run.path / AUDIT
+    file = run.path / AUDIT_FILE
     if not file.is_file():
         return {"attacks": None, "note": "no attack was tried on this run"}
     try:
@@ -146,7 +143,7 @@ def find_crate_files(run: Path) -> list[Path]:
 
     Models of sites and predictions of subjects are data of the sites, and checkpoints hold the state of every site.
     """
-    names = ["summary.json", "rounds.jsonl", "ledger.jsonl", "model_card.md", AUDIT]
+    names = ["summary.json", "rounds.jsonl", "ledger.jsonl", "model_card.md", AUDIT_FILE]
     names += [f"{prefix}{name}.safetensors" for prefix in ("", "best_", "encrypted_", "encrypted_best_")
               for name in ("model", "mask")]  # fmt: skip
     found = [Path(name) for name in names if (run / name).is_file()]

@@ -106,9 +106,9 @@ class TableConfig(TaskConfig):
     @property
     def privacy_blocker(self) -> str | None:
         """Why one subject changes another's inputs or loss."""
-        if self.scaling == "site":
+        if self.scaling in ("site", "federated"):
             return (
-                "task.scaling: site computes mean and standard deviation of all subjects; give constants, "
+                f"task.scaling: {self.scaling} computes mean and standard deviation of all subjects; give constants, "
                 "{age: [50, 15]}, or none"
             )
         return "kind survival: the loss compares subjects with each other" if self.kind == "survival" else None
