@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.kernels import network as kernels
@@ -28,6 +28,10 @@ class VolumeTask:
             nn.Conv3d(1, 6, 3, padding=1), nn.InstanceNorm3d(6, affine=True), nn.MaxPool3d(2), nn.ReLU(),
             nn.Conv3d(6, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 27, 1),
         )  # fmt: skip
+
+    def collate(self, examples: list[torch.Tensor]) -> list[torch.Tensor]:
+        batch: list[torch.Tensor] = default_collate(examples)
+        return batch
 
     def augment(self, batch: list[torch.Tensor], generator: torch.Generator) -> list[torch.Tensor]:
         return batch

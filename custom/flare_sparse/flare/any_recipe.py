@@ -14,6 +14,7 @@ from nvflare.app_common.ccwf.swarm_server_ctl import SwarmServerController
 from nvflare.app_common.workflows.base_model_controller import BaseModelController
 from nvflare.app_common.workflows.cyclic_ctl import CyclicController
 from nvflare.app_common.workflows.scatter_and_gather import ScatterAndGather
+from nvflare.app_opt.pt.recipes.fedeval import EvalController
 from nvflare.recipe.spec import Recipe
 
 import flare_sparse
@@ -68,7 +69,7 @@ def add_sparse_exchange(
     _check_recipe(recipe, apps)
     if any(isinstance(controller, SwarmServerController) for controller in controllers):
         _add_swarm_filters(recipe, settings)
-    elif any(isinstance(controller, _CONTROLLERS) for controller in controllers):
+    elif any(isinstance(entry, _CONTROLLERS) and not isinstance(entry, EvalController) for entry in controllers):
         _add_filters(recipe, exchange, list(tasks))
     else:
         names = ", ".join(type(controller).__name__ for controller in controllers)
