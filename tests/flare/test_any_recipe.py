@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +29,36 @@ from flare_sparse.flare.site.allow_list import CLASSES, EXCHANGE_CLASSES, find_b
 PATH = "flare_sparse.flare.sparse_exchange.SparseExchange"
 
 
+NET = """from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+"""
+
+
 def build(recipe: type[Recipe], **settings: Any) -> Recipe:
-    return recipe(
-        name="study", model=nn.Linear(3, 1), min_clients=2, num_rounds=2, train_script="client.py", **settings
-    )
+    # A class of its own: FLARE copies the source of the model's class into the job, of torch's classes all of torch.
+    net = import_module("recipe_net").Net()
+    return recipe(name="study", model=net, min_clients=2, num_rounds=2, train_script="client.py", **settings)
 
 
 @pytest.fixture
-def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Recipe], tuple[Any, Any]]:
+def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Recipe], tuple[Any, Any]]]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "client.py").write_text("")
+    (tmp_path / "recipe_net.py").write_text(NET)
 
     def export(recipe: Recipe) -> tuple[Any, Any]:
         recipe.export(str(tmp_path / "jobs"))
         config = tmp_path / "jobs" / "study" / "app" / "config"
         return tuple(json.loads((config / f"config_fed_{end}.json").read_text()) for end in ("server", "client"))
 
-    return export
+    yield export
+    sys.modules.pop("recipe_net", None)
 
 
 @pytest.mark.parametrize("recipe", [FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe, CyclicRecipe])
