@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,15 +14,26 @@ from flare_sparse.task import SiteData
 from flare_sparse.training.script_site import ScriptFailed, ScriptRequest
 
 SCRIPT = """
-import random, sys
+import random, sys, time
 from pathlib import Path
 import numpy as np
 import torch
 import nvflare.client as flare
+from nvflare.client.in_process.api import TOPIC_LOCAL_RESULT
 from nvflare.client.tracking import SummaryWriter
+from nvflare.fuel.data_event.event_manager import EventManager
 from flare_sparse import client as sparse
 from beside import SHIFT
 
+if "slow" in sys.argv:
+    # FLARE's send, delayed after it has handed over the result.
+    fire = EventManager.fire_event
+
+    def fire_slowly(self, topic, data):
+        fire(self, topic, data)
+        time.sleep(1 if topic == TOPIC_LOCAL_RESULT else 0)
+
+    EventManager.fire_event = fire_slowly
 flare.init()
 print("reads", sparse.site_data().path, sparse.site_data().subset)
 if "end" in sys.argv:
@@ -90,6 +102,22 @@ def test_script_answers_requests_and_draws_the_same_numbers_for_a_seed(
     assert f"reads {tmp_path} ('a', 'b')" in output
     # Figures that the script logs need no server, and go nowhere.
     assert "Traceback" not in output
+
+
+def test_request_right_after_a_result_reaches_a_script_that_is_still_sending(
+    start: Callable[..., ScriptProcess],
+) -> None:
+    process = start("slow")
+    kinds: list[str] = []
+
+    def ask_twice() -> None:
+        kinds.extend(process.run(request(kind)).meta["kind"] for kind in ("train", "score"))
+
+    # A request that gets lost is waited for without end; a thread leaves that to the end of the test.
+    asking = threading.Thread(target=ask_twice, daemon=True)
+    asking.start()
+    asking.join(60)
+    assert kinds == ["train", "score"]
 
 
 def test_exception_and_early_end_of_a_script_are_explained(start: Callable[..., ScriptProcess]) -> None:

@@ -80,7 +80,7 @@ class FlareScript:
         if self._executor is None:
             _check_no_script_runs()
             self._executor = self._start(self._context)
-        _seed_next_receive(request.seed)
+        _prepare_api(request.seed)
         reply = self._executor.execute(_TASKS[request.kind], _build_task(request), self._context, self._abort_signal)
         if reply.get_return_code(ReturnCode.OK) != ReturnCode.OK:
             reason = self._explain_failure()
@@ -175,13 +175,35 @@ class _Seeding:
         return model
 
 
-def _seed_next_receive(seed: int) -> None:
-    """Seed the script when it receives the next model."""
+class _Sending:
+    """Wraps ``send`` of FLARE's API, so that the end of a call can be awaited.
+
+    ``send`` hands over the result first and drops the received model last. A request that follows the result at once
+    would put its model in between, and FLARE would drop that one: the script would wait for it without end.
+    """
+
+    def __init__(self, send: Callable[..., None]):
+        self._send = send
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        with self._lock:
+            self._send(*args, **kwargs)
+
+    def wait(self) -> None:
+        """Wait until no call is being executed."""
+        with self._lock:
+            pass
+
+
+def _prepare_api(seed: int) -> None:
+    """Wait until the script has finished its last ``send``; seed it when it receives the next model."""
     api = DataBus().get_data(CLIENT_API_KEY)
     if api is None:
         return
     if not isinstance(api.receive, _Seeding):
-        api.receive = _Seeding(api.receive)
+        api.receive, api.send = _Seeding(api.receive), _Sending(api.send)
+    api.send.wait()
     api.receive.seed = seed
 
 
