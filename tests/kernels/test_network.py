@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from flare_sparse.kernels import block
 from flare_sparse.kernels.network import find_chains, use_sparse_kernels
 from flare_sparse.models.brain_age import brain_age_cnn_3mm
 from flare_sparse.seeds import limit_threads
@@ -143,6 +144,21 @@ def test_linear_layer_and_flattened_block_equal_torch() -> None:
 def test_volume_of_several_slabs_equals_torch() -> None:
     network = nn.Sequential(nn.Conv3d(1, 3, 3, padding=1), nn.InstanceNorm3d(3, affine=True), nn.MaxPool3d(2))
     check_equal(network, torch.randn(1, 1, 21, 50, 47))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm3d, nn.InstanceNorm3d])
+def test_recorded_values_give_the_bits_of_values_computed_again(
+    norm: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), norm(4, affine=True), nn.MaxPool3d(2), nn.ReLU())
+    inputs, live = torch.randn(2, 3, 12, 40, 50), draw_live_weights(network, 0.5)
+    results = []
+    for products in (0, 10**6):
+        monkeypatch.setattr(block, "_PRODUCTS_OF_A_STORED_VALUE", products)
+        output, gradients = compute_sparsely(network, live, inputs)
+        results.append({"output": output, **gradients})
+    recorded, computed = results
+    assert all(torch.equal(recorded[name], computed[name]) for name in computed)
 
 
 def test_statistics_far_from_zero_keep_their_digits() -> None:

@@ -22,6 +22,9 @@ from .loops import Doubles, Floats
 from .plan import LiveWeights
 from .threads import run_parts
 
+_PRODUCTS_OF_A_STORED_VALUE = 64
+"""Products that take as long as to write a value to memory and to read it again."""
+
 
 @dataclass(frozen=True)
 class BlockSpec:
@@ -58,6 +61,11 @@ class Layer:
         return depth // self.spec.window[0], height // self.spec.window[1], width // self.spec.window[2]
 
     @property
+    def records_values(self) -> bool:
+        """Whether the backward pass reads the convolution's output; with few live weights, it is computed again."""
+        return self.spec.norm != "fixed" and self.live.count > _PRODUCTS_OF_A_STORED_VALUE * self.geometry.outputs
+
+    @property
     def window(self) -> loops.Window:
         """Pooling window."""
         return loops.Window(*self.spec.window)
@@ -75,6 +83,7 @@ class ConvolutionResult:
         output: pooled values, ``(samples, outputs, *pooled)``.
         target: where they lie in a channel's buffer.
         positions: ``(samples, outputs, pooled)`` index of each pooled value in its slab, or of size 0.
+        values: ``(samples, outputs, positions)`` the convolution's output before pooling, or of size 0.
         mean: ``(samples, outputs)`` mean of the convolution's output; 0 for a fixed map.
         variance: ``(samples, outputs)`` biased variance; 1 for a fixed map.
     """
@@ -82,6 +91,7 @@ class ConvolutionResult:
     output: PaddedVolume
     target: loops.Target
     positions: Any
+    values: Floats
     mean: Doubles
     variance: Doubles
 
@@ -94,7 +104,7 @@ def convolve(source: Floats, weights: loops.Weights, layer: Layer, signs: Floats
         weights: live weights by output channel.
         layer: geometry and what follows.
         signs: ``(outputs,)`` 1: pool the largest value, -1: pool the smallest one.
-        record: record the positions of the pooled values.
+        record: record what the backward pass needs.
     """
     geometry, spec, samples, outputs = layer.geometry, layer.spec, len(source), layer.geometry.outputs
     output = allocate_padded(samples, outputs, layer.pooled_shape, spec.border)
@@ -104,17 +114,18 @@ def convolve(source: Floats, weights: loops.Weights, layer: Layer, signs: Floats
     flat = output.buffer.flatten(2).numpy()
     recorded = outputs if record and prod(spec.window) > 1 else 0
     positions = np.empty((samples, recorded, prod(layer.pooled_shape)), np.int32)
+    values = np.empty((samples, outputs if record and layer.records_values else 0, geometry.extent), np.float32)
     moments = np.zeros((samples, outputs if spec.norm != "fixed" else 0, 2))
     pivots = np.zeros((samples, outputs), np.float32)
 
     def convolve_part(sample: int, first: int, last: int) -> None:
         loops.convolve(
             source[sample], weights, geometry.grid, layer.window, signs, pivots[sample], moments[sample], flat[sample],
-            target, positions[sample], first, last,
+            target, positions[sample], values[sample], first, last,
         )  # fmt: skip
 
     run_parts(outputs, samples, convolve_part)
-    return ConvolutionResult(output, target, positions, *_compute_statistics(layer, moments, pivots))
+    return ConvolutionResult(output, target, positions, values, *_compute_statistics(layer, moments, pivots))
 
 
 def _compute_statistics(layer: Layer, moments: Doubles, pivots: Floats) -> tuple[Doubles, Doubles]:
@@ -167,7 +178,8 @@ class SparseBlock(torch.autograd.Function):
         if record:
             ctx.layer, ctx.source, ctx.weights, ctx.weight_shape = layer, source, weights, weight.shape
             ctx.gamma, ctx.mean, ctx.inverse = gamma, convolved.mean, inverse
-            ctx.scales, ctx.shifts, ctx.kept, ctx.positions = scales, shifts, kept, convolved.positions
+            ctx.scales, ctx.shifts, ctx.kept = scales, shifts, kept
+            ctx.positions, ctx.values = convolved.positions, convolved.values
         buffers.append(convolved.output)
         mean, variance = (
             torch.from_numpy(values.astype(np.float32)) for values in (convolved.mean, convolved.variance)
@@ -248,7 +260,7 @@ def _differentiate_block(
             norm = loops.Norm(ctx.scales[sample], constants[sample], factors[sample])
             loops.differentiate_block(
                 ctx.source[sample], ctx.weights, layer.geometry.grid, layer.window, pooled[sample],
-                ctx.positions[sample], norm, products, output_gradient[sample], layer.live.lead, first, last,
+                ctx.positions[sample], ctx.values[sample], norm, products, output_gradient[sample], layer.live.lead, first, last,
             )  # fmt: skip
 
     run_parts(outputs, 1, differentiate_part)

@@ -190,7 +190,7 @@ def count_positions(grid: Grid, planes: int) -> Any:
 @_compile
 def convolve(
     source: Any, weights: Weights, grid: Grid, window: Window, signs: Any, pivots: Any, moments: Any, output: Any,
-    target: Target, positions: Any, first: int, last: int,
+    target: Target, positions: Any, values: Any, first: int, last: int,
 ) -> None:  # fmt: skip
     """Convolve one sample, pool the result, and sum it for normalisation, for the channels ``first <= c < last``.
 
@@ -205,6 +205,7 @@ def convolve(
         output: ``(channels, positions)`` receives the pooled values; it holds zeros.
         target: where the pooled values are written.
         positions: ``(channels, pooled)`` receives the index of each pooled value; of length 0: not recorded.
+        values: ``(channels, positions)`` receives the convolution's output; of length 0: not recorded.
         first: first channel.
         last: channel after the last one.
     """
@@ -217,7 +218,10 @@ def convolve(
             # The output of a channel without live weights stays 0.
             if weights.starts[c] == weights.starts[c + 1]:
                 continue
-            accumulate(sums, source[z * grid.plane :], weights, c, count_positions(grid, depth))
+            count = count_positions(grid, depth)
+            accumulate(sums, source[z * grid.plane :], weights, c, count)
+            if len(values):
+                values[c, z * grid.plane : z * grid.plane + count] = sums[:count]
             if len(moments):
                 if z == 0:
                     pivots[c] = sums[0]
@@ -273,28 +277,74 @@ def pool_plane(
     height, width = grid.height // window.height, grid.width // window.width
     for y in range(height):
         # First over planes and rows, where neighbouring windows are contiguous, then within the row.
-        best[:] = -np.inf
         for dz in range(window.depth):
             for dy in range(window.height):
                 at = dz * grid.plane + (y * window.height + dy) * grid.row
                 row = sums[at : at + grid.width]
-                for i in range(grid.width):
-                    value = row[i] * sign
-                    # NaN replaces a number and stays, as in torch.
-                    larger = value > best[i] or np.isnan(value) or (dz == 0 and dy == 0)
-                    best[i] = value if larger else best[i]
-                    best_at[i] = at + i if larger else best_at[i]
+                if dz + dy == 0:
+                    for i in range(grid.width):
+                        best[i] = row[i] * sign
+                        best_at[i] = at + i
+                elif len(positions):
+                    keep_larger_positions(best, best_at, row, sign, at)
+                else:
+                    keep_larger(best, row, sign)
         start = target.origin + plane * target.plane + y * target.row
-        for i in range(width):
-            j = i * window.width
-            for k in range(j + 1, j + window.width):
-                # Of equal values the first in memory counts, as in torch.
-                tie = best[k] == best[j] and best_at[k] < best_at[j]
-                if best[k] > best[j] or np.isnan(best[k]) or tie:
-                    best[j], best_at[j] = best[k], best_at[k]
-            output[start + i] = best[j] * sign
-            if len(positions):
-                positions[(plane * height + y) * width + i] = best_at[j]
+        if len(positions):
+            base = (plane * height + y) * width
+            pool_row_positions(best, best_at, window, output[start : start + width], positions[base : base + width])
+        else:
+            pool_row(best, window, output[start : start + width])
+        for i in range(start, start + width):
+            output[i] *= sign
+
+
+# The four loops below select instead of branching: which of two values is larger cannot be predicted, and a branch
+# that is predicted wrongly costs more than the rest of the pooling. NaN replaces a number and stays, as in torch.
+
+
+@_compile
+def keep_larger(best: Any, row: Any, sign: float) -> None:
+    """Set ``best[i]`` to the larger of itself and ``sign * row[i]``."""
+    for i in range(len(best)):
+        value = row[i] * sign
+        larger = (value > best[i]) | (value != value)  # noqa: PLR0124
+        best[i] = value if larger else best[i]
+
+
+@_compile
+def keep_larger_positions(best: Any, best_at: Any, row: Any, sign: float, at: int) -> None:
+    """As :func:`keep_larger`; ``best_at[i]`` becomes ``at + i`` where the value is replaced."""
+    for i in range(len(best)):
+        value = row[i] * sign
+        larger = (value > best[i]) | (value != value)  # noqa: PLR0124
+        best[i] = value if larger else best[i]
+        best_at[i] = at + i if larger else best_at[i]
+
+
+@_compile
+def pool_row(best: Any, window: Window, output: Any) -> None:
+    """Set ``output[i]`` to the largest value of the window ``i`` of a row."""
+    for i in range(len(output)):
+        largest = best[i * window.width]
+        for k in range(i * window.width + 1, (i + 1) * window.width):
+            value = best[k]
+            larger = (value > largest) | (value != value)  # noqa: PLR0124
+            largest = value if larger else largest
+        output[i] = largest
+
+
+@_compile
+def pool_row_positions(best: Any, best_at: Any, window: Window, output: Any, positions: Any) -> None:
+    """As :func:`pool_row`, with the positions; of equal values the first in memory counts, as in torch."""
+    for i in range(len(output)):
+        largest, position = best[i * window.width], best_at[i * window.width]
+        for k in range(i * window.width + 1, (i + 1) * window.width):
+            value, at = best[k], best_at[k]
+            larger = (value > largest) | (value != value) | ((value == largest) & (at < position))  # noqa: PLR0124
+            largest = value if larger else largest
+            position = at if larger else position
+        output[i], positions[i] = largest, position
 
 
 @_compile
@@ -362,12 +412,12 @@ def differentiate_activation(
 
 @_compile
 def differentiate_block(
-    source: Any, weights: Weights, grid: Grid, window: Window, gradient: Any, positions: Any, norm: Norm,
+    source: Any, weights: Weights, grid: Grid, window: Window, gradient: Any, positions: Any, values: Any, norm: Norm,
     products: Any, output: Any, lead: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Compute the gradient of a convolution's output, and from it that of the live weights, for one sample.
 
-    The convolution's output is computed again, slab by slab: with few live weights that is faster than to store it.
+    The convolution's output is computed again, slab by slab, if it was not recorded.
 
     Args:
         source: padded, flattened input of all channels.
@@ -376,6 +426,7 @@ def differentiate_block(
         window: pooling window.
         gradient: ``(channels, pooled)`` gradient of the pooled values.
         positions: ``(channels, pooled)`` index of each pooled value in its slab; of length 0: no pooling.
+        values: ``(channels, positions)`` the convolution's output; of length 0: not recorded.
         norm: derivative of the normalisation.
         products: ``(live,)`` receives the gradient of the live weights, added to what it holds.
         output: ``(channels, lead + positions)`` receives the gradient of the convolution's output; of length 0: not
@@ -394,7 +445,9 @@ def differentiate_block(
         for c in range(first, last):
             if weights.starts[c] == weights.starts[c + 1]:
                 continue
-            if norm.factors[c] != 0:
+            if norm.factors[c] != 0 and len(values):
+                sums[:count] = values[c, z * grid.plane : z * grid.plane + count]
+            elif norm.factors[c] != 0:
                 accumulate(sums, slab, weights, c, count)
             transform_rows(sums, grid, depth, norm.constants[c], norm.factors[c])
             g = gradient[c, pooled]
