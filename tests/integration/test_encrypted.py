@@ -95,7 +95,7 @@ def test_encrypted_simulator_run_equals_the_plain_run_and_only_its_key_decrypts_
     assert compute_largest_difference(out, tmp_path) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_encrypted_poc_run_uses_the_keys_of_its_kits(config: Path, tmp_path: Path) -> None:
     """Needs the ports 8002 and 8003 of FLARE's POC mode."""
     run_config_locally(load_config(config), config, tmp_path / "plain")

@@ -68,7 +68,7 @@ def test_masked_simulator_run_ends_with_the_bits_of_the_local_one(config: Path, 
     check_record(out, run_in_simulator(load_config(config), config, out, Console(quiet=True)), tmp_path / "local")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_masked_poc_run_signs_with_the_certificates_of_its_kits(config: Path, tmp_path: Path) -> None:
     """Needs the ports 8002 and 8003 of FLARE's POC mode."""
     run_config_locally(load_config(config), config, tmp_path / "local")

@@ -71,7 +71,7 @@ def read_rounds(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in ("seconds", "committed_at")} for line in lines]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["neurosfl", pytest.param("topk_ef", marks=pytest.mark.long)])
 def test_killed_job_resumes_to_the_same_model_and_ledger(name: str, tmp_path: Path) -> None:
     """For a method without state at the sites, and for one whose residuals are kept there."""
     file = configuration(tmp_path / "config", METHODS[name])
@@ -134,6 +134,7 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path) -> None:
     assert "holds no checkpoint" in " ".join((again.stdout + again.stderr).split())
 
 
+@pytest.mark.long
 def test_simulator_continues_a_finished_run_of_any_environment(tmp_path: Path) -> None:
     """Four rounds in this process and four more in the simulator are eight at once; residuals lie at the sites."""
     file = configuration(tmp_path / "config", METHODS["topk_ef"])
