@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flare_sparse.kernels import block
+from flare_sparse.kernels import cost
 from flare_sparse.kernels.network import find_chains, use_sparse_kernels
 from flare_sparse.models.brain_age import brain_age_cnn_3mm
 from flare_sparse.seeds import limit_threads
@@ -154,7 +154,7 @@ def test_recorded_values_give_the_bits_of_values_computed_again(
     inputs, live = torch.randn(2, 3, 12, 40, 50), draw_live_weights(network, 0.5)
     results = []
     for products in (0, 10**6):
-        monkeypatch.setattr(block, "_PRODUCTS_OF_A_STORED_VALUE", products)
+        monkeypatch.setattr(cost, "_PRODUCTS_OF_A_STORED_VALUE", products)
         output, gradients = compute_sparsely(network, live, inputs)
         results.append({"output": output, **gradients})
     recorded, computed = results

@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import loops
+from .cost import is_storing_faster
 from .geometry import Geometry, PaddedVolume, Triple, allocate_padded
 from .loops import Doubles, Floats
 from .plan import LiveWeights
 from .threads import run_parts
-
-_PRODUCTS_OF_A_STORED_VALUE = 64
-"""Products that take as long as to write a value to memory and to read it again."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Layer:
     @property
     def records_values(self) -> bool:
         """Whether the backward pass reads the convolution's output; with few live weights, it is computed again."""
-        return self.spec.norm != "fixed" and self.live.count > _PRODUCTS_OF_A_STORED_VALUE * self.geometry.outputs
+        return self.spec.norm != "fixed" and is_storing_faster(self.live.count, self.geometry.outputs)
 
     @property
     def window(self) -> loops.Window:

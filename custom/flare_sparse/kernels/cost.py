@@ -2,8 +2,8 @@
 
 A timed trial would choose by the load of the machine, and the choice decides the last bits of a result. The constants
 are nanoseconds on one core of a server with AVX-512, fitted to the layers of five networks at densities from 0.01 to 1;
-only their ratios matter. For these layers the choice was at most 1.1 times slower in training, 1.3 times in inference,
-than dense computation. ``benchmarks/performance/fit_kernel_costs.py`` fits them anew and checks the choices.
+only their ratios matter. All layers together take 1 % longer than with the faster variant of each; a sparse layer is at
+most 1.4 times slower than a dense one. ``benchmarks/performance/fit_kernel_costs.py`` fits them anew and checks that.
 """
 
 from __future__ import annotations
@@ -54,8 +54,22 @@ class Costs:
         return sparse < _sum_products(self.dense, count_dense_operations(work))
 
 
-INFERENCE = Costs((16_000, 0.0109, 0.0103, 1.05, 1.76, 4.30), (135_000, 553, 0.0287, 2.91, 0.94, 0.71))
-TRAINING = Costs((102_000, 0.0326, 0.0264, 6.83, 2.78, 7.31), (394_000, 1_244, 0.1181, 9.95, 1.69, 1.55))
+INFERENCE = Costs((20_300, 0.00922, 0.00819, 1.09, 1.21, 3.26), (136_000, 458, 0.0225, 0.0181, 1.98, 0.541, 0.842))
+TRAINING = Costs((91_000, 0.0262, 0.0252, 5.13, 2.49, 3.55), (347_000, 990, 0.0693, 0.0771, 6.18, 1.12, 1.62))
+
+
+_PRODUCTS_OF_A_STORED_VALUE = 64
+"""Products that take as long as to write a value to memory and to read it again."""
+
+
+def is_storing_faster(live: int, outputs: int) -> bool:
+    """Return whether the output of a convolution is better kept for the backward pass than computed again.
+
+    Args:
+        live: number of live weights.
+        outputs: number of output channels.
+    """
+    return live > _PRODUCTS_OF_A_STORED_VALUE * outputs
 
 
 def is_sparse_faster(work: Work) -> bool:
@@ -82,16 +96,19 @@ def count_sparse_operations(work: Work) -> tuple[int, ...]:
     """Return how often the kernels do what takes their time.
 
     Returns:
-        Preparation in Python; starts of the loop over a channel of an example; multiplications and additions; starts of
-        a loop over one live weight and up to ``CHUNK`` positions; values that are normalised; values that are copied
-        into the padded volume.
+        Preparation in Python; starts of the loop over a channel of an example; multiplications and additions; those
+        that the backward pass repeats; starts of a loop over one live weight and up to ``CHUNK`` positions; values that
+        are normalised; values that are copied into the padded volume.
     """
     geometry = work.geometry
     slices = -(-geometry.extent // CHUNK)
     channels = work.samples * geometry.outputs
     live = work.samples * work.live
+    products = live * geometry.extent
+    repeated = products * (work.is_normalised and not is_storing_faster(work.live, geometry.outputs))
+    normalised = channels * geometry.extent * work.is_normalised
     inputs = work.samples * geometry.inputs * geometry.phases * geometry.plane_size
-    return 1, channels, live * geometry.extent, live * slices, channels * geometry.extent * work.is_normalised, inputs
+    return 1, channels, products, repeated, live * slices, normalised, inputs
 
 
 def _sum_products(costs: tuple[float, ...], counts: tuple[int, ...]) -> float:
