@@ -104,3 +104,11 @@ def test_daily_limit_counts_all_jobs_of_the_last_24_hours(tmp_path: Path, monkey
     now += request_log.DAY_S
     assert other.release_metrics(first, ONE, limit=None, daily=1)
     assert json.loads((tmp_path / "b.json").read_text())["evaluations"]
+
+
+def test_mask_to_which_removed_entries_return_is_a_new_start() -> None:
+    log = open_log(max_starts=2)
+    log.admit(RequestId("train", 1), ONE)
+    log.admit(RequestId("train", 2), TWO, is_regrown=True)
+    with pytest.raises(RequestRefused, match="earlier round or mask"):
+        log.admit(RequestId("train", 2), TWO, is_regrown=True)

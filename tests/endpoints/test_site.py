@@ -25,17 +25,18 @@ class Sender:
 
     def __init__(self, bench: ToyBench):
         self.layout = bench.layout
-        self.endpoint = SiteEndpoint(bench.site(1), bench.method("fedavg", rounds=9), RUN, "float32")
+        # A method that allows any mask.
+        self.endpoint = SiteEndpoint(bench.site(1), bench.method("dispfl", rounds=9), RUN, "float32")
         self.base: SiteBase | None = None
         self.sequence = 0
 
     def send(self, patch: Patch) -> torch.Tensor:
         """Return the site's vector after it has received a patch."""
         self.sequence += 1
-        request = Request("train", self.sequence, patch, patch.mask)
-        plan = plan_request(self.layout, RUN, self.base, request=request, sequence=self.sequence)
-        self.endpoint.receive(encode(patch, plan, trainable=patch.mask).data)
         mask = self.base.mask if patch.base == "previous" and self.base else patch.mask
+        request = Request("train", self.sequence, patch, mask)
+        plan = plan_request(self.layout, RUN, self.base, request=request, sequence=self.sequence)
+        self.endpoint.receive(encode(patch, plan, trainable=mask).data)
         self.base = SiteBase(mask, self.sequence)
         return self.endpoint.site.weights
 

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from flare_sparse.checkpoint.packing import pack, unpack
+from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.exchange import Patch, Request, Update
 from flare_sparse.local.dry_run import estimate_traffic
 from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS, Method
 from flare_sparse.methods.method import MethodConfig
 from flare_sparse.params import compute_digest
+from flare_sparse.policy.initial import find_changed_tensor
 
 
 def save_and_restore(state: Any) -> Any:
@@ -102,6 +104,24 @@ def test_dry_run_sends_the_bytes_of_a_real_run(name: str, bench: Any) -> None:
     _, dry = estimate_traffic(bench.method(name), bench.weights, 3, "float32")
     sizes = [(line.kind, line.direction, line.scalars_sent) for line in real.lines]
     assert [(line.kind, line.direction, line.scalars_sent) for line in dry.lines] == sizes
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_first_model_of_every_method_is_the_initial_one(name: str, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = SiteEndpoint.receive
+    checked: list[str | None] = []
+
+    def check(endpoint: SiteEndpoint, *arguments: Any) -> Any:
+        request = receive(endpoint, *arguments)
+        if endpoint.method.sends_initial_model(request.kind, request.round):
+            site = endpoint.site
+            assert site.support is not None
+            checked.append(find_changed_tensor(site.weights, bench.weights, site.support, site.layout, endpoint.values))
+        return request
+
+    monkeypatch.setattr(SiteEndpoint, "receive", check)
+    bench.run(name)
+    assert set(checked) == ({None} if name != "local_only" else set())
 
 
 @dataclasses.dataclass(frozen=True)

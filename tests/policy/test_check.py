@@ -12,11 +12,14 @@ from torch import nn
 from flare_sparse.assemble import assemble
 from flare_sparse.config import load_config
 from flare_sparse.config.user_tasks import load_task
+from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.local.dry_run import DrySite, dry_run
+from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.neurosfl import NeuroSFL
 from flare_sparse.params import Layout
 from flare_sparse.policy.check import find_policy_conflicts, iterate_conflicts
+from flare_sparse.policy.initial import find_changed_tensor
 from flare_sparse.policy.policy import Policy, find_policy_file, read_policy
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
@@ -64,9 +67,22 @@ def test_main_job_passes_the_careful_policy_when_it_scores_enough_subjects() -> 
 
 
 @pytest.mark.parametrize("name", BUILDABLE)
-def test_every_published_job_passes_the_open_policy_with_and_without_training_examples(name: str) -> None:
+def test_every_published_job_passes_the_open_policy_with_and_without_training_examples(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = load_config(CONFIGS / f"{name}.yaml")
     assembly = assemble(job, load_task(job, CONFIGS))
+    receive = SiteEndpoint.receive
+
+    def verify_initial_model(endpoint: SiteEndpoint, *arguments: Any) -> Any:
+        """Compare as the presets do, which have verify_initial_model."""
+        request, site = receive(endpoint, *arguments), endpoint.site
+        if endpoint.method.sends_initial_model(request.kind, request.round):
+            mask = site.support or Mask.full(site.layout.size)
+            assert not find_changed_tensor(site.weights, assembly.weights, mask, site.layout, endpoint.values)
+        return request
+
+    monkeypatch.setattr(SiteEndpoint, "receive", verify_initial_model)
     for examples in (200, 0):
         assert find_policy_conflicts(Policy(), job, assembly, {"hospital": examples}) == []
 

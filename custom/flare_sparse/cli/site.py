@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..config import load_config, load_task
+from ..errors import ConfigError
 from .console import out as console
 
 HELP = """Prepare a site: allow classes, set a policy, refuse code, check that it is ready; show what was asked of it.
@@ -132,20 +133,32 @@ def requests(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, with the kind, round, time and model digest of every request")
     ] = False,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="Output of --json from another site: name the requests with other models, and exit with 1"),
+    ] = None,
 ) -> None:
     """Show what servers asked of this site, run by run, from the site's own record. Nothing is changed.
 
     For each run: how many models the site answered by kind of request, the last round, how often the job was started,
     how many models' metrics left, and the SHA-256 of the last model. Sites whose method has one model for all can
-    compare the digests of a round with each other: different digests show that the server sent them different models.
+    compare the digests of a round with each other (--compare): different digests show that the server sent them
+    different models. Send the file to the other site yourself, not through the server.
 
     [dim]flare-sparse site requests /opt/flare/site-1[/]
 
     [dim]flare-sparse site requests /opt/flare/site-1 --json > requests.json[/]
+
+    [dim]flare-sparse site requests /opt/flare/site-1 --compare requests_of_site_2.json[/]
     """
-    from ..flare.site.requests import summarize_requests
+    from ..flare.site.requests import find_different_models, summarize_requests
 
     runs = summarize_requests(kit)
+    if compare is not None:
+        differences = find_different_models(runs, _read_json(compare))
+        for text in differences or ["all requests that both sites answered came with the same model"]:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(int(bool(differences)))
     if as_json:
         typer.echo(json.dumps([run.to_dict() for run in runs], indent=2))
         return
@@ -167,6 +180,16 @@ def requests(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not runs:
         console.print("no request of this package was answered here yet")
+
+
+def _read_json(file: Path) -> Any:
+    """Raises:
+    ConfigError: the file cannot be read.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
 
 
 def _format_time(moment: float | None) -> str:

@@ -110,18 +110,19 @@ class RequestLog:
         self._count_requests = count_requests
         self._record = RunRecord(run=run)
 
-    def admit(self, request: RequestId, digest: str) -> None:
+    def admit(self, request: RequestId, digest: str, *, is_regrown: bool = False) -> None:
         """Record an answer to a request before it is computed.
 
         Args:
             request: kind and round of the request.
             digest: digest of the received model, see :attr:`~flare_sparse.exchange.Patch.digest`.
+            is_regrown: whether the mask has entries that the method had removed for good.
 
         Raises:
             RequestRefused: the job does not provide for this request, or the record cannot be read or written.
         """
         with self._open() as record:
-            self._count_answer(record, request, digest)
+            self._count_answer(record, request, digest, is_regrown=is_regrown)
 
     def release_metrics(self, request: RequestId, digest: str, limit: int | None, daily: int | None) -> bool:
         """Return whether the metrics of a model may leave, and record that they do.
@@ -167,7 +168,7 @@ class RequestLog:
             if sorted(sites) not in same_request:
                 record.sums.append(RevealedSum(kind=request.kind, round=request.round, sites=sorted(sites)))
 
-    def _count_answer(self, record: RunRecord, request: RequestId, digest: str) -> None:
+    def _count_answer(self, record: RunRecord, request: RequestId, digest: str, *, is_regrown: bool) -> None:
         """Add an answer to the record.
 
         Raises:
@@ -177,7 +178,8 @@ class RequestLog:
         current = [entry for entry in record.requests if entry.start == start]
         same_request = [entry for entry in current if (entry.kind, entry.round) == request]
         repeated = next((entry for entry in same_request if entry.digest == digest), None)
-        is_latest = request.round >= max((entry.round for entry in current), default=0)
+        # Only a server that has returned to an earlier mask sends removed entries again, whatever the round's number.
+        is_latest = not is_regrown and request.round >= max((entry.round for entry in current), default=0)
         # All requests of a kind in a round share their attempts: successive ones may carry the same model, such as two
         # steps of scores after which the mask is the same.
         count = self._count_requests(*request)
@@ -190,7 +192,7 @@ class RequestLog:
         if self.max_starts is not None and start > self.max_starts:
             raise RequestRefused(
                 f"request {request.kind!r} of round {request.round}: it repeats an earlier one or returns to an "
-                f"earlier round, as after a new start of the job; this site's policy allows max_starts "
+                f"earlier round or mask, as after a new start of the job; this site's policy allows max_starts "
                 f"{self.max_starts}. If the coordinating centre explains why, raise max_starts or remove {self.file}"
             )
         kind, t = request

@@ -9,8 +9,9 @@ from typing import Any
 
 from ..checkpoint.store import Store
 from ..encryption import SiteCipher
-from ..errors import FlareSparseError, MissingBase, RejectedMessage, RequestRefused, TaskFailed, abbreviate
+from ..errors import FlareSparseError, MissingBase, RejectedMessage, TaskFailed, abbreviate
 from ..exchange import EVALUATE, STATISTICS, Patch, Request, SiteEvent, Update
+from ..mask import Mask
 from ..methods import Method
 from ..seeds import make_generator
 from ..task import EPSILON
@@ -21,6 +22,7 @@ from ..wire.plan import Plan, ValueType
 from ..wire.values import is_quantized
 from .bases import SiteBase, plan_request, plan_update
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, describe_event
+from .request_checks import check_kind, check_trainable, is_training
 from .request_log import RequestLog
 from .site_state import RequestId, SiteMemory, SiteSnapshot, SiteState
 from .site_sums import SiteSums
@@ -67,6 +69,7 @@ class SiteEndpoint:
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._state = SiteState()
+        self._trainable: Mask | None = None
 
     def receive(self, data: Any, acknowledged: int | None = None) -> Request:
         """Decode a request and write its model into ``site.weights``.
@@ -96,18 +99,22 @@ class SiteEndpoint:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._state.sequence}", message.sequence, "server")
         if message.trainable is None:
             raise RejectedMessage("E_KIND", "trainable", "a request", "an update", "server")
-        if not self.method.count_requests(message.kind, message.round):
-            raise RequestRefused(
-                f"request {message.kind!r} of round {message.round}: this site's copy of the job has no such request"
-            )
+        request_id = RequestId(message.kind, message.round)
+        check_kind(self.method, request_id)
         patch = self.decrypt(message.patch)
+        previous = self._trainable or (self._state.base.mask if self._state.base else message.trainable)
         base = self._apply(patch, message.sequence)
-        self._state = self._state.receive(RequestId(message.kind, message.round), base)
+        self._state = self._state.receive(request_id, base)
         self.site.receive(self._state.memory.method)
-        # Counted after the state has changed: a refused site still holds the model that its weights contain.
+        # Refused after the state has changed: the site holds the model that its weights contain.
+        check_trainable(self.method, request_id, message.trainable, base.mask)
+        # A mask to which removed entries return is that of an earlier round, or one that isolates weights.
+        is_regrown = is_training(message.kind) and self.method.prunes_for_good and not message.trainable <= previous
         if self.requests is not None:
-            self.requests.admit(RequestId(message.kind, message.round), self.compute_model_digest())
+            self.requests.admit(request_id, self.compute_model_digest(), is_regrown=is_regrown)
         self.request = Request(message.kind, message.round, patch, message.trainable)
+        if is_training(message.kind):
+            self._trainable = message.trainable
         return self.request
 
     def compute_model_digest(self) -> str:

@@ -12,6 +12,7 @@ from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.signal import Signal
 from nvflare.apis.workspace import Workspace
+from torch import Tensor
 
 from ..assemble import Assembly, assemble, open_checkpoints, open_script_site, open_site
 from ..capabilities import local_capabilities
@@ -175,6 +176,15 @@ class SiteSession(FLComponent):
                 site, assembly.method, assembly.run_id, job.wire.values, store, cipher, requests, sums
             )
         return self._endpoint
+
+    def build_initial_weights(self, fl_ctx: FLContext) -> Tensor:
+        """Return the initial weights ``(P,)`` that this site's copy of the job defines.
+
+        Raises:
+            ConfigError: the job's settings cannot be used.
+        """
+        # Built again instead of kept: only the first rounds need it, and it takes the memory of a model.
+        return _assemble(fl_ctx)[1].weights
 
     def attach(self, fl_ctx: FLContext, abort_signal: Signal) -> None:
         """Set FLARE's context and signal of the task that is executed now; a training script needs them."""

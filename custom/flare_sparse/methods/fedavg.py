@@ -26,6 +26,9 @@ class FedAvg(Method[FedAvgConfig, AveragedState]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
         return AveragedState(1, weights)
 
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        return self.layout.size, self.layout.size
+
     def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
         return learn_average(state, contributions, self.config, self.layout)
 

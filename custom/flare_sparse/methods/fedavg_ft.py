@@ -60,6 +60,9 @@ class FedAvgFT(Method[Config, AveragedState]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
         return AveragedState(1, weights)
 
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        return self.layout.size, self.layout.size
+
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != FINETUNE:
             return super().answer(request, site)

@@ -43,6 +43,9 @@ class FedAvgOneStep(AdaptationMethod[Config, ModelState]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)
 
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        return self.layout.size, self.layout.size
+
     def train(self, request: Request, site: Site) -> Update:
         return train_locally(request, site, self.config.get_training(request.round), steps=self.config.local_steps)
 

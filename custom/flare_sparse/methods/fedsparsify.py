@@ -81,6 +81,7 @@ class FedSparsify(Method[Config, State]):
 
     name = "fedsparsify"
     Config = Config
+    prunes_for_good = True
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, self.full_mask)
@@ -117,6 +118,12 @@ class FedSparsify(Method[Config, State]):
             f"the sparsity of every round depends on method.rounds: the schedule has reached {self.config.sparsity} "
             f"after {count} rounds"
         )
+
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        """Return the number of live entries, twice: the schedule alone decides it."""
+        sparsity = max((self.config.compute_sparsity(s) for s in range(1, t)), default=0.0)
+        live = self.layout.size - floor_fraction(sparsity, self._prunable.count)
+        return live, live
 
     def count_paper_scalars(self, sites: int) -> int:
         """Return ``L * sum_t (N_{t-1} + N_t)``, the count that reproduces the paper's Table 1 exactly.

@@ -28,6 +28,9 @@ class LocalOnly(Method[MethodConfig, ModelState]):
         # No round is exchanged, so training is over for the server before the first request.
         return ModelState(self.config.rounds + 1, weights)
 
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        return self.layout.size, self.layout.size
+
     def answer(self, request: Request, site: Site) -> Update:
         weights = site.weights
         for t in range(1, self.config.rounds + 1):

@@ -181,6 +181,8 @@ class Method(ABC, Generic[ConfigT, StateT]):
     """Whether ``model`` is the result of training."""
     personal_blocker: ClassVar[str] = ""
     """Why no tensor of the network can stay at the sites; empty where some can."""
+    prunes_for_good: ClassVar[bool] = False
+    """Whether an entry that no longer trains never trains again; a site counts its return as a new start of the job."""
 
     def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
@@ -296,6 +298,20 @@ class Method(ABC, Generic[ConfigT, StateT]):
         if kind in self.round_kinds:
             return int(0 <= t <= self.config.rounds)
         return int((kind == EVALUATE or kind in self.final_kinds) and t == self.config.rounds + 1)
+
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        """Return the fewest and most entries that a request of round ``t`` asks a site to train or to score.
+
+        A site answers no requests for fewer or more. By default the settings bound nothing.
+        """
+        return 0, self.layout.size
+
+    def sends_initial_model(self, kind: str, t: int) -> bool:
+        """Return whether a request carries the initial model of the job, or a part of it, which a site can verify.
+
+        Statistics of inputs are not a part of it.
+        """
+        return kind in self.round_kinds and t <= 1
 
     def find_continuation_blocker(self, rounds: int) -> str | None:
         """Return why this run cannot continue as one of ``rounds`` rounds, more than it has; None where it can.

@@ -148,6 +148,7 @@ class NeuroSFL(Method[Config, State]):
     name = "neurosfl"
     Config = Config
     round_kinds = frozenset({SCORE, TRAIN})
+    prunes_for_good = True
 
     def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
@@ -168,18 +169,37 @@ class NeuroSFL(Method[Config, State]):
         state = State(0, 0, weights, (self.full_mask,), ())
         if self.config.scores != "random":
             return state
+        return self._start_training(state, [self._draw_mask()])
+
+    def _draw_mask(self) -> Mask:
+        """Return the random mask of the run's seed, which reads no data."""
         maskable, density = self._maskable, 1 - self.config.sparsity
         generator = make_generator(self.seed, "random mask")
         if self.config.random_layers == "erk":
             densities = compute_erk_densities(self.layout, maskable, density)
-            return self._start_training(state, [draw_random_mask(self.layout, maskable, densities, generator)])
+            return draw_random_mask(self.layout, maskable, densities, generator)
         noise = torch.rand(self.layout.size, generator=generator)
-        return self._start_training(state, [top_k(noise, floor_fraction(density, maskable.count), maskable)])
+        return top_k(noise, floor_fraction(density, maskable.count), maskable)
 
     def count_requests(self, kind: str, t: int) -> int:
         if kind == SCORE:
             return self.config.score_steps if t == 0 else 0
         return super().count_requests(kind, t)
+
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        """Return the fewest and most entries of a mask: one number after the scores, a range while there are steps."""
+        others = self.layout.size - self._maskable.count
+        if kind == SCORE:
+            return others + (self._num_live if self.config.score_steps > 1 else self._maskable.count), self.layout.size
+        # The densities of single tensors are rounded, so that a random mask may have some entries more or less.
+        is_drawn = self.config.scores == "random" and self.config.random_layers == "erk"
+        live = others + (self._drawn_count if is_drawn else self._num_live)
+        return live, live
+
+    @cached_property
+    def _drawn_count(self) -> int:
+        """Number of entries of the random mask."""
+        return self._draw_mask().count
 
     def select_sites(self, state: State, sites: Sequence[str]) -> list[str]:
         with_mask = [name for name in sites if name in state.owners] if state.owners else sites

@@ -53,6 +53,9 @@ class PerFedAvg(AdaptationMethod[Config, ModelState]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)
 
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        return self.layout.size, self.layout.size
+
     def train(self, request: Request, site: Site) -> Update:
         weights = site.weights
         learning_rate = self.config.get_training(request.round).compute_learning_rate(request.round)

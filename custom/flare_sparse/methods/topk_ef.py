@@ -51,6 +51,9 @@ class TopKEF(Method[Config, State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, self.full_mask)
 
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        return self.layout.size, self.layout.size
+
     def build_assignment(self, kind: str, state: State) -> Assignment:
         changed = Patch.from_vector(state.weights, state.changed, "previous" if state.round > 1 else "zeros")
         model = self.model(state)

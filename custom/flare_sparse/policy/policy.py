@@ -64,6 +64,9 @@ class Policy(BaseModel):
     max_model_entries: int = Field(
         2**28, ge=1, description="largest number of entries of a job's model; a site needs about 22 bytes for each"
     )
+    verify_initial_model: bool = Field(
+        False, description="answer requests for the job's initial model only if it is the one that its seed defines"
+    )
     record_updates: bool = Field(
         True, description="whether a job may run whose server keeps every update for an audit (audit.record_updates)"
     )

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
@@ -25,13 +27,14 @@ from flare_sparse.endpoints.request_log import RequestLog
 from flare_sparse.endpoints.server import ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import RequestRefused
-from flare_sparse.exchange import EVALUATE, Assignment, Contribution, Patch, Request
+from flare_sparse.exchange import EVALUATE, Assignment, Contribution, Patch, Request, UpdateSpec
 from flare_sparse.flare.filters import EncodeUpdate
 from flare_sparse.flare.payload import UPDATE, update_to_dxo
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
+from flare_sparse.methods.neurosfl import SCORE
 from flare_sparse.policy.policy import PRESETS, read_policy
 from flare_sparse.task import SiteData
 from flare_sparse.tasks.mortality import Mortality, MortalityConfig
@@ -47,11 +50,19 @@ Oracle = Callable[[Tensor], float | None]
 class Victim:
     """A hospital with 120 patients and the server of its job, which may send any model."""
 
-    def __init__(self, folder: Path, preset: str | None, units: int = UNITS):
+    def __init__(
+        self,
+        folder: Path,
+        preset: str | None,
+        units: int = UNITS,
+        method: str = "fedavg",
+        terms: dict[str, Any] | None = None,
+    ):
         (folder / "local").mkdir()
         (folder / "run").mkdir()
         if preset:
-            (folder / "local" / "flare_sparse_policy.yaml").write_text(PRESETS[preset].read_text())
+            policy = yaml.safe_load(PRESETS[preset].read_text()) | (terms or {})
+            (folder / "local" / "flare_sparse_policy.yaml").write_text(yaml.safe_dump(policy))
         generator = np.random.default_rng(3)
         codes = (generator.random((120, MEDICATIONS)) < 0.05).astype(np.uint8)
         np.savez(folder / "stays.npz", med=codes, died=generator.integers(0, 2, 120), stay=np.arange(120))
@@ -60,16 +71,18 @@ class Victim:
         self.train_rows = {tuple(row.tolist()) for row in examples.train.tensors[0]}
         self.test_rows = {tuple(row.tolist()) for row in examples.test.tensors[0]}
         self.layout, self.weights = build_initial_model(task, 1)
-        config = METHODS["fedavg"].Config(
-            rounds=ROUNDS, training={"epochs": 1, "batch_size": 32, "optimizer": "sgd", "lr": 0.01}
-        )
-        method = METHODS["fedavg"](config, self.layout, 1)
+        training = {"epochs": 1, "batch_size": 32, "optimizer": "sgd", "lr": 0.01}
+        settings: dict[str, Any] = {"rounds": ROUNDS, "training": training}
+        if method == "neurosfl":
+            settings = {"rounds": ROUNDS, "training": {**training, "batch_size": 16}, "saliency_batches": None}
+        self.method = METHODS[method](METHODS[method].Config.model_validate(settings), self.layout, 1)
         self.server = ServerEndpoint(self.layout, RUN, "float32", Ledger())
         max_starts = read_policy(folder / "local" / "flare_sparse_policy.yaml").max_starts
-        requests = RequestLog(RUN, method.count_requests, attempts=3, max_starts=max_starts)
+        requests = RequestLog(RUN, self.method.count_requests, attempts=3, max_starts=max_starts)
         session = SiteSession()
+        session.build_initial_weights = lambda fl_ctx: self.weights  # type: ignore[method-assign]
         site = Site("site-1", task, examples, self.layout, 1)
-        self.endpoint = session._endpoint = SiteEndpoint(site, method, RUN, "float32", requests=requests)
+        self.endpoint = session._endpoint = SiteEndpoint(site, self.method, RUN, "float32", requests=requests)
         workspace = SimpleNamespace(
             get_site_config_dir=lambda: str(folder / "local"), get_run_dir=lambda job: str(folder / "run")
         )
@@ -83,7 +96,8 @@ class Victim:
         """Return the site's answer to a request, as it leaves the site; None if the site refuses."""
         full = Mask.full(self.layout.size)
         request = Request(kind, t, Patch.from_vector(weights, full), full)
-        attempt = self.server.encode_requests({"site-1": Assignment(request)})
+        expected = UpdateSpec("scores" if kind == SCORE else "weights")
+        attempt = self.server.encode_requests({"site-1": Assignment(request, expected)})
         try:
             received = self.endpoint.receive(attempt.messages["site-1"])
         except RequestRefused:
@@ -206,7 +220,7 @@ def ask_by_evaluation(victim: Victim) -> Oracle:
 
 def ask_by_training(victim: Victim) -> Oracle:
     """Return an oracle that sends a model in each round of training."""
-    rounds = iter(range(1, ROUNDS + 1))
+    rounds = iter(range(2, ROUNDS + 1))
 
     def ask(model: Tensor) -> float | None:
         reply = victim.ask("train", next(rounds), model)
@@ -246,7 +260,8 @@ def reconstruct_training_rows(victim: Victim, scales: Tensor) -> set[tuple[int, 
     thresholds = sample.quantile(torch.arange(units) / units)
     second, third = 0.03 * UNITS / units * scales.expand(32, -1), torch.full((1, 32), 1 / 32)
     model = join_tensors(direction.expand(units, -1), -thresholds, second, torch.zeros(32), third, torch.zeros(1))
-    reply = victim.ask("train", 1, model)
+    # Not in round 1, whose model a site can verify.
+    reply = victim.ask("train", 2, model)
     if reply is None:
         return set()
     changes = victim.layout.unflatten((reply.patch.to_vector() - model).double().float())
@@ -271,3 +286,51 @@ def test_training_with_a_chosen_model_reveals_training_rows_only_without_a_polic
     found = reconstruct_training_rows(victim, scales) & victim.train_rows
     assert len(victim.train_rows) == 96
     assert len(found) > 48 if preset is None else not found
+
+
+def reconstruct_scored_rows(victim: Victim, units: int) -> set[tuple[int, ...]]:
+    """Return the rows read from the scores of a model whose units differ in single survivors.
+
+    A score divided by its weight is a sum of inputs. The risk is near 1, so that only survivors have a gradient.
+    """
+    generator = torch.Generator().manual_seed(5)
+    direction = 1 + torch.rand(MEDICATIONS, generator=generator)
+    sample = (torch.rand(20_000, MEDICATIONS, generator=generator) < 0.05).float() @ direction
+    thresholds = sample.quantile(torch.arange(units) / units)
+    second, third = torch.full((32, units), 1e-4), torch.full((1, 32), 1 / 32)
+    risk = torch.tensor([6.0])
+    model = join_tensors(direction.expand(units, -1), -thresholds, second, torch.zeros(32), third, risk)
+    reply = victim.ask(SCORE, 0, model)
+    if reply is None:
+        return set()
+    scores = victim.layout.unflatten(reply.patch.to_vector())[victim.layout.tensors[0].name] / direction
+    differences = (scores - torch.cat([scores[1:], torch.zeros(1, MEDICATIONS)])).clamp_min(0)
+    shares = differences / differences.amax(1, keepdim=True).clamp_min(1e-30)
+    return {tuple(row) for row in shares.round().int().tolist()}
+
+
+@pytest.mark.parametrize(
+    ("preset", "terms", "is_open"),
+    [
+        (None, {}, True),
+        ("open", {"verify_initial_model": False}, True),
+        ("careful", {"verify_initial_model": False}, True),
+        ("open", {}, False),
+        ("careful", {}, False),
+    ],
+)
+def test_scores_of_a_chosen_model_reveal_training_rows_unless_the_model_is_verified(
+    preset: str | None, terms: dict[str, Any], *, is_open: bool, tmp_path: Path
+) -> None:
+    victim = Victim(tmp_path, preset, 2 * UNITS, "neurosfl", terms)
+    found = reconstruct_scored_rows(victim, 2 * UNITS) & victim.train_rows
+    assert len(found) > 20 if is_open else not found
+
+
+def test_scores_of_the_initial_model_leave_with_every_preset_that_allows_scores(tmp_path: Path) -> None:
+    for preset in ("open", "careful"):
+        (tmp_path / preset).mkdir()
+        victim = Victim(tmp_path / preset, preset, method="neurosfl")
+        reply = victim.ask(SCORE, 0, victim.weights)
+        assert reply is not None
+        assert float(reply.patch.values.max()) > 0

@@ -61,3 +61,21 @@ def test_damaged_record_is_an_error_that_names_the_file(kit: Path) -> None:
     result = CliRunner().invoke(app, ["site", "requests", str(kit)])
     assert result.exit_code != 0
     assert file.name in (result.output + str(result.exception)).replace("\n", "")
+
+
+def test_comparison_names_the_requests_with_other_models(kit: Path, tmp_path: Path) -> None:
+    own = CliRunner().invoke(app, ["site", "requests", str(kit), "--json"]).stdout
+    file = tmp_path / "other.json"
+    file.write_text(own)
+    same = CliRunner().invoke(app, ["site", "requests", str(kit), "--compare", str(file)])
+    assert same.exit_code == 0
+    assert "came with the same model" in same.output
+    other = json.loads(own)
+    other[0]["requests"][-1]["digest"] = "f" * 64
+    file.write_text(json.dumps(other))
+    result = CliRunner().invoke(app, ["site", "requests", str(kit), "--compare", str(file)])
+    assert result.exit_code == 1
+    assert result.output == f"brain-age (run {RUN}): evaluate, round 3: another model\n"
+    file.write_text("[1]")
+    result = CliRunner().invoke(app, ["site", "requests", str(kit), "--compare", str(file)])
+    assert result.exit_code != 0

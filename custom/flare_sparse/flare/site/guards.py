@@ -8,6 +8,7 @@ approved update leave. The third guard, which checks jobs, is in :mod:`~flare_sp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,8 @@ from ...endpoints.site import SiteEndpoint
 from ...endpoints.site_state import RequestId
 from ...errors import FlareSparseError, PolicyRefusal
 from ...exchange import Patch, Request, Update
+from ...mask import Mask
+from ...policy.initial import find_changed_tensor
 from ...policy.isolation import MAX_EXAMPLES, withhold_isolated_units
 from ...policy.policy import Policy, raise_refusals
 from ...task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES
@@ -90,6 +93,8 @@ class SiteResultPolicy(Filter):
         raise_refusals(policy.check_request(request.kind, request.trainable.count))
         if update.content == "scores":
             raise_refusals(policy.check_score_request(request.trainable, update.patch.mask, layout))
+        if policy.verify_initial_model and endpoint.method.sends_initial_model(request.kind, request.round):
+            raise_refusals(_check_initial_model(endpoint, session.build_initial_weights(fl_ctx)))
         update = replace(update, metrics=_select_metrics(update.metrics, policy, endpoint, request))
         reference = _get_reference(update, endpoint)
         # Clones, because the patch's values may share memory with the DXO's arrays, which a later filter may change.
@@ -275,6 +280,17 @@ def _select_metrics(
         daily=policy.max_daily_evaluations,
     )
     return metrics if is_released else spent
+
+
+def _check_initial_model(endpoint: SiteEndpoint, initial: torch.Tensor) -> Iterator[str]:
+    """Yield the reason why the received model is not the initial one of the job ``(P,)``; nothing if it is."""
+    site = endpoint.site
+    mask = Mask.full(site.layout.size) if site.support is None else site.support
+    if name := find_changed_tensor(site.weights, initial, mask, site.layout, endpoint.values):
+        yield (
+            f"verify_initial_model: tensor {name!r} of the received model is not the one that the job's settings and "
+            "seed define here; if the versions of torch differ, install those of constraints.txt"
+        )
 
 
 def _get_reference(update: Update, endpoint: SiteEndpoint) -> Any:

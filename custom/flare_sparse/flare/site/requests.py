@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...endpoints.request_log import RunRecord, read_record
 from ...errors import ConfigError
@@ -75,6 +77,39 @@ class RunSummary:
             "rounds_with_many_models": self.rounds_with_many_models,
             "requests": [request.model_dump() for request in self.record.requests],
         }
+
+
+def find_different_models(runs: Sequence[RunSummary], others: Sequence[Any]) -> list[str]:
+    """Return the requests to which another site received other models, one text for each.
+
+    Args:
+        runs: summaries of this site.
+        others: summaries of another site, as :meth:`RunSummary.to_dict` returns them.
+
+    Raises:
+        ConfigError: the other summaries are not of this form, or no request of a run was answered by both sites.
+    """
+    try:
+        models: dict[tuple[str, str, int], set[str]] = {}
+        for other in others:
+            for request in other["requests"]:
+                models.setdefault((other["run"], request["kind"], request["round"]), set()).add(request["digest"])
+    except (TypeError, KeyError) as error:
+        raise ConfigError("this is not the output of flare-sparse site requests KIT --json") from error
+    differences, num_shared = [], 0
+    for run in runs:
+        for kind, t in dict.fromkeys((request.kind, request.round) for request in run.record.requests):
+            digests = {request.digest for request in run.record.requests if (request.kind, request.round) == (kind, t)}
+            others_digests = models.get((run.record.run, kind, t))
+            if others_digests is None:
+                continue
+            num_shared += 1
+            # A new start of the job sends a model twice; one in common is enough.
+            if not digests & others_digests:
+                differences.append(f"{run.job} (run {run.record.run}): {kind}, round {t}: another model")
+    if not num_shared:
+        raise ConfigError("no request was answered by both sites")
+    return differences
 
 
 def summarize_requests(kit: Path) -> list[RunSummary]:

@@ -65,6 +65,8 @@ class SelectiveState:
 class SelectiveMethod(Method[ConfigT, SelectiveState]):
     """A method with sites that reveal a part of their delta."""
 
+    prunes_for_good = True
+
     @abstractmethod
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         """Return the entries of a site's delta ``(P,)`` whose new values it sends in round ``t``."""
@@ -114,6 +116,9 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
     def bound_live(self, t: int) -> tuple[int, int]:
         """Return the fewest and most live entries in round ``t``."""
         return self.layout.size, self.layout.size
+
+    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
+        return self.bound_live(t)[0], self.layout.size
 
     def bound_upload(self, message: MessageFacts, live: tuple[int, int]) -> tuple[int, int]:
         """Return the fewest and most entries that a site reveals, given those of the live entries."""

@@ -151,6 +151,10 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         weights = torch.where(live.bits, state.weights, 0.0)
         return replace(state, weights=weights, live=live, prunings=state.prunings + 1, phase="counted")
 
+    def sends_initial_model(self, kind: str, t: int) -> bool:
+        # Units are counted after a round of training.
+        return kind != COUNT and super().sends_initial_model(kind, t)
+
     def find_continuation_blocker(self, rounds: int) -> str | None:
         if blocker := super().find_continuation_blocker(rounds):
             return blocker
