@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -15,11 +15,14 @@ from pydantic import (
 )
 from torch import nn
 
-from ..errors import suggest
+from ..errors import ConfigError, suggest
+from ..structure.norms import replace_batch_norms
 from .gates import GateConfig, add_gates
 from .registry import INPUT_KINDS, MODELS, build_model, get_input_kind, validate_settings
 
 FROM_TASK = (*INPUT_KINDS, "inputs", "outputs")
+OWN = ("name", "norm", "gates")
+"""Settings that are not those of the network's builder."""
 
 
 class ModelConfig(BaseModel):
@@ -28,6 +31,9 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str = Field(description="name of a ready-made network")
+    norm: Literal["group"] | None = Field(
+        None, description="group: group normalisation in place of batch normalisation, as privacy needs it; null: as is"
+    )
     gates: GateConfig | None = Field(None, description="channel gates around some layers (MetaGater); null: none")
 
     @model_validator(mode="before")
@@ -38,7 +44,7 @@ class ModelConfig(BaseModel):
             return value
         name, network_settings = (
             value["name"],
-            {key: setting for key, setting in value.items() if key not in ("name", "gates")},
+            {key: setting for key, setting in value.items() if key not in OWN},
         )
         if reserved := sorted(set(network_settings) & set(FROM_TASK)):
             raise ValueError(f"{reserved[0]!r} of a model is set by the task; remove it")
@@ -46,12 +52,12 @@ class ModelConfig(BaseModel):
         placeholder = {"features": 1} if name in MODELS and get_input_kind(name) == "features" else {}
         complete = validate_settings(name, {**placeholder, **network_settings})
         settings = {key: _to_json(v) for key, v in complete.items() if key not in FROM_TASK}
-        return {"name": name, **settings, **({"gates": value["gates"]} if "gates" in value else {})}
+        return {"name": name, **settings, **{key: value[key] for key in OWN[1:] if key in value}}
 
     @model_serializer(mode="wrap")
-    def _omit_empty_gates(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit ``gates`` for a network without gates, so that the field does not enter the run id of such jobs."""
-        return {key: value for key, value in dump(self).items() if key != "gates" or value is not None}
+    def _omit_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit ``norm`` and ``gates`` of a network as it is, so that they do not enter the run id of such jobs."""
+        return {key: value for key, value in dump(self).items() if key not in OWN or value is not None}
 
     def build(self, **task_settings: Any) -> nn.Module:
         """Build the network, newly initialised.
@@ -64,6 +70,8 @@ class ModelConfig(BaseModel):
                 gated.
         """
         network = build_model(self.name, **task_settings, **(self.model_extra or {}))
+        if self.norm == "group" and not replace_batch_norms(network):
+            raise ConfigError(f"model.norm: {self.name} has no batch normalisation; leave norm out")
         return network if self.gates is None else add_gates(network, self.gates)
 
 

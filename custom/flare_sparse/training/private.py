@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..mask import Mask
 from ..privacy.accounting import SamplingPlan
 from ..privacy.mechanism import Question, SiteMechanism, clip_rows, limit_steps
+from ..structure.norms import choose_groups, mixes_examples
 from ..task import Task
 from .config import TrainingConfig
 from .flat import FlatModel
@@ -246,20 +247,15 @@ def check_private_network(module: nn.Module) -> None:
         ConfigError: a layer normalises by the minibatch, or keeps statistics of the data.
     """
     for name, part in module.named_modules():
-        is_batch_norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
-        if is_batch_norm or (isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats):
+        if mixes_examples(part):
+            is_batch_norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
             reason = "normalises by the whole minibatch" if is_batch_norm else "keeps running statistics of the data"
             raise ConfigError(
                 f"privacy: layer {name!r} ({type(part).__name__}) {reason}, so no gradient belongs to one subject "
-                "alone; use group, layer or instance normalisation without running statistics, such as "
-                f"nn.GroupNorm({_choose_groups(part.num_features)}, {part.num_features}), or a network without "
-                "normalisation"
+                "alone; set task.model.norm: group, or, in a task of your own, use group, layer or instance "
+                "normalisation without running statistics, such as "
+                f"nn.GroupNorm({choose_groups(part.num_features)}, {part.num_features})"
             )
-
-
-def _choose_groups(channels: int) -> int:
-    """Return the largest number of groups, at most 32, that divides a number of channels (Wu and He 2018)."""
-    return next(groups for groups in range(min(32, channels), 0, -1) if channels % groups == 0)
 
 
 def _stack(records: Sequence[Any]) -> Any:
