@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,8 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
 def plan_sampling(method: Method[Any, Any], subjects: int) -> SamplingPlan:
     """Return the sampling of a method's trainings at a site with this number of subjects."""
     config = method.config.training
-    return SamplingPlan.build(subjects, config.batch_size, config.epochs, method.config.rounds, config.accumulate)
+    plan = SamplingPlan.build(subjects, config.batch_size, config.epochs, method.config.rounds, config.accumulate)
+    return replace(plan, score_steps=method.config.count_score_lots(plan.steps // config.epochs))
 
 
 def open_script_site(assembly: Assembly, data: SiteData, runner: ScriptRunner, weigh_by: WeighBy) -> ScriptSite:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from toy import Plain, ToyBench
 
+from flare_sparse.assemble import plan_sampling
 from flare_sparse.federation import RoundRules
 from flare_sparse.local.run import run_locally
 from flare_sparse.privacy.account import Budget, PrivacyAccount
@@ -79,3 +81,23 @@ def test_metrics_stay_at_the_site_if_the_job_says_so() -> None:
     outcome, _ = run_locally(bench.method("fedavg", training=TRAINING), bench.weights, sites, bench.task.metric)
     assert outcome.evaluation.overall == {}
     assert outcome.rounds[-1].spent_epsilon == {"site-1": spend(3)}
+
+
+@pytest.mark.parametrize(("scores", "lots"), [("snip", 2), ("iter_snip", 3), ("individual_snip", 2)])
+def test_scores_are_charged_before_the_first_training(scores: str, lots: int) -> None:
+    bench = ToyBench(Plain())
+    steps = {"iter_snip": "progressive", "iterations": 3, "saliency_batches": 1} if scores == "iter_snip" else {}
+    method = bench.method(
+        "neurosfl", training=TRAINING, scores=scores, sparsity=0.5, **{"saliency_batches": 2, **steps}
+    )
+    plan = plan_sampling(method, 24)
+    assert plan == replace(PLAN, score_steps=lots)
+    assert plan.build_job_charge(4.0).steps == lots + 3 * PLAN.steps
+    site = bench.site(1)
+    account = PrivacyAccount()
+    site.mechanism = SiteMechanism(CONFIG, plan, account, "a" * 16, "job")
+    outcome, _ = run_locally(method, bench.weights, {"site-1": site}, bench.task.metric)
+    spent = [record.spent_epsilon["site-1"] for record in outcome.rounds if record.kind == "train"]
+    expected = [compute_epsilon([plan.build_job_charge(4.0, t)], CONFIG.delta) for t in (1, 2, 3)]
+    assert spent == pytest.approx(expected, rel=1e-6)
+    assert [entry.round for entry in account.read().entries] == [0] * (lots if scores == "iter_snip" else 1) + [1, 2, 3]

@@ -17,6 +17,7 @@ from flare_sparse.privacy.account import Budget, BudgetSpent, PrivacyAccount
 from flare_sparse.privacy.accounting import SamplingPlan, compute_epsilon
 from flare_sparse.privacy.config import PrivacyConfig
 from flare_sparse.privacy.mechanism import SiteMechanism
+from flare_sparse.scores.snip import compute_private_saliency
 from flare_sparse.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training.private import PrivateTraining, Subjects, check_private_network, open_private_training
@@ -246,3 +247,36 @@ def test_layer_that_mixes_subjects_is_refused_with_its_replacement(layer: nn.Mod
     with pytest.raises(ConfigError, match=reason):
         check_private_network(nn.Sequential(nn.Identity(), layer))
     check_private_network(nn.Sequential(nn.GroupNorm(2, 8), nn.InstanceNorm1d(8), nn.LayerNorm(8)))
+
+
+def test_private_scores_are_those_of_clipped_gradients_and_are_charged() -> None:
+    """All subjects in every lot, and hardly any noise: the mean of the clipped gradients of the scored entries."""
+    account = PrivacyAccount()
+    site, start = open_site(account=account, noise_multiplier=1e-6, clip=0.3)
+    scored = Mask(torch.rand(start.numel(), generator=torch.Generator().manual_seed(2)) < 0.5)
+    training = TrainingConfig(batch_size=24)
+    mean = torch.zeros(scored.count)
+    for record in range(24):
+        gradient = compute_reference(site.task, site, start, scored, (record,))
+        mean += gradient * min(1.0, 0.3 / float(gradient.norm())) / 24
+    expected = scored.put(mean, torch.zeros(start.numel())) * start
+    scores = compute_private_saliency(site, start, scored, training, 2, signed=True)
+    torch.testing.assert_close(scores, expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(compute_private_saliency(site, start, scored, training, 2), scores.abs())
+    # Twice the same question: one charge, of two steps.
+    (entry,) = account.read().entries
+    assert (entry.round, entry.steps, entry.sample_rate) == (0, 2, 1.0)
+
+
+def test_noise_of_scores_has_the_scale_of_the_mechanism() -> None:
+    site, start = open_site(noise_multiplier=50.0, clip=0.3)
+    ones = torch.ones_like(start)
+    scores = compute_private_saliency(
+        site, ones, Mask.full(start.numel()), TrainingConfig(batch_size=24), 4, signed=True
+    )
+    # Four lots of 24 subjects halve the deviation of one.
+    assert float(scores.std()) == pytest.approx(50 * 0.3 / 24 / 2, rel=0.5)
+    again = compute_private_saliency(
+        site, ones, Mask.full(start.numel()), TrainingConfig(batch_size=24), 4, signed=True
+    )
+    assert torch.equal(scores, again)

@@ -399,7 +399,7 @@ class JobConfig(Section):
         method, task = self.method.config, self.task.config
         for blocker, fix in (
             (self.task.key == "script" and "task.script trains by itself", "write a task (docs/own-task.md)"),
-            (method.privacy_blocker, "choose fedavg, fedsparsify, or neurosfl with scores: random"),
+            (method.privacy_blocker, "choose fedavg, fedsparsify or neurosfl"),
             (task.privacy_blocker, "see docs/differential-privacy.md"),
             (bool(method.personal) and "method.personal: these tensors train without noise", "leave personal out"),
             (

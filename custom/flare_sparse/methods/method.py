@@ -114,10 +114,18 @@ class MethodConfig(BaseModel):
     def privacy_blocker(self) -> str | None:
         """Why the budget of differential privacy would not cover all that a site sends; None where it does.
 
-        It does where a site reads its training examples in one training of :meth:`get_training` a round, and in nothing
-        else whose result leaves.
+        It does where a site reads its training examples in one training of :meth:`get_training` a round, in the steps
+        of :meth:`count_score_lots`, and in nothing else whose result leaves.
         """
         return "the method reads training examples in more than one training a round"
+
+    def count_score_lots(self, lots_in_pass: int) -> int:
+        """Return the number of noisy gradients that a site computes before the first training with privacy.
+
+        Args:
+            lots_in_pass: expected number of lots of one pass over the site's subjects.
+        """
+        return 0
 
     @property
     def script_blocker(self) -> str | None:

@@ -23,7 +23,7 @@ from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Updat
 from ..mask import Mask, floor_fraction, top_k, top_k_per_tensor
 from ..params import Layout
 from ..scores.erk import compute_erk_densities, draw_random_mask
-from ..scores.snip import compute_keep_counts, compute_saliency
+from ..scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
 from ..seeds import make_generator
 from ..training import Site
 from .method import TRAIN, MaskPreset, Method, broadcast
@@ -89,7 +89,11 @@ class Config(AveragingConfig):
 
     @property
     def privacy_blocker(self) -> str | None:
-        return None if self.scores == "random" else f"method.scores: {self.scores} sends saliencies without noise"
+        # Scores are computed from noisy gradients then, and charged.
+        return None
+
+    def count_score_lots(self, lots_in_pass: int) -> int:
+        return self.score_steps * (self.minibatches or lots_in_pass)
 
     @property
     def masking_blocker(self) -> str | None:
@@ -233,6 +237,11 @@ class NeuroSFL(Method[Config, State]):
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != SCORE:
             return super().answer(request, site)
+        scored = self._maskable & request.trainable
+        if site.mechanism is not None:
+            training, lots = self.config.training, self.config.minibatches
+            scores = compute_private_saliency(site, site.weights, scored, training, lots, signed=self.config.signed)
+            return Update(Patch.from_vector(scores, scored), "scores", site.num_examples)
         scores = compute_saliency(
             site,
             site.weights,
@@ -241,7 +250,7 @@ class NeuroSFL(Method[Config, State]):
             t=request.round,
             signed=self.config.signed,
         )
-        return Update(Patch.from_vector(scores, self._maskable & request.trainable), "scores", site.num_examples)
+        return Update(Patch.from_vector(scores, scored), "scores", site.num_examples)
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         if state.round == 0:

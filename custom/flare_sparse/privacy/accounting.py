@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -38,12 +38,15 @@ class SamplingPlan:
         lot_size: expected number of subjects in a step.
         steps: steps of one training.
         trainings: trainings of the job.
+        score_steps: steps of the job before its trainings, for scores.
     """
 
     subjects: int
     lot_size: int
     steps: int
     trainings: int
+    # Not in the text that names a question: one question has no steps of another kind.
+    score_steps: int = field(default=0, repr=False)
 
     @classmethod
     def build(cls, subjects: int, batch_size: int, epochs: int, trainings: int, accumulate: int = 1) -> SamplingPlan:
@@ -63,6 +66,11 @@ class SamplingPlan:
     def build_charge(self, noise_multiplier: float, trainings: int = 1) -> Charge:
         """Return the charge of some trainings."""
         return Charge(noise_multiplier, self.sample_rate, trainings * self.steps)
+
+    def build_job_charge(self, noise_multiplier: float, trainings: int | None = None) -> Charge:
+        """Return the charge of the scores and of some trainings; None: of all."""
+        steps = self.score_steps + (self.trainings if trainings is None else trainings) * self.steps
+        return Charge(noise_multiplier, self.sample_rate, steps)
 
 
 def compute_epsilon(charges: Iterable[Charge], delta: float) -> float:
@@ -101,7 +109,7 @@ def solve_noise_multiplier(epsilon: float, delta: float, plan: SamplingPlan) -> 
             f"privacy.epsilon is {epsilon:g}; the accountant's error is 0.01, so choose {MIN_EPSILON} or more, or set "
             "noise_multiplier"
         )
-    return _solve(epsilon, delta, plan.build_charge(1.0, plan.trainings))
+    return _solve(epsilon, delta, plan.build_job_charge(1.0))
 
 
 @lru_cache(maxsize=4096)

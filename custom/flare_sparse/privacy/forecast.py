@@ -47,7 +47,7 @@ class Forecast:
             ConfigError: no noise keeps the job's budget, or Opacus is not installed.
         """
         sigma = config.noise_multiplier or solve_noise_multiplier(config.epsilon or 0.0, config.delta, plan)
-        epsilon = compute_epsilon([plan.build_charge(sigma, plan.trainings)], config.delta)
+        epsilon = compute_epsilon([plan.build_job_charge(sigma)], config.delta)
         if limit is None:
             return cls(plan, sigma, epsilon, config.delta, plan.trainings)
         spent = compute_epsilon(earlier, limit.delta)
@@ -59,7 +59,7 @@ class Forecast:
         return {
             "subjects": self.plan.subjects,
             "sample_rate": self.plan.sample_rate,
-            "steps": self.plan.steps * self.plan.trainings,
+            "steps": self.plan.build_job_charge(self.noise_multiplier).steps,
             "noise_multiplier": self.noise_multiplier,
             "epsilon": self.epsilon,
         }
@@ -68,7 +68,7 @@ class Forecast:
         plan = self.plan
         text = (
             f"epsilon {self.epsilon:.2f} at delta {self.delta:g}: {plan.subjects} subjects, sampling rate "
-            f"{plan.sample_rate:.3g}, {plan.steps * plan.trainings} steps, noise {self.noise_multiplier:.2f} * clip"
+            f"{plan.sample_rate:.3g}, {plan.build_job_charge(self.noise_multiplier).steps} steps, noise {self.noise_multiplier:.2f} * clip"
         )
         # A delta of 1 / n allows to publish one subject outright.
         return text if self.delta * plan.subjects < 1 else f"{text}; delta is not below 1 / subjects: lower it"
@@ -79,7 +79,7 @@ def _count_affordable(plan: SamplingPlan, sigma: float, limit: Budget, earlier: 
     low, high = 0, plan.trainings
     while low < high:
         middle = (low + high + 1) // 2
-        if limit.is_exceeded_by([*earlier, plan.build_charge(sigma, middle)]):
+        if limit.is_exceeded_by([*earlier, plan.build_job_charge(sigma, middle)]):
             high = middle - 1
         else:
             low = middle

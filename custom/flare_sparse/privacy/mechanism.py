@@ -55,8 +55,7 @@ class SiteMechanism:
         """Budget of the run; None if the job gives the noise instead."""
         if self.config.epsilon is None:
             return None
-        planned = self.plan.build_charge(self.noise_multiplier, self.plan.trainings)
-        return Budget(self.config.epsilon, self.config.delta, planned)
+        return Budget(self.config.epsilon, self.config.delta, self.plan.build_job_charge(self.noise_multiplier))
 
     def compute_spent(self) -> float:
         """Return the epsilon that the run has charged this site's subjects so far."""

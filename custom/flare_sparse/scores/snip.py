@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..mask import Mask
+from ..training import TrainingConfig
 from ..training.site import Site
 
 
@@ -32,6 +34,26 @@ def compute_saliency(
         total.add_(term if signed else term.abs_(), alpha=batch_weight)
         total_weight += batch_weight
     return total / max(total_weight, 1)
+
+
+def compute_private_saliency(
+    site: Site, weights: Tensor, scored: Mask, training: TrainingConfig, lots: int | None, *, signed: bool = False
+) -> Tensor:
+    """Compute ``|w * g|`` of a noisy mean gradient ``g``, ``(P,)``, with differential privacy.
+
+    Each subject's gradient is clipped over the scored entries, and the subjects are charged. What follows, such as the
+    mask, is post-processing. All lots have one mean, inside the absolute value: the mean of absolute noise is no zero.
+
+    Args:
+        site: computes the gradient on its own training examples.
+        weights: ``(P,)`` weights ``w``, which the server knows.
+        scored: entries with a score; the others' scores are zero.
+        training: its ``batch_size`` and ``accumulate`` are the expected number of subjects in a lot.
+        lots: number of lots; None: as many as one pass has.
+        signed: keep the sign.
+    """
+    scores = site.compute_private_gradient(weights, scored, training, lots).mul_(weights)
+    return scores if signed else scores.abs_()
 
 
 def compute_keep_counts(total: int, keep: int, steps: int, *, exponential: bool = True) -> list[int]:

@@ -121,6 +121,14 @@ class PrivateTraining:
         noisy = self._question.privatize(total, step)
         return noisy.float() if out is None else out.copy_(noisy)
 
+    def compute_mean_gradient(self, live: LiveEntries) -> Tensor:
+        """Return the mean ``(live.count,)`` of the noisy gradients of all lots, on the CPU, and charge for it."""
+        mean = torch.zeros(live.count)
+        for step, subjects in enumerate(self.iterate_lots(), start=1):
+            mean += self.compute_gradient([subjects], step, live, None).cpu() / self._question.plan.steps
+        self.record(mean)
+        return mean
+
     def record(self, values: Tensor) -> None:
         """Charge the subjects for the trained values."""
         self._question.record(values)

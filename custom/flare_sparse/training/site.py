@@ -289,6 +289,38 @@ class Site:
                 gradient[: self.layout.trainable_size] = self._model.compute_gradient(loss).cpu()
                 yield gradient
 
+    def compute_private_gradient(
+        self, weights: Tensor, entries: Mask, config: TrainingConfig, lots: int | None
+    ) -> Tensor:
+        """Return a noisy mean gradient ``(P,)`` over some entries, zero elsewhere, for which subjects are charged.
+
+        Args:
+            weights: ``(P,)``.
+            entries: parameters whose gradient is computed; the gradient of a subject is clipped over these.
+            config: its ``batch_size`` and ``accumulate`` are the expected number of subjects in a lot.
+            lots: number of lots; None: as many as one pass has.
+
+        Raises:
+            BudgetSpent: it would exceed a budget.
+            ConfigError: the job does not ask for differential privacy.
+        """
+        once, steps = config.model_copy(update={"epochs": 1}), None if lots is None else lots * config.accumulate
+        labels = (self.name, 0, "gradient")
+        changes = make_generator(self.seed, "augment", *labels)
+        private = self._open_private(weights, entries, once, 0, steps, changes, labels)
+        if private is None:
+            raise ConfigError("a private gradient needs differential privacy and training examples")
+        self._select_personal(self.memory.get(PERSONAL))
+        with seed_torch(derive_seed(self.seed, "gradients", *labels)):
+            self._model.load(weights)
+            self._model.set_training_mode()
+            disable_dropout(self._model.module)
+            live = self._model.find_live(entries)
+            mean = private.compute_mean_gradient(live)
+        gradient = torch.zeros(self.layout.size)
+        gradient[slice(0, live.count) if live.index is None else live.index.cpu()] = mean
+        return gradient
+
     def iterate_batch_weights(self, batch_size: int) -> Iterator[float]:
         """Yield, without end, the weights of the minibatches of successive passes in a mean over examples.
 
