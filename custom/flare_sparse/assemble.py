@@ -26,6 +26,7 @@ from .privacy.account import PrivacyAccount
 from .privacy.accounting import SamplingPlan
 from .privacy.config import PrivacyConfig
 from .privacy.mechanism import SiteMechanism
+from .privacy.metrics import MetricRelease
 from .seeds import seed_torch
 from .structure.scaling import build_statistics_mask
 from .task import SiteData, Task, load_examples
@@ -152,10 +153,13 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
     site.site_settings = site_settings
     if assembly.privacy is None:
         return site
-    site.sends_metrics = assembly.privacy.metrics != "none"
+    site.sends_metrics, account = assembly.privacy.metrics != "none", account or PrivacyAccount()
+    if assembly.privacy.metrics == "noised":
+        # The model of every round, and the result.
+        releases = method.config.rounds + 1
+        site.metric_release = MetricRelease(assembly.privacy, releases, account, assembly.run_id, assembly.job)
     if site.can_train:
         plan = plan_sampling(method, len(site.subjects))
-        account = account or PrivacyAccount()
         site.mechanism = SiteMechanism(assembly.privacy, plan, account, assembly.run_id, assembly.job)
     return site
 

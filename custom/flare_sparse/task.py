@@ -130,6 +130,7 @@ class Examples:
         validation_ids: identifiers of the validation examples.
         train_subjects: subject of each training example, in order, where a subject may have several; empty: every
             example is a subject of its own.
+        test_subjects, validation_subjects: the same of the other examples.
     """
 
     train: Dataset[Any]
@@ -141,6 +142,8 @@ class Examples:
     validation: Dataset[Any] | None = None
     validation_ids: Sequence[str] = ()
     train_subjects: Sequence[str] = ()
+    test_subjects: Sequence[str] = ()
+    validation_subjects: Sequence[str] = ()
 
     @property
     def n_train(self) -> int:

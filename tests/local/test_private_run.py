@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from local_federation import LocalFederation, Upload
+from opacus.accountants import PRVAccountant
 from toy import Plain, ToyBench
 
 from flare_sparse.assemble import plan_sampling
-from flare_sparse.federation import RoundRules
+from flare_sparse.checkpoint.store import Store
+from flare_sparse.errors import ConfigError
+from flare_sparse.federation import RoundRecord, RoundRules
 from flare_sparse.local.run import run_locally
-from flare_sparse.privacy.account import Budget, PrivacyAccount
-from flare_sparse.privacy.accounting import SamplingPlan, compute_epsilon
+from flare_sparse.privacy.account import LEDGER_FILE, Budget, PrivacyAccount, read_ledger
+from flare_sparse.privacy.accounting import Charge, SamplingPlan, compute_epsilon
 from flare_sparse.privacy.config import PrivacyConfig
 from flare_sparse.privacy.mechanism import SiteMechanism
+from flare_sparse.privacy.metrics import MetricRelease
 from flare_sparse.report.tables import build_privacy
 from flare_sparse.runs.folder import RunFacts, RunFolder
 from flare_sparse.runs.results import RunResult
@@ -101,3 +107,81 @@ def test_scores_are_charged_before_the_first_training(scores: str, lots: int) ->
     expected = [compute_epsilon([plan.build_job_charge(4.0, t)], CONFIG.delta) for t in (1, 2, 3)]
     assert spent == pytest.approx(expected, rel=1e-6)
     assert [entry.round for entry in account.read().entries] == [0] * (lots if scores == "iter_snip" else 1) + [1, 2, 3]
+
+
+def test_metrics_with_noise_are_those_of_single_subjects_and_are_charged() -> None:
+    bench = ToyBench(Plain())
+    site, account = bench.site(1), PrivacyAccount()
+    config = PrivacyConfig(noise_multiplier=1e-9, metrics="noised", metric_bounds={"mse": 100.0})
+    site.metric_release = MetricRelease(config, 4, account, "a" * 16, "job")
+    exact = bench.site(1).evaluate(bench.weights)
+    noisy = site.evaluate(bench.weights)
+    assert noisy == {"mse": pytest.approx(exact["mse"], rel=1e-5), "test_examples": exact["test_examples"]}
+    unknown = config.model_copy(update={"metric_bounds": {"auc": 1.0}})
+    site.metric_release = replace(site.metric_release, config=unknown)
+    with pytest.raises(ConfigError, match=r"privacy\.metric_bounds: no metric 'auc' of a single subject"):
+        site.evaluate(bench.weights)
+
+
+def test_record_has_the_epsilon_of_the_part_that_was_charged_most_and_metrics_end_with_their_budget() -> None:
+    bench = ToyBench(Plain())
+    sites = build_sites(bench, {"site-1": None})
+    mechanism = sites["site-1"].mechanism
+    assert mechanism is not None
+    config = PrivacyConfig(noise_multiplier=1.0, metrics="noised", metric_bounds={"mse": 10.0})
+    release = MetricRelease(config, 4, mechanism.account, mechanism.run, "job")
+    sites["site-1"].metric_release = release
+    outcome, _ = run_locally(bench.method("fedavg", training=TRAINING), bench.weights, sites, bench.task.metric)
+    once = Charge(1.0, 1.0, 1)
+    spent = [record.spent_epsilon["site-1"] for record in outcome.rounds]
+    assert spent == pytest.approx([compute_epsilon([once] * t, CONFIG.delta) for t in (1, 2, 3, 4)])
+    assert "mse" in outcome.evaluation.overall
+    mechanism.account.limit = Budget(spent[-1] * 1.001 + 1e-3, CONFIG.delta)
+    metrics = sites["site-1"].evaluate(bench.weights + 1)
+    assert metrics.keys() == {"test_examples"}
+
+
+class Killed(BaseException):
+    """Ends the run as a kill of the process would."""
+
+
+@pytest.mark.parametrize("loses", ["nothing", "replies", "the server", "a site", "all three"])
+def test_rounds_retries_and_resumption_are_one_long_accountant(loses: str, tmp_path: Path) -> None:
+    """A reply is lost in every round, the server is killed after round 1, and the site forgets all but its files."""
+    bench, training = ToyBench(Plain()), {"batch_size": 6, "epochs": 2}
+    plan = SamplingPlan.build(24, 6, 2, 3)
+
+    def build(commits: int | None) -> LocalFederation:
+        sites = bench.sites(1)
+        account = PrivacyAccount(tmp_path / "privacy")
+        sites["site-1"].mechanism = SiteMechanism(CONFIG, plan, account, "a" * 16, "job")
+        federation = LocalFederation(
+            "fedavg", bench, sites=sites, stores=lambda end: Store(tmp_path / end, {"run": "0" * 16}), training=training
+        )
+
+        def lose_first_reply(upload: Upload) -> Upload | None:
+            if loses in ("replies", "all three") and upload.attempt.round not in lost:
+                lost.append(upload.attempt.round)
+                return None
+            return upload
+
+        def kill(_: RoundRecord) -> None:
+            if len(federation.records) == commits:
+                raise Killed
+
+        federation.change_message, federation.on_round = lose_first_reply, kill
+        return federation
+
+    lost: list[int] = []
+    if loses in ("the server", "a site", "all three"):
+        with pytest.raises(Killed):
+            build(1).run()
+        if loses != "the server":
+            shutil.rmtree(tmp_path / "site-1")
+    outcome = build(None).run(resume=loses in ("the server", "a site", "all three"))
+    accountant = PRVAccountant()
+    for _ in range(3 * plan.steps):
+        accountant.step(noise_multiplier=4.0, sample_rate=plan.sample_rate)
+    assert len(read_ledger(tmp_path / "privacy" / LEDGER_FILE).entries) == 3
+    assert outcome.rounds[-1].spent_epsilon["site-1"] == accountant.get_epsilon(CONFIG.delta)
+    assert len(lost) == (4 if loses in ("replies", "all three") else 0)

@@ -22,9 +22,10 @@ DELTA = 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:Optimal order is the:UserWarning")
-def test_epsilon_is_that_of_the_prv_accountant_in_random_settings() -> None:
+@pytest.mark.parametrize("count", [6, pytest.param(50, marks=pytest.mark.long)])
+def test_epsilon_is_that_of_the_prv_accountant_in_random_settings(count: int) -> None:
     draw = random.Random(3)
-    for _ in range(6):
+    for _ in range(count):
         charges = [
             Charge(draw.uniform(1.5, 6.0), draw.uniform(0.01, 0.4), draw.randrange(1, 200))
             for _ in range(draw.randrange(1, 3))

@@ -140,9 +140,10 @@ class SiteEndpoint:
         reported = {event.event for event in self.events}
         new = [SiteEvent(code, self._state.sequence) for code in self.site.notices if code not in reported]
         self.events = (*self.events, *new)
-        if self.site.mechanism is None:
+        accounting = self.site.mechanism or self.site.metric_release
+        if accounting is None:
             return update
-        return replace(update, metrics={**update.metrics, EPSILON: self.site.mechanism.compute_spent()})
+        return replace(update, metrics={**update.metrics, EPSILON: accounting.compute_spent()})
 
     def _compute_update(self, request: Request) -> Update:
         self.site.reset_usage()

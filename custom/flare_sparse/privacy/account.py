@@ -26,6 +26,8 @@ PRIVACY_FOLDER = "flare_sparse_privacy"
 """Folder in a site's startup kit with its secret and its ledger, by name of the site."""
 SECRET_FILE, LEDGER_FILE = "secret.key", "ledger.json"
 
+TRAIN = "train"
+"""Part of the training subjects."""
 _TOLERANCE = 1e-6
 """Relative excess over a budget that is rounding."""
 
@@ -71,6 +73,7 @@ class Entry(BaseModel):
         answer: digest of the values; the same answer again tells nothing new.
         noise_multiplier, sample_rate, steps: the charge.
         time: Unix time.
+        part: subjects that are charged: of training, test or validation; in one job these are different people.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -84,6 +87,7 @@ class Entry(BaseModel):
     sample_rate: float = Field(gt=0, le=1)
     steps: int = Field(ge=0)
     time: float
+    part: str = TRAIN
 
     @property
     def charge(self) -> Charge:
@@ -98,13 +102,14 @@ class Ledger(BaseModel):
 
     entries: list[Entry] = Field(default_factory=list)
 
-    def list_charges(self, run: str | None = None, *, up_to_round: int | None = None) -> list[Charge]:
-        """Return the charges of one run, or of all runs."""
-        return [
-            entry.charge
-            for entry in self.entries
-            if run in (None, entry.run) and (up_to_round is None or entry.round <= up_to_round)
-        ]
+    def list_charges(self, run: str | None = None, part: str | None = None) -> list[Charge]:
+        """Return the charges of one run, or of all runs, of one part of its subjects, or of all."""
+        return [entry.charge for entry in self.entries if run in (None, entry.run) and part in (None, entry.part)]
+
+    def compute_spent(self, run: str, delta: float) -> float:
+        """Return the epsilon that a run has charged the subjects of the part that has been charged most."""
+        parts = {entry.part for entry in self.entries if entry.run == run}
+        return max((compute_epsilon(self.list_charges(run, part), delta) for part in parts), default=0.0)
 
 
 class PrivacyAccount:
@@ -133,7 +138,7 @@ class PrivacyAccount:
 
     def compute_spent(self, run: str, delta: float) -> float:
         """Return the epsilon that a run has charged this site's subjects."""
-        return compute_epsilon(self.read().list_charges(run), delta)
+        return self.read().compute_spent(run, delta)
 
     def check(self, run: str, question: str, charge: Charge, budget: Budget | None) -> None:
         """Raise unless a question fits into the budgets, or was answered before.
@@ -149,7 +154,7 @@ class PrivacyAccount:
         """
         ledger = self.read()
         if not any((entry.run, entry.question) == (run, question) for entry in ledger.entries):
-            self._check_budgets(ledger, run, charge, budget)
+            self._check_budgets(ledger, run, charge, budget, TRAIN)
 
     def charge(self, entry: Entry, budget: Budget | None) -> None:
         """Add an answer to the ledger, on disk when the call returns, before anything leaves; the same answer once.
@@ -161,12 +166,13 @@ class PrivacyAccount:
             known = {(known.run, known.question, known.answer) for known in ledger.entries}
             if (entry.run, entry.question, entry.answer) in known:
                 return
-            self._check_budgets(ledger, entry.run, entry.charge, budget)
+            self._check_budgets(ledger, entry.run, entry.charge, budget, entry.part)
             ledger.entries.append(entry)
 
-    def _check_budgets(self, ledger: Ledger, run: str, charge: Charge, budget: Budget | None) -> None:
+    def _check_budgets(self, ledger: Ledger, run: str, charge: Charge, budget: Budget | None, part: str) -> None:
+        # Who is a test subject of one job may be a training subject of another, so the site's limit adds all parts.
         for limit, charges, source in (
-            (budget, ledger.list_charges(run), "the job's privacy.epsilon"),
+            (budget, ledger.list_charges(run, part), "the job's privacy.epsilon"),
             (self.limit, ledger.list_charges(), "epsilon of this site's policy, over all jobs"),
         ):
             if limit is None:
@@ -195,7 +201,7 @@ class PrivacyAccount:
             raise BudgetSpent(f"{self.folder}: the privacy ledger cannot be written: {error}") from error
 
 
-def build_entry(run: str, job: str, t: int, question: str, answer: str, charge: Charge) -> Entry:
+def build_entry(run: str, job: str, t: int, question: str, answer: str, charge: Charge, part: str = TRAIN) -> Entry:
     """Return the entry of an answer that is computed now."""
     return Entry(
         run=run,
@@ -207,6 +213,7 @@ def build_entry(run: str, job: str, t: int, question: str, answer: str, charge: 
         sample_rate=charge.sample_rate,
         steps=charge.steps,
         time=time.time(),
+        part=part,
     )
 
 

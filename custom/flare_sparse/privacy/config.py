@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 
 class PrivacyConfig(BaseModel):
@@ -32,14 +39,29 @@ class PrivacyConfig(BaseModel):
     unit: Literal["subject"] = Field(
         "subject", description="what is protected: all training examples of one subject of a site together"
     )
-    metrics: Literal["exact", "none"] = Field(
+    metrics: Literal["exact", "noised", "none"] = Field(
         "exact",
         description="metrics on test and validation examples, which are other subjects than those of training; exact: "
-        "they leave and are not part of the budget; none: they stay at the site",
+        "they leave and are not part of the budget; noised: those of metric_bounds leave with noise and are charged; "
+        "none: they stay at the site",
+    )
+    # Not in the text that names a question, so that training has the same noise with and without it.
+    metric_bounds: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
+        None,
+        repr=False,
+        description="with metrics: noised, the metrics that leave, and the largest value of each for one subject, such "
+        "as {mae: 20}; a larger one is clipped. Only means over subjects: a mean of AUCs of single subjects is none",
     )
 
     @model_validator(mode="after")
     def _check_noise(self) -> PrivacyConfig:
         if (self.epsilon is None) == (self.noise_multiplier is None):
             raise ValueError("set either epsilon, from which the noise is computed, or noise_multiplier")
+        if (self.metrics == "noised") != bool(self.metric_bounds):
+            raise ValueError("metrics: noised needs metric_bounds, such as {mae: 20}, and metric_bounds needs noised")
         return self
+
+    @model_serializer(mode="wrap")
+    def _omit_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit ``metric_bounds`` where there are none, so that the field does not enter the run id of such jobs."""
+        return {key: value for key, value in dump(self).items() if key != "metric_bounds" or value is not None}

@@ -198,7 +198,10 @@ class TableTask(Task):
         if config.group is None:
             return examples
         subject_of = self._get_subjects(table, rows)
-        return replace(examples, train_subjects=[subject_of[name] for name in split.train])
+        train, test, validation = (
+            [subject_of[name] for name in names] for names in (split.train, split.test, split.validation)
+        )
+        return replace(examples, train_subjects=train, test_subjects=test, validation_subjects=validation)
 
     def _get_ids(self, table: Table) -> tuple[str, ...]:
         """Return the identifier of each row.

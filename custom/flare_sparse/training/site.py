@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, cycle, islice, repeat
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from ..errors import ConfigError
 from ..mask import Mask
 from ..params import Layout
+from ..privacy.account import BudgetSpent
 from ..privacy.mechanism import SiteMechanism
+from ..privacy.metrics import MetricRelease
 from ..seeds import derive_seed, make_generator, seed_torch
 from ..structure.compact import remove_channels
 from ..structure.observing import ObservedNetwork
@@ -31,7 +34,9 @@ from .personal import PERSONAL, PersonalTensors
 from .private import PrivateTraining, Subjects, open_private_training
 from .sample_usage import CountingDataset, SampleUsage
 from .stages import step_in_stages
+from .subject_metrics import evaluate_subjects
 
+_LOG = logging.getLogger(__name__)
 OBSERVED_BATCH = 16
 """Batch size of passes that observe units."""
 
@@ -50,11 +55,13 @@ class Site:
         site_settings: the method's settings from the site file; None if the job's settings apply.
         mechanism: differential privacy of the training; None: the job does not ask for it.
         sends_metrics: whether metrics are computed at all.
+        metric_release: adds noise to metrics and charges test and validation subjects; None: metrics are exact.
     """
 
     site_settings: Any = None
     mechanism: SiteMechanism | None = None
     sends_metrics: bool = True
+    metric_release: MetricRelease | None = None
     notices: tuple[str, ...] = ()
     support: Mask | None = None
 
@@ -401,7 +408,8 @@ class Site:
         device = str(self._model.device)
         site = Site(self.name, self.task, self._examples, Layout.from_module(network), self.seed, device, network)
         site.site_settings, site._train_examples = self.site_settings, self._train_examples
-        site.mechanism = self.mechanism
+        site.mechanism, site.metric_release = self.mechanism, self.metric_release
+        site.sends_metrics = self.sends_metrics
         return site
 
     def observe_units(self, weights: Tensor, nodes: Collection[str], callback: Callable[[str, Tensor], None]) -> None:
@@ -493,14 +501,29 @@ class Site:
         if examples.n_test or examples.n_validation:
             self._model.load(weights)
         if examples.n_test:
-            metrics = {**self._evaluate_on(examples.test), TEST_EXAMPLES: float(examples.n_test)}
-        if examples.validation is not None and examples.n_validation:
-            chosen_by = {**self._evaluate_on(examples.validation), "examples": float(examples.n_validation)}
+            metrics = {**self._evaluate_on("test", weights), TEST_EXAMPLES: float(examples.n_test)}
+        if examples.n_validation:
+            chosen_by = {**self._evaluate_on("validation", weights), "examples": float(examples.n_validation)}
             metrics |= {f"{VALIDATION}{name}": value for name, value in chosen_by.items()}
         return metrics
 
-    def _evaluate_on(self, dataset: Dataset[Any]) -> dict[str, float]:
-        """Return the metrics of the loaded model on a data set."""
+    def _evaluate_on(self, part: Literal["test", "validation"], weights: Tensor) -> dict[str, float]:
+        """Return the metrics of the loaded model ``weights`` on a part of the examples."""
+        examples = self._examples
+        dataset = examples.test if part == "test" else examples.validation
+        assert dataset is not None, "there are examples"
+        if (release := self.metric_release) is not None:
+            is_test = part == "test"
+            names = tuple(examples.test_ids if is_test else examples.validation_ids)
+            owners = examples.test_subjects if is_test else examples.validation_subjects
+            subjects = Subjects.group(examples.n_test if is_test else examples.n_validation, names, owners)
+            values = evaluate_subjects(self.task, self._model.module, dataset, subjects.records, list(release.bounds))
+            # Metrics are no reason to leave a round: without a budget for them, they stay here.
+            try:
+                return release.release(part, weights, names, values)
+            except BudgetSpent as error:
+                _LOG.warning("metrics stay at the site: %s", error)
+                return {}
         with observe_gates(self._model.module) as observed:
             metrics = self.task.evaluate(self._model.module, dataset)
         self._model.check_parameters()

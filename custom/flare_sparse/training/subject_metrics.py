@@ -1,0 +1,41 @@
+"""Metrics of single subjects, from which noisy means are released."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
+
+from ..errors import ConfigError
+from ..task import Task
+
+
+def evaluate_subjects(
+    task: Task, network: nn.Module, dataset: Dataset[Any], records: Sequence[Sequence[int]], names: Sequence[str]
+) -> Tensor:
+    """Return the metrics ``(subjects, len(names))`` of each subject, computed from its own examples alone.
+
+    Args:
+        task: computes the metrics.
+        network: the model.
+        dataset: the examples.
+        records: positions of the examples of each subject.
+        names: names of the metrics.
+
+    Raises:
+        ConfigError: a metric is not defined for a single subject, such as an AUC.
+    """
+    rows = []
+    for positions in records:
+        metrics = task.evaluate(network, Subset(dataset, list(positions)))
+        if missing := [name for name in names if name not in metrics]:
+            raise ConfigError(
+                f"privacy.metric_bounds: no metric {missing[0]!r} of a single subject; there are "
+                f"{', '.join(sorted(metrics))}"
+            )
+        rows.append([float(metrics.get(name, math.nan)) for name in names])
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(names))
