@@ -7,13 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import yaml
 from nvflare.apis.event_type import EventType
 from toy import Toy, ToyBench
 
+from flare_sparse.assemble import assemble
+from flare_sparse.config import load_config, serialize_job
 from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import PolicyRefusal
 from flare_sparse.flare import session as session_module
-from flare_sparse.flare.session import MODELS_FOLDER, SITE_MODELS_VARIABLE, SiteSession
+from flare_sparse.flare.session import JOB_FILE, MODELS_FOLDER, SITE_MODELS_VARIABLE, SiteSession
 from flare_sparse.runs.model_files import list_site_models
 
 RUN = "a" * 16
@@ -68,3 +72,12 @@ def test_job_whose_server_keeps_updates_reads_no_data_where_the_policy_forbids_i
     error, text = (PolicyRefusal, "record_updates") if records else (AssertionError, "data was read")
     with pytest.raises(error, match=text):
         SiteSession().get_endpoint(fl_ctx)
+
+
+def test_site_builds_the_initial_model_of_its_own_copy_of_the_job(tmp_path: Path) -> None:
+    job = load_config(Path(__file__).parents[2] / "app_configs" / "dp_morphometry_age.yaml")
+    (tmp_path / JOB_FILE).write_text(yaml.safe_dump(serialize_job(job)))
+    workspace = SimpleNamespace(get_app_config_dir=lambda job: str(tmp_path), get_site_config_dir=lambda: str(tmp_path))
+    engine = SimpleNamespace(get_workspace=lambda: workspace, get_component=lambda name: None)
+    fl_ctx: Any = SimpleNamespace(get_engine=lambda: engine, get_job_id=lambda: "job")
+    assert torch.equal(SiteSession().build_initial_weights(fl_ctx), assemble(job).weights)

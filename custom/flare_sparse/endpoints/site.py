@@ -22,6 +22,7 @@ from ..wire.plan import Plan, ValueType
 from ..wire.values import is_quantized
 from .bases import SiteBase, plan_request, plan_update
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, describe_event
+from .model_change import ChangeLimit
 from .request_checks import check_kind, check_trainable, is_training
 from .request_log import RequestLog
 from .site_state import RequestId, SiteMemory, SiteSnapshot, SiteState
@@ -46,6 +47,7 @@ class SiteEndpoint:
         cipher: encrypts weights and decrypts models; None: all values travel in the clear.
         requests: record of the answered requests; None: requests are checked but not counted.
         sums: withholds the values of updates and pads them for a sum; None: updates carry their values.
+        changes: refuses models that are too far from the last one; None: they may be anywhere.
 
     Attributes:
         request: the last accepted request; None before the first.
@@ -63,9 +65,10 @@ class SiteEndpoint:
         cipher: SiteCipher | None = None,
         requests: RequestLog | None = None,
         sums: SiteSums | None = None,
+        changes: ChangeLimit | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
-        self.cipher, self.requests, self.sums = cipher, requests, sums
+        self.cipher, self.requests, self.sums, self.changes = cipher, requests, sums, changes
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._state = SiteState()
@@ -108,6 +111,8 @@ class SiteEndpoint:
         self.site.receive(self._state.memory.method)
         # Refused after the state has changed: the site holds the model that its weights contain.
         check_trainable(self.method, request_id, message.trainable, base.mask)
+        if self.changes is not None:
+            self.changes.admit(request_id, self.site.weights, base.mask)
         # A mask to which removed entries return is that of an earlier round, or one that isolates weights.
         is_regrown = is_training(message.kind) and self.method.prunes_for_good and not message.trainable <= previous
         if self.requests is not None:
@@ -140,6 +145,8 @@ class SiteEndpoint:
         reported = {event.event for event in self.events}
         new = [SiteEvent(code, self._state.sequence) for code in self.site.notices if code not in reported]
         self.events = (*self.events, *new)
+        if self.changes is not None:
+            self.changes.measure(update, self.site.weights)
         accounting = self.site.mechanism or self.site.metric_release
         if accounting is None:
             return update

@@ -19,6 +19,7 @@ from ..capabilities import local_capabilities
 from ..config import JobConfig, parse_job
 from ..config.yaml_files import read_yaml
 from ..data.source import find_site_data, has_site_data
+from ..endpoints.model_change import ChangeLimit
 from ..endpoints.request_log import RequestLog
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.server_sums import ServerSums
@@ -172,8 +173,10 @@ class SiteSession(FLComponent):
             cipher = load_site_cipher(fl_ctx) if job.encrypted else None
             requests = _open_request_log(fl_ctx, job, assembly)
             sums = _open_sums(fl_ctx, job, assembly, requests)
+            factor = read_site_policy(fl_ctx).max_model_change
+            changes = None if factor is None else ChangeLimit(factor, assembly.layout)
             self._endpoint = SiteEndpoint(
-                site, assembly.method, assembly.run_id, job.wire.values, store, cipher, requests, sums
+                site, assembly.method, assembly.run_id, job.wire.values, store, cipher, requests, sums, changes
             )
         return self._endpoint
 

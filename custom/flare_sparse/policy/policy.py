@@ -64,6 +64,11 @@ class Policy(BaseModel):
     max_model_entries: int = Field(
         2**28, ge=1, description="largest number of entries of a job's model; a site needs about 22 bytes for each"
     )
+    max_model_change: float | None = Field(
+        None,
+        gt=0,
+        description="largest distance of a model from the last one, as a multiple of the norm of the site's own delta",
+    )
     verify_initial_model: bool = Field(
         False, description="answer requests for the job's initial model only if it is the one that its seed defines"
     )

@@ -65,10 +65,10 @@ class Forecast:
         }
 
     def __str__(self) -> str:
-        plan = self.plan
+        plan, steps = self.plan, self.plan.build_job_charge(self.noise_multiplier).steps
         text = (
             f"epsilon {self.epsilon:.2f} at delta {self.delta:g}: {plan.subjects} subjects, sampling rate "
-            f"{plan.sample_rate:.3g}, {plan.build_job_charge(self.noise_multiplier).steps} steps, noise {self.noise_multiplier:.2f} * clip"
+            f"{plan.sample_rate:.3g}, {steps} steps, noise {self.noise_multiplier:.2f} * clip"
         )
         # A delta of 1 / n allows to publish one subject outright.
         return text if self.delta * plan.subjects < 1 else f"{text}; delta is not below 1 / subjects: lower it"

@@ -23,6 +23,7 @@ from nvflare.apis.utils.task_utils import apply_filters
 from torch import Tensor
 
 from flare_sparse.assemble import build_initial_model
+from flare_sparse.endpoints.model_change import ChangeLimit
 from flare_sparse.endpoints.request_log import RequestLog
 from flare_sparse.endpoints.server import ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint
@@ -82,7 +83,11 @@ class Victim:
         session = SiteSession()
         session.build_initial_weights = lambda fl_ctx: self.weights  # type: ignore[method-assign]
         site = Site("site-1", task, examples, self.layout, 1)
-        self.endpoint = session._endpoint = SiteEndpoint(site, self.method, RUN, "float32", requests=requests)
+        factor = read_policy(folder / "local" / "flare_sparse_policy.yaml").max_model_change
+        changes = None if factor is None else ChangeLimit(factor, self.layout)
+        self.endpoint = session._endpoint = SiteEndpoint(
+            site, self.method, RUN, "float32", requests=requests, changes=changes
+        )
         workspace = SimpleNamespace(
             get_site_config_dir=lambda: str(folder / "local"), get_run_dir=lambda job: str(folder / "run")
         )
@@ -286,6 +291,21 @@ def test_training_with_a_chosen_model_reveals_training_rows_only_without_a_polic
     found = reconstruct_training_rows(victim, scales) & victim.train_rows
     assert len(victim.train_rows) == 96
     assert len(found) > 48 if preset is None else not found
+
+
+@pytest.mark.parametrize("factor", [None, 20.0])
+def test_model_far_from_the_last_one_is_refused_by_the_limit_on_its_change_alone(
+    factor: float | None, tmp_path: Path
+) -> None:
+    """After an honest first round; ``withhold_isolated`` and all other limits are off."""
+    victim = Victim(tmp_path, "open", 2 * UNITS, terms={"withhold_isolated": False, "max_model_change": factor})
+    honest = victim.ask("train", 1, victim.weights)
+    assert honest is not None
+    found = reconstruct_training_rows(victim, torch.ones(2 * UNITS)) & victim.train_rows
+    assert len(found) > 48 if factor is None else not found
+    # Asked again, it is as far from the last accepted model; that of an average is accepted.
+    assert (victim.ask("train", 2, torch.zeros(victim.layout.size)) is None) == (factor is not None)
+    assert victim.ask("train", 3, victim.weights * 0.5 + honest.patch.values * 0.5) is not None
 
 
 def reconstruct_scored_rows(victim: Victim, units: int) -> set[tuple[int, ...]]:
