@@ -339,6 +339,25 @@ def test_job_of_sparse_recipes_has_the_filters_of_the_page(tmp_path: Path, monke
     monkeypatch.delitem(sys.modules, "model", raising=False)
 
 
+def test_bundle_of_the_page_is_trained_and_loaded_by_monai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's blocks, in their order: MONAI makes a bundle, the commands train it, MONAI loads the result."""
+    monkeypatch.chdir(tmp_path)
+    make, load = find_fenced_blocks("bundles.md", "python")
+    exec(make, {})
+    (tmp_path / "unet/configs/train.json").write_text(find_fenced_blocks("bundles.md", "json")[0])
+    (tmp_path / "brain.yaml").write_text(find_fenced_blocks("bundles.md", "yaml")[0])
+    for line in find_fenced_blocks("bundles.md", "bash")[0].splitlines():
+        done = CliRunner().invoke(app, shlex.split(line, comments=True)[1:])
+        assert done.exit_code == 0, done.output
+    scope: dict[str, Any] = {}
+    exec(load, scope)
+    weights = [value for name, value in scope["network"].state_dict().items() if name.endswith("conv.weight")]
+    assert 0.85 < sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights) < 0.95
+    assert {path.name for path in Path("trained/configs").iterdir()} == {
+        path.name for path in Path("unet/configs").iterdir()
+    }
+
+
 def test_settings_of_the_page_on_training_are_accepted(tmp_path: Path) -> None:
     rest = {"name": "page", "task": {"name": "brain_age"}, "simulator": {"sites": 2, "data": {"phantom": {}}}}
     file = tmp_path / "page.yaml"

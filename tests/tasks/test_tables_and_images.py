@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from flare_sparse.task import SiteData, Task, iterate_minibatches
 from flare_sparse.tasks import TASKS
 from flare_sparse.tasks.classes import compute_binary_metrics, compute_cross_entropy
 from flare_sparse.tasks.morphometry import scale_features
+
+BUNDLE = Path(__file__).parents[2] / "app_configs/unet_bundle/configs/train.json"
 
 
 def task(name: str, **settings: object) -> Task:
@@ -212,6 +215,7 @@ def test_every_task_works_with_its_defaults() -> None:
     required = {
         "table": {"kind": "binary", "target": "y", "features": ["x"]},
         "segmentation": {"classes": {"tumour": 1, "oedema": [2, 4]}},
+        "bundle": {"configs": {"train.json": json.loads(BUNDLE.read_text())}},
     }
     for name, kind in TASKS.items():
         learn = kind(kind.Config.model_validate(required.get(name, {})))

@@ -18,6 +18,7 @@ from ..methods import METHODS, Method
 from ..params import Layout
 from ..task import Task
 from ..tasks.script import ScriptTask
+from .bundles import insert_bundle
 from .choice import Choice, Registries, find_name
 from .problems import describe_problem
 from .schema import JobConfig, RunConfig, build_task, list_methods, list_partitions, list_tasks
@@ -46,16 +47,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load and validate the configuration in a file.
 
     Args:
-        path: YAML file; a relative ``simulator.data.path`` in it refers to the file's folder.
-        overrides: assignments ``key.path=value`` with the value in YAML; a relative ``simulator.data.path`` among them
-            refers to the working directory.
+        path: YAML file; a relative ``simulator.data.path`` or ``task.bundle`` in it refers to the file's folder.
+        overrides: assignments ``key.path=value`` with the value in YAML; a relative path among them refers to the
+            working directory.
 
     Raises:
         ConfigError: the text lists every error with the field's path, the value found and the values allowed.
     """
     file = Path(path)
-    data = apply_overrides(_resolve_data_path(read_yaml(file), file.parent), overrides)
-    data = _resolve_data_path(data, Path.cwd())
+    data = apply_overrides(_resolve_paths(read_yaml(file), file.parent), overrides)
+    data = insert_bundle(_resolve_paths(data, Path.cwd()))
     task_configs = dict(list_tasks())
     key, name = find_name("task", data.get("task"))
     if key == "class" and isinstance(name, str):
@@ -113,11 +114,18 @@ def _validate(model: type[J], data: Mapping[str, Any], task_configs: Mapping[str
     return config
 
 
-def _resolve_data_path(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make ``simulator.data.path`` absolute, relative to ``base``; leave malformed sections to the schema."""
-    simulator = data.get("simulator")
-    source = simulator.get("data") if isinstance(simulator, dict) else None
-    if not isinstance(simulator, dict) or not isinstance(source, dict) or not isinstance(source.get("path"), str):
+def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Make ``simulator.data.path`` and ``task.bundle`` absolute, relative to ``base``."""
+    for keys in (("simulator", "data", "path"), ("task", "bundle")):
+        data = _resolve_path(data, keys, base)
+    return data
+
+
+def _resolve_path(data: dict[str, Any], keys: Sequence[str], base: Path) -> dict[str, Any]:
+    """Make the path at some keys absolute; leave malformed sections to the schema."""
+    if not isinstance(data, dict) or keys[0] not in data:
         return data
-    path = (base / Path(source["path"]).expanduser()).absolute()
-    return {**data, "simulator": {**simulator, "data": {**source, "path": str(path)}}}
+    value = data[keys[0]]
+    if len(keys) > 1:
+        return {**data, keys[0]: _resolve_path(value, keys[1:], base)}
+    return {**data, keys[0]: str((base / Path(value).expanduser()).absolute())} if isinstance(value, str) else data

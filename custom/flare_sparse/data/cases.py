@@ -12,14 +12,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ..errors import DataError
+from ..split import Split, SplitConfig
 from ..task import Cohort
 from .bids import TABLE, read_rows
+
+Suffixes = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9]+$")], ...],
+    Field(min_length=1, description="BIDS suffix of the image of each channel, such as [T1w, FLAIR]"),
+]
+Derivative = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9*_.-]+$", description="folder of the label maps in derivatives/; *: any")
+]
 
 DECATHLON = "dataset.json"
 CASE = "{case}"
@@ -127,6 +136,25 @@ def read_cohort(cases: Mapping[str, CaseFiles]) -> Cohort:
     names = dict.fromkeys(column for case in cases.values() for column in case.row)
     columns = {name: np.array([case.row.get(name, "") for case in cases.values()]) for name in names}
     return Cohort(tuple(cases), columns)
+
+
+def split_cases(subjects: Mapping[str, str], config: SplitConfig, seed: int) -> Split:
+    """Split cases by their subjects, so that the cases of a subject are in the same part.
+
+    Args:
+        subjects: subject of each case.
+        config: shares of the parts.
+        seed: seed of the split.
+    """
+    cases: dict[str, list[str]] = {}
+    for name, subject in subjects.items():
+        cases.setdefault(subject, []).append(name)
+    parts = config.assign(cases, seed)
+    train, validation, test = (
+        tuple(name for subject in part for name in cases[subject])
+        for part in (parts.train, parts.validation, parts.test)
+    )
+    return Split(train, validation, test)
 
 
 def _find_in_folder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..task import Task
 from .brain import BrainAge, SexClassification
+from .bundles.task import BundleTask
 from .images import ImageClassification
 from .morphometry import MorphometryAge, MorphometrySex
 from .mortality import Mortality
@@ -21,6 +22,7 @@ TASKS: dict[str, type[Task]] = {
     "image_classification": ImageClassification,
     "mortality": Mortality,
     "segmentation": Segmentation,
+    "bundle": BundleTask,
     "table": TableTask,
     "text_classification": TextClassification,
 }

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from ..data.augmentation import Augmentation
-from ..data.cases import CaseFiles, Pairs, find_cases, find_images, read_cohort
+from ..data.cases import CaseFiles, Derivative, Pairs, Suffixes, find_cases, find_images, read_cohort, split_cases
 from ..data.nifti import read_nifti
 from ..data.patches import sample_patch, take_central_patch
 from ..data.screening import screen_subjects
@@ -23,7 +23,6 @@ from ..errors import ConfigError, DataError
 from ..models import ModelConfig
 from ..models.config import require_input
 from ..models.fields import Count, Volume
-from ..split import Split
 from ..task import Cohort, Examples, Metric, Picture, SiteData
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .case_metrics import measure_case, name_metrics
@@ -48,12 +47,8 @@ class SegmentationConfig(AdaptedTaskConfig):
     other_labels: Literal["refuse", "background"] = Field(
         "refuse", description="values of the label maps that are not in classes: refuse the case, or background"
     )
-    suffixes: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9]+$")], ...] = Field(
-        ("T1w",), min_length=1, description="BIDS suffix of the image of each channel, such as [T1w, FLAIR]"
-    )
-    derivative: str = Field(
-        "*", pattern=r"^[A-Za-z0-9*_.-]+$", description="folder of the label maps in derivatives/; *: any"
-    )
+    suffixes: Suffixes = ("T1w",)
+    derivative: Derivative = "*"
     pairs: Pairs | None = Field(
         None,
         description="patterns of the files where the data is neither BIDS nor a Decathlon folder, "
@@ -145,7 +140,7 @@ class Segmentation(AdaptableTask):
         ids = cases if data.subset is None else data.subset
         skip = self.config.skip_bad_subjects
         examples, skipped = screen_subjects(ids, read_example, skip_bad_subjects=skip, source=data.path)
-        split = self._split({name: cases[name].subject for name in examples}, seed)
+        split = split_cases({name: cases[name].subject for name in examples}, self.config.split, seed)
         train, validation, test = (
             SegmentationDataset([examples[name] for name in names], preparation, trains=names is split.train)
             for names in (split.train, split.validation, split.test)
@@ -159,16 +154,6 @@ class Segmentation(AdaptableTask):
             )
         config = self.config
         return find_cases(path, config.suffixes, config.derivative, config.pairs)
-
-    def _split(self, subjects: dict[str, str], seed: int) -> Split:
-        """Split cases by their subjects."""
-        cases: dict[str, list[str]] = {}
-        for name, subject in subjects.items():
-            cases.setdefault(subject, []).append(name)
-        parts = self.config.split.assign(cases, seed)
-        return Split(*(tuple(name for subject in part for name in cases[subject]) for part in (
-            parts.train, parts.validation, parts.test
-        )))  # fmt: skip
 
     def collate(self, examples: list[Item]) -> tuple[Any, Any, Tensor]:
         """Return a minibatch; images and labels of different shapes stay lists."""

@@ -1,0 +1,81 @@
+"""``task: {bundle: DIR}``: the configurations of a MONAI bundle become the settings of the task ``bundle``.
+
+A job thus carries all of a bundle that its sites need, as plain settings: no file and no code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError, suggest
+from ..tasks.bundles.declaration import find_training_file, read_training
+from ..tasks.bundles.task import read_configs
+from .choice import KEYS
+from .yaml_files import parse_yaml, read_settings
+
+_SUFFIXES = (".json", ".yaml", ".yml")
+
+
+def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace ``task.bundle`` by the content of the bundle; return settings without it as they are.
+
+    Optimiser, learning rate and batch size of the bundle become ``method.training``, where that does not set them.
+
+    Args:
+        data: settings of a configuration, with an absolute path of the bundle.
+
+    Raises:
+        ConfigError: the bundle cannot be read or used; the text names the file and the item.
+    """
+    task = data.get("task")
+    if not isinstance(task, Mapping) or "bundle" not in task:
+        return dict(data)
+    if other := [key for key in KEYS["task"] if key in task]:
+        raise ConfigError(f"task: found bundle and {other[0]}; expected one of them")
+    folder = Path(str(task["bundle"]))
+    configs = _read_folder(folder)
+    name = find_training_file(configs)
+    read_configs(configs, str(folder / "configs"))
+    settings = {key: value for key, value in task.items() if key != "bundle"}
+    result = {**data, "task": {"name": "bundle", **settings, "configs": configs}}
+    method = data.get("method")
+    training = method.get("training", {}) if isinstance(method, Mapping) else None
+    # Malformed sections are left to the schema.
+    if isinstance(method, Mapping) and isinstance(training, Mapping):
+        source = str(folder / "configs" / name)
+        declared = read_training(configs[name], source, with_optimizer="optimizer" not in training)
+        result["method"] = {**method, "training": {**declared, **training}}
+    return result
+
+
+def _read_folder(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the content of the files in ``configs/``, by name.
+
+    Raises:
+        ConfigError: there is no such folder, or a file is malformed.
+    """
+    configs = folder / "configs"
+    if not configs.is_dir():
+        siblings = [path.name for path in folder.parent.glob("*/")]
+        raise ConfigError(
+            f"task.bundle: {folder}: expected the folder of a MONAI bundle, with configs/train.json."
+            f"{suggest(folder.name, siblings)}"
+        )
+    files = sorted(path for path in configs.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    return {file.name: _read_file(file) for file in files}
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        text = read_settings(file)
+        content = json.loads(text) if file.suffix == ".json" else parse_yaml(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read as {file.suffix[1:].upper()}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected a section of items, found {type(content).__name__}")
+    return content

@@ -1,0 +1,137 @@
+"""``task: {bundle: DIR}``: from a folder to the settings of a job, a run, and a bundle again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from monai.bundle import ConfigParser, init_bundle
+
+from flare_sparse.assemble import assemble, open_site
+from flare_sparse.config import dump_config, load_config, parse_job, serialize_job
+from flare_sparse.data.phantom import write_phantoms
+from flare_sparse.errors import ConfigError
+from flare_sparse.flare.recipe import SparseRecipe
+from flare_sparse.local.run import run_locally
+from flare_sparse.params import Layout
+from flare_sparse.task import SiteData
+
+PAGE = Path(__file__).parents[2] / "docs" / "bundles.md"
+TRAIN: str = PAGE.read_text().partition("```json\n")[2].partition("```")[0]
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration beside a bundle that MONAI made, and not in the working directory."""
+    (tmp_path / "study").mkdir()
+    init_bundle(str(tmp_path / "study/unet"))
+    (tmp_path / "study/unet/configs/train.json").write_text(TRAIN)
+    return write_study(tmp_path / "study", {"bundle": "unet"})
+
+
+def write_study(folder: Path, task: dict[str, Any], **method: Any) -> Path:
+    settings = {
+        "name": "study",
+        "method": {"name": "neurosfl", "sparsity": 0.9, "rounds": 1, **method},
+        "task": task,
+        "simulator": {"sites": 2, "data": {"phantom": {"labels": True}}},
+    }
+    file = folder / "study.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return file
+
+
+def test_bundle_becomes_settings_of_the_job(study: Path, tmp_path: Path) -> None:
+    config = load_config(study)
+    assert (config.task.name, config.task.key) == ("bundle", "name")
+    files = sorted(path.name for path in (study.parent / "unet/configs").iterdir())
+    assert (
+        sorted(config.task.config.model_dump()["configs"]) == files == ["inference.json", "metadata.json", "train.json"]
+    )
+    training = config.method.config.training
+    assert (training.optimizer, training.lr, training.batch_size, training.epochs) == ("adamw", 0.01, 2, 1)
+    # The job and the record of a run need the folder no more.
+    copy = tmp_path / "config.yaml"
+    copy.write_text(dump_config(config))
+    (study.parent / "unet").rename(tmp_path / "gone")
+    assert load_config(copy) == config
+    assert parse_job(serialize_job(config)) == config.job
+
+
+def test_settings_of_the_method_go_before_the_bundle(study: Path) -> None:
+    training = load_config(study, ["method.training.lr=0.5"]).method.config.training
+    assert (training.optimizer, training.lr) == ("adamw", 0.5)
+    training = load_config(study, ["method.training.optimizer=sgd"]).method.config.training
+    assert (training.optimizer, training.lr, training.batch_size) == ("sgd", 1e-3, 2)
+
+
+def test_bundle_of_an_override_is_relative_to_the_working_directory(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(study, ["task.bundle=study/unet"]) == load_config(study)
+    with pytest.raises(ConfigError, match=r"unet2: expected the folder of a MONAI bundle.*Did you mean 'unet'"):
+        load_config(study, ["task.bundle=study/unet2"])
+
+
+def test_yaml_and_json_configurations_are_the_same(study: Path) -> None:
+    expected = load_config(study).task.config.configs["train.json"]
+    (study.parent / "unet/configs/train.json").rename(study.parent / "unet/configs/train.yml")
+    assert load_config(study).task.config.configs["train.yml"] == expected
+    (study.parent / "unet/configs/train.json").write_text(TRAIN)
+    with pytest.raises(ConfigError, match=r"has 2 files train\.json"):
+        load_config(study)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"configs/train\.json: cannot be read as JSON"),
+        ("[]", r"configs/train\.json: expected a section of items, found list"),
+        (TRAIN.replace("UNet", "my.Net"), r"configs/train\.json: network_def::_target_: found 'my.Net'.*UNet, VNet"),
+        (TRAIN.replace("0.01", '"$eval(1)"'), r"configs/train\.json: optimizer::lr: found the expression"),
+        (TRAIN.replace("AdamW", "Novograd"), r"configs/train\.json: optimizer: found .*method.training.optimizer"),
+    ],
+)
+def test_error_names_the_file_and_the_item(study: Path, text: str, message: str) -> None:
+    (study.parent / "unet/configs/train.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(study)
+
+
+def test_bundle_and_name_exclude_each_other(study: Path) -> None:
+    with pytest.raises(ConfigError, match="found bundle and name; expected one of them"):
+        load_config(study, ["task.name=segmentation"])
+
+
+def test_bundle_of_monai_is_trained_at_90_percent_and_loaded_back_by_monai(study: Path, tmp_path: Path) -> None:
+    """No code is sent: the job has no custom folder, and MONAI's own parser builds and loads what comes back."""
+    config = load_config(study)
+    SparseRecipe(config.job).export(str(tmp_path / "jobs"))
+    assert [path.name for path in (tmp_path / "jobs/study").rglob("custom")] == []
+    sent = yaml.safe_load((tmp_path / "jobs/study/app/config/flare_sparse.yaml").read_text())
+    assembly = assemble(parse_job(sent))
+    brains = [write_phantoms(tmp_path / site, 1, 5, seed, (26, 32, 26), labels=True) for seed, site in enumerate("ab")]
+    sites = {site: open_site(assembly, SiteData(site, folder)) for site, folder in zip("ab", brains, strict=True)}
+    outcome, _ = run_locally(assembly.method, assembly.weights, sites, assembly.task.metric)
+    assert 0 < outcome.evaluation.overall["val_mean_dice"] < 1
+
+    model = assembly.task.model()
+    layout = Layout.from_module(model)
+    trained = layout.unflatten(outcome.weights)
+    model.load_state_dict(trained, strict=False)
+    assembly.task.save(model, tmp_path / "trained")
+    parser = ConfigParser()
+    parser.read_config(tmp_path / "trained/configs/train.json")
+    parser.read_meta(tmp_path / "trained/configs/metadata.json")
+    network = parser.get_parsed_content("network_def")
+    network.load_state_dict(torch.load(tmp_path / "trained/models/model.pt", weights_only=True))
+    assert parser["_meta_"] == json.loads((study.parent / "unet/configs/metadata.json").read_text())
+    weights = torch.cat([p.flatten() for name, p in network.named_parameters() if name.endswith("conv.weight")])
+    assert 0.85 < float((weights == 0).float().mean()) < 0.95
+    start = layout.unflatten(assembly.weights)
+    assert any(not torch.equal(value, start[name]) for name, value in network.named_parameters())

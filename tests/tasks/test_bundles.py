@@ -1,0 +1,308 @@
+"""MONAI bundles: references, the allow list, and the task that trains what a bundle declares."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from monai.losses import DiceCELoss
+from pydantic import ValidationError
+from torch import nn
+
+from flare_sparse.data.phantom import write_phantoms
+from flare_sparse.errors import ConfigError, DataError
+from flare_sparse.params import Layout
+from flare_sparse.task import SiteData
+from flare_sparse.tasks.bundles.components import CLASSES, read_component, read_transforms
+from flare_sparse.tasks.bundles.declaration import read_declaration, read_training
+from flare_sparse.tasks.bundles.references import MAX_NUMBER, References
+from flare_sparse.tasks.bundles.task import BundleTask
+
+PAGE = Path(__file__).parents[2] / "docs" / "bundles.md"
+TRAIN: dict[str, Any] = json.loads(PAGE.read_text().partition("```json\n")[2].partition("```")[0])
+SITE_PATCH = (16, 16, 16)
+
+
+def resolve(content: dict[str, Any], name: str = "x") -> Any:
+    return References(content, "train.json").resolve(name)
+
+
+def change(path: str, value: Any) -> dict[str, Any]:
+    """Return the page's configuration with another value at an item."""
+    content = copy.deepcopy(TRAIN)
+    *parents, last = path.split("::")
+    section = content
+    for key in parents:
+        section = section[int(key)] if isinstance(section, list) else section[key]
+    section[int(last) if isinstance(section, list) else last] = value
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        ({"x": "@a", "a": 3}, 3),
+        ({"x": "%a::b", "a": {"b": [1, "@c"]}, "c": "text"}, [1, "text"]),
+        ({"x": "@a#1", "a": [4, 5]}, 5),
+        ({"x": "$@a + @b", "a": [1], "b": [2, 3]}, [1, 2, 3]),
+        ({"x": "$@lr * 0.5 - 1", "lr": 4}, 1.0),
+        ({"x": "$[-1, (2, 'a'), None, True]"}, [-1, [2, "a"], None, True]),
+        ({"x": {"_target_": "UNet", "device": "$torch.device('cpu')", "params": "@y"}}, {"_target_": "UNet"}),
+        ({"x": "$@net.to(@device)", "net": {"_target_": "UNet"}}, {"_target_": "UNet"}),
+        ({"x": [{"_target_": "A", "_disabled_": True}, {"_target_": "B"}]}, [{"_target_": "B"}]),
+    ],
+)
+def test_references_and_harmless_expressions_are_resolved(content: dict[str, Any], value: Any) -> None:
+    assert resolve(content) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "$__import__('os').system('true')",
+        "$import os",
+        "$@net.parameters()",
+        "$[i for i in (1, 2)]",
+        "$open('/etc/passwd').read()",
+        "$().__class__",
+        "$'a' * 9",
+        "$@list * 9",
+        "$2 ** 9",
+        "$torch.float32",
+        "$reference_0",
+        "$1 / 0",
+        "$lambda: 0",
+        "$f'{1}'",
+        f"${'-' * 400}1" + "+1" * 100,
+        f"${MAX_NUMBER} + 1",
+        "%other.json::x",
+        "@missing",
+        "@",
+        "@x",
+        "$@x + @x",
+    ],
+)
+def test_expression_that_needs_code_is_refused_with_file_and_item(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.json: \w+"):
+        resolve({"x": text, "net": {"_target_": "UNet"}, "list": [1]})
+
+
+@given(st.text(st.characters(codec="ascii"), max_size=40))
+def test_expression_gives_plain_values_or_an_error(text: str) -> None:
+    try:
+        value = resolve({"x": f"${text}", "a": [1]})
+    except ConfigError:
+        return
+    assert isinstance(value, (int, float, str, list, dict, type(None)))
+
+
+def test_references_that_multiply_are_refused() -> None:
+    content = {f"a{n}": [f"@a{n + 1}"] * 9 for n in range(12)} | {"a12": 1}
+    with pytest.raises(ConfigError, match="20000 values"):
+        resolve(content, "a0")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_allowed_class_exists(kind: Any) -> None:
+    for path in CLASSES[kind].values():
+        module, _, name = path.rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), name), type), path
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"_target_": "os.system", "command": "true"}, "found 'os.system'"),
+        ({"_target_": "subprocess.Flipd"}, "found 'subprocess.Flipd'"),
+        ({"_target_": "monai.transforms.Lambdad", "keys": "image", "func": "exit"}, "Lambdad"),
+        ({"_target_": "SaveImaged", "keys": "image", "output_dir": "/"}, "SaveImaged"),
+        ({"_target_": "LoadImaged", "keys": "image", "reader": "my.Reader"}, "reader: found 'my.Reader'"),
+        ({"_target_": "LoadImaged", "keys": "image", "reader": "NumpyReader"}, "reader: found 'NumpyReader'"),
+        ({"_target_": "CropForegroundd", "keys": "image", "select_fn": "exit"}, "a function cannot be given"),
+        ({"_target_": "Flipd", "keys": {"_target_": "Flipd"}}, "takes no component here"),
+        ({"_target_": "Flipd", "_mode_": "debug"}, "_mode_: found 'debug'"),
+        ({"_target_": "Flipd", "_requires_": "$exit()"}, "_requires_: not supported"),
+        ({"_target_": 3}, "expected a transform with _target_"),
+        ("Flipd", "expected a transform with _target_"),
+    ],
+)
+def test_class_or_argument_outside_the_allow_list_is_refused(item: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.json: x") as error:
+        read_transforms(References({"x": [item]}, "train.json"), "x")
+    assert message in str(error.value)
+
+
+def test_wrong_argument_is_refused_with_those_that_exist() -> None:
+    network = {**TRAIN["network_def"], "chanels": [2]}
+    component = read_component(References({"x": network}, "train.json"), "x", "network")
+    with pytest.raises(ConfigError, match=r"train\.json: x::chanels: UNet has no such argument.*'channels'"):
+        component.build()
+    component = read_component(References({"x": {**TRAIN["network_def"], "strides": []}}, "f"), "x", "network")
+    with pytest.raises(ConfigError, match="f: x: UNet cannot be built: ValueError"):
+        component.build()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("loss::_target_", "my.Loss", r"train\.json: loss::_target_: found 'my.Loss'"),
+        ("validate::key_metric", {}, "validate::key_metric: expected a section with one metric"),
+        ("train::fixed::1::keys", ["image", "scan"], "keys: found 'scan'; a case has the keys image and label"),
+        ("train::preprocessing::transforms", "@train::random", "expected LoadImaged as the first transform"),
+        ("validate::postprocessing", None, "validate::postprocessing: missing"),
+        ("network_def::out_channels", "$torch.tensor(2)", "the expression"),
+    ],
+)
+def test_error_names_file_and_item(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_declaration(change(path, value), "train.json")
+
+
+def test_optimizer_and_batch_size_become_training_settings() -> None:
+    expected = {"batch_size": 2, "optimizer": "adamw", "lr": 0.01}
+    assert read_training(TRAIN, "train.json") == expected
+    assert read_training(TRAIN, "train.json", with_optimizer=False) == {"batch_size": 2}
+    sgd = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.5, "params": "@p"}
+    assert read_training({"optimizer": sgd}, "f") == {
+        "optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.5
+    }  # fmt: skip
+    for optimizer, message in (
+        ({"_target_": "Novograd"}, "f: optimizer: found 'Novograd'; .*method.training.optimizer"),
+        ({"_target_": "Adam", "betas": [0.5, 0.9]}, "f: optimizer::betas: not supported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_training({"optimizer": optimizer}, "f")
+
+
+def test_metrics_that_are_distances_are_minimised() -> None:
+    metric = {"hd": {"_target_": "HausdorffDistance", "percentile": 95, "reduction": "mean"}}
+    declared = read_declaration(change("validate::key_metric", metric), "f")
+    assert (declared.main_metric.name, declared.main_metric.mode) == ("hd", "min")
+    assert declared.metric.args == {"percentile": 95}
+
+
+@pytest.fixture(scope="module")
+def brains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_phantoms(tmp_path_factory.mktemp("p") / "p", 1, 5, 0, (26, 32, 26), labels=True)
+
+
+@pytest.fixture(scope="module")
+def task() -> BundleTask:
+    return BundleTask({"configs": {"train.json": TRAIN}})
+
+
+def test_site_refuses_configurations_that_need_code_or_are_too_large() -> None:
+    for configs, message in (
+        ({"train.json": change("loss", "$exit()")}, "expression"),
+        ({"train.json": TRAIN, "big.json": {"x": "a" * 400_000}}, "expected at most 400,000"),
+        ({"train.json": TRAIN, "../x.json": {}}, "String should match pattern"),
+        ({"metadata.json": {}}, "0 files train.json"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            BundleTask.Config.model_validate({"configs": configs})
+
+
+def test_patches_depend_on_the_generator_alone(task: BundleTask, brains: Path) -> None:
+    examples = task.load(SiteData("a", brains), seed=0)
+    batch = task.collate([examples.train[0], examples.train[1]])
+    first, again, other = (task.augment(batch, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    # Two samples of each of the two cases.
+    assert first[0].shape == (4, 1, *SITE_PATCH)
+    assert first[1].shape == (4, 1, *SITE_PATCH)
+    assert type(first[0]) is torch.Tensor
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+
+
+def test_loss_is_that_of_monai_on_the_patches(task: BundleTask, brains: Path) -> None:
+    batch = task.collate([task.load(SiteData("a", brains), seed=0).train[0]])
+    torch.manual_seed(0)
+    model = task.model()
+    images, labels = task.augment(batch, torch.Generator().manual_seed(3))
+    expected = DiceCELoss(to_onehot_y=True, softmax=True)(model(images), labels)
+    assert torch.equal(task.loss(model, (images, labels)), expected)
+    # Whole cases, as scores have them: always the same patches.
+    assert torch.equal(task.loss(model, batch), task.loss(model, batch))
+
+
+class Threshold(nn.Module):
+    """Returns logits of four classes by intensity."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([-(x - level).abs() for level in (-1.0, 0.0, 0.5, 1.0)], dim=1)
+
+
+def test_metric_is_the_mean_dice_over_classes_and_cases(task: BundleTask, brains: Path) -> None:
+    test = task.load(SiteData("a", brains), seed=0).test
+    dice = []
+    for index in range(len(test)):
+        image, label = (np.asarray(test[index][key][0]) for key in ("image", "label"))
+        guess = np.abs(image[None] - np.array([-1, 0, 0.5, 1])[:, None, None, None]).argmin(0)
+        dice.append(np.mean([2 * ((guess == c) & (label == c)).sum() / ((guess == c).sum() + (label == c).sum())
+                             for c in (1, 2, 3)]))  # fmt: skip
+    assert task.evaluate(Threshold(), test)["val_mean_dice"] == pytest.approx(float(np.mean(dice)), abs=1e-6)
+
+
+def test_undefined_metric_is_left_out(task: BundleTask) -> None:
+    nan = torch.full((2, 1), torch.nan, dtype=torch.float64)
+    assert task.metrics(nan, nan) == {}
+    assert task.metrics(torch.tensor([[0.5], [torch.nan]]), nan) == {"val_mean_dice": 0.5}
+
+
+def test_cases_are_read_again_without_a_cache(brains: Path, task: BundleTask) -> None:
+    uncached = BundleTask({"configs": {"train.json": TRAIN}, "cache": False})
+    cached, read = (t.load(SiteData("a", brains), seed=0) for t in (task, uncached))
+    assert cached.train_ids == read.train_ids
+    for part in ("train", "test"):
+        first, second = (getattr(examples, part)[0]["image"] for examples in (cached, read))
+        assert torch.equal(first, second)
+
+
+def test_evaluation_has_transforms_of_its_own(brains: Path) -> None:
+    resized = [*TRAIN["train"]["fixed"], {"_target_": "Resized", "keys": ["image", "label"], "spatial_size": [8, 8, 8]}]
+    content = change("validate::preprocessing::transforms", resized)
+    examples = BundleTask({"configs": {"train.json": content}}).load(SiteData("a", brains), seed=0)
+    assert examples.test[0]["image"].shape == (1, 8, 8, 8)
+    assert examples.train[0]["image"].shape == (1, 26, 32, 26)
+
+
+def test_failing_transform_is_named_with_the_case(brains: Path) -> None:
+    content = change("train::fixed::1", {"_target_": "Orientationd", "keys": ["image"], "axcodes": "XYZ"})
+    with pytest.raises(DataError, match=r"5 of 5 subjects cannot be used(.|\n)*Orientationd of the bundle fails"):
+        BundleTask({"configs": {"train.json": content}}).load(SiteData("a", brains), seed=0)
+    content = change("train::random::0::spatial_size", [99, 99, 99])
+    task = BundleTask({"configs": {"train.json": content}})
+    batch = task.collate([task.load(SiteData("a", brains), seed=0).train[0]])
+    with pytest.raises(DataError, match="random transforms of the bundle fail"):
+        task.augment(batch, torch.Generator())
+
+
+def test_images_of_different_shapes_need_a_crop(tmp_path: Path) -> None:
+    content = change("train::preprocessing::transforms", "@train::fixed")
+    task = BundleTask({"configs": {"train.json": content}})
+    volumes = [torch.zeros(1, side, 4, 4) for side in (4, 5)]
+    with pytest.raises(DataError, match=r"differ in shape.*RandCropByPosNegLabeld"):
+        task.augment((volumes, volumes), torch.Generator())
+
+
+def test_saved_bundle_has_the_configurations_and_the_weights(tmp_path: Path) -> None:
+    configs = {"train.yaml": TRAIN, "metadata.json": {"version": "1.0"}}
+    task = BundleTask({"configs": configs})
+    model = task.model()
+    task.save(model, tmp_path / "b")
+    files = sorted(str(path.relative_to(tmp_path / "b")) for path in (tmp_path / "b").rglob("*.*"))
+    assert files == ["configs/metadata.json", "configs/train.yaml", "model.safetensors", "models/model.pt"]
+    assert json.loads((tmp_path / "b/configs/metadata.json").read_text()) == {"version": "1.0"}
+    state = torch.load(tmp_path / "b/models/model.pt", weights_only=True)
+    other = task.model()
+    other.load_state_dict(state)
+    assert Layout.from_module(other).fingerprint == Layout.from_module(model).fingerprint
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
