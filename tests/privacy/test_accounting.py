@@ -45,6 +45,22 @@ def test_every_subject_in_every_step_is_accounted_by_renyi_divergence() -> None:
     assert compute_epsilon([Charge(5.0, 1.0, 60)], DELTA) == accountant.get_epsilon(DELTA)
 
 
+@pytest.mark.filterwarnings("ignore:Optimal order is the:UserWarning")
+@pytest.mark.parametrize("noise_multiplier", [0.2, 1e-4])
+def test_tiny_noise_is_accounted_without_a_huge_grid(noise_multiplier: float) -> None:
+    # The grid of the PRV accountant would have 4e7 and 1e15 points.
+    accountant = RDPAccountant()
+    accountant.history = [(noise_multiplier, 0.12, 720)]
+    assert compute_epsilon([Charge(noise_multiplier, 0.12, 720)], DELTA) == accountant.get_epsilon(DELTA) > 1000
+
+
+@pytest.mark.parametrize("epsilon", [5.0, 1000.0, 1e6])
+def test_noise_of_a_large_budget_is_found(epsilon: float) -> None:
+    plan = SamplingPlan.build(1000, 50, 1, 2)
+    sigma = solve_noise_multiplier(epsilon, DELTA, plan)
+    assert 0.9 * epsilon < compute_epsilon([plan.build_charge(sigma, 2)], DELTA) <= epsilon
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.randoms())
 @settings(max_examples=4, deadline=None)
 def test_steps_in_any_order_and_any_portions_are_one_long_accountant(portions: list[int], order: random.Random) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,6 +13,12 @@ from ..errors import ConfigError
 
 MIN_EPSILON = 0.05
 """Smallest budget that noise is computed for: the PRV accountant's own error is 0.01."""
+_ACCURACY = 0.01
+"""Error of epsilon of the PRV accountant."""
+_MAX_POINTS = 2**22
+"""Points of the PRV accountant's grid, whose arrays take a gigabyte then; a tiny noise would ask for terabytes."""
+_BOUNDED = "prv of bounded size"
+"""Name of the accountant that does not exceed :data:`_MAX_POINTS`."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +123,39 @@ def solve_noise_multiplier(epsilon: float, delta: float, plan: SamplingPlan) -> 
 def _compute_epsilon(charges: tuple[Charge, ...], delta: float) -> float:
     if not charges:
         return 0.0
-    # The PRV accountant divides by zero without subsampling; Renyi accounting is close to exact there.
-    name = "rdp" if any(charge.sample_rate == 1 for charge in charges) else "prv"
-    accountant = _import_accountants().create_accountant(mechanism=name)
+    accountant = _import_accountants().create_accountant(mechanism=_BOUNDED)
     accountant.history = [(charge.noise_multiplier, charge.sample_rate, charge.steps) for charge in charges]
     return float(_call_quietly(accountant.get_epsilon, delta=delta))
 
 
+def _fits(renyi: Any, delta: float, max_points: int) -> bool:
+    """Return whether the grid of the PRV accountant has at most so many points.
+
+    It covers epsilon at a small delta, in steps that shrink with the number of compositions (Gopi et al. 2021, arXiv
+    2106.02848, theorem 5.5).
+
+    Args:
+        renyi: Opacus's Renyi accountant with the history.
+        delta: probability that epsilon does not bound.
+        max_points: largest number of points.
+    """
+    radius = renyi.get_epsilon(delta=delta / 4000)
+    compositions = sum(steps for _, _, steps in renyi.history)
+    mesh = _ACCURACY / math.sqrt(compositions * math.log(12_000 / delta) / 2)
+    return bool(2 * radius / mesh <= max_points)
+
+
 @lru_cache(maxsize=4096)
 def _solve(epsilon: float, delta: float, unit: Charge) -> float:
+    sigma = _solve_by("rdp", epsilon, delta, unit)
+    renyi = _import_accountants().RDPAccountant()
+    renyi.history = [(sigma, unit.sample_rate, unit.steps)]
+    # Near the limit the two accountants would alternate, and the search would not end.
+    fits = unit.sample_rate < 1 and _call_quietly(_fits, renyi=renyi, delta=delta, max_points=_MAX_POINTS * 3 // 4)
+    return _solve_by(_BOUNDED, epsilon, delta, unit) if fits else sigma
+
+
+def _solve_by(accountant: str, epsilon: float, delta: float, unit: Charge) -> float:
     _import_accountants()
     from opacus.accountants.utils import get_noise_multiplier
 
@@ -135,7 +166,7 @@ def _solve(epsilon: float, delta: float, unit: Charge) -> float:
             target_delta=delta,
             sample_rate=unit.sample_rate,
             steps=unit.steps,
-            accountant="rdp" if unit.sample_rate == 1 else "prv",
+            accountant=accountant,
         )
     except ValueError as error:
         raise ConfigError(
@@ -145,13 +176,30 @@ def _solve(epsilon: float, delta: float, unit: Charge) -> float:
     return float(sigma)
 
 
+@lru_cache(maxsize=1)
 def _import_accountants() -> Any:
     # Opacus takes seconds to import.
     try:
-        import opacus.accountants
+        from opacus import accountants
     except ImportError as error:
         raise ConfigError("privacy needs Opacus: pip install 'flare-sparse[privacy]'") from error
-    return opacus.accountants
+
+    class BoundedAccountant(accountants.PRVAccountant):  # type: ignore[misc]
+        """The PRV accountant where it applies, else the Renyi accountant, whose bound is looser and valid everywhere.
+
+        The PRV accountant divides by zero without subsampling, and its grid must fit into the memory.
+        """
+
+        def get_epsilon(self, delta: float, **options: Any) -> float:
+            renyi = accountants.RDPAccountant()
+            renyi.history = self.history
+            is_subsampled = all(sample_rate < 1 for _, sample_rate, _ in self.history)
+            if is_subsampled and _fits(renyi, delta, _MAX_POINTS):
+                return float(super().get_epsilon(delta, **options))
+            return float(renyi.get_epsilon(delta=delta))
+
+    accountants.register_accountant(_BOUNDED, BoundedAccountant, force=True)
+    return accountants
 
 
 def _call_quietly(function: Callable[..., Any], **arguments: Any) -> Any:
