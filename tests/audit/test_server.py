@@ -13,6 +13,10 @@ from flare_sparse.audit.server import ServerAttacks
 from flare_sparse.errors import DataError
 from flare_sparse.methods import METHODS
 from flare_sparse.policy.policy import PRESETS, Policy, read_policy
+from flare_sparse.privacy.account import PrivacyAccount
+from flare_sparse.privacy.accounting import SamplingPlan
+from flare_sparse.privacy.config import PrivacyConfig
+from flare_sparse.privacy.mechanism import SiteMechanism
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 
@@ -55,6 +59,26 @@ def test_withheld_units_leave_nothing_to_rebuild_one_example_from() -> None:
     policy = Policy(withhold_isolated=True)
     single = next(build_attacks(policy).invert_messages(lambda line: None))
     assert (single.best, single.reason) == (None, "no input could be rebuilt from a first linear layer")
+
+
+def test_first_layer_of_flattened_images_reveals_the_image() -> None:
+    attacks = build_attacks(None)
+    image = torch.randn(1, 1, 3, 4, generator=torch.Generator().manual_seed(1))
+    attacks._model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 1))
+    attacks._others = torch.zeros(2, 1, 3, 4)
+    best = attacks._invert("update", (image, torch.ones(1, 1)))
+    assert best.rebuilt.shape == (1, 3, 4)
+    assert torch.allclose(best.rebuilt, image[0], atol=1e-4)
+
+
+def test_noise_of_a_private_site_hides_the_example() -> None:
+    attacks = build_attacks(None)
+    config, plan = PrivacyConfig(epsilon=None, noise_multiplier=1.0), SamplingPlan.build(30, 10, 1, 1)
+    attacks._site.mechanism = SiteMechanism(config, plan, PrivacyAccount(), "0" * 16, "job")
+    update, scores = attacks.invert_messages(lambda line: None, [1])
+    assert update.best is not None
+    assert update.best.psnr < 15
+    assert (scores.best, scores.reason) == (None, "with privacy a site computes no scores")
 
 
 def test_examples_without_float_inputs_are_not_inverted() -> None:

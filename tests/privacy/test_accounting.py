@@ -54,7 +54,7 @@ def test_tiny_noise_is_accounted_without_a_huge_grid(noise_multiplier: float) ->
     assert compute_epsilon([Charge(noise_multiplier, 0.12, 720)], DELTA) == accountant.get_epsilon(DELTA) > 1000
 
 
-@pytest.mark.parametrize("epsilon", [5.0, 1000.0, 1e6])
+@pytest.mark.parametrize("epsilon", [1000.0, 1e6])
 def test_noise_of_a_large_budget_is_found(epsilon: float) -> None:
     plan = SamplingPlan.build(1000, 50, 1, 2)
     sigma = solve_noise_multiplier(epsilon, DELTA, plan)

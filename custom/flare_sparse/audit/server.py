@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..exchange import Content, Patch
 from ..mask import Mask
 from ..policy.isolation import MAX_EXAMPLES, withhold_isolated_units
 from ..policy.policy import Policy, raise_refusals
+from ..privacy.mechanism import clip_rows
 from ..runs.updates import read_updates
 from ..seeds import derive_seed, make_generator
 from ..training import SampleUsage, Site
@@ -93,14 +94,16 @@ class ServerAttacks:
             raise DataError("inversion needs examples that are tuples whose first part is a tensor of numbers")
         self._others: Tensor = default_collate(known)[0].float()
 
-    def invert_messages(self, on_progress: Callable[[str], None]) -> Iterator[Inversion]:
+    def invert_messages(
+        self, on_progress: Callable[[str], None], sizes: Sequence[int] = BATCH_SIZES
+    ) -> Iterator[Inversion]:
         """Yield the inversion of each message by each number of examples."""
         train = self._site.examples.train
         rows = np.random.default_rng(derive_seed(self._site.seed, "audit inversion")).permutation(
             self._site.num_examples
         )
         for message in ("update", "scores"):
-            for size in BATCH_SIZES:
+            for size in sizes:
                 if size > len(rows):
                     continue
                 on_progress(f"server: inversion of {message} of {size} examples")
@@ -113,10 +116,11 @@ class ServerAttacks:
 
     def _invert(self, message: Message, batch: Any) -> Reconstruction:
         model, task, true, others = self._model, self._assembly.task, batch[0], self._others
-        received = self._apply_policy(message, build_message(task, model, batch, message), len(true))
+        received = self._apply_policy(message, self._build_message(message, batch), len(true))
         mean, found = others.mean(0), []
         linear = read_linear_layer(model, received, message)
-        if linear is not None and linear.shape[1:] == true.shape[1:]:
+        if linear is not None and linear.shape[1] == true[0].numel():
+            linear = linear.reshape(len(linear), *true.shape[1:])
             # Scores show absolute values.
             shown = true.abs() if message == "scores" else true
             known = others.abs().mean(0) if message == "scores" else mean
@@ -132,6 +136,27 @@ class ServerAttacks:
         if not found:
             raise DataError("no input could be rebuilt from a first linear layer")
         return max(found, key=lambda one: one.psnr)
+
+    def _build_message(self, message: Message, batch: Any) -> list[Tensor]:
+        """Return the message; with differential privacy, a step of clipped gradients and noise.
+
+        Raises:
+            DataError: a private site sends no scores.
+        """
+        mechanism, task, model = self._site.mechanism, self._assembly.task, self._model
+        if mechanism is None:
+            return build_message(task, model, batch, message)
+        if message == "scores":
+            raise DataError("with privacy a site computes no scores")
+        count = len(batch[0])
+        gradients = [build_message(task, model, [part[i : i + 1] for part in batch], message) for i in range(count)]
+        rows = torch.stack([torch.cat([value.flatten() for value in values]) for values in gradients])
+        clip = mechanism.config.clip
+        noise = torch.randn(rows.shape[1], generator=make_generator(self._site.seed, "audit noise", count))
+        # Every example takes part: the attacker's best case, since a lot that is drawn at random hides some.
+        noisy = ((clip_rows(rows, clip) + mechanism.noise_multiplier * clip * noise) / count).float()
+        parts = noisy.split([value.numel() for value in gradients[0]])
+        return [part.view_as(value) for part, value in zip(parts, gradients[0], strict=True)]
 
     def _apply_policy(self, message: Message, values: list[Tensor], examples: int) -> list[Tensor]:
         """Return what the policy lets leave.
