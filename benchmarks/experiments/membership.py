@@ -103,7 +103,7 @@ def attack_between_sites(arguments: argparse.Namespace, sparsity: float, seed: i
         config = build_config(arguments.config, arguments.overrides, sparsity, seed)
         run_config_locally(config, arguments.config, out, resume=has_checkpoint(out))
     run = RunResult.read(out)
-    if run.audit:
+    if is_attacked(run.audit):
         return
     assembly, config = load_assembly(out)
     data = prepare_site_data(config, assembly.task, out)
@@ -121,11 +121,16 @@ def build_config(file: Path, overrides: list[str], sparsity: float, seed: int) -
 def read_audit(out: Path, sparsity: float, seed: int) -> dict[str, Any]:
     """Return the attacks of a run by name, and its test error; empty if it was not audited."""
     folder = name_folder(out, sparsity, seed)
-    if not (folder / "summary.json").is_file() or not (record := RunResult.read(folder).audit):
+    if not (folder / "summary.json").is_file() or not is_attacked(record := RunResult.read(folder).audit):
         return {}
     final = RunResult.read(folder).summary["final"]["metrics"]
     losses = json.loads((folder / LOSSES).read_text()) if (folder / LOSSES).is_file() else {}
     return {attack["attack"]: attack for attack in record["attacks"]} | losses | {"mae": final["mae"]}
+
+
+def is_attacked(record: Mapping[str, Any]) -> bool:
+    """Return whether a record of an audit has the attacks between sites."""
+    return any(attack["attack"] == "gradient classifier" for attack in record.get("attacks", []))
 
 
 def format_tables(audits: Audits) -> str:

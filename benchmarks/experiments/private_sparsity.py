@@ -181,7 +181,8 @@ def format_table(rows: list[dict[str, Any]]) -> str:
     seeds = sorted({row["seed"] for row in rows})
     lines = [f"{len(rows)} runs, seeds {seeds}"]
     if rows:
-        lines.append(f"mean age: {format_mean([row['mae_of_mean'] for row in rows if row['arm'] == 'dense'])}")
+        by_seed = {row["seed"]: row["mae_of_mean"] for row in rows}
+        lines.append(f"error of the mean age: {format_mean(list(by_seed.values()))}")
     for title, compute in (
         ("MAE", lambda arm, epsilon, seed: errors.get((arm, epsilon, seed))),
         ("minus dense", lambda *key: subtract(errors.get(key), errors.get(("dense", *key[1:])))),

@@ -71,8 +71,9 @@ def test_first_layer_of_flattened_images_reveals_the_image() -> None:
     assert torch.allclose(best.rebuilt, image[0], atol=1e-4)
 
 
-def test_noise_of_a_private_site_hides_the_example() -> None:
-    attacks = build_attacks(None)
+@pytest.mark.parametrize("policy", [None, Policy(withhold_isolated=True)])
+def test_noise_of_a_private_site_hides_the_example(policy: Policy | None) -> None:
+    attacks = build_attacks(policy)
     config, plan = PrivacyConfig(epsilon=None, noise_multiplier=1.0), SamplingPlan.build(30, 10, 1, 1)
     attacks._site.mechanism = SiteMechanism(config, plan, PrivacyAccount(), "0" * 16, "job")
     update, scores = attacks.invert_messages(lambda line: None, [1])

@@ -104,6 +104,23 @@ def test_run_that_learned_nothing_withstands(runs: Path) -> None:
     assert not (runs / "idle" / "updates").exists()
 
 
+@pytest.mark.parametrize(
+    ("privacy", "claim", "is_wrong"), [("epsilon: 2", 2, False), ("noise_multiplier: 0.001", 0.1, True)]
+)
+def test_canaries_believe_an_honest_budget_and_not_a_false_one(
+    runs: Path, tmp_path: Path, privacy: str, claim: float, is_wrong: bool
+) -> None:
+    file = runs / "job.yaml"
+    learning = "{epochs: 30, batch_size: 64, optimizer: adam, lr: 2e-2}"
+    settings = [f"method={{name: fedavg, rounds: 1, training: {learning}}}", f"privacy={{{privacy}, delta: 1e-5}}"]
+    run_config_locally(load_config(file, settings), file, tmp_path / "run")
+    options = ("--references", 0, "--resamples", 0, "--attackers", "outsider", "--canaries", 200)
+    result = call(tmp_path / "run", *options, "--epsilon", claim)
+    assert result.exit_code == int(is_wrong), result.output
+    canaries = list_attacks(json.loads((tmp_path / "run" / "audit.json").read_text()))["canaries"]
+    assert (canaries["epsilon_lower_bound"] > claim) == canaries["contradicts_claim"] == is_wrong
+
+
 def test_interrupted_audit_trains_no_model_twice(runs: Path) -> None:
     arguments = (runs / "idle", "--references", 1, "--canaries", 0, "--resamples", 0, "--attackers", "outsider")
     first, second = call(*arguments), call(*arguments)
