@@ -18,6 +18,7 @@ from flare_sparse.runs.folder import build_run_facts
 from flare_sparse.runs.model_files import read_mask, save_mask
 from flare_sparse.task import SiteData
 
+CONFIGS = Path(__file__).parents[1] / "app_configs"
 STAYS = "stay,died,med_a,med_b\n" + "".join(f"{i},{i % 2},{i % 2},{i % 3 % 2}\n" for i in range(20))
 
 
@@ -101,3 +102,17 @@ def test_number_of_threads_and_size_of_the_model_are_bounded_before_allocation()
     assert count_model_entries(build_task(job)) == 100_000 * 1_000_002 + 1  # 400 GB if allocated
     with pytest.raises(ConfigError, match="allows max_model_entries 1000000"):
         assemble(job, max_entries=10**6)
+
+
+@pytest.mark.parametrize(
+    ("override", "setting"),
+    [
+        ("privacy={epsilon: 3}", "privacy"),
+        ("wire.aggregation=masked", "wire.aggregation: masked"),
+        ("wire.values=bfloat16", "wire.values: bfloat16"),
+    ],
+)
+def test_job_that_protects_values_refuses_a_network_with_statistics_of_all_sites(override: str, setting: str) -> None:
+    config = load_config(CONFIGS / "fedavg_voxels.yaml", ["federation.min_sites=3", override])
+    with pytest.raises(ConfigError, match=f"^{setting}: the statistics .* without noise.* choose another .*task.model"):
+        assemble(config)

@@ -233,14 +233,16 @@ def _check_statistics(job: JobConfig, layout: Layout) -> None:
     """Raises:
     ConfigError: the network has an input scaler, and the job's messages do not carry its statistics as they are.
     """
-    is_plain = not job.encrypted and job.sum_rules is None and job.wire.values == "float32"
+    is_plain = not job.encrypted and job.sum_rules is None and job.wire.values == "float32" and job.privacy is None
     if build_statistics_mask(layout).count and not is_plain:
         setting = "wire.encryption: ckks" if job.encrypted else f"wire.values: {job.wire.values}"
         if job.sum_rules is not None:
             setting = "wire.aggregation: masked"
+        if job.privacy is not None:
+            setting = "privacy"
         raise ConfigError(
-            f"{setting}: the statistics by which the network standardises its inputs travel in the clear as float32; "
-            "remove the setting, or choose another task.scaling"
+            f"{setting}: the statistics by which the network standardises its inputs travel in the clear as float32, "
+            "without noise; remove the setting, or choose another task.scaling or task.model"
         )
 
 

@@ -142,3 +142,14 @@ def test_normalization_inside_the_brain_follows_the_downsampling() -> None:
     assert normalized.dtype == torch.float32
     assert normalized.shape == (1, 2, 2, 2)
     assert normalized.flatten().tolist() == pytest.approx([-1.349, 0, 0, 0, 1.349, 0, 0, 0])
+
+
+def test_normalization_before_the_downsampling_leaves_the_edge_of_the_brain_alone() -> None:
+    voxels = np.zeros((4, 2, 2), np.float32)
+    # Quartiles 10, 20 and 30; half of the first cube is background, which counts as the median.
+    voxels[:2, 0], voxels[2:, 0], voxels[2:, 1] = 30, 10, 20
+    normalized = build_preprocessing(2, "brain_first")(voxels)
+    assert normalized.dtype == torch.float32
+    assert normalized.flatten().tolist() == pytest.approx([5 * 1.349 / 20, -5 * 1.349 / 20])
+    # After the downsampling, the two cubes are equally dark.
+    assert build_preprocessing(2, "brain")(voxels).flatten().tolist() == [0.0, 0.0]

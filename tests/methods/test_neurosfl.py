@@ -164,6 +164,15 @@ def test_random_mask_needs_no_data(bench: Any, layers: str) -> None:
     assert mask.count == exact if layers == "uniform" else exact - 2 <= mask.count <= exact
 
 
+def test_shuffled_snip_keeps_the_densities_of_the_tensors_and_no_choice(bench: Any) -> None:
+    chosen, shuffled = mask_of(bench), mask_of(bench, scores="shuffled_snip")
+    count = {name: int(bits.sum()) for name, bits in bench.layout.unflatten(chosen.bits).items()}
+    assert {name: int(bits.sum()) for name, bits in bench.layout.unflatten(shuffled.bits).items()} == count
+    assert len({n for n in count.values() if n}) > 1
+    assert shuffled != chosen
+    assert shuffled == mask_of(bench, scores="shuffled_snip")
+
+
 def test_absolute_and_signed_scores_select_different_entries() -> None:
     """docs/algorithms.md, section 8, vector 12."""
     theta = torch.tensor([1.0, -2, 3])

@@ -8,7 +8,9 @@ from torch import nn
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.models import build_model
+from flare_sparse.models.voxels import HemisphereMean
 from flare_sparse.params import MASKABLE, Layout
+from flare_sparse.structure.scaling import InputScaler
 
 
 def maps(network: nn.Sequential, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -123,3 +125,39 @@ def test_alexnet3d_names_the_smallest_volume_and_it_works() -> None:
     network = build_model("alexnet3d", volume=(69, 69, 80))
     assert maskable(network) == 2_568_064 - 128 * 64
     assert network(torch.randn(2, 1, 69, 69, 80)).shape == (2, 1)
+
+
+def test_voxel_mlp_has_the_stated_weights_and_statistics() -> None:
+    network = build_model("voxel_mlp")
+    tensors = Layout.from_module(network).tensors
+    assert maskable(network) == 205_696
+    assert sum(entry.size for entry in tensors if entry.role == "buffer") == 16_065
+    linear = build_model("voxel_mlp", volume=(4, 3, 2), hidden=(), symmetric=False)
+    assert maskable(linear) == 4 * 3 * 2
+    assert linear(torch.randn(5, 1, 4, 3, 2)).shape == (5, 1)
+
+
+@pytest.mark.parametrize("depth", [4, 5])
+def test_symmetric_voxel_mlp_predicts_the_same_for_a_mirror_image(depth: int) -> None:
+    volumes = torch.randn(3, 1, depth, 3, 2)
+    network, lateral = (build_model("voxel_mlp", volume=(depth, 3, 2), symmetric=value) for value in (True, False))
+    with torch.inference_mode():
+        torch.testing.assert_close(network(volumes), network(volumes.flip(2)))
+        assert not torch.allclose(lateral(volumes), lateral(volumes.flip(2)))
+
+
+def test_hemisphere_mean_keeps_the_middle_plane() -> None:
+    volumes = torch.tensor([1.0, 2.0, 7.0, 4.0, 5.0]).view(1, 1, 5, 1, 1)
+    assert HemisphereMean()(volumes).flatten().tolist() == [3.0, 3.0, 7.0]
+
+
+def test_voxel_mlp_standardises_each_voxel_by_its_statistics() -> None:
+    network = build_model("voxel_mlp", volume=(2, 1, 1), hidden=(), symmetric=False)
+    scaler = next(part for part in network.modules() if isinstance(part, InputScaler))
+    inputs = torch.tensor([[10.0, 0.0], [30.0, 0.0]])
+    scaler.statistics.copy_(scaler.compute_statistics(inputs))
+    received: list[torch.Tensor] = []
+    scaler.register_forward_hook(lambda module, given, result: received.append(result))
+    with torch.inference_mode():
+        network(torch.tensor([[10.0, 0.0], [40.0, 0.5]]).view(2, 1, 2, 1, 1))
+    assert received[0].tolist() == [[-1.0, 0.0], [2.0, 0.5]]

@@ -14,10 +14,12 @@ import torch
 from pydantic import ValidationError
 from torch.utils.data import Dataset
 
+from flare_sparse.assemble import build_initial_model
 from flare_sparse.data.phantom import write_phantoms
 from flare_sparse.errors import DataError
 from flare_sparse.task import SiteData, Task, iterate_minibatches
 from flare_sparse.tasks import TASKS
+from flare_sparse.training import Site
 
 SHAPE = (16, 20, 16)
 SMALL = {"shape": SHAPE, "downsample": 1, "model": {"name": "brain_age_cnn_3mm", "channels": [2, 2, 2], "reduced": 2}}
@@ -82,6 +84,20 @@ def test_volumes_are_augmented_and_ages_stay(brains: Path) -> None:
 def test_subset_selects_a_sites_subjects(brains: Path) -> None:
     examples = task().load(SiteData("a", brains, ("sub-01001", "sub-02003", "sub-01002")), seed=0)
     assert (examples.n_train, examples.n_test) == (2, 1)
+
+
+def test_site_sends_the_statistics_of_its_training_voxels(brains: Path) -> None:
+    voxels = task(model={"name": "voxel_mlp", "hidden": [2]}, normalization="brain_first", downsample=4)
+    layout, _ = build_initial_model(voxels, seed=0)
+    examples = voxels.load(SiteData("site-1", brains), seed=0)
+    sent = layout.unflatten(Site("site-1", voxels, examples, layout, seed=0).compute_statistics())["2.statistics"]
+    volumes = torch.stack([examples.train[i][0] for i in range(8)])
+    # 4x5x4 voxels, of which the two halves are averaged.
+    halves = ((volumes + volumes.flip(2)) / 2)[:, 0, :2].flatten(1).double()
+    assert sent.shape == (5, 2 * 5 * 4)
+    assert sent[0].tolist() == [8.0] * 40
+    torch.testing.assert_close(sent[1].double(), halves.mean(0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sent[3].double(), halves.std(0, correction=0), rtol=1e-6, atol=1e-6)
 
 
 def test_every_kind_of_unusable_subject_is_listed_by_id(damaged: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from ..errors import DataError
 from .nifti import format_shape, read_nifti
 
-Normalization = Literal["volume", "brain"]
+Normalization = Literal["volume", "brain", "brain_first"]
 _IQR_OF_NORMAL = 1.349
 """Interquartile range of a normal distribution in units of its standard deviation."""
 
@@ -28,19 +28,19 @@ def build_preprocessing(downsample: int, normalization: Normalization = "volume"
     Args:
         downsample: voxels per side of a cube.
         normalization: ``volume`` z-scores each volume by its own mean and standard deviation (FedSparsify, section 4);
-            ``brain`` is :func:`normalize_brain`.
+            ``brain`` is :func:`normalize_brain` after the averaging; ``brain_first`` before it, so that a cube at the
+            edge of the brain does not depend on how much background it contains.
     """
     from monai.transforms import Compose, EnsureChannelFirst, EnsureType, NormalizeIntensity
 
-    preprocess: Callable[[Any], Any] = Compose(
-        [
-            EnsureChannelFirst(channel_dim="no_channel"),
-            nn.AvgPool3d(downsample),
-            *([NormalizeIntensity()] if normalization == "volume" else []),
-            EnsureType(dtype=torch.float32, track_meta=False),
-            *([normalize_brain] if normalization == "brain" else []),
-        ]
-    )
+    to_tensor = EnsureType(dtype=torch.float32, track_meta=False)
+    pool = nn.AvgPool3d(downsample)
+    steps = {
+        "volume": [pool, NormalizeIntensity(), to_tensor],
+        "brain": [pool, to_tensor, normalize_brain],
+        "brain_first": [to_tensor, normalize_brain, pool],
+    }
+    preprocess: Callable[[Any], Any] = Compose([EnsureChannelFirst(channel_dim="no_channel"), *steps[normalization]])
     return preprocess
 
 

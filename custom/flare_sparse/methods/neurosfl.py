@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction, top_k, top_k_per_tensor
 from ..params import Layout
-from ..scores.erk import compute_erk_densities, draw_random_mask
+from ..scores.erk import compute_erk_densities, draw_random_mask, shuffle_mask
 from ..scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
 from ..seeds import make_generator
 from ..training import Site
@@ -39,10 +39,11 @@ class Config(AveragingConfig):
     sparsity: float = Field(
         0.9, ge=0, lt=1, description="p: share of the maskable entries that is off for the whole run"
     )
-    scores: Literal["snip", "iter_snip", "weighted_snip", "individual_snip", "random"] = Field(
+    scores: Literal["snip", "iter_snip", "weighted_snip", "individual_snip", "shuffled_snip", "random"] = Field(
         "snip",
         description="snip: sum of the sites' |saliency|; weighted_snip: weighted by examples; iter_snip: several "
-        "minibatches or steps; individual_snip: a mask of its own for every site; random: no data needed",
+        "minibatches or steps; individual_snip: a mask of its own for every site; shuffled_snip: random places, with "
+        "snip's number in each tensor; random: no data needed",
     )
     iter_snip: Literal["minibatch", "progressive"] = Field(
         "minibatch", description="average over minibatches, or prune in steps (De Jorge et al.)"
@@ -282,6 +283,8 @@ class NeuroSFL(Method[Config, State]):
         ]
         if step < self.config.score_steps:
             return replace(state, step=step, masks=tuple(mask | ~maskable for mask in masks))
+        if self.config.scores == "shuffled_snip":
+            masks = [shuffle_mask(self.layout, maskable, masks[0], make_generator(self.seed, "shuffled mask"))]
         owners = tuple(contribution.site for contribution in contributions) if self.config.has_individual_masks else ()
         return self._start_training(replace(state, step=step, owners=owners), masks)
 

@@ -17,11 +17,13 @@ from .brain_age import brain_age_cnn, brain_age_cnn_3mm
 from .resnet import resnet32, resnet44, resnet56, resnet110
 from .segmentation import basic_unet, dyn_unet, seg_resnet, swin_unetr
 from .small import image_cnn, image_cnn6, image_mlp, mlp
+from .voxels import voxel_mlp
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "brain_age_cnn": brain_age_cnn,
     "brain_age_cnn_3mm": brain_age_cnn_3mm,
     "alexnet3d": alexnet3d,
+    "voxel_mlp": voxel_mlp,
     "resnet32": resnet32,
     "resnet44": resnet44,
     "resnet56": resnet56,

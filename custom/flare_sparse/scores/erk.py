@@ -1,4 +1,4 @@
-"""Erdos-Renyi-Kernel densities per tensor (RigL, Evci et al. 2020; DisPFL's initial masks)."""
+"""Random masks with given densities per tensor, such as Erdos-Renyi-Kernel (RigL, Evci et al. 2020; DisPFL)."""
 
 from __future__ import annotations
 
@@ -37,10 +37,27 @@ def compute_erk_densities(layout: Layout, pool: Mask, density: float) -> dict[st
 
 def draw_random_mask(layout: Layout, pool: Mask, densities: dict[str, float], generator: torch.Generator) -> Mask:
     """Draw a random mask nested in ``pool`` with ``floor(density * size)`` live entries of each tensor."""
+    candidates = layout.unflatten(pool.bits)
+    counts = {name: floor_fraction(density, int(candidates[name].sum())) for name, density in densities.items()}
+    return _draw_entries(layout, pool, counts, generator)
+
+
+def shuffle_mask(layout: Layout, pool: Mask, mask: Mask, generator: torch.Generator) -> Mask:
+    """Draw a random mask nested in ``pool`` with as many live entries of each tensor as ``mask`` has there.
+
+    It separates the densities of the layers from the choice within them: Frankle et al. 2021, "Pruning Neural Networks
+    at Initialization: Why Are We Missing the Mark?", section 5.
+    """
+    counts = {name: int(bits.sum()) for name, bits in layout.unflatten((mask & pool).bits).items()}
+    return _draw_entries(layout, pool, counts, generator)
+
+
+def _draw_entries(layout: Layout, pool: Mask, counts: dict[str, int], generator: torch.Generator) -> Mask:
+    """Draw a number of entries of each tensor, by name, from the pool."""
     noise: Tensor = torch.rand(layout.size, generator=generator)
     mask = Mask.empty(layout.size)
     for spec in layout.tensors:
-        if spec.name in densities:
+        if counts.get(spec.name):
             candidates = Mask.from_tensors(layout, lambda s, spec=spec: s is spec) & pool  # type: ignore[misc]
-            mask = mask | top_k(noise, floor_fraction(densities[spec.name], candidates.count), candidates)
+            mask = mask | top_k(noise, counts[spec.name], candidates)
     return mask

@@ -86,8 +86,8 @@ def build_statistics_mask(layout: Layout) -> Mask:
     if missing := names - {spec.name for spec in layout.tensors}:
         raise ConfigError(
             f"the network standardises its inputs by statistics of all sites, but this method does not exchange "
-            f"{min(missing)}: it belongs to a frozen base model or stays at the sites. Choose another task.scaling or "
-            "another method"
+            f"{min(missing)}: it belongs to a frozen base model or stays at the sites. Choose another task.scaling, "
+            "task.model or method"
         )
     return Mask.from_tensors(layout, lambda spec: spec.name in names)
 

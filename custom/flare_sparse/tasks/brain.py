@@ -39,8 +39,8 @@ class BrainConfig(AdaptedTaskConfig):
     )
     normalization: Normalization = Field(
         "volume",
-        description="volume: z-score of all voxels; brain: median and quartiles inside the brain, 0 outside; for "
-        "volumes that hold the brain alone",
+        description="volume: z-score of all voxels; brain: median and quartiles inside the brain, 0 outside; "
+        "brain_first: the same, before the downsampling; the latter two for volumes that hold the brain alone",
     )
     augmentation: Augmentation = Field(
         default_factory=Augmentation, description="random changes of the training inputs; none by default"
