@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from flare_sparse.assemble import assemble, count_model_entries, open_site
@@ -116,3 +117,28 @@ def test_job_that_protects_values_refuses_a_network_with_statistics_of_all_sites
     config = load_config(CONFIGS / "fedavg_voxels.yaml", ["federation.min_sites=3", override])
     with pytest.raises(ConfigError, match=f"^{setting}: the statistics .* without noise.* choose another .*task.model"):
         assemble(config)
+
+
+def test_mean_and_spread_of_a_sites_targets_stay_there_from_the_start(tmp_path: Path) -> None:
+    (tmp_path / "ages.csv").write_text("x,age\n" + "".join(f"{i % 7},{20 + i}\n" for i in range(20)))
+    settings = {
+        "name": "job",
+        "method": {"name": "fedavg", "rounds": 1, "personal": "site"},
+        "task": {"name": "table", "kind": "regression", "target": "age", "features": ["x"], "target_scaling": "site"},
+    }
+    assembly = assemble(parse_job(settings))
+    assert "target.statistics" not in {spec.name for spec in assembly.layout.tensors}
+    site = open_site(assembly, SiteData("a", tmp_path / "ages.csv"))
+    site.evaluate(assembly.weights)
+    layout, vector = site.evaluated or pytest.fail("nothing was evaluated")
+    ages = torch.stack([age for _, age in site.examples.train])
+    expected = [ages.mean().item(), ages.std(correction=0).item()]
+    assert layout.unflatten(vector)["target.statistics"].tolist() == pytest.approx(expected)
+    # Elsewhere, and at the server, they are unknown.
+    assert assembly.personal["target.statistics"].tolist() == [0, 1]
+    # Nothing but these stays, so there is nothing to train, and no later round changes them.
+    site.train(assembly.weights, Mask.full(assembly.layout.size), assembly.method.config.training, 1)
+    assert site.memory["personal"].tolist() == pytest.approx(expected)
+    shared = {**settings, "method": {"name": "fedavg"}}
+    with pytest.raises(ConfigError, match=r"describes the data of one site .*; set method\.personal: site"):
+        assemble(parse_job(shared))

@@ -478,3 +478,13 @@ def test_early_stopping_needs_validation_examples(file: Path) -> None:
     config = load_config(file, [stopping, "task.split.validation=0.1"])
     assert build_rules(config).patience == 3
     assert build_rules(load_config(file)).patience is None
+
+
+def test_choice_by_validation_needs_validation_examples(file: Path) -> None:
+    choice = "method={name: fedavg, finetune: {proximal: [0.1, 1]}}"
+    assert (
+        "method.finetune.proximal: validation examples decide, but task.split.validation is 0"
+        in (load_problems(file, choice)[0])
+    )
+    assert load_config(file, [choice, "task.split.validation=0.1"]).method.config.decided_by_validation
+    load_config(file, ["method={name: fedavg, finetune: {proximal: 0.1}}"])

@@ -28,7 +28,7 @@ from .privacy.config import PrivacyConfig
 from .privacy.mechanism import SiteMechanism
 from .privacy.metrics import MetricRelease
 from .seeds import seed_torch
-from .structure.scaling import build_statistics_mask
+from .structure.scaling import build_statistics_mask, find_site_tensors
 from .task import SiteData, Task, load_examples
 from .training import Site
 from .training.personal import select_personal
@@ -91,6 +91,7 @@ def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | N
     personal = {name: tensors.pop(name).clone() for name in select_personal(network, job.method.config.personal)}
     layout = network.drop(personal)
     _check_statistics(job, layout)
+    _check_site_tensors(layout)
     weights = layout.flatten(tensors) if personal else initial
     run_id = compute_run_id(serialize_job(job), layout)
     method = build_method(job, layout)
@@ -148,7 +149,9 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
     site_settings = validate_site_settings(method, data)
     examples = load_examples(assembly.task, data, method.seed)
     device = str(method.config.training.torch_device)
-    personal = assembly.personal
+    # What describes the site's own examples; all other tensors start with the values that the seed gives every site.
+    described = assembly.task.describe_site(examples.train) if examples.n_train else {}
+    personal = {name: described.get(name, values) for name, values in assembly.personal.items()}
     site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device, personal=personal)
     site.site_settings = site_settings
     if assembly.privacy is None:
@@ -243,6 +246,18 @@ def _check_statistics(job: JobConfig, layout: Layout) -> None:
         raise ConfigError(
             f"{setting}: the statistics by which the network standardises its inputs travel in the clear as float32, "
             "without noise; remove the setting, or choose another task.scaling or task.model"
+        )
+
+
+def _check_site_tensors(layout: Layout) -> None:
+    """Raises:
+    ConfigError: what describes the sites' own data would be exchanged.
+    """
+    exchanged = {spec.name for spec in layout.tensors} & set(find_site_tensors(layout))
+    if exchanged:
+        raise ConfigError(
+            f"task: {min(exchanged)} describes the data of one site and must stay there; set method.personal: site, or "
+            "name it among the patterns"
         )
 
 

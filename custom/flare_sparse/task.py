@@ -256,6 +256,13 @@ class Task(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no cohort(); give each simulated site its own folder")
 
+    def describe_site(self, train: Dataset[Any]) -> dict[str, Tensor]:
+        """Return what the network knows of a site's own training examples, by name of the tensor; by default nothing.
+
+        These tensors must stay at the site (``method.personal``); the values are those before training.
+        """
+        return {}
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss over one batch, a scalar."""

@@ -23,19 +23,24 @@ from flare_sparse.runs.model_files import list_site_models
 RUN = "a" * 16
 
 
-def end_job(kit: Path, personal: Any) -> None:
+def end_job(kit: Path, personal: Any = (), **settings: Any) -> None:
     """End a job at a site that has evaluated a model."""
     bench = ToyBench(Toy(), personal=personal)
     site = bench.site(1)
     site.evaluate(bench.weights)
     session = SiteSession()
-    session._endpoint = SiteEndpoint(site, bench.method("fedavg"), RUN, "float32")
+    session._endpoint = SiteEndpoint(site, bench.method("fedavg", **settings), RUN, "float32")
     engine = SimpleNamespace(get_workspace=lambda: SimpleNamespace(get_root_dir=lambda: str(kit)))
     session.handle_event(EventType.END_RUN, SimpleNamespace(get_engine=lambda: engine))  # type: ignore[arg-type]
 
 
 def test_site_that_keeps_tensors_saves_its_network_in_its_startup_kit(tmp_path: Path) -> None:
     end_job(tmp_path, "norms")
+    assert list(list_site_models(tmp_path / MODELS_FOLDER / RUN)) == ["site-1"]
+
+
+def test_site_saves_its_fine_tuned_model_in_its_startup_kit(tmp_path: Path) -> None:
+    end_job(tmp_path, finetune={"epochs": 1})
     assert list(list_site_models(tmp_path / MODELS_FOLDER / RUN)) == ["site-1"]
 
 

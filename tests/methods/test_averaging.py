@@ -16,6 +16,7 @@ from flare_sparse.errors import ConfigError
 from flare_sparse.federation import Reply, RoundRules
 from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS
+from flare_sparse.methods.support.finetuning import FineTuning
 from flare_sparse.params import compute_digest
 from flare_sparse.training.loop import TrainingDiverged
 
@@ -186,21 +187,20 @@ def test_fine_tuning_has_its_own_rate_and_pull() -> None:
         {
             "rounds": 5,
             "training": {"lr": 0.1, "lr_decay": 0.5, "proximal": 0.3, "schedule": {"kind": "cosine"}},
-            "finetune_epochs": 4,
-            "finetune_lr": 0.02,
-            "finetune_proximal": 2.0,
+            "finetune": {"epochs": 4, "lr": 0.02, "proximal": 2.0},
         }
     )
-    assert method.finetuning.compute_learning_rate(6) == pytest.approx(0.02)
-    assert (method.finetuning.epochs, method.finetuning.proximal) == (4, 2.0)
-    plain = method.model_copy(update={"finetune_lr": None, "finetune_proximal": None})
-    assert plain.finetuning.lr == plain.get_training(5).lr
-    assert plain.finetuning.proximal == 0.3
+    (training,) = method.finetune.list_trainings(method.get_training(6), 6)
+    assert training.compute_learning_rate(6) == pytest.approx(0.02)
+    assert (training.epochs, training.proximal) == (4, 2.0)
+    (plain,) = FineTuning(epochs=4).list_trainings(method.get_training(6), 6)
+    assert plain.lr == method.get_training(5).lr
+    assert plain.proximal == 0.3
 
 
 def test_pull_keeps_the_fine_tuned_model_near_the_global_one(bench: Any) -> None:
     free, pulled = (
-        bench.run("fedavg_ft", training={**SGD, "epochs": 3}, finetune_epochs=20, finetune_proximal=strength)[0]
+        bench.run("fedavg_ft", training={**SGD, "epochs": 3}, finetune={"epochs": 20, "proximal": strength})[0]
         for strength in (0.0, 10.0)
     )
     assert torch.equal(free.weights, pulled.weights)

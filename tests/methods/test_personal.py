@@ -14,6 +14,7 @@ from flare_sparse.checkpoint.store import Store
 from flare_sparse.endpoints.site_state import SiteSnapshot
 from flare_sparse.errors import ConfigError
 from flare_sparse.federation import RoundRules
+from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.params import Layout, compute_digest
 from flare_sparse.runs.model_files import list_site_models, read_model, save_site_model
@@ -48,6 +49,17 @@ def build(
 def collect(federation: LocalFederation) -> dict[str, torch.Tensor]:
     """Return the tensors that each site keeps, as one vector."""
     return {name: site.memory[PERSONAL] for name, site in federation.sites.items() if PERSONAL in site.memory}
+
+
+def test_saved_network_is_complete_where_a_mask_leaves_a_whole_tensor_out() -> None:
+    bench = ToyBench(Toy(), personal="norms")
+    site = bench.site(1)
+    head = Mask.from_tensors(bench.layout, lambda spec: spec.name in HEAD)
+    site.train(bench.weights, ~head, bench.method("fedavg").config.training, 1)
+    site.evaluate(bench.weights)
+    layout, vector = site.evaluated or pytest.fail("nothing was evaluated")
+    assert layout.fingerprint == Layout.from_module(Toy().model()).fingerprint
+    assert torch.equal(bench.layout.flatten(layout.unflatten(vector)), bench.weights)
 
 
 def test_groups_and_patterns_name_tensors_of_the_network() -> None:

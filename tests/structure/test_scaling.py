@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flare_sparse.errors import ConfigError
 from flare_sparse.params import Layout
 from flare_sparse.structure import build_channel_graph
-from flare_sparse.structure.scaling import InputScaler, build_statistics_mask, is_valid, pool_statistics
+from flare_sparse.structure.scaling import InputScaler, TargetScaler, build_statistics_mask, is_valid, pool_statistics
 
 
 def draw_table(rows: int, seed: int) -> Tensor:
@@ -89,3 +89,21 @@ def test_statistics_that_are_not_exchanged_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"does not exchange 0\.statistics"):
         build_statistics_mask(layout)
     assert build_statistics_mask(Layout.from_module(nn.Linear(1, 1))).count == 0
+
+
+def test_clip_bounds_standardised_inputs_only() -> None:
+    scaler = InputScaler([True, False], clip=2.0)
+    table = torch.tensor([[0.0, 9.0], [1.0, 9.0], [100.0, 9.0]])
+    assert scaler(table).tolist() == table.tolist(), "unknown statistics clip nothing"
+    scaler.statistics[:, 0] = torch.tensor([3.0, 0.0, 0.0, 1.0, 0.0])
+    assert scaler(table).tolist() == [[0.0, 9.0], [1.0, 9.0], [2.0, 9.0]]
+
+
+def test_target_scaler_has_center_and_spread_of_the_targets() -> None:
+    scaler = TargetScaler()
+    assert scaler(torch.tensor([[2.0]])).item() == 2.0
+    scaler.statistics.copy_(scaler.compute_statistics(torch.tensor([[20.0], [40.0]])))
+    assert scaler.statistics.tolist() == [30.0, 10.0]
+    assert scaler(torch.tensor([[2.0]])).item() == 50.0
+    assert scaler.compute_statistics(torch.tensor([[7.0]])).tolist() == [7.0, 1.0]
+    assert scaler.compute_statistics(torch.zeros(0, 1)).tolist() == [0.0, 1.0]

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
+from flare_sparse.data.atlases import ATLASES
 from flare_sparse.errors import DataError
 from flare_sparse.task import Examples, SiteData
 from flare_sparse.tasks.outcomes import compute_c_index, compute_cox_loss
@@ -252,3 +253,41 @@ def test_table_is_federated_without_code(task: str, metric: str, tmp_path: Path)
     assert run["pooled"][metric] > 0.9
     assert run["differences"]["site_mean"][metric]["verdict"] == "ahead"
     assert run["differences"]["site_mean"][metric]["second"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_atlas_stands_for_its_columns() -> None:
+    task = TableTask({"kind": "regression", "target": "age", "features": ["desikan", "sex"]})
+    assert task.config.features == (*ATLASES["desikan"], "sex")
+    assert task.config.num_inputs == len(ATLASES["desikan"]) + 1
+
+
+def test_scaled_numbers_are_clipped_and_categories_are_not(tmp_path: Path) -> None:
+    task = build(id="patient", scaling={"age": [50, 10]}, clip=0.5)
+    inputs = {name: row for name, (row, _) in collect(task.load(write(tmp_path), seed=1)).items()}
+    assert inputs == {"p1": [0.5, 1, 0], "p2": [-0.5, 0, 1], "p3": [0.0, 1, 0], "p4": [0.5, 0, 1]}
+
+
+AGE = {"kind": "regression", "target": "age", "features": ["months"], "categories": {}, "id": "patient"}
+
+
+def test_network_predicts_in_units_of_the_sites_own_targets(tmp_path: Path) -> None:
+    task = build(**AGE, target_scale=[50, 10], target_scaling="site", scaling="none", split={"test": 0.25})
+    examples = task.load(write(tmp_path), seed=1)
+    ages = np.array([age for _, age in (collect(examples)[name] for name in examples.train_ids)])
+    (statistics,) = task.describe_site(examples.train).values()
+    assert statistics.tolist() == pytest.approx([(ages.mean() - 50) / 10, ages.std() / 10])
+    network = task.model()
+    network.get_buffer("target.statistics").copy_(statistics)
+    # An output of 0 is the mean of the site, and one of 1 a standard deviation above it.
+    for parameter in network.parameters():
+        torch.nn.init.zeros_(parameter)
+    batch = next(task.iterate_batches(examples.test, 1))
+    assert task.predict(network, batch)[0].item() == pytest.approx(ages.mean())
+    torch.nn.init.ones_(list(network.parameters())[-1])
+    assert task.predict(network, batch)[0].item() == pytest.approx(ages.mean() + ages.std())
+    assert build(**AGE).describe_site(examples.train) == {}
+
+
+def test_target_scaling_needs_numbers() -> None:
+    with pytest.raises(ValidationError, match="target_scaling is for kind regression, not for binary"):
+        build(target_scaling="site")

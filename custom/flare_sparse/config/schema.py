@@ -359,11 +359,16 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_early_stopping(self) -> JobConfig:
+    def _check_validation(self) -> JobConfig:
         if self.federation.early_stopping is not None and not self.task.config.split.validation:
             raise ValueError(
                 "federation.early_stopping needs validation examples, but task.split.validation is 0; set it, such as "
                 "to 0.1, or leave early_stopping out"
+            )
+        if (setting := self.method.config.decided_by_validation) and not self.task.config.split.validation:
+            raise ValueError(
+                f"method.{setting}: validation examples decide, but task.split.validation is 0; set it, such as to "
+                "0.1, or give one value"
             )
         return self
 

@@ -34,6 +34,10 @@ class Features:
         scaled = np.where(self.numbers, (self.values - center) / spread, self.values)
         return replace(self, values=scaled)
 
+    def clip(self, limit: float) -> Features:
+        """Return the features with numbers between ``-limit`` and ``limit``."""
+        return replace(self, values=np.where(self.numbers, np.clip(self.values, -limit, limit), self.values))
+
     def impute(self) -> Features:
         """Return the features with a missing number at 0, the center after scaling."""
         return replace(self, values=np.nan_to_num(self.values, nan=0.0))

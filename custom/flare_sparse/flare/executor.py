@@ -45,6 +45,9 @@ class SparseExecutor(Executor):
             endpoint = session.get_endpoint(fl_ctx)
             session.attach(fl_ctx, abort_signal)
             update = endpoint.answer(request)
+            # Not at the end of the job alone: a process that dies before it would take the site's own model with it.
+            if request.round > endpoint.method.config.rounds:
+                session.save_own_model(fl_ctx)
         except Exception as error:  # noqa: BLE001 - an error in a task or a model must not stop the site's process
             return self._refuse(error, get_failure_code(error), fl_ctx)
         reply = update_to_dxo(update, endpoint.site.layout).to_shareable()

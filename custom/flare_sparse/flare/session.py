@@ -132,19 +132,26 @@ class SiteSession(FLComponent):
         self._hello: dict[str, str | int | float] | None = None
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Watch the command that started the simulator; write the site's own model at the end of a job."""
+        """Watch the command that started the simulator; save the site's own model at the end of a job."""
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.START_RUN:
             watch_command()
         if self._script is not None:
             self._script.handle_event(event_type, fl_ctx)
+        if event_type == EventType.END_RUN:
+            self.save_own_model(fl_ctx)
+
+    def save_own_model(self, fl_ctx: FLContext) -> None:
+        """Save the site's own model, if its method gives it one: beside the others' in a simulation, else in its kit.
+
+        The server cannot rebuild such a model, and the site's checkpoints end with the job.
+        """
         folder, endpoint = os.environ.get(SITE_MODELS_VARIABLE), self._endpoint
-        if event_type != EventType.END_RUN or endpoint is None:
+        if endpoint is None or not endpoint.method.site_model:
             return
-        if folder and endpoint.method.site_model:
+        if folder:
             save_site_model(Path(folder), endpoint.site)
-        # Elsewhere the server cannot rebuild such a model, and the site's checkpoints end with the job.
-        elif endpoint.method.config.personal:
+        else:
             save_site_model(Path(get_workspace(fl_ctx).get_root_dir()) / MODELS_FOLDER / endpoint.run, endpoint.site)
 
     def get_endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:

@@ -12,12 +12,11 @@ from typing import final
 from torch import Tensor
 
 from ..exchange import Contribution, Patch
-from .method import Method
-from .support.averaging import AveragedState, FedAvgConfig, finalize_average, learn_average
+from .support.averaging import AveragedState, AveragingMethod, FedAvgConfig, learn_average
 
 
 @final
-class FedAvg(Method[FedAvgConfig, AveragedState]):
+class FedAvg(AveragingMethod[FedAvgConfig, AveragedState]):
     """Every site trains the whole model; the server averages the models, weighted by examples."""
 
     name = "fedavg"
@@ -31,9 +30,6 @@ class FedAvg(Method[FedAvgConfig, AveragedState]):
 
     def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
         return learn_average(state, contributions, self.config, self.layout)
-
-    def finalize(self, state: AveragedState) -> AveragedState:
-        return finalize_average(state)
 
     def model(self, state: AveragedState) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from ..exchange import Contribution, Patch
 from ..mask import Mask, floor_fraction, prune_mask
-from .method import MaskPreset, Method
-from .support.averaging import AveragingConfig, finalize_average
+from .method import MaskPreset
+from .support.averaging import AveragingConfig, AveragingMethod
 from .support.schedules import compute_polynomial_sparsity
 from .traffic import MessageFacts, SelectionBounds
 
@@ -41,7 +41,7 @@ class Config(AveragingConfig):
     @property
     def privacy_blocker(self) -> str | None:
         # The server prunes models that are private already: post-processing, which costs nothing.
-        return None
+        return self.finetune_blocker
 
     def compute_sparsity(self, t: int) -> float:
         """Return s_t, the share of pruned entries after round ``t`` (Eq. 1)."""
@@ -76,7 +76,7 @@ class State:
 
 
 @final
-class FedSparsify(Method[Config, State]):
+class FedSparsify(AveragingMethod[Config, State]):
     """Sites train the live entries; the server averages them and prunes the smallest of the whole model."""
 
     name = "fedsparsify"
@@ -96,9 +96,6 @@ class FedSparsify(Method[Config, State]):
         weights = weights * mask.bits
         memory = update_model_average(memory, weights, mask, config.model_average, t, config.rounds)
         return State(t + 1, weights, mask, memory)
-
-    def finalize(self, state: State) -> State:
-        return finalize_average(state)
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, state.mask)

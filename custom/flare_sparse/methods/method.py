@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -64,7 +64,8 @@ class MethodConfig(BaseModel):
     personal: Personal = Field(
         (),
         description="tensors that stay at each site and are its own; norms: normalisation layers with their running "
-        "statistics (FedBN); head: the last layer (FedPer); or patterns of names, such as ['3.*']",
+        "statistics (FedBN); head: the last layer (FedPer); site: what describes the site's own data, such as "
+        "mean and spread of its targets (task.target_scaling); or patterns of names, such as ['3.*']",
     )
 
     def get_training(self, t: int) -> TrainingConfig:
@@ -126,6 +127,11 @@ class MethodConfig(BaseModel):
             lots_in_pass: expected number of lots of one pass over the site's subjects.
         """
         return 0
+
+    @property
+    def decided_by_validation(self) -> str:
+        """Name of the setting whose value the sites' validation examples decide; empty: none."""
+        return ""
 
     @property
     def script_blocker(self) -> str | None:
@@ -198,18 +204,18 @@ class Method(ABC, Generic[ConfigT, StateT]):
             raise ConfigError(f"method.personal: {self.name} {self.personal_blocker}; leave personal out")
 
     @classmethod
-    def describe_site_model(cls, *, is_personal: bool) -> str:
+    def describe_site_model(cls, settings: Mapping[str, Any]) -> str:
         """Return what each site's own model is, which the final metrics are of; empty: they are of the run's model.
 
         Args:
-            is_personal: whether tensors stay at the sites (``config.personal``).
+            settings: the method's settings, as in a configuration.
         """
-        return cls.personal_model or ("the run's model with the site's own tensors" if is_personal else "")
+        return cls.personal_model or ("the run's model with the site's own tensors" if settings.get("personal") else "")
 
     @property
     def site_model(self) -> str:
         """What each site's own model is, see :meth:`describe_site_model`."""
-        return self.describe_site_model(is_personal=bool(self.config.personal))
+        return self.describe_site_model(dict(self.config))
 
     @cached_property
     def full_mask(self) -> Mask:

@@ -19,15 +19,15 @@ from ..aggregation.robust import aggregate
 from ..aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from ..aggregation.weighted import Weights, average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
 from ..errors import ConfigError
-from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction, top_k, top_k_per_tensor
 from ..params import Layout
 from ..scores.erk import compute_erk_densities, draw_random_mask, shuffle_mask
 from ..scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
 from ..seeds import make_generator
 from ..training import Site
-from .method import TRAIN, MaskPreset, Method, broadcast
-from .support.averaging import AveragingConfig, finalize_average
+from .method import TRAIN, MaskPreset, broadcast
+from .support.averaging import AveragingConfig, AveragingMethod
 from .support.masks import unite_masks
 from .traffic import MessageFacts, SelectionBounds
 
@@ -91,7 +91,7 @@ class Config(AveragingConfig):
     @property
     def privacy_blocker(self) -> str | None:
         # Scores are computed from noisy gradients then, and charged.
-        return None
+        return self.finetune_blocker
 
     def count_score_lots(self, lots_in_pass: int) -> int:
         return self.score_steps * (self.minibatches or lots_in_pass)
@@ -147,7 +147,7 @@ class State:
 
 
 @final
-class NeuroSFL(Method[Config, State]):
+class NeuroSFL(AveragingMethod[Config, State]):
     """Phase 1: every site scores the initial model, the server keeps the top; phase 2: FedAvg of the live entries."""
 
     name = "neurosfl"
@@ -216,7 +216,7 @@ class NeuroSFL(Method[Config, State]):
         return self._build_assignments(TRAIN, state, self.select_sites(state, sites))
 
     def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
-        return self._build_assignments(EVALUATE, state, sites)
+        return self._build_assignments(self.final_kind, state, sites)
 
     def _build_score_assignment(self, state: State) -> Assignment:
         model = self.model(state)
@@ -266,9 +266,6 @@ class NeuroSFL(Method[Config, State]):
         live, average = unite_masks(state.masks), self.config.model_average
         memory = update_model_average(memory, weights, live, average, state.round, self.config.rounds)
         return replace(state, round=state.round + 1, weights=weights, memory=memory)
-
-    def finalize(self, state: State) -> State:
-        return finalize_average(state)
 
     def _select_masks(self, state: State, contributions: Sequence[Contribution]) -> State:
         """Return the state with the masks of this step's scores: T_q(sum_k |s_k|), Eq. 7."""

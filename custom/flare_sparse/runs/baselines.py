@@ -102,8 +102,9 @@ class _Linear:
     def fit(self, data: BaselineData, penalty: float) -> Predict:
         """Return the predictor of a linear model; that of the mean where there is nothing to fit."""
         scale = data.x.std(axis=0) if len(data.x) else np.zeros(data.x.shape[1])
-        # Voxels outside the brain and constant columns carry nothing, and would divide by zero.
-        varying = scale > 1e-6 * max(float(scale.max(initial=0.0)), 1e-30)
+        # Voxels outside the brain and constant columns carry nothing, and would divide by zero. Each column is measured
+        # by its own values: a thickness in mm varies a million times less than a volume in mm3.
+        varying = scale > 1e-6 * np.abs(data.x).max(axis=0, initial=1e-30)
         # Without an event, a partial likelihood has no minimum.
         targets = data.y[:, -1]
         if len(np.unique(data.y)) < 2 or not varying.any() or (self.kind == "survival" and not targets.any()):

@@ -58,7 +58,7 @@ def compute_pictures(
     for site in sorted(set(predictions.sites.tolist())):
         rows = predictions.sites == site
         values = _measure_cases(assembly, predictions.values[RUN][rows], predictions.targets[rows])
-        weights = read_run_model(run, assembly, site if assembly.method.personal_model and site in own else "final")
+        weights = read_run_model(run, assembly, site if assembly.method.site_model and site in own else "final")
         model = task.model()
         model.load_state_dict(assembly.network.unflatten(weights), strict=False)
         test = load_examples(task, sites[site], assembly.method.seed).test

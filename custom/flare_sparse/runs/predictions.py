@@ -120,15 +120,15 @@ def compute_predictions(
         ConfigError: the run has no readable model.
         DataError: the data cannot be loaded, or is not that of the run.
     """
-    task, own = assembly.task, list_site_models(run) if assembly.method.personal_model else {}
+    task, own = assembly.task, list_site_models(run) if assembly.method.site_model else {}
     parts, rows = [], {}
     for name in sorted(sites):
         examples = load_examples(task, sites[name], assembly.method.seed)
         # A site that never contributed has no model of its own, and no part in a comparison.
-        if name not in recorded or (assembly.method.personal_model and name not in own):
+        if name not in recorded or (assembly.method.site_model and name not in own):
             continue
         weights = read_run_model(run, assembly, name if name in own else "final")
-        parts.append(_predict_site(task, assembly.layout, weights, name, examples, recorded[name]))
+        parts.append(_predict_site(task, assembly.network, weights, name, examples, recorded[name]))
         rows[name] = _tabulate(task, examples)
     parts = [part for part in parts if len(part[0])]
     if not parts:

@@ -167,8 +167,7 @@ class RunResult:
     def personal_model(self) -> str:
         """What each site's own model is, which the final metrics are of; empty where they are of the run's model."""
         method = METHODS.get(str(self.summary["method"]))
-        is_personal = bool(self.config.get("method", {}).get("personal"))
-        return method.describe_site_model(is_personal=is_personal) if method else ""
+        return method.describe_site_model(self.config.get("method", {})) if method else ""
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Standardisation as the first layer of a network, by statistics of all sites that travel with the model."""
+"""Standardisation inside a network: of inputs by statistics of all sites, of the target by those of each site."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class InputScaler(nn.Module):
 
     Args:
         scaled: which of the ``d`` inputs are standardised; the others, such as categories, pass unchanged.
+        clip: largest absolute value of a standardised input; None: no bound.
     """
 
     statistics: Tensor
 
-    def __init__(self, scaled: Sequence[bool]):
+    def __init__(self, scaled: Sequence[bool], clip: float | None = None):
         super().__init__()
-        self.scaled = tuple(scaled)
+        self.scaled, self.clip = tuple(scaled), clip
         self.register_buffer("statistics", torch.zeros(ROWS, len(self.scaled)))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -39,6 +40,9 @@ class InputScaler(nn.Module):
         spread = torch.where(deviation > 0, deviation + deviation_rest, 1.0)
         # The rest is subtracted second: added to the mean first, float32 would round it off again.
         scaled = (inputs - mean - mean_rest) / spread
+        if self.clip is not None:
+            is_bounded = (deviation > 0) & torch.tensor(self.scaled, device=deviation.device)
+            scaled = torch.where(is_bounded, scaled.clamp(-self.clip, self.clip), scaled)
         return torch.where(torch.isnan(scaled), 0.0, scaled)
 
     def compute_statistics(self, inputs: Tensor) -> Tensor:
@@ -51,6 +55,40 @@ class InputScaler(nn.Module):
         mean = torch.where(present, values, 0.0).sum(0) / divisor
         squares = torch.where(present, values - mean, 0.0).square().sum(0)
         return _pack_statistics(count, mean, (squares / divisor).sqrt())
+
+
+class TargetScaler(nn.Module):
+    """Scale and shift a network's output to the mean and standard deviation of a site's own targets.
+
+    Sites whose targets differ, such as the ages at two scanners, then share a network of the differences within sites.
+    ``statistics`` ``(2,)`` has center and spread; it stays at the site, in no message.
+    """
+
+    statistics: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("statistics", torch.tensor([0.0, 1.0]))
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        """Return ``center + spread * outputs``."""
+        center, spread = self.statistics
+        scaled: Tensor = center + spread * outputs
+        return scaled
+
+    def compute_statistics(self, targets: Tensor) -> Tensor:
+        """Return center and spread ``(2,)`` of some targets ``(n, 1)``; a spread of 1 where they do not vary."""
+        if not len(targets):
+            return torch.tensor([0.0, 1.0])
+        values = targets.double()
+        deviation = values.std(correction=0)
+        return torch.stack([values.mean(), deviation if deviation > 0 else torch.ones_like(deviation)]).float()
+
+
+def find_site_tensors(layout: Layout) -> list[str]:
+    """Return the names of the tensors of a network that describe a site's own data."""
+    modules = layout.skeleton.named_modules() if layout.skeleton is not None else ()
+    return [f"{name}.statistics".lstrip(".") for name, module in modules if isinstance(module, TargetScaler)]
 
 
 def pool_statistics(parts: Sequence[Tensor]) -> Tensor:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
+from ..data.atlases import ATLASES
 from ..data.features import Features, compute_scale, count_inputs, encode_features, read_labels
 from ..data.screening import screen_subjects
 from ..data.tables import Table, read_table
@@ -22,7 +23,7 @@ from ..errors import DataError
 from ..models import ModelConfig
 from ..models.config import require_input
 from ..split import Split
-from ..structure.scaling import InputScaler
+from ..structure.scaling import InputScaler, TargetScaler
 from ..task import Cohort, Examples, Kind, Metric, SiteData, Task, TaskConfig, build_examples
 from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
 
@@ -42,6 +43,13 @@ def _read_labels(value: Any) -> Any:
 Labels = Annotated[tuple[str, ...], BeforeValidator(_read_labels)]
 
 
+def _expand_atlases(value: Any) -> Any:
+    """Return names of columns, with the columns of an atlas in place of its name."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [column for name in value for column in (ATLASES.get(name, (name,)) if isinstance(name, str) else (name,))]
+
+
 class TableConfig(TaskConfig):
     """Columns of the table and what is predicted; the same at every site."""
 
@@ -50,7 +58,11 @@ class TableConfig(TaskConfig):
         "or the time of an event (survival)"
     )
     target: str = Field(description="column to predict; for survival, the time of the event or of the last visit")
-    features: tuple[str, ...] = Field(min_length=1, description="columns of the inputs, in order")
+    features: Annotated[tuple[str, ...], BeforeValidator(_expand_atlases)] = Field(
+        min_length=1,
+        description="columns of the inputs, in order; destrieux and desikan stand for the columns of these FreeSurfer "
+        "atlases",
+    )
     categories: dict[str, Labels] = Field(
         default_factory=dict, description="labels of the input columns that are categories, {sex: [F, M]}"
     )
@@ -68,6 +80,14 @@ class TableConfig(TaskConfig):
     )
     target_scale: tuple[float, Annotated[float, Field(gt=0)]] = Field(
         (0.0, 1.0), description="regression: value for the network's output 0, and the change per unit of the output"
+    )
+    target_scaling: Literal["none", "site"] = Field(
+        "none",
+        description="regression: site: the network predicts differences from the mean of the site's own training "
+        "targets, in units of their standard deviation; both stay at the site, with method.personal: site",
+    )
+    clip: float | None = Field(
+        None, gt=0, description="largest absolute value of a scaled number, against outliers; null: no bound"
     )
     unit: str = Field("", description="regression: unit of the target in tables and plots")
     id: str | None = Field(None, description="column of unique identifiers; null: row numbers, from 1")
@@ -94,6 +114,8 @@ class TableConfig(TaskConfig):
                 raise ValueError(f"{name}: {min(extra)!r} is not among the features; add it there or remove it")
         if self.kind == "survival" and self.event is None:
             raise ValueError("event is missing; set the column with 1 for an event, 0 for the end of observation")
+        if self.kind != "regression" and self.target_scaling != "none":
+            raise ValueError(f"target_scaling is for kind regression, not for {self.kind}; remove it")
         if self.kind != "survival" and self.event is not None:
             raise ValueError(f"event is for kind survival, not for {self.kind}; remove it")
         expected = {"binary": len(self.classes) in (0, 2), "classes": len(self.classes) > 2}
@@ -106,6 +128,8 @@ class TableConfig(TaskConfig):
     @property
     def privacy_blocker(self) -> str | None:
         """Why one subject changes another's inputs or loss."""
+        if self.target_scaling == "site":
+            return "task.target_scaling: site computes mean and standard deviation of all subjects; leave it out"
         if self.scaling in ("site", "federated"):
             return (
                 f"task.scaling: {self.scaling} computes mean and standard deviation of all subjects; give constants, "
@@ -151,9 +175,20 @@ class TableTask(Task):
     def model(self) -> nn.Module:
         """Return the configured network."""
         network = self.config.model.build(features=self.config.num_inputs, outputs=self._outcome.outputs)
-        if self.config.scaling != "federated":
-            return network
-        return nn.Sequential(OrderedDict(scaler=InputScaler(self.config.numeric_inputs), network=network))
+        layers = OrderedDict(network=network)
+        if self.config.scaling == "federated":
+            layers = OrderedDict(scaler=InputScaler(self.config.numeric_inputs, self.config.clip), network=network)
+        if self.config.target_scaling == "site":
+            layers["target"] = TargetScaler()
+        return nn.Sequential(layers) if len(layers) > 1 else network
+
+    def describe_site(self, train: Dataset[Any]) -> dict[str, Tensor]:
+        """Return center and spread of the site's training targets, in the network's units."""
+        if self.config.target_scaling == "none":
+            return {}
+        center, spread = self.config.target_scale
+        targets = self.tabulate_all(train)[1]
+        return {"target.statistics": TargetScaler().compute_statistics((targets - center) / spread)}
 
     def cohort(self, path: Path) -> Cohort:
         """Return the rows with all columns of the table."""
@@ -187,6 +222,8 @@ class TableTask(Task):
         # With federated scaling the network itself scales and imputes: the statistics are not known here.
         is_federated = config.scaling == "federated"
         scaled = features if is_federated else self._scale(features, [rows[name] for name in split.train]).impute()
+        if config.clip is not None and not is_federated:
+            scaled = scaled.clip(config.clip)
         inputs = scaled.values
 
         def build_dataset(names: Sequence[str]) -> TensorDataset:

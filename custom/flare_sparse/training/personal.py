@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..params import Layout
+from ..structure.scaling import find_site_tensors
 
-Personal = Literal["norms", "head"] | tuple[str, ...]
+Personal = Literal["norms", "head", "site"] | tuple[str, ...]
 """Tensors that stay at the sites: a group, or patterns of names; no pattern: none."""
 
 PERSONAL = "personal"
@@ -29,7 +30,7 @@ def select_personal(layout: Layout, personal: Personal) -> tuple[str, ...]:
     Args:
         layout: layout of the whole network.
         personal: ``norms``: normalisation layers with their running statistics; ``head``: the last linear or
-            convolution layer; otherwise patterns such as ``"3.*"``, none of them for no tensor.
+            convolution layer; ``site``: what describes the site's own data; otherwise patterns such as ``"3.*"``, none of them for no tensor.
 
     Raises:
         ConfigError: a pattern or group matches no tensor, or no parameter is left to exchange.
@@ -45,6 +46,8 @@ def select_personal(layout: Layout, personal: Personal) -> tuple[str, ...]:
     elif personal == "head":
         weights = [spec.name for spec in layout.tensors if spec.role == "weight"]
         selected = {name for name in names if weights and _get_module(name) == _get_module(weights[-1])}
+    elif personal == "site":
+        selected = set(find_site_tensors(layout))
     else:
         selected = {name for name in names if any(fnmatchcase(name, pattern) for pattern in personal)}
     patterns = () if isinstance(personal, str) else personal

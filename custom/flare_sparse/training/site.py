@@ -91,6 +91,8 @@ class Site:
         with seed_torch(0):
             self._model = FlatModel(network or task.model(), layout, device)
         if personal:
+            # Before any training: one that leaves a tensor out would make it look like a part of a frozen base model.
+            self._network = Layout.from_module(self._model.module)
             self._model.personal = PersonalTensors(self._model.module, personal)
         # Frees the network's initial parameters, which no training starts from.
         self._model.load(self.weights)
@@ -534,8 +536,8 @@ class Site:
         """Return layout and vector of the whole network, from ``weights`` ``(P,)`` and what stays here."""
         if personal is None:
             return self.layout, weights
-        layout = Layout.from_module(self._model.module)
-        return layout, layout.flatten({**self.layout.unflatten(weights), **personal.unflatten()})
+        tensors = {**self.layout.unflatten(weights), **personal.unflatten()}
+        return self._network, self._network.flatten(tensors)
 
     def _iterate_batches(self, config: TrainingConfig, order: torch.Generator, steps: int | None) -> Iterator[Any]:
         """Yield ``steps`` minibatches, or ``config.epochs`` passes; lazily, so that unused examples do not count."""

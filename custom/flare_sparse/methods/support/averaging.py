@@ -1,8 +1,9 @@
-"""Averaging of the sites' models: settings, and the server's step with its memory."""
+"""Averaging of the sites' models: settings, the server's step with its memory, and fine-tuning at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -17,10 +18,12 @@ from ...aggregation.server_step import (
     take_server_step,
     update_model_average,
 )
-from ...exchange import Contribution
+from ...exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
 from ...mask import Mask
 from ...params import Layout
-from ..method import MethodConfig
+from ...training import Site
+from ..method import Method, MethodConfig, broadcast
+from .finetuning import FINE_TUNED, FINETUNE, FineTuning, fine_tune
 
 
 class AveragingConfig(MethodConfig):
@@ -36,6 +39,9 @@ class AveragingConfig(MethodConfig):
         default_factory=ModelAverage,
         description="average of the models of several rounds, the result of the run in place of the last model",
     )
+    finetune: FineTuning | None = Field(
+        None, description="training at each site after the last round, whose model stays there; null: none"
+    )
 
     @model_validator(mode="after")
     def _check_rule(self) -> AveragingConfig:
@@ -49,6 +55,21 @@ class AveragingConfig(MethodConfig):
     @property
     def min_sites_needed(self) -> int:
         return self.aggregation.min_sites_needed
+
+    @property
+    def decided_by_validation(self) -> str:
+        return "finetune.proximal" if self.finetune is not None and self.finetune.has_choice else ""
+
+    @property
+    def script_blocker(self) -> str | None:
+        if not self.decided_by_validation:
+            return super().script_blocker
+        return "finetune.proximal has several strengths, and a site evaluates a model of each"
+
+    @property
+    def finetune_blocker(self) -> str | None:
+        """Why the budget of differential privacy would not cover the fine-tuning; None without fine-tuning."""
+        return None if self.finetune is None else "fine-tuning trains once more, and the metrics of its model leave"
 
     @property
     def continuation_blocker(self) -> str | None:
@@ -84,7 +105,7 @@ class FedAvgConfig(AveragingConfig):
 
     @property
     def privacy_blocker(self) -> str | None:
-        return None
+        return self.finetune_blocker
 
     @property
     def quantization_blocker(self) -> str | None:
@@ -109,9 +130,13 @@ class AveragedState:
 
 
 class HasMemory(Protocol):
-    """A state with a model and what the server carries beside it."""
+    """A state with a round, a model and what the server carries beside it."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def round(self) -> int:
+        """The next round, 1-based; 0 before training."""
 
     @property
     def weights(self) -> Tensor:
@@ -122,7 +147,55 @@ class HasMemory(Protocol):
         """What the server carries beside the model."""
 
 
+ConfigT = TypeVar("ConfigT", bound=AveragingConfig)
 StateT = TypeVar("StateT", bound=HasMemory)
+
+
+class AveragingMethod(Method[ConfigT, StateT], ABC):
+    """A method whose next model is an average of the sites' models.
+
+    With ``finetune``, every site fine-tunes the result for itself and reports the metrics of its own model, which stays
+    there.
+    """
+
+    final_kinds = frozenset({FINETUNE})
+
+    @classmethod
+    def describe_site_model(cls, settings: Mapping[str, Any]) -> str:
+        return FINE_TUNED if settings.get("finetune") else super().describe_site_model(settings)
+
+    @property
+    def final_kind(self) -> str:
+        """Kind of the last request."""
+        return EVALUATE if self.config.finetune is None else FINETUNE
+
+    def count_requests(self, kind: str, t: int) -> int:
+        # A site whose copy of the job provides for no fine-tuning does not train once more, however the server asks.
+        if kind == FINETUNE and self.config.finetune is None:
+            return 0
+        return super().count_requests(kind, t)
+
+    def answer(self, request: Request, site: Site) -> Update:
+        if request.kind != FINETUNE:
+            return super().answer(request, site)
+        own = self._fine_tune(site, request.trainable)
+        return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, site.evaluate(own))
+
+    def adapt(self, site: Site, trainable: Mask) -> Tensor:
+        return super().adapt(site, trainable) if self.config.finetune is None else self._fine_tune(site, trainable)
+
+    def _fine_tune(self, site: Site, trainable: Mask) -> Tensor:
+        """Return the site's own model ``(P,)``."""
+        assert self.config.finetune is not None, "a site answers no request to fine-tune otherwise"
+        t = self.config.rounds + 1
+        return fine_tune(site, trainable, self.config.finetune.list_trainings(self.config.get_training(t), t), t)
+
+    def finalize(self, state: StateT) -> StateT:
+        return finalize_average(state)
+
+    def ask_final(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
+        model = self.model(state)
+        return broadcast(sites, Assignment(Request(self.final_kind, self.config.rounds + 1, model, model.mask)))
 
 
 def learn_average(

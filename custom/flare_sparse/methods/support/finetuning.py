@@ -1,0 +1,104 @@
+"""Fine-tuning at each site after the last round, pulled to the global model; the fine-tuned model stays at the site.
+
+Cheng et al. 2021, "Fine-tuning is Fine in Federated Learning", arXiv 2108.07313. The pull is that of Ditto (Li et al.
+2021, arXiv 2012.04221); docs/algorithms.md, section 7.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from ...mask import Mask
+from ...task import VALIDATION
+from ...training import Site, TrainingConfig
+from ...training.personal import PERSONAL
+
+FINETUNE = "finetune"
+"""The kind of the last request: fine-tune the model and report the metrics of the result."""
+FINE_TUNED = "fine-tuned at the site"
+"""What a site's own model is."""
+Strength = Annotated[float, Field(ge=0)]
+
+
+class FineTuning(BaseModel):
+    """Settings of the training at each site after the last round."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epochs: int = Field(1, ge=1, description="epochs of fine-tuning at each site after the last round")
+    lr: float | None = Field(None, gt=0, description="learning rate of fine-tuning; null: that of the last round")
+    proximal: Strength | Annotated[tuple[Strength, ...], Field(min_length=2)] | None = Field(
+        None,
+        description="pull towards the global model (Ditto's lambda); several: each site takes the one with the best "
+        "model on its validation examples, or the global model itself; null: training.proximal",
+    )
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether each site chooses among several strengths."""
+        return isinstance(self.proximal, tuple)
+
+    def list_trainings(self, training: TrainingConfig, t: int) -> list[TrainingConfig]:
+        """Return the settings of one training for each strength of the pull, the strongest first.
+
+        Args:
+            training: settings of the last round.
+            t: the round after the last one.
+        """
+        changes: dict[str, float] = {"epochs": self.epochs}
+        if self.lr is not None:
+            # Not decayed again: compute_learning_rate multiplies by this power.
+            changes["lr"] = self.lr / training.lr_decay ** (t - 1)
+        base = training.model_copy(update=changes)
+        if self.proximal is None:
+            return [base]
+        strengths = self.proximal if isinstance(self.proximal, tuple) else (self.proximal,)
+        return [base.model_copy(update={"proximal": strength}) for strength in sorted(strengths, reverse=True)]
+
+
+def fine_tune(site: Site, trainable: Mask, trainings: Sequence[TrainingConfig], t: int) -> Tensor:
+    """Fine-tune the received model ``site.weights`` and return the site's own model ``(P,)``.
+
+    With several trainings, the model with the best metric on the site's validation examples is returned, among the
+    received one and the result of each training; of equally good ones the first. A site without validation examples
+    takes the first training. The site's memory then holds the personal tensors of the returned model.
+
+    Args:
+        site: trains on its own examples.
+        trainable: entries that may change.
+        trainings: settings of each training.
+        t: the round after the last one; seeds the order of the examples, which is the same in all trainings.
+    """
+    if len(trainings) == 1:
+        return site.train(site.weights, trainable, trainings[0], t)
+    personal = site.memory.get(PERSONAL)
+    chosen, best = None, _measure_validation(site, site.weights)
+    chosen_weights, chosen_personal = site.weights, personal
+    for training in trainings:
+        # Each training starts from the memory of the request, as if it were the only one.
+        _set_personal(site, personal)
+        weights = site.train(site.weights, trainable, training, t)
+        value = _measure_validation(site, weights)
+        is_better = chosen is None if value is None or best is None else site.task.metric.is_better(value, best)
+        if is_better:
+            chosen, best, chosen_weights, chosen_personal = training, value, weights, site.memory.get(PERSONAL)
+    _set_personal(site, chosen_personal)
+    return chosen_weights
+
+
+def _measure_validation(site: Site, weights: Tensor) -> float | None:
+    """Return the task's metric on the site's validation examples; None if it is not defined there."""
+    metrics = site.evaluate(weights)
+    return metrics.get(f"{VALIDATION}{site.task.metric.name}") if metrics else None
+
+
+def _set_personal(site: Site, values: Tensor | None) -> None:
+    """Set the personal tensors in a site's memory; None: the site has none, or has not trained yet."""
+    if values is None:
+        site.memory.pop(PERSONAL, None)
+    else:
+        site.memory[PERSONAL] = values

@@ -1,0 +1,157 @@
+"""Fine-tuning after the last round: each site chooses its pull by validation, and its own model stays there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_federation import LocalFederation, Upload
+from toy import Toy, ToyBench
+
+from flare_sparse.checkpoint.store import Store
+from flare_sparse.exchange import EVALUATE
+from flare_sparse.federation import RoundRules
+from flare_sparse.methods import METHODS
+from flare_sparse.methods.support.finetuning import FINETUNE, FineTuning, fine_tune
+from flare_sparse.params import compute_digest
+from flare_sparse.task import VALIDATION
+from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training.personal import PERSONAL
+
+AVERAGING = ["fedavg", "fedavg_ft", "neurosfl", "fedsparsify"]
+STRENGTHS = (0.0, 0.5, 5.0)
+CHOICE = {"epochs": 6, "lr": 0.05, "proximal": STRENGTHS}
+TRAINING = {"optimizer": "sgd", "lr": 0.05, "batch_size": 8}
+
+
+def build(name: str, folder: Path | None = None, personal: Any = (), **settings: Any) -> LocalFederation:
+    bench = ToyBench(Toy(), validation=6, personal=personal)
+    return LocalFederation(
+        name,
+        bench,
+        rules=RoundRules(min_sites=3),
+        stores=lambda end: None if folder is None else Store(folder / end, {}),
+        **{"training": TRAINING, "finetune": CHOICE, **settings},
+    )
+
+
+def open_site(personal: Any = (), validation: int = 6) -> tuple[ToyBench, Site]:
+    bench = ToyBench(Toy(), validation=validation, personal=personal)
+    site = bench.site(1)
+    site.weights = bench.weights.clone()
+    site.receive({})
+    return bench, site
+
+
+@pytest.mark.parametrize("personal", [(), "norms"])
+def test_site_takes_the_model_with_the_best_metric_on_validation_examples(personal: Any) -> None:
+    trainings = FineTuning(**CHOICE).list_trainings(TrainingConfig(**TRAINING), 4)
+    assert [training.proximal for training in trainings] == [5.0, 0.5, 0.0]
+    candidates = []
+    for training in [None, *trainings]:
+        bench, site = open_site(personal)
+        full = bench.method("fedavg").full_mask
+        weights = site.weights if training is None else site.train(site.weights, full, training, 4)
+        metrics = site.evaluate(weights)
+        candidates.append((metrics[f"{VALIDATION}mse"], metrics["mse"], weights, site.memory.get(PERSONAL)))
+    assert len({value for value, *_ in candidates}) == 4
+    best = min(candidates, key=lambda candidate: candidate[0])
+    bench, site = open_site(personal)
+    chosen = fine_tune(site, bench.method("fedavg").full_mask, trainings, 4)
+    assert torch.equal(chosen, best[2])
+    assert site.evaluate(chosen)["mse"] == best[1]
+    if personal:
+        assert torch.equal(site.memory[PERSONAL], best[3])
+
+
+def test_site_keeps_the_received_model_where_fine_tuning_harms_it() -> None:
+    bench, site = open_site("norms")
+    harmful = FineTuning(epochs=3, lr=3.0, proximal=(0.0, 0.1)).list_trainings(
+        TrainingConfig(optimizer="sgd", clip_norm=1e3), 2
+    )
+    assert fine_tune(site, bench.method("fedavg").full_mask, harmful, 2) is site.weights
+    assert PERSONAL not in site.memory, "nor does anything of the trials stay"
+
+
+def test_site_without_validation_examples_takes_the_strongest_pull() -> None:
+    bench, site = open_site(validation=0)
+    full, trainings = bench.method("fedavg").full_mask, FineTuning(**CHOICE).list_trainings(TrainingConfig(), 2)
+    chosen = fine_tune(site, full, trainings, 2)
+    assert torch.equal(chosen, open_site(validation=0)[1].train(bench.weights, full, trainings[0], 2))
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_rounds_and_bytes_are_those_without_fine_tuning_and_the_metrics_of_each_sites_own_model(name: str) -> None:
+    tuned, plain = build(name), build("fedavg" if name == "fedavg_ft" else name, finetune=None)
+    outcome, expected = tuned.run(), plain.run()
+    assert torch.equal(outcome.weights, expected.weights)
+    assert [line.payload_bytes for line in tuned.ledger.lines] == [line.payload_bytes for line in plain.ledger.lines]
+    assert {line.kind for line in tuned.ledger.lines} - {line.kind for line in plain.ledger.lines} == {FINETUNE}
+    for site in tuned.sites.values():
+        assert site.evaluated is not None
+        own = site.evaluated[1]
+        assert site.evaluate(own)["mse"] == outcome.evaluation.sites[site.name]["mse"]
+        # A site's model has no entries beyond those of the run's.
+        assert not (own[~outcome.mask.bits] != 0).any()
+    better = [outcome.evaluation.sites[s]["validation_mse"] <= expected.evaluation.sites[s]["validation_mse"]
+              for s in tuned.sites]  # fmt: skip
+    assert all(better), "the received model is a candidate"
+    assert len({compute_digest(site.evaluated[1]) for site in tuned.sites.values() if site.evaluated}) > 1
+
+
+@pytest.mark.parametrize("name", ["fedavg", "neurosfl"])
+def test_lost_final_update_is_repeated_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    expected = build(name, tmp_path / "plain", "norms")
+    outcome = expected.run()
+    lossy = build(name, tmp_path / "lossy", "norms")
+    lost: list[str] = []
+
+    def lose_once(upload: Upload) -> Upload | None:
+        if upload.request.kind == FINETUNE and upload.site not in lost:
+            lost.append(upload.site)
+            # The process dies after its answer: the retry starts from the checkpoint.
+            lossy.restart_site(upload.site)
+            return None
+        return upload
+
+    lossy.change_message = lose_once
+    assert lossy.run().evaluation == outcome.evaluation
+    assert len(lost) == 3
+    for name_of_site, site in expected.sites.items():
+        again = lossy.sites[name_of_site]
+        assert site.evaluated is not None
+        assert again.evaluated is not None
+        assert torch.equal(again.evaluated[1], site.evaluated[1])
+
+
+def test_site_does_not_fine_tune_for_a_server_whose_job_does_not_provide_for_it() -> None:
+    bench = ToyBench()
+    plain, tuned = bench.method("fedavg"), bench.method("fedavg", finetune={"epochs": 1})
+    assert [method.count_requests(FINETUNE, 4) for method in (plain, tuned)] == [0, 1]
+    assert tuned.count_requests(FINETUNE, 3) == 0
+    assert plain.count_requests(EVALUATE, 4) == 1
+
+
+def test_new_site_fine_tunes_the_model_of_a_finished_run() -> None:
+    federation = build("fedavg", personal="norms")
+    outcome = federation.run()
+    newcomer = federation.bench.site(9)
+    newcomer.weights = outcome.weights.clone()
+    newcomer.receive({})
+    before = newcomer.evaluate(outcome.weights)[f"{VALIDATION}mse"]
+    own = federation.method.adapt(newcomer, outcome.mask)
+    assert newcomer.evaluate(own)[f"{VALIDATION}mse"] < before
+
+
+def test_settings_say_what_the_model_of_a_site_is() -> None:
+    fedavg, plain = METHODS["fedavg"], {"personal": (), "finetune": None}
+    assert fedavg.describe_site_model(plain) == ""
+    assert fedavg.describe_site_model({**plain, "finetune": CHOICE}) == "fine-tuned at the site"
+    assert fedavg.describe_site_model({**plain, "personal": "norms"}).startswith("the run's model with")
+    assert METHODS["fedavg_ft"].describe_site_model({}) == "fine-tuned at the site"
+    blocker = METHODS["fedsparsify"].Config.model_validate({"finetune": {}}).privacy_blocker
+    assert blocker == "fine-tuning trains once more, and the metrics of its model leave"
+    assert METHODS["fedavg"].Config.model_validate({"finetune": CHOICE}).script_blocker
+    assert METHODS["fedavg_ft"].Config().script_blocker is None
