@@ -106,7 +106,7 @@ def list_overrides(file: Path, folder: Path, rounds: int) -> list[str]:
         "text_classification": _write_texts,
         "mortality": _write_admissions,
         "morphometry_age": _write_morphometry,
-        "table": _write_stays,
+        "table": _write_table,
     }
     path, partition, settings = writers[config.task.name](config.task.config, folder, sites)
     return [*overrides, f"simulator.data={{path: '{path}', partition: {partition}}}", *settings]
@@ -191,6 +191,14 @@ def _write_morphometry(_: Any, folder: Path, sites: int) -> tuple[Path, str, lis
         lines.append(",".join(row))
     (folder / "table.csv").write_text("\n".join(lines) + "\n")
     return folder / "table.csv", "{kind: natural, column: site}", [f"task.features=[{', '.join(names)}]"]
+
+
+def _write_table(settings: Any, folder: Path, sites: int) -> tuple[Path, str, list[str]]:
+    """Write stays in hospital, or subjects of scanners, as the target says."""
+    if settings.kind == "regression":
+        path, partition, (features,) = _write_morphometry(settings, folder, sites)
+        return path, partition, [f"{features[:-1]}, sex]"]
+    return _write_stays(settings, folder, sites)
 
 
 def _write_stays(settings: Any, folder: Path, _: int) -> tuple[Path, str, list[str]]:

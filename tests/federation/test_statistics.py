@@ -142,3 +142,48 @@ def test_site_without_a_column_says_which_one_and_the_others_continue(job: Path,
 def test_statistics_in_another_format_than_float32_are_refused(job: Path) -> None:
     with pytest.raises(ConfigError, match=r"wire\.values: float16: the statistics"):
         assemble(load_config(job, ["wire.values=float16"]))
+
+
+COMBAT = (
+    "task.scaling=combat", "task.covariates=[sex]", "task.missing=refuse", "task.skip_bad_subjects=true",
+    "method.personal=site",
+)  # fmt: skip
+
+
+def test_sites_harmonise_by_the_statistics_of_all_sites_and_their_own(job: Path, tmp_path: Path) -> None:
+    run(job, tmp_path / "out", *COMBAT)
+    config = load_config(job, [*COMBAT])
+    task = build_task(config)
+    inputs = {}
+    for site in SIZES:
+        examples = load_examples(task, SiteData(site, job.parent / f"{site}.csv"), config.seed)
+        inputs[site] = torch.stack([x for x, _ in examples.train])
+    scaler: Any = task.config.build_scaler()  # type: ignore[attr-defined]
+    parts = [scaler.compute_statistics(values) for values in inputs.values()]
+    pooled = scaler.pool_statistics(parts)
+    for site, part in zip(SIZES, parts, strict=True):
+        tensors = load_file(tmp_path / "out" / "site_models" / f"{site}.safetensors")
+        assert torch.equal(tensors["scaler.statistics"], pooled)
+        assert torch.equal(tensors["scaler.site"], part)
+    # The model that travels has the pooled statistics alone.
+    assert "scaler.site" not in load_file(tmp_path / "out" / "model.safetensors")
+    network: Any = task.model()
+    network.load_state_dict(load_file(tmp_path / "out" / "site_models" / "site-1.safetensors"))
+    harmonized = network.scaler(inputs["site-1"])
+    # Age and year are harmonised, sex is scaled.
+    assert harmonized[:, [0, 3]].abs().mean() < 2
+    assert not torch.equal(harmonized, inputs["site-1"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("task.covariates=[height]", "'height' is not among the features"),
+        ("task.scaling=site", "covariates have an effect with scaling combat alone"),
+        ("task.missing=impute", "scaling combat needs complete numbers"),
+        ("method.personal=[]", "scaler.site describes the data of one site and must stay there"),
+    ],
+)
+def test_settings_that_cannot_be_harmonised_are_refused(job: Path, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        assemble(load_config(job, [*COMBAT, setting]))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flare_sparse.errors import ConfigError
 from flare_sparse.params import Layout
 from flare_sparse.structure import build_channel_graph
-from flare_sparse.structure.scaling import InputScaler, TargetScaler, build_statistics_mask, is_valid, pool_statistics
+from flare_sparse.structure.scaling import InputScaler, TargetScaler, build_statistics_mask
 
 
 def draw_table(rows: int, seed: int) -> Tensor:
@@ -27,7 +27,7 @@ def draw_table(rows: int, seed: int) -> Tensor:
 def test_pooled_statistics_are_those_of_one_table(sizes: list[int], seed: int) -> None:
     scaler, table = InputScaler([True] * 4), draw_table(sum(sizes), seed)
     parts = [scaler.compute_statistics(part) for part in table.split(sizes)]
-    pooled, expected = pool_statistics(parts).double(), scaler.compute_statistics(table).double()
+    pooled, expected = scaler.pool_statistics(parts).double(), scaler.compute_statistics(table).double()
     assert torch.equal(pooled[0], expected[0])
     # 48 bits: mean and deviation agree far beyond float32.
     for row in (1, 3):
@@ -37,7 +37,9 @@ def test_pooled_statistics_are_those_of_one_table(sizes: list[int], seed: int) -
 def test_network_standardises_as_one_pooled_table_would() -> None:
     table = draw_table(60, 1)
     scaler = InputScaler([True, True, True, False])
-    scaler.statistics.copy_(pool_statistics([scaler.compute_statistics(part) for part in table.split([1, 20, 39])]))
+    scaler.statistics.copy_(
+        scaler.pool_statistics([scaler.compute_statistics(part) for part in table.split([1, 20, 39])])
+    )
     values = table.double()
     present = ~values.isnan()
     columns = [column[mask] for column, mask in zip(values.T, present.T, strict=True)]
@@ -63,16 +65,16 @@ def test_input_that_never_varies_becomes_0() -> None:
 )
 def test_statistics_that_no_table_has_are_invalid(row: int, value: float) -> None:
     statistics = InputScaler([True]).compute_statistics(torch.arange(10.0)[:, None])
-    assert is_valid(statistics, 10)
+    assert InputScaler([True]).is_valid(statistics, 10)
     statistics[row, 0] = value
-    assert not is_valid(statistics, 10)
+    assert not InputScaler([True]).is_valid(statistics, 10)
 
 
 def test_one_value_has_no_deviation() -> None:
     statistics = InputScaler([True]).compute_statistics(torch.tensor([[5.0]]))
     assert statistics[:, 0].tolist() == [1.0, 5.0, 0.0, 0.0, 0.0]
     statistics[3] = 1.0
-    assert not is_valid(statistics, 10)
+    assert not InputScaler([True]).is_valid(statistics, 10)
 
 
 def test_channels_are_traced_through_a_scaler() -> None:

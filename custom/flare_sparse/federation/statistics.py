@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..exchange import STATISTICS, Assignment, Patch, Request, UpdateSpec
 from ..params import Layout
-from ..structure.scaling import build_statistics_mask, is_valid, pool_statistics, select_statistics
+from ..structure.scaling import build_statistics_mask, select_statistics
 from .learning import HasQuorum, LearnResult
 from .replies import AttemptResult
 
@@ -36,13 +36,13 @@ def learn_statistics(
     # A wrong count would move the scale of every site, and no later rule looks at it.
     for contribution in result.contributed:
         parts = select_statistics(contribution.patch.to_vector(), layout)
-        if not all(is_valid(part, contribution.num_examples) for part in parts):
+        if not all(layer.is_valid(part, contribution.num_examples) for layer, part in parts):
             result = result.reject(contribution.site, "E_RANGE")
     contributions = result.contributed
     if not has_quorum(contributions):
         return result, None
     # In site-name order, so that the sums have the same bits in every environment.
     by_site = [select_statistics(contribution.patch.to_vector(), layout) for contribution in contributions]
-    pooled = [pool_statistics(parts) for parts in zip(*by_site, strict=True)]
+    pooled = [parts[0][0].pool_statistics([part for _, part in parts]) for parts in zip(*by_site, strict=True)]
     values = torch.cat([part.flatten() for part in pooled])
     return result, LearnResult(build_state(values), contributions)

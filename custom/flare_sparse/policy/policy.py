@@ -162,7 +162,7 @@ class Policy(BaseModel):
         if self.noise:
             yield "noise: statistics of inputs would leave without noise"
         # The mean of a column with one value present is that value, however many subjects the site has.
-        for statistics in select_statistics(mask.put(values, torch.zeros(mask.size)), layout):
+        for _, statistics in select_statistics(mask.put(values, torch.zeros(mask.size)), layout):
             count = statistics[0][statistics[0] > 0]
             if len(count) and int(count.min()) < self.min_examples:
                 yield f"min_examples: an input has {int(count.min())} values, the minimum is {self.min_examples}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,37 @@ ROWS = 5
 """Rows of statistics: count, mean and its rest, standard deviation and its rest."""
 
 
-class InputScaler(nn.Module):
+class StatisticsLayer(nn.Module, ABC):
+    """First layer of a network with statistics of the inputs at all sites, which are exchanged before round 1.
+
+    Args:
+        rows: number of statistics of an input.
+        columns: number of inputs.
+
+    Attributes:
+        statistics: ``(rows, columns)``; zero until they are set. The first row has numbers of values.
+    """
+
+    statistics: Tensor
+
+    def __init__(self, rows: int, columns: int):
+        super().__init__()
+        self.register_buffer("statistics", torch.zeros(rows, columns))
+
+    @abstractmethod
+    def compute_statistics(self, inputs: Tensor) -> Tensor:
+        """Return the statistics ``(rows, columns)`` of some inputs ``(n, columns)``."""
+
+    @abstractmethod
+    def pool_statistics(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the statistics of all values together, from those of their parts."""
+
+    @abstractmethod
+    def is_valid(self, statistics: Tensor, examples: int) -> bool:
+        """Return whether statistics can be those of some of ``examples`` examples."""
+
+
+class InputScaler(StatisticsLayer):
     """Standardise the inputs of a network; a missing input, NaN, becomes 0, the center.
 
     ``statistics`` ``(5, d)`` has for each input the number of values, their mean and their standard deviation (division
@@ -27,12 +58,9 @@ class InputScaler(nn.Module):
         clip: largest absolute value of a standardised input; None: no bound.
     """
 
-    statistics: Tensor
-
     def __init__(self, scaled: Sequence[bool], clip: float | None = None):
-        super().__init__()
+        super().__init__(ROWS, len(scaled))
         self.scaled, self.clip = tuple(scaled), clip
-        self.register_buffer("statistics", torch.zeros(ROWS, len(self.scaled)))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the standardised inputs ``(B, d)``; an input that does not vary becomes 0."""
@@ -56,6 +84,26 @@ class InputScaler(nn.Module):
         squares = torch.where(present, values - mean, 0.0).square().sum(0)
         return _pack_statistics(count, mean, (squares / divisor).sqrt())
 
+    def pool_statistics(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the statistics ``(5, d)`` of all values together, from those ``(5, d)`` of their parts.
+
+        Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing sample variances,
+        equation 1.5 in the form for several parts.
+        """
+        counts, means, deviations = zip(*(_unpack_statistics(part) for part in parts), strict=True)
+        count, n = torch.stack(counts), torch.stack(counts).sum(0).clamp_min(1)
+        mean = (count * torch.stack(means)).sum(0) / n
+        squares = (count * (torch.stack(deviations).square() + (torch.stack(means) - mean).square())).sum(0)
+        return _pack_statistics(count.sum(0), mean, (squares / n).sqrt())
+
+    def is_valid(self, statistics: Tensor, examples: int) -> bool:
+        """Return whether statistics ``(5, d)`` can be those of some of ``examples`` examples."""
+        count, _, deviation = _unpack_statistics(statistics)
+        is_count = (count == count.round()) & (count >= 0) & (count <= examples)
+        # Of one value, or of none, there is no deviation.
+        is_deviation = (deviation >= 0) & ((count > 1) | (deviation == 0))
+        return bool((is_count & is_deviation & ((count > 0) | (statistics[1:] == 0).all(0))).all())
+
 
 class TargetScaler(nn.Module):
     """Scale and shift a network's output to the mean and standard deviation of a site's own targets.
@@ -64,6 +112,7 @@ class TargetScaler(nn.Module):
     ``statistics`` ``(2,)`` has center and spread; it stays at the site, in no message.
     """
 
+    site_tensors = ("statistics",)
     statistics: Tensor
 
     def __init__(self) -> None:
@@ -88,29 +137,9 @@ class TargetScaler(nn.Module):
 def find_site_tensors(layout: Layout) -> list[str]:
     """Return the names of the tensors of a network that describe a site's own data."""
     modules = layout.skeleton.named_modules() if layout.skeleton is not None else ()
-    return [f"{name}.statistics".lstrip(".") for name, module in modules if isinstance(module, TargetScaler)]
-
-
-def pool_statistics(parts: Sequence[Tensor]) -> Tensor:
-    """Return the statistics ``(5, d)`` of all values together, from those ``(5, d)`` of their parts.
-
-    Chan, Golub and LeVeque 1979, Updating formulae and a pairwise algorithm for computing sample variances, equation
-    1.5 in the form for several parts.
-    """
-    counts, means, deviations = zip(*(_unpack_statistics(part) for part in parts), strict=True)
-    count, n = torch.stack(counts), torch.stack(counts).sum(0).clamp_min(1)
-    mean = (count * torch.stack(means)).sum(0) / n
-    squares = (count * (torch.stack(deviations).square() + (torch.stack(means) - mean).square())).sum(0)
-    return _pack_statistics(count.sum(0), mean, (squares / n).sqrt())
-
-
-def is_valid(statistics: Tensor, examples: int) -> bool:
-    """Return whether statistics ``(5, d)`` can be those of some of ``examples`` examples."""
-    count, _, deviation = _unpack_statistics(statistics)
-    is_count = (count == count.round()) & (count >= 0) & (count <= examples)
-    # Of one value, or of none, there is no deviation.
-    is_deviation = (deviation >= 0) & ((count > 1) | (deviation == 0))
-    return bool((is_count & is_deviation & ((count > 0) | (statistics[1:] == 0).all(0))).all())
+    return [
+        f"{name}.{tensor}".lstrip(".") for name, module in modules for tensor in getattr(module, "site_tensors", ())
+    ]
 
 
 def build_statistics_mask(layout: Layout) -> Mask:
@@ -119,33 +148,48 @@ def build_statistics_mask(layout: Layout) -> Mask:
     Raises:
         ConfigError: the job does not exchange the statistics of its network.
     """
-    modules = layout.skeleton.named_modules() if layout.skeleton is not None else ()
-    names = {f"{name}.statistics".lstrip(".") for name, module in modules if isinstance(module, InputScaler)}
+    names = set(_find_statistics_layers(layout))
     if missing := names - {spec.name for spec in layout.tensors}:
         raise ConfigError(
-            f"the network standardises its inputs by statistics of all sites, but this method does not exchange "
+            f"the network scales its inputs by statistics of all sites, but this method does not exchange "
             f"{min(missing)}: it belongs to a frozen base model or stays at the sites. Choose another task.scaling, "
             "task.model or method"
         )
     return Mask.from_tensors(layout, lambda spec: spec.name in names)
 
 
-def select_statistics(vector: Tensor, layout: Layout) -> list[Tensor]:
-    """Return the statistics ``(5, d)`` of every scaler in a vector ``(P,)``, as views."""
-    mask = build_statistics_mask(layout)
-    bits = layout.unflatten(mask.bits)
-    return [tensor for name, tensor in layout.unflatten(vector).items() if bool(bits[name].any())]
+def select_statistics(vector: Tensor, layout: Layout) -> list[tuple[StatisticsLayer, Tensor]]:
+    """Return each layer with statistics, without values, and its statistics in a vector ``(P,)``, as a view."""
+    tensors = layout.unflatten(vector)
+    return [(layer, tensors[name]) for name, layer in _find_statistics_layers(layout).items()]
 
 
-def _pack_statistics(count: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+def _find_statistics_layers(layout: Layout) -> dict[str, StatisticsLayer]:
+    """Return the layers with statistics, by the name of the tensor of their statistics."""
+    modules = layout.skeleton.named_modules() if layout.skeleton is not None else ()
+    return {f"{name}.statistics".lstrip("."): m for name, m in modules if isinstance(m, StatisticsLayer)}
+
+
+def join_rows(count: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Return rows of float32 from a count and values ``(d,)`` in float64, each as a float32 and its rest."""
     rows = [count.float()]
-    for value in (mean, deviation):
+    for value in values:
         rounded = value.float()
         rows += [rounded, (value - rounded.double()).float()]
     return torch.stack(rows)
 
 
+def split_rows(statistics: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the count and the values ``(d,)`` in float64 of :func:`join_rows`."""
+    count, *rows = statistics.double()
+    return count, [value + rest for value, rest in zip(rows[::2], rows[1::2], strict=True)]
+
+
+def _pack_statistics(count: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    return join_rows(count, [mean, deviation])
+
+
 def _unpack_statistics(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return count, mean and standard deviation ``(d,)`` in float64."""
-    count, mean, mean_rest, deviation, deviation_rest = statistics.double()
-    return count, mean + mean_rest, deviation + deviation_rest
+    count, (mean, deviation) = split_rows(statistics)
+    return count, mean, deviation

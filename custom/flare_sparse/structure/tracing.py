@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from ..errors import FlareSparseError
 from .nodes import Concat, InputNode, Norm, Pad, Passthrough, Sum, Value, Weighted
-from .scaling import InputScaler
+from .scaling import StatisticsLayer, TargetScaler
 
 
 class Untraceable(FlareSparseError):
@@ -36,7 +36,10 @@ _ACTIVATIONS = (
     nn.Softplus,
     nn.Hardtanh,
 )
-_PASSTHROUGH_MODULES = (*_POOLS, *_ACTIVATIONS, nn.modules.dropout._DropoutNd, nn.Identity, nn.Upsample, InputScaler)
+_SCALERS = (StatisticsLayer, TargetScaler)
+_PASSTHROUGH_MODULES = (
+    *_POOLS, *_ACTIVATIONS, *_SCALERS, nn.modules.dropout._DropoutNd, nn.Identity, nn.Upsample
+)  # fmt: skip
 _CHANNEL_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 _CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 

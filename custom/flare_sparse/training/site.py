@@ -22,7 +22,7 @@ from ..seeds import derive_seed, make_generator, seed_torch
 from ..structure.compact import remove_channels
 from ..structure.observing import ObservedNetwork
 from ..structure.removal import narrow_network
-from ..structure.scaling import InputScaler
+from ..structure.scaling import StatisticsLayer
 from ..task import TEST_EXAMPLES, VALIDATION, Examples, Task
 from .batches import check_joins_last, iterate_pass, plan_batch_sizes
 from .compute import use_compute
@@ -468,7 +468,7 @@ class Site:
     def compute_statistics(self) -> Tensor:
         """Return a vector ``(P,)`` with the statistics of the inputs of each scaler of the network, and zeros."""
         inputs: dict[str, list[Tensor]] = {}
-        scalers = {name: part for name, part in self._model.module.named_modules() if isinstance(part, InputScaler)}
+        scalers = {name: part for name, part in self._model.module.named_modules() if isinstance(part, StatisticsLayer)}
         hooks = [
             part.register_forward_pre_hook(partial(_append_input, inputs.setdefault(name, [])))
             for name, part in scalers.items()

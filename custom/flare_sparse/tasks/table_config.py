@@ -1,0 +1,178 @@
+"""Settings of the generic table task: columns, target, scaling and network."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ..data.atlases import ATLASES
+from ..data.features import count_inputs
+from ..models import ModelConfig
+from ..models.config import require_input
+from ..structure.harmonization import Harmonizer
+from ..structure.scaling import InputScaler, StatisticsLayer
+from ..task import Kind, TaskConfig
+from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
+
+
+def _read_labels(value: Any) -> Any:
+    """Return labels as text; YAML reads ``yes`` and ``no`` as booleans."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    if wrong := [label for label in value if isinstance(label, bool) or not isinstance(label, (str, int))]:
+        raise ValueError(f"label {wrong[0]!r}: expected text or a whole number; write labels such as 'yes' in quotes")
+    labels = tuple(str(label) for label in value)
+    if len(set(labels)) < len(labels):
+        raise ValueError("a label occurs twice")
+    return labels
+
+
+Labels = Annotated[tuple[str, ...], BeforeValidator(_read_labels)]
+
+
+def _expand_atlases(value: Any) -> Any:
+    """Return names of columns, with the columns of an atlas in place of its name."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [column for name in value for column in (ATLASES.get(name, (name,)) if isinstance(name, str) else (name,))]
+
+
+class TableConfig(TaskConfig):
+    """Columns of the table and what is predicted; the same at every site."""
+
+    kind: Kind = Field(
+        description="what the target is: a number (regression), one of two labels (binary), one of several (classes), "
+        "or the time of an event (survival)"
+    )
+    target: str = Field(description="column to predict; for survival, the time of the event or of the last visit")
+    features: Annotated[tuple[str, ...], BeforeValidator(_expand_atlases)] = Field(
+        min_length=1,
+        description="columns of the inputs, in order; destrieux and desikan stand for the columns of these FreeSurfer "
+        "atlases",
+    )
+    categories: dict[str, Labels] = Field(
+        default_factory=dict, description="labels of the input columns that are categories, {sex: [F, M]}"
+    )
+    event: str | None = Field(None, description="survival: column with 1 for an event, 0 for the end of observation")
+    classes: Labels = Field((), description="labels of the target for binary and classes; default for binary: 0, 1")
+    missing: Literal["refuse", "impute"] = Field(
+        "refuse",
+        description="missing inputs: refuse the example, or impute the center of the column and add an input per "
+        "column that marks it",
+    )
+    scaling: Literal["site", "federated", "combat", "none"] | dict[str, tuple[float, Annotated[float, Field(gt=0)]]] = (
+        Field(
+            "site",
+            description="scaling of numbers: by mean and standard deviation of the site's own training examples (site) or "
+            "of those of all sites (federated), by those of all sites without each site's own shift and scale (combat, with "
+            "method.personal: site), none, or by constants, {age: [50, 15]}: center and spread of a column",
+        )
+    )
+    covariates: tuple[str, ...] = Field(
+        (), description="scaling combat: features whose effects on the others are kept, such as sex"
+    )
+    target_scale: tuple[float, Annotated[float, Field(gt=0)]] = Field(
+        (0.0, 1.0), description="regression: value for the network's output 0, and the change per unit of the output"
+    )
+    target_scaling: Literal["none", "site"] = Field(
+        "none",
+        description="regression: site: the network predicts differences from the mean of the site's own training "
+        "targets, in units of their standard deviation; both stay at the site, with method.personal: site",
+    )
+    clip: float | None = Field(
+        None, gt=0, description="largest absolute value of a scaled number, against outliers; null: no bound"
+    )
+    unit: str = Field("", description="regression: unit of the target in tables and plots")
+    id: str | None = Field(None, description="column of unique identifiers; null: row numbers, from 1")
+    group: str | None = Field(
+        None, description="column of subjects with several rows; a subject's rows are in one part of the split"
+    )
+    skip_bad_subjects: bool = Field(
+        False, description="skip and count unusable rows; false: refuse to train if there are any"
+    )
+    model: Annotated[ModelConfig, require_input("features")] = Field(
+        ModelConfig(name="mlp"), description="network and its settings"
+    )
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> TableConfig:
+        if len(set(self.features)) < len(self.features):
+            raise ValueError("features: a column occurs twice")
+        if self.target in self.features or (self.event is not None and self.event in self.features):
+            raise ValueError("features: the target is among them, so the network would be told what to predict")
+        known = set(self.features)
+        scaled = set(self.scaling) if isinstance(self.scaling, dict) else set()
+        for name, extra in (("categories", set(self.categories) - known), ("scaling", scaled - known)):
+            if extra:
+                raise ValueError(f"{name}: {min(extra)!r} is not among the features; add it there or remove it")
+        if self.kind == "survival" and self.event is None:
+            raise ValueError("event is missing; set the column with 1 for an event, 0 for the end of observation")
+        if self.kind != "survival" and self.event is not None:
+            raise ValueError(f"event is for kind survival, not for {self.kind}; remove it")
+        expected = {"binary": len(self.classes) in (0, 2), "classes": len(self.classes) > 2}
+        if not expected.get(self.kind, not self.classes):
+            raise ValueError(
+                f"classes has {len(self.classes)} labels; expected 2 for binary, 3 or more for classes, none for others"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_scaling(self) -> TableConfig:
+        if extra := set(self.covariates) - set(self.features):
+            raise ValueError(f"covariates: {min(extra)!r} is not among the features; add it there or remove it")
+        if self.covariates and self.scaling != "combat":
+            raise ValueError("covariates have an effect with scaling combat alone; remove them or set scaling: combat")
+        if self.scaling == "combat" and self.missing == "impute":
+            raise ValueError("scaling combat needs complete numbers; set missing: refuse with skip_bad_subjects: true")
+        if self.kind != "regression" and self.target_scaling != "none":
+            raise ValueError(f"target_scaling is for kind regression, not for {self.kind}; remove it")
+        return self
+
+    @property
+    def privacy_blocker(self) -> str | None:
+        """Why one subject changes another's inputs or loss."""
+        if self.target_scaling == "site":
+            return "task.target_scaling: site computes mean and standard deviation of all subjects; leave it out"
+        if self.scaling in ("site", "federated", "combat"):
+            return (
+                f"task.scaling: {self.scaling} computes mean and standard deviation of all subjects; give constants, "
+                "{age: [50, 15]}, or none"
+            )
+        return "kind survival: the loss compares subjects with each other" if self.kind == "survival" else None
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of the network's inputs."""
+        return count_inputs(self.features, self.categories, has_indicators=self.missing == "impute")
+
+    @property
+    def numeric_inputs(self) -> tuple[bool, ...]:
+        """Which of the network's inputs are numbers; the others are categories and indicators."""
+        inputs = [name not in self.categories for name in self.features for _ in self.categories.get(name, ("",))]
+        return (*inputs, *(False for _ in range(self.num_inputs - len(inputs))))
+
+    @property
+    def scales_in_network(self) -> bool:
+        """Whether the network's first layer scales the inputs, by statistics of all sites."""
+        return self.scaling in ("federated", "combat")
+
+    def build_scaler(self) -> StatisticsLayer:
+        """Return the first layer of a network that scales its inputs."""
+        if self.scaling == "federated":
+            return InputScaler(self.numeric_inputs, self.clip)
+        columns = [name for name in self.features for _ in self.categories.get(name, ("",))]
+        is_harmonized = [
+            n and name not in self.covariates for name, n in zip(columns, self.numeric_inputs, strict=True)
+        ]
+        covariates = [position for position, name in enumerate(columns) if name in self.covariates]
+        return Harmonizer(is_harmonized, covariates, self.clip)
+
+    def build_outcome(self) -> Outcome:
+        """Return the outcome of the configured kind."""
+        if self.kind == "regression":
+            return NumberOutcome(self.target, self.unit, *self.target_scale)
+        if self.kind == "survival":
+            assert self.event is not None, "checked above"
+            return SurvivalOutcome(self.target, self.event)
+        return ClassOutcome(self.target, self.classes or ("0", "1"))

@@ -1,0 +1,133 @@
+"""The harmonised inputs of a federation are those of ComBat on one pooled table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flare_sparse.structure.harmonization import Harmonizer
+
+SIZES = (12, 30, 7)
+COVARIATES = 2
+
+
+def draw_tables(seed: int = 0, features: int = 9) -> list[Tensor]:
+    """Return the table ``(n, 2 + features)`` of each site: sex, age, and features with effects of site and both."""
+    generator = torch.Generator().manual_seed(seed)
+    base = 10 ** torch.linspace(0, 6, features, dtype=torch.float64)
+    effect = torch.randn(COVARIATES, features, generator=generator, dtype=torch.float64)
+    tables = []
+    for site, size in enumerate(SIZES):
+        sex = (torch.rand(size, 1, generator=generator) < 0.3 + 0.2 * site).double()
+        age = 20 + 15 * site + 5 * torch.randn(size, 1, generator=generator, dtype=torch.float64)
+        covariates = torch.hstack([sex, age])
+        shift, scale = (torch.randn(features, generator=generator, dtype=torch.float64) for _ in range(2))
+        noise = torch.randn(size, features, generator=generator, dtype=torch.float64)
+        values = 5 + shift + covariates @ (effect / 10) + noise * (1 + 0.3 * scale.abs())
+        # Inputs of a network are float32: both sides see the same numbers.
+        tables.append(torch.hstack([covariates, base * values]).float().double())
+    return tables
+
+
+def build(tables: list[Tensor], covariates: int = COVARIATES) -> list[Harmonizer]:
+    """Return the layer of each site after the exchange."""
+    kept = list(range(covariates))
+    width = tables[0].shape[1]
+    layers = [Harmonizer([column >= COVARIATES for column in range(width)], kept) for _ in tables]
+    parts = [layer.compute_statistics(table) for layer, table in zip(layers, tables, strict=True)]
+    for layer, part, table in zip(layers, parts, tables, strict=True):
+        assert layer.is_valid(part, len(table))
+        layer.statistics.copy_(layer.pool_statistics(parts))
+        layer.site.copy_(part)
+    return layers
+
+
+def run_pooled_combat(tables: list[Tensor], covariates: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the harmonised features of one table, their mean, and sigma (Fortin et al. 2017, as in neuroCombat)."""
+    data = np.vstack([table.numpy() for table in tables])
+    site = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    x, y = data[:, :covariates], data[:, COVARIATES:]
+    design = np.hstack([np.eye(len(tables))[site], x])
+    coefficients = np.linalg.lstsq(design, y, rcond=None)[0]
+    sizes = np.bincount(site)
+    alpha = sizes / sizes.sum() @ coefficients[: len(tables)]
+    effects = x @ coefficients[len(tables) :]
+    sigma = np.sqrt(((y - design @ coefficients) ** 2).mean(0))
+    z = (y - alpha - effects) / sigma
+    result = np.empty_like(z)
+    for number in range(len(tables)):
+        own = z[site == number]
+        gamma, delta = own.mean(0), own.var(0, ddof=1)
+        gamma_star, delta_star = iterate_bayes(own, gamma, delta)
+        result[site == number] = (own - gamma_star) / np.sqrt(delta_star)
+    return result * sigma + alpha + effects, alpha, sigma
+
+
+def iterate_bayes(z: np.ndarray, gamma: np.ndarray, delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    center, spread, n = gamma.mean(), gamma.var(ddof=1), len(z)
+    m, s2 = delta.mean(), delta.var(ddof=1)
+    a, b = (2 * s2 + m**2) / s2, (m * s2 + m**3) / s2
+    g_old, d_old, change = gamma, delta, 1.0
+    while change > 1e-4:
+        g_new = (spread * n * gamma + d_old * center) / (spread * n + d_old)
+        d_new = (0.5 * ((z - g_new) ** 2).sum(0) + b) / (n / 2 + a - 1)
+        change = max((abs(g_new - g_old) / abs(g_old)).max(), (abs(d_new - d_old) / d_old).max())
+        g_old, d_old = g_new, d_new
+    return g_old, d_old
+
+
+@pytest.mark.parametrize("covariates", [COVARIATES, 0])
+def test_harmonised_inputs_are_those_of_one_pooled_table(covariates: int) -> None:
+    tables = draw_tables()
+    expected, alpha, sigma = run_pooled_combat(tables, covariates)
+    x = np.vstack([table.numpy() for table in tables])[:, :covariates]
+    parts = [layer.harmonize(table) for layer, table in zip(build(tables, covariates), tables, strict=True)]
+    harmonized = torch.vstack(parts).numpy()[:, COVARIATES:]
+    # The layer centres at the mean over subjects; ComBat's alpha belongs to covariates of 0.
+    pooled = np.vstack([table.numpy() for table in tables])[:, COVARIATES:]
+    np.testing.assert_allclose(harmonized * sigma + pooled.mean(0), expected, rtol=1e-10)
+    assert np.abs(alpha - pooled.mean(0)).max() > 0 or not covariates
+    assert x.shape[1] == covariates
+
+
+def test_shift_and_scale_of_the_sites_are_removed_and_effects_of_covariates_are_kept() -> None:
+    tables = draw_tables()
+    shifted = [table.clone() for table in tables]
+    shifted[1][:, COVARIATES:] = 3 * shifted[1][:, COVARIATES:] + 1e4
+    means = [layer.harmonize(t)[:, COVARIATES:].mean(0) for layer, t in zip(build(shifted), shifted, strict=True)]
+    spread = [table[:, COVARIATES:].mean(0) for table in shifted]
+    assert float((means[0] - means[1]).abs().mean()) < 2
+    assert float((spread[0] - spread[1]).abs().min()) > 1e3
+
+
+def test_inputs_pass_unchanged_before_the_exchange_and_where_they_are_not_harmonised() -> None:
+    table = draw_tables()[0]
+    layer = Harmonizer([False, False, *[True] * 9], [0])
+    assert torch.equal(layer(table.float()), table.float())
+    (layer, *_) = build(draw_tables(), covariates=0)
+    assert torch.equal(layer.harmonize(table)[:, :COVARIATES], table[:, :COVARIATES])
+
+
+def test_site_of_one_row_keeps_its_values_in_common_units() -> None:
+    tables = draw_tables()
+    pooled = build(tables)[0].statistics
+    layer = Harmonizer([False, False, *[True] * 9], [0, 1], clip=3.0)
+    layer.statistics.copy_(pooled)
+    layer.site.copy_(layer.compute_statistics(tables[0][:1]))
+    harmonized = layer(tables[0][:1].float())
+    assert torch.isfinite(harmonized).all()
+    assert harmonized[:, COVARIATES:].abs().max() <= 3
+
+
+@pytest.mark.parametrize(("row", "value"), [(0, 11.0), (3, -1.0), (5, 1e30)], ids=["count", "squares", "products"])
+def test_impossible_statistics_are_recognised(row: int, value: float) -> None:
+    table, layer = draw_tables()[0], build(draw_tables())[0]
+    statistics = layer.compute_statistics(table)
+    assert layer.is_valid(statistics, len(table))
+    wrong: Any = statistics.clone()
+    wrong[row, -1] = value
+    assert not layer.is_valid(wrong, len(table))
