@@ -488,3 +488,10 @@ def test_choice_by_validation_needs_validation_examples(file: Path) -> None:
     )
     assert load_config(file, [choice, "task.split.validation=0.1"]).method.config.decided_by_validation
     load_config(file, ["method={name: fedavg, finetune: {proximal: 0.1}}"])
+
+
+def test_early_stopping_waits_for_an_evaluated_model(file: Path) -> None:
+    settings = ["federation.early_stopping={patience: 3}", "task.split.validation=0.1"]
+    problem = load_problems(file, *settings, "method.evaluate_every=4")[0]
+    assert "raise patience to 4 or more" in problem
+    assert load_config(file, [*settings, "method.evaluate_every=3"]).method.config.evaluate_every == 3

@@ -1,10 +1,11 @@
 """Accuracy and bytes of FLARE's own recipes: dense, with a tenth of the entries, and with bfloat16 values.
 
-    python benchmarks/exchange/recipes.py [--recipes fedavg scaffold ...] [--rounds 10]
+    python benchmarks/exchange/recipes.py [--recipes fedavg scaffold ...] [--rounds 5] [--json cells.jsonl]
 
 Two sites of scikit-learn's digits, in FLARE's simulator; one epoch a round. *Measured* bytes are those of the loopback
 interface in a network namespace of the job's own (``unshare``, Linux), so that frames, heartbeats and polling count.
-*Ledger* bytes are the lengths of the messages; dense jobs have none, and their arrays are counted instead.
+*Ledger* bytes are the lengths of the messages; dense jobs have none. With ``--json`` every cell is a line of a file,
+and a second call goes on with the cells that are missing.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="append every cell to this file as soon as it is measured")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file of the finished cells, which are not run again")
     parser.add_argument("--job", choices=RECIPES, help=argparse.SUPPRESS)
     parser.add_argument("--mode", choices=list(MODES), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -136,12 +137,16 @@ def main() -> None:
         run_job(options.job, options.mode, options.rounds)
         return
     cells = []
+    if options.json and options.json.is_file():
+        cells = [json.loads(line) for line in options.json.read_text(encoding="utf-8").splitlines()]
+    finished = {(cell["recipe"], cell["mode"]) for cell in cells}
     for name in options.recipes:
         for mode in options.modes:
-            cells.append(measure_cell(name, mode, options.rounds))
-            if options.json:
-                with options.json.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(cells[-1]) + "\n")
+            if (name, mode) not in finished:
+                cells.append(measure_cell(name, mode, options.rounds))
+                if options.json:
+                    with options.json.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(cells[-1]) + "\n")
     print(format_table(cells))
 
 

@@ -4,11 +4,13 @@ Four sites (A, B cut in two, C) of the public data set of docs/segmentation.md t
 `app_configs/fedavg_hippocampus.yaml` with every method, sparsity, seed and fold; beside them the pooled data of all
 sites and each site alone.
 
-    python benchmarks/experiments/hippocampus.py ../shared/data/hippocampus --out hippocampus.jsonl [--seeds 3]
-        [--folds 5] [--rounds 12] [--epochs 1] [--sparsities 0.8 0.9 0.95 0.98] [--rows fedavg pooled]
+    python benchmarks/experiments/hippocampus.py ../shared/data/hippocampus --runs runs/hippocampus [--seeds 3]
+        [--folds 5] [--sparsities 0.9] [--rows pooled fedavg] [--set method.rounds=20] [--picture cases.png]
 
-Each finished run is a line of the file, and a second call goes on with the runs that are missing. The table shows means
-over the runs of a row, with the smallest and the largest.
+Every run has a folder below `--runs` with checkpoints, so that a killed call goes on from the last committed round when
+it is repeated, and afterwards with the record that `flare-sparse predict` reads. Metrics are computed once, at the end
+of a run: those of every round would take a third of the time. `--validation 0.2` trains on fewer cases and measures
+these instead of the test cases, for choosing settings.
 """
 
 from __future__ import annotations
@@ -17,26 +19,32 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from torch.utils.data import ConcatDataset
+import torch
+from hippocampus_report import draw_cases, print_report
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
 
-from flare_sparse.assemble import Assembly, assemble, open_site
+from flare_sparse.assemble import Assembly, assemble, build_rules, open_checkpoints, open_site
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import RunConfig, load_config
+from flare_sparse.federation import Outcome
 from flare_sparse.local.run import run_locally
-from flare_sparse.mask import Mask
-from flare_sparse.runs.folder import sum_traffic
-from flare_sparse.seeds import limit_threads
+from flare_sparse.runs.folder import RunFolder, build_run_facts, sum_traffic
 from flare_sparse.task import Examples
+from flare_sparse.tasks.case_metrics import name_metrics
+from flare_sparse.tasks.segmentation import Segmentation
 from flare_sparse.training import Site
+from flare_sparse.wire.ledger import Ledger
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "fedavg_hippocampus.yaml"
 SPARSE = ("neurosfl", "fedsparsify", "topk_ef")
-DENSE = ("fedavg", "pooled", "local_only")
+DENSE = ("pooled", "fedavg", "local_only")
+LINE = "line.json"
+"""File of a finished run with its settings and the metrics of each case."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,8 @@ class Setting:
         seed: seed of the run.
         fold: fold for testing, from 1.
         folds: number of folds.
-        rounds: rounds of the run.
-        epochs: passes over the training cases in a round.
+        overrides: settings that differ from the configuration.
+        validation: share of the cases that are measured in place of the test cases; 0: none.
     """
 
     row: str
@@ -58,105 +66,192 @@ class Setting:
     seed: int
     fold: int
     folds: int
-    rounds: int
-    epochs: int
+    overrides: tuple[str, ...] = ()
+    validation: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return f"{self.row}-{self.sparsity:g}-seed{self.seed}-fold{self.fold}of{self.folds}"
 
     def load_config(self, data: Path) -> RunConfig:
-        """Return the configuration of the run."""
-        base = load_config(CONFIG)
-        training = base.method.config.training.model_dump(mode="json") | {"epochs": self.epochs}
-        method: dict[str, Any] = {"rounds": self.rounds, "training": training}
-        method["name"] = "fedavg" if self.row == "pooled" else self.row
+        """Return the configuration of the run.
+
+        A site alone and the pooled data are federations of one site, which average nothing.
+        """
+        base = load_config(CONFIG, list(self.overrides))
+        method: dict[str, Any] = {
+            "name": "fedavg" if self.row in DENSE else self.row,
+            "rounds": base.method.config.rounds,
+            "training": base.method.config.training.model_dump(mode="json"),
+        }
         if self.row in ("neurosfl", "fedsparsify"):
             method["sparsity"] = self.sparsity
         elif self.row == "topk_ef":
             method["fraction"] = round(1 - self.sparsity, 6)
-        overrides = [f"method={json.dumps(method)}", f"seed={self.seed}", f"simulator.data.path={data.resolve()}"]
+        overrides = [*self.overrides, f"method={json.dumps(method)}", f"seed={self.seed}"]
+        overrides += [f"simulator.data.path={data.resolve()}", f"task.split.validation={self.validation}"]
         if self.folds > 1:
             overrides += [f"task.split.folds={self.folds}", f"task.split.fold={self.fold}"]
         return load_config(CONFIG, overrides)
 
 
-def run_setting(setting: Setting, data: Path) -> dict[str, Any]:
-    """Run one setting and return its line: metrics by site, bytes and seconds."""
-    config, start = setting.load_config(data), time.monotonic()
+def run_setting(setting: Setting, data: Path, folder: Path) -> dict[str, Any]:
+    """Run one setting, or the rest of it, and return its line: metrics of each case by site, bytes and seconds."""
+    config = setting.load_config(data)
     assembly = assemble(config)
     sites = {name: open_site(assembly, site) for name, site in prepare_site_data(config, assembly.task, data).items()}
+    for site in sites.values():
+        site.sends_metrics = False
     if setting.row == "pooled":
-        metrics, sent = evaluate_pooled(assembly, sites, setting), 0
+        weights, sent, seconds = train({"pooled": pool(assembly, sites, setting)}, config, assembly, folder)
+        models = dict.fromkeys(sites, weights)
+    elif setting.row == "local_only":
+        alone = {name: train({name: site}, config, assembly, folder / name) for name, site in sites.items()}
+        models, sent = {name: weights for name, (weights, _, _) in alone.items()}, 0
+        seconds = sum(time for _, _, time in alone.values())
     else:
-        outcome, ledger = run_locally(assembly.method, assembly.weights, sites, assembly.task.metric)
-        metrics = {site: dict(values) for site, values in outcome.evaluation.sites.items()}
-        sent = sum(int(part["payload_bytes"]) for part in sum_traffic(ledger).values())
-    return {**asdict(setting), "sites": metrics, "bytes": sent, "seconds": round(time.monotonic() - start, 1)}
+        weights, sent, seconds = train(sites, config, assembly, folder)
+        models = dict.fromkeys(sites, weights)
+    cases = {name: measure_cases(assembly, site, models[name], setting) for name, site in sites.items()}
+    classes = list(config.task.config.classes)  # type: ignore[attr-defined]
+    return {
+        "row": setting.row,
+        "sparsity": setting.sparsity,
+        "seed": setting.seed,
+        "fold": setting.fold,
+        "metrics": name_metrics(classes, hd95=True),
+        "sites": cases,
+        "bytes": sent,
+        "seconds": seconds,
+        "parameters": assembly.layout.size,
+        "training": config.method.config.training.model_dump(mode="json") | {"rounds": config.method.config.rounds},
+    }
 
 
-def evaluate_pooled(assembly: Assembly, sites: dict[str, Site], setting: Setting) -> dict[str, dict[str, float]]:
-    """Train on the training cases of all sites together; return the metrics on each site's test cases."""
-    pooled = Examples(
+def pool(assembly: Assembly, sites: dict[str, Site], setting: Setting) -> Site:
+    """Return a site with the training cases of all sites."""
+    examples = Examples(
         ConcatDataset([site.examples.train for site in sites.values()]),
         ConcatDataset([site.examples.test for site in sites.values()]),
     )
-    site = Site("pooled", assembly.task, pooled, assembly.layout, setting.seed)
-    weights, training, trainable = assembly.weights, assembly.method.config.training, Mask.full(assembly.layout.size)
-    with limit_threads(1):
-        for t in range(1, setting.rounds + 1):
-            weights = site.train(weights, trainable, training.resolve_schedule(t, setting.rounds), t)
-    return {name: site.evaluate(weights) for name, site in sites.items()}
+    site = Site("pooled", assembly.task, examples, assembly.layout, setting.seed)
+    site.sends_metrics = False
+    return site
+
+
+def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder: Path) -> tuple[Tensor, int, float]:
+    """Run the method over the sites, from its newest checkpoint; return the weights, the bytes and the seconds."""
+    ledger, rules = Ledger(), build_rules(config)
+    record = RunFolder(folder, build_run_facts(config, assembly), assembly.layout, ledger)
+
+    def commit(line: Any) -> None:
+        record.commit(line)
+        print(f"{time.strftime('%H:%M:%S')} {folder.name}: round {line.round}, {line.seconds:.0f} s", flush=True)
+
+    outcome: Outcome = run_locally(
+        assembly.method,
+        assembly.weights,
+        sites,
+        assembly.task.metric,
+        run=assembly.run_id,
+        rules=rules,
+        on_round=commit,
+        ledger=ledger,
+        stores=lambda end: open_checkpoints(config.job, assembly, folder / "checkpoints", end),
+        resume=True,
+    )[0]
+    record.finish(outcome)
+    sent = sum(int(part["payload_bytes"]) for part in sum_traffic(ledger).values())
+    return outcome.weights, sent, sum(line.seconds for line in outcome.rounds)
+
+
+def select_measured(site: Site, setting: Setting) -> tuple[Any, tuple[str, ...]]:
+    """Return the cases that are measured and their identifiers."""
+    examples = site.examples
+    if setting.validation:
+        return examples.validation, tuple(examples.validation_ids)
+    return examples.test, tuple(examples.test_ids)
+
+
+@torch.no_grad()
+def measure_cases(assembly: Assembly, site: Site, weights: Tensor, setting: Setting) -> dict[str, list[float]]:
+    """Return the metrics of each test case by its identifier."""
+    network = load_network(assembly, weights)
+    cases, names = select_measured(site, setting)
+    rows = [assembly.task.measure(network, batch)[0][0] for batch in assembly.task.iterate_batches(cases, 1)]
+    return {name: row.tolist() for name, row in zip(names, rows, strict=True)}
+
+
+def load_network(assembly: Assembly, weights: Tensor) -> torch.nn.Module:
+    """Return the network with the given weights, in eval mode."""
+    network = assembly.task.model()
+    network.load_state_dict(assembly.layout.unflatten(weights), strict=False)
+    return network.eval()
 
 
 def list_settings(options: argparse.Namespace) -> Iterator[Setting]:
-    """Yield the settings, seed by seed, so that a run that is cut short has every row."""
-    rows = [(row, 0.0) for row in DENSE] + [(row, sparsity) for row in SPARSE for sparsity in options.sparsities]
+    """Yield the settings, seed by seed, so that a series that is cut short has every row."""
+    rows = [(row, 0.0) for row in DENSE] + [(row, sparsity) for sparsity in options.sparsities for row in SPARSE]
     for seed in range(1, options.seeds + 1):
         for fold in range(1, options.folds + 1):
             for row, sparsity in rows:
                 if not options.rows or row in options.rows:
-                    yield Setting(row, sparsity, seed, fold, options.folds, options.rounds, options.epochs)
-
-
-def average(line: dict[str, Any], metric: str) -> float:
-    """Return a metric over all test cases of a run."""
-    counts = {site: values["test_examples"] for site, values in line["sites"].items()}
-    return sum(line["sites"][site][metric] * count for site, count in counts.items()) / sum(counts.values())
-
-
-def print_table(lines: list[dict[str, Any]]) -> None:
-    """Print Dice, HD95 and bytes of every row, and Dice by site."""
-    sites = sorted({site for line in lines for site in line["sites"]})
-    print("| row | sparsity | runs | Dice | HD95 (mm) | " + " | ".join(sites) + " | MB | s |")
-    print("| --- | --- | --- | --- | --- | " + " | ".join("---" for _ in sites) + " | --- | --- |")
-    rows = dict.fromkeys((line["row"], line["sparsity"]) for line in lines)
-    for row, sparsity in rows:
-        runs = [line for line in lines if (line["row"], line["sparsity"]) == (row, sparsity)]
-        dice, hd95 = ([average(line, metric) for line in runs] for metric in ("dice", "hd95"))
-        by_site = [f"{mean(line['sites'][site]['dice'] for line in runs):.3f}" for site in sites]
-        print(
-            f"| {row} | {sparsity:.0%} | {len(runs)} | {mean(dice):.3f} ({min(dice):.3f} to {max(dice):.3f}) | "
-            f"{mean(hd95):.2f} | {' | '.join(by_site)} | {mean(line['bytes'] for line in runs) / 1e6:.1f} | "
-            f"{mean(line['seconds'] for line in runs):.0f} |"
-        )
+                    yield Setting(row, sparsity, seed, fold, options.folds, tuple(options.set), options.validation)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--folds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.8, 0.9, 0.95, 0.98])
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--folds", type=int, default=1, help="1: the split by seed, 52 test cases")
+    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.9, 0.95, 0.98, 0.8])
     parser.add_argument("--rows", nargs="+", choices=[*DENSE, *SPARSE])
+    parser.add_argument("--set", nargs="+", default=[], help="settings that differ from the configuration")
+    parser.add_argument("--validation", type=float, default=0.0)
+    parser.add_argument("--finished", action="store_true", help="print the finished runs and start none")
+    parser.add_argument("--picture", type=Path, help="draw the best, the median and the worst case of the dense run")
     options = parser.parse_args()
-    lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.is_file() else []
-    wanted = list(list_settings(options))
-    for setting in wanted:
-        if not any(asdict(setting).items() <= line.items() for line in lines):
-            lines.append(run_setting(setting, options.data))
-            with options.out.open("a") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
-    print_table([line for line in lines if any(asdict(setting).items() <= line.items() for setting in wanted)])
+    settings, lines = list(list_settings(options)), []
+    for setting in settings:
+        folder = options.runs / setting.name
+        if not (folder / LINE).is_file():
+            if options.finished:
+                continue
+            line = run_setting(setting, options.data, folder)
+            (folder / LINE).write_text(json.dumps(line))
+        lines.append(json.loads((folder / LINE).read_text()))
+    print_report(lines)
+    if options.picture:
+        illustrate(settings, options)
+
+
+def illustrate(settings: list[Setting], options: argparse.Namespace) -> None:
+    """Draw the best, the median and the worst test case of the first sparse run, or of the first run."""
+    finished = [setting for setting in settings if (options.runs / setting.name / "model.safetensors").is_file()]
+    setting = next((setting for setting in finished if setting.row in SPARSE), finished[0])
+    config = setting.load_config(options.data)
+    assembly = assemble(config)
+    assert isinstance(assembly.task, Segmentation)
+    from flare_sparse.runs.models import read_run_model
+
+    network = load_network(assembly, read_run_model(options.runs / setting.name, assembly, "final"))
+    line = json.loads((options.runs / setting.name / LINE).read_text())
+    ranked = sorted(
+        (
+            (values[0], site, number)
+            for site, cases in line["sites"].items()
+            for number, values in enumerate(cases.values())
+        ),
+        reverse=True,
+    )
+    data, pictures = prepare_site_data(config, assembly.task, options.data), []
+    for dice, site, number in (ranked[0], ranked[len(ranked) // 2], ranked[-1]):
+        cases, _ = select_measured(open_site(assembly, data[site]), setting)
+        batch = next(assembly.task.iterate_batches(Subset(cases, [number]), 1))
+        pictures.append((site, dice, assembly.task.illustrate(network, batch)))
+    draw_cases(pictures, options.picture)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from local_federation import LocalFederation, Upload
 from toy import ToyBench
 
 from flare_sparse.exchange import Contribution, Patch
-from flare_sparse.federation import Evaluation, RoundRules
+from flare_sparse.federation import Evaluation, Outcome, RoundRules
 from flare_sparse.federation.rules import Roster
 from flare_sparse.params import compute_digest
 
@@ -100,3 +100,17 @@ def test_number_of_validation_examples_must_stay_near_the_registered_one() -> No
     assert roster.validated == {"a": 10.0}
     assert roster.find_violation(report({"validation_examples": 11.0}), RoundRules()) is None
     assert roster.find_violation(report({"validation_examples": 2.0**52}), RoundRules()) == "E_METRICS"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_between_two_evaluations_are_not_evaluated_and_the_run_is_the_same(name: str) -> None:
+    def run(**settings: int) -> Outcome:
+        return LocalFederation(name, ToyBench(validation=4), rounds=5, **settings).run()
+
+    every, fewer = run(), run(evaluate_every=2)
+    evaluated = {line.evaluated_round for line in fewer.rounds if line.evaluation.overall}
+    assert evaluated == {0, 2, 4, 5}, "the initial model, every second one, and the last one"
+    assert torch.equal(fewer.weights, every.weights)
+    assert fewer.evaluation == every.evaluation
+    assert fewer.best.round in evaluated
+    assert [line.bytes_up for line in fewer.rounds] == [line.bytes_up for line in every.rounds]

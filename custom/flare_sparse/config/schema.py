@@ -370,6 +370,13 @@ class JobConfig(Section):
                 f"method.{setting}: validation examples decide, but task.split.validation is 0; set it, such as to "
                 "0.1, or give one value"
             )
+        if self.federation.early_stopping is not None:
+            patience, every = self.federation.early_stopping.patience, self.method.config.evaluate_every
+            if patience < every:
+                raise ValueError(
+                    f"federation.early_stopping.patience {patience} counts rounds; method.evaluate_every is {every}, "
+                    f"so the run would end before it knows another model; raise patience to {every} or more"
+                )
         return self
 
     @model_validator(mode="after")

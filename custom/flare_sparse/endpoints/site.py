@@ -131,6 +131,8 @@ class SiteEndpoint:
     def answer(self, request: Request) -> Update:
         """Return the method's update, with metrics of the received model unless the method reports its own.
 
+        Models between those of ``method.evaluate_every`` are not evaluated.
+
         Raises:
             TaskFailed: the user task raised an exception of its own; the text names the user's line.
         """
@@ -162,7 +164,7 @@ class SiteEndpoint:
             statistics = Patch.from_vector(self.site.compute_statistics(), request.trainable)
             return Update(statistics, STATISTICS, self.site.num_examples)
         update = self.method.answer(request, self.site)
-        if update.metrics or update.content == "scores":
+        if update.metrics or update.content == "scores" or not self.method.config.is_evaluated(request.round - 1):
             return update
         return replace(update, metrics=self.site.evaluate(self.site.weights))
 

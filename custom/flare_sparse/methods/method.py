@@ -61,12 +61,26 @@ class MethodConfig(BaseModel):
     rounds: int = Field(10, ge=1, description="T: rounds of training")
     participation: float = Field(1.0, gt=0, le=1, description="share of the sites sampled for each round")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="how a site trains in a round")
+    evaluate_every: int = Field(
+        1,
+        ge=1,
+        description="rounds between two models that the sites evaluate, counted from the initial one; the last model "
+        "is always evaluated",
+    )
     personal: Personal = Field(
         (),
         description="tensors that stay at each site and are its own; norms: normalisation layers with their running "
         "statistics (FedBN); head: the last layer (FedPer); site: what describes the site's own data, such as "
         "mean and spread of its targets (task.target_scaling); or patterns of names, such as ['3.*']",
     )
+
+    def is_evaluated(self, t: int) -> bool:
+        """Return whether the sites evaluate the model of round ``t``, which they receive in the round after it.
+
+        >>> [t for t in range(6) if MethodConfig(evaluate_every=2).is_evaluated(t)]
+        [0, 2, 4]
+        """
+        return t % self.evaluate_every == 0
 
     def get_training(self, t: int) -> TrainingConfig:
         """Return the settings of training in round ``t``, with the learning rate that the schedule gives it."""

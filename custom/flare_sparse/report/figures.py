@@ -227,13 +227,14 @@ def draw_cases(runs: list[RunResult]) -> Figure:
         len(sites), len(columns), figsize=(3.2 * len(columns), 3.0 * len(sites)), squeeze=False, layout="constrained"
     )
     for case in cases:
-        _draw_case(axes[sites.index(case.site), columns.index(case.rank)], case, runs[0].metric)
+        draw_case(axes[sites.index(case.site), columns.index(case.rank)], case, runs[0].metric)
     if len(runs) > 1:
         figure.suptitle(runs[0].label)
     return figure
 
 
-def _draw_case(axes: Axes, case: CasePicture, metric: str) -> None:
+def draw_case(axes: Axes, case: CasePicture, metric: str) -> None:
+    """Draw one case: its slice, the outlines of the labels (solid) and of the prediction (dashed)."""
     picture = case.picture
     axes.imshow(picture.image, cmap="gray", aspect=picture.aspect, interpolation="nearest")
     axes.set_title(f"{case.site}, {case.rank}: {metric} {case.value:.3f}", fontsize=9)

@@ -106,7 +106,8 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
         bits = torch.zeros(self.layout.size, dtype=torch.bool)
         bits[request.trainable.indices] = revealed.bits
         patch = Patch(revealed.take(trained), Mask(bits))
-        return Update(patch, self.update_content, site.num_examples, narrowed.evaluate(start))
+        metrics = narrowed.evaluate(start) if self.config.is_evaluated(request.round - 1) else {}
+        return Update(patch, self.update_content, site.num_examples, metrics)
 
     def learn(self, state: SelectiveState, contributions: Sequence[Contribution]) -> SelectiveState:
         changed = unite_masks(contribution.patch.mask for contribution in contributions)
