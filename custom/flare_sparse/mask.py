@@ -56,6 +56,13 @@ class Mask:
         return cls(torch.from_numpy(np.unpackbits(packed, count=size).view(bool)))
 
     @classmethod
+    def from_indices(cls, bits: Tensor, indices: Tensor) -> Mask:
+        """Return the mask of ``bits`` ``(P,)``, whose selected positions, ascending, are known: int64 ``(count,)``."""
+        mask = cls(bits)
+        mask.indices, mask.count = indices, indices.numel()
+        return mask
+
+    @classmethod
     def from_tensors(cls, layout: Layout, predicate: Callable[[TensorSpec], bool]) -> Mask:
         """Select all entries of the tensors that satisfy ``predicate``."""
         return cls(layout.select(predicate))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,6 +202,10 @@ class LocalFederation:
                 replies[name] = error.code
         return replies
 
+    def yield_sum_replies(self, questions: Mapping[str, Any], seconds: float | None) -> Iterator[tuple[str, Any]]:
+        """Yield the replies to a step of a sum, as a transport does."""
+        yield from self.deliver_sum(questions, seconds).items()
+
     def encode(self, upload: Upload) -> Any:
         """Return the message of an upload, as a buffer that the test may write to."""
         return upload.endpoint.encode(upload.request, upload.update).data.copy()
@@ -231,6 +235,6 @@ class LocalFederation:
             store=self.stores(SERVER),
             on_excluded=self.warnings.append,
             returned=self.returned,
-            sum_transport=self.deliver_sum,
+            sum_transport=self.yield_sum_replies,
         )
         return federation.run(self.bench.weights, resume=resume)

@@ -95,6 +95,25 @@ def weighted_sum(contributions: Sequence[Contribution], weights: Weights) -> Ten
     return values.float() if mask.is_full else mask.put(values, torch.zeros(mask.size))
 
 
+def sum_completed(contributions: Sequence[Contribution], weights: Weights, previous: Tensor, live: Mask) -> Tensor:
+    """Return the weighted sum over the entries ``live``, where what a site did not send counts with its old value.
+
+    Args:
+        contributions: one per site, with new values of some entries.
+        weights: weight of each contribution.
+        previous: ``(P,)`` the old values.
+        live: entries of the sum.
+
+    Returns:
+        float32 ``(P,)``, zero outside ``live``; accumulated in float64, in site-name order.
+    """
+    # One completed vector at a time: together they would take the memory of a model for each site.
+    _, total = _compute_sum(
+        contributions, weights, lambda c: live.take(c.patch.write_into(previous.clone())).double(), live
+    )
+    return live.put(total, torch.zeros(live.size))
+
+
 def apply_deltas(contributions: Sequence[Contribution], weights: Weights, previous: Tensor) -> Tensor:
     """Return ``previous`` plus the weighted sum of the sites' deltas; entries outside a site's mask have a zero delta.
 
@@ -141,15 +160,25 @@ def average_over_owners(contributions: Sequence[Contribution], weights: Weights,
 
 
 def _compute_sum(
-    contributions: Sequence[Contribution], weights: Weights, values: Callable[[Contribution], Tensor]
+    contributions: Sequence[Contribution],
+    weights: Weights,
+    values: Callable[[Contribution], Tensor],
+    common: Mask | None = None,
 ) -> tuple[Mask, Tensor]:
-    """Return the entries that may differ from zero, and their sums in float64."""
+    """Return the entries that may differ from zero, and their sums in float64.
+
+    Args:
+        contributions: one per site; each is read once and in turn, so that those in files need no memory together.
+        weights: weight of each contribution.
+        values: returns the values of a contribution, float64.
+        common: mask of all these values; None: each contribution's own.
+    """
     # Addition of floats is not associative. Sorted by site, the sum has the same bits for every order of arrival.
     ordered = sorted(contributions, key=lambda contribution: contribution.site)
     if not ordered or len({contribution.site for contribution in ordered}) != len(ordered):
         raise ValueError(f"need one update of each site, found {[contribution.site for contribution in ordered]}")
-    shared = ordered[0].patch.mask
-    has_one_mask = all(contribution.patch.mask == shared for contribution in ordered)
+    shared = common or ordered[0].patch.mask
+    has_one_mask = common is not None or all(contribution.patch.mask == shared for contribution in ordered)
     # With one common mask only its entries are touched: the cost follows the density, not the size of the model.
     support = shared if has_one_mask else Mask.full(shared.size)
     total = torch.zeros(support.count, dtype=torch.float64)

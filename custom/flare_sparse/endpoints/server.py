@@ -25,6 +25,7 @@ from .events import parse_events
 from .reported import validate_metrics, validate_num_examples
 from .server_state import EncryptedModel, ServerSnapshot, ServerState
 from .server_sums import ServerSums
+from .update_store import UpdateStore
 
 SERVER = "server"
 """The server's name where sites are identified by theirs, for example in the checkpoint folder."""
@@ -67,6 +68,7 @@ class ServerEndpoint:
         cipher: aggregates encrypted weights without decrypting them; None: all values travel in the clear.
         seed: seed of the run, for the rounding of quantized values.
         sums: sums of padded values, which updates then do not carry themselves; None: the server reads each update.
+        updates: memory for the updates of a round; None: the default.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class ServerEndpoint:
         cipher: ServerCipher | None = None,
         seed: int = 0,
         sums: ServerSums | None = None,
+        updates: UpdateStore | None = None,
     ):
         self.layout, self.run, self.values, self.ledger, self.cipher = layout, run, values, ledger, cipher
-        self.seed, self.sums = seed, sums
+        self.seed, self.sums, self.updates = seed, sums, updates or UpdateStore()
         self._state = ServerState()
 
     @property
@@ -98,6 +101,7 @@ class ServerEndpoint:
         """
         is_retry = self._state.is_retry(assignments)
         self._state = self._state.retry(assignments) if is_retry else self._state.start(assignments)
+        self.updates.begin(len(assignments), is_retry=is_retry)
         encoded: dict[tuple[int, str | None, int | None], Encoded] = {}
         messages: dict[str, np.ndarray] = {}
         patches: dict[str, Patch] = {}
@@ -180,7 +184,7 @@ class ServerEndpoint:
         _check_selection(message, assignment.expected, site)
         contribution = Contribution(
             site,
-            message.patch,
+            self.updates.keep(message.patch, assignment.expected.mask),
             message.content,
             validate_num_examples(examples, site),
             validate_metrics(metrics, site),

@@ -119,6 +119,8 @@ class Federation:
                 progress = self._step_back(failure, progress, start)
             else:
                 progress = self._commit(result, progress, participants.method)
+                # Its updates would stay in memory beside those of the next round.
+                del result
             participants = self._admission.admit(participants, progress.roster)
 
     def _exchange_statistics(self, weights: Tensor, progress: Progress, participants: Participants) -> Progress:

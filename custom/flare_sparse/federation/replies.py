@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..endpoints.server import Attempt
-from ..exchange import Contribution
+from ..exchange import Contribution, Patch
 
 Reply = Contribution | Exception | str
 """What came back from a site: a contribution, the error that rejected it, or a reason code."""
 Transport = Callable[[Attempt], Mapping[str, Reply]]
 """Carries an attempt to its sites and returns their replies; sites that do not reply in time are absent."""
 
-SumTransport = Callable[[Mapping[str, np.ndarray], float | None], Mapping[str, "np.ndarray | str"]]
-"""Carries the questions of a step of a sum to its sites and returns their replies, or the reason codes of refusals.
+SumTransport = Callable[[Mapping[str, np.ndarray], float | None], Iterable[tuple[str, "np.ndarray | str"]]]
+"""Carries the questions of a step of a sum to its sites and yields their replies, or the reason codes of refusals.
 
-The number is that of the seconds for the replies; None: the transport decides.
+Each reply is yielded with the name of its site as soon as it arrives, so that no two need be in memory. The number is
+that of the seconds for the replies; None: the transport decides.
 """
 
 
@@ -41,6 +42,14 @@ class AttemptResult:
     timed_out: list[str]
     counts_empty: frozenset[str] = frozenset()
     total: Contribution | None = None
+
+    def drop_values(self) -> AttemptResult:
+        """Return the result without values, as a record of an attempt that has failed."""
+        if not self.accepted:
+            return self
+        empty = Patch.empty(self.accepted[0].patch.mask.size)
+        accepted = [replace(contribution, patch=empty) for contribution in self.accepted]
+        return replace(self, accepted=accepted, total=None)
 
     @property
     def contributed(self) -> list[Contribution]:

@@ -158,7 +158,11 @@ class RoundRunner:
                     messages=self.endpoint.ledger.lines[first_message:],
                     seconds=seconds,
                 )
-        raise QuorumMissed(self._describe_failure(result, len(contributions), len(assignments)), result)
+            contributed = len(contributions)
+            # The next attempt has updates of its own: those of this one must not stay in memory beside them.
+            result = result.drop_values()
+            del contributions
+        raise QuorumMissed(self._describe_failure(result, contributed, len(assignments)), result)
 
     def _collect(self, assignments: Mapping[str, Assignment], roster: Roster) -> tuple[AttemptResult, Roster]:
         """Make one attempt and return its replies, and the roster with newly registered numbers of examples."""

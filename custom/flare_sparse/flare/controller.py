@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,7 @@ class FederatedController(Controller):
             timeout_s = job.federation.task_timeout_s if attempt.seconds is None else attempt.seconds
             return self._exchange(attempt, timeout_s, fl_ctx, abort_signal)
 
-        def exchange_sum(questions: Mapping[str, np.ndarray], seconds: float | None) -> Mapping[str, Any]:
+        def exchange_sum(questions: Mapping[str, np.ndarray], seconds: float | None) -> Iterator[tuple[str, Any]]:
             timeout_s = job.federation.task_timeout_s if seconds is None else seconds
             return self._exchange_sum(questions, timeout_s, fl_ctx, abort_signal)
 
@@ -237,12 +238,23 @@ class FederatedController(Controller):
         Raises:
             Aborted: the job was aborted meanwhile.
         """
+        for _ in self._wait_in_steps(tasks, abort_signal):
+            pass
+
+    def _wait_in_steps(self, tasks: list[Task], abort_signal: Signal) -> Iterator[None]:
+        """Wait until all tasks are complete; yield again and again, and once when they are.
+
+        Raises:
+            Aborted: the job was aborted meanwhile.
+        """
         while any(task.completion_status is None for task in tasks):
             self._polling.update()
             if abort_signal.triggered:
                 raise Aborted("the job was aborted")
+            yield
             time.sleep(POLL_S)
         self._polling.restart()
+        yield
 
     def _exchange(
         self, attempt: Attempt, timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
@@ -272,9 +284,9 @@ class FederatedController(Controller):
 
     def _exchange_sum(
         self, questions: Mapping[str, np.ndarray], timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
-    ) -> Mapping[str, Any]:
-        """Send the questions of a step of a sum and return the replies, or reason codes, that arrive in time."""
-        answers: dict[str, Any] = {}
+    ) -> Iterator[tuple[str, Any]]:
+        """Send the questions of a step of a sum; yield the replies, or reason codes, as they arrive in time."""
+        answers: SimpleQueue[tuple[str, Any]] = SimpleQueue()
 
         # It must not raise, see _collect_hellos. A site that answers with something else has the code E_KIND.
         def receive(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001
@@ -282,7 +294,7 @@ class FederatedController(Controller):
             is_refusal = result.get_return_code() != ReturnCode.OK
             message = None if is_refusal else extract_sum(result)
             refusal = get_refusal_code(result) if is_refusal else "E_KIND"
-            answers.setdefault(site, refusal if message is None else message)
+            answers.put((site, refusal if message is None else message))
             client_task.result = None
 
         by_message: dict[int, tuple[np.ndarray, list[str]]] = {}
@@ -295,8 +307,9 @@ class FederatedController(Controller):
             task = Task(name=SUM, data=data, timeout=seconds, result_received_cb=receive)
             self.broadcast(task, fl_ctx, targets=sites, min_responses=0)
             tasks.append(task)
-        self._wait(tasks, abort_signal)
-        return dict(answers)
+        for _ in self._wait_in_steps(tasks, abort_signal):
+            while not answers.empty():
+                yield answers.get()
 
     def _receive_result(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         result = client_task.result

@@ -25,6 +25,7 @@ from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.server_sums import ServerSums
 from ..endpoints.site import SiteEndpoint
 from ..endpoints.site_sums import SiteSums
+from ..endpoints.update_store import UpdateStore
 from ..errors import ConfigError, format_site_error
 from ..kernels.threads import set_kernel_threads
 from ..policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
@@ -115,7 +116,10 @@ class ServerSession(FLComponent):
         rules, sums = self.job.sum_rules, None
         if rules is not None:
             sums = ServerSums(layout, run_id, rules, method.get_sum_weights, load_root(fl_ctx), self.ledger)
-        self.endpoint = ServerEndpoint(layout, run_id, self.job.wire.values, self.ledger, cipher, self.job.seed, sums)
+        updates = UpdateStore(folder=Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id())))
+        self.endpoint = ServerEndpoint(
+            layout, run_id, self.job.wire.values, self.ledger, cipher, self.job.seed, sums, updates
+        )
 
 
 SITE_MODELS_VARIABLE = "FLARE_SPARSE_SITE_MODELS"

@@ -104,7 +104,7 @@ def run_locally(
         on_round=on_round,
         on_updates=on_updates,
         store=stores(SERVER),
-        sum_transport=lambda questions, _: dict(deliver_sum(questions, endpoints, on_site_error)),
+        sum_transport=lambda questions, _: deliver_sum(questions, endpoints, on_site_error),
     )
     with limit_threads(thread_count):
         outcome = federation.run(weights, resume=resume)

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...aggregation.weighted import apply_deltas, average_over_owners, weigh_by_examples, weigh_by_one, weighted_sum
+from ...aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
 from ...exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ...mask import Mask
 from ...training import Site
@@ -163,11 +163,7 @@ def aggregate_revealed(
     """
     previous = state.weights
     if rule == "mean":
-        completed = [
-            replace(contribution, patch=Patch.from_vector(contribution.patch.write_into(previous.clone()), state.live))
-            for contribution in contributions
-        ]
-        return weighted_sum(completed, weigh_by_examples)
+        return sum_completed(contributions, weigh_by_examples, previous, state.live)
     average = average_over_owners(contributions, weigh_by_examples, fallback=previous)
     if rule == "count":
         return average
