@@ -1,16 +1,17 @@
-"""Bytes and error of encrypted runs against plain ones, for AlexNet3D at 95 % sparsity.
+"""Bytes, time and error of sums that the server cannot read against plain ones, for AlexNet3D at 95 % sparsity.
 
-Three sites without data (training adds the same noise in every run) use the real wire: NeuroSFL plain and encrypted,
-dense FedAvg plain and encrypted. The bytes are those of the ledger.
+Three sites without data (training adds the same noise in every run) use the real wire: NeuroSFL and dense FedAvg, each
+plain, masked and encrypted with CKKS, one after the other in one process. The bytes are those of the ledger.
 
-    python benchmarks/performance/encryption.py [--sparsity 0.95] [--rounds 5]
+    python benchmarks/performance/encryption.py [--sparsity 0.95] [--rounds 5] [--write]
 
-Compare two result folders of the same job, one plain, one encrypted and decrypted since:
+``--write`` writes the table into docs/results/secure_sums.md. Compare two result folders of the same job, one plain,
+one encrypted and decrypted since:
 
     python benchmarks/performance/encryption.py --runs runs/plain runs/encrypted
 
-Exits with 1 if an encrypted sparse update is not smaller than a plain dense one, or if the final models differ by more
-than the precision of the sums allows.
+Exits with 1 if an encrypted sparse update is not smaller than a plain dense one, if padded values take more than 1.05
+times 4 bytes a live value, or if the final models differ by more than the precision of the sums allows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,21 +30,59 @@ from safetensors.torch import load_file
 
 from flare_sparse.encryption import PRECISION, KeyContexts, SiteCipher
 from flare_sparse.exchange import Patch
+from flare_sparse.federation import Outcome, RoundRules
 from flare_sparse.local.dry_run import DrySite
 from flare_sparse.local.run import run_locally
 from flare_sparse.methods import METHODS
 from flare_sparse.models import build_model
 from flare_sparse.params import Layout
+from flare_sparse.secure_aggregation.limits import SumRules
+from flare_sparse.secure_aggregation.rings import Ring
 from flare_sparse.task import Metric
+from flare_sparse.wire.ledger import Ledger, LedgerLine
 
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "secure_sums.md"
 SITES = ("site-1", "site-2", "site-3")
 VOLUME = (121, 145, 121)
+SUMS = ("plain", "masked", "ckks")
+BOUND = 64.0
+MARKS = ("<!-- sums: written by encryption.py --write -->\n", "<!-- end of sums -->\n")
+LONGEST = 1.05
+"""Bound of a masked message with values, over 4 bytes a live value."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run without data.
+
+    Attributes:
+        outcome, ledger: result and messages.
+        round_s: median of the seconds between the commits of two training rounds.
+    """
+
+    outcome: Outcome
+    ledger: Ledger
+    round_s: float
+
+    def count_bytes(self, way: str) -> tuple[int, int]:
+        """Return the bytes of the message with values, and of all other messages, of one site in round 2.
+
+        In round 2 the model sent down is a sum, and encrypted if sums are.
+        """
+        lines = [
+            line
+            for line in self.ledger.lines
+            if (line.kind, line.round, line.direction, line.site) == ("train", 2, way, SITES[0])
+        ]
+        largest: LedgerLine = max(lines, key=lambda line: line.scalars_sent)
+        return largest.payload_bytes, sum(line.payload_bytes for line in lines if line is not largest)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sparsity", type=float, default=0.95)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help="write the table into docs/results/secure_sums.md")
     parser.add_argument("--runs", nargs=2, type=Path, metavar=("PLAIN", "ENCRYPTED"))
     options = parser.parse_args()
     if options.runs:
@@ -50,51 +92,86 @@ def main() -> int:
         module = build_model("alexnet3d", volume=VOLUME, outputs=1)
     layout = Layout.from_module(module)
     weights = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
-    settings = {"sparsity": options.sparsity, "rounds": options.rounds}
+    jobs = {
+        "sparse": ("neurosfl", {"sparsity": options.sparsity, "rounds": options.rounds}),
+        "dense": ("fedavg", {"rounds": 3}),
+    }
     contexts = KeyContexts.generate()
-    plain, sparse_plain = run("neurosfl", settings, layout, weights, None)
-    began = time.perf_counter()
-    encrypted, sparse = run("neurosfl", settings, layout, weights, contexts)
-    seconds = time.perf_counter() - began
-    _, dense = run("fedavg", {"rounds": 2}, layout, weights, None)
-    _, dense_encrypted = run("fedavg", {"rounds": 2}, layout, weights, contexts)
-    print(f"AlexNet3D: {layout.size:,} values, {encrypted.mask.count:,} live at a sparsity of {options.sparsity:.0%}")
-    print(f"{'training message':34}{'up':>14}{'down':>14}")
-    for name, ledger in (
-        ("dense, plain", dense),
-        ("dense, encrypted", dense_encrypted),
-        ("sparse, plain", sparse_plain),
-        ("sparse, encrypted", sparse),
-    ):
-        up, down = (count_bytes(ledger, way) for way in ("up", "down"))
-        print(f"{name:34}{up:>14,}{down:>14,}")
-    cipher = SiteCipher(contexts.client)
-    model = Patch(cipher.decrypt(encrypted.encrypted, encrypted.mask.count), encrypted.mask).to_vector()
-    largest_error = float((model.double() - plain.weights.double()).abs().max())
-    largest_value = float(plain.weights.abs().max())
-    allowed = options.rounds * 1.5**options.rounds * (PRECISION + 2.0**-23 * largest_value)
-    print(f"largest difference after {options.rounds} rounds: {largest_error:.2g} (values up to {largest_value:.2g})")
-    print(f"the encrypted run took {seconds:.1f} s, all {len(SITES)} sites and the server in one process")
-    cheaper = count_bytes(sparse, "up") < count_bytes(dense, "up") and count_bytes(sparse, "down") < count_bytes(
-        dense, "down"
-    )
-    return int(not cheaper or largest_error > allowed)
+    runs = {
+        (model, sums): run(name, settings, layout, weights, sums, contexts)
+        for model, (name, settings) in jobs.items()
+        for sums in SUMS
+    }
+    live = runs["sparse", "plain"].outcome.mask.count
+    table = format_table(runs, {"sparse": live, "dense": layout.size})
+    print(f"AlexNet3D: {layout.size:,} values, {live:,} live at a sparsity of {options.sparsity:.0%}")
+    print(table)
+    if options.write:
+        head, rest = PAGE.read_text().split(MARKS[0])
+        PAGE.write_text(head + MARKS[0] + table + MARKS[1] + rest.split(MARKS[1])[1])
+    return int(not check_runs(runs, live, options.rounds, contexts))
 
 
 def run(
-    name: str, settings: dict[str, Any], layout: Layout, weights: torch.Tensor, contexts: KeyContexts | None
-) -> Any:
-    """Return outcome and ledger of a run without data."""
+    name: str, settings: dict[str, Any], layout: Layout, weights: torch.Tensor, sums: str, contexts: KeyContexts
+) -> Run:
+    """Run a method without data, with plain, masked or encrypted sums."""
     method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, 1)
     sites = {site: DrySite(site, layout, 1) for site in SITES}
-    return run_locally(method, weights.clone(), sites, Metric("none", "", "min"), contexts=contexts)
+    commits: list[float] = []
+    outcome, ledger = run_locally(
+        method,
+        weights.clone(),
+        sites,
+        Metric("none", "", "min"),
+        rules=RoundRules(min_sites=len(SITES)),
+        on_round=lambda record: commits.append(time.perf_counter()),
+        contexts=contexts if sums == "ckks" else None,
+        sum_rules=SumRules(BOUND) if sums == "masked" else None,
+    )
+    # The first commit ends the scores or the first round; the last one is the evaluation.
+    return Run(outcome, ledger, median(end - begin for begin, end in pairwise(commits[1:-1])))
 
 
-def count_bytes(ledger: Any, way: str) -> int:
-    """Return the bytes of a training message of round 2, in which the model sent down is an encrypted sum."""
-    train = [line for line in ledger.lines if (line.kind, line.round, line.direction) == ("train", 2, way)]
-    # Ciphertexts differ by a few bytes.
-    return max(int(line.payload_bytes) for line in train)
+def format_table(runs: dict[tuple[str, str], Run], values: dict[str, int]) -> str:
+    """Return a row per model and way to sum."""
+    lines = [
+        "| model | sums | values up | other messages up | bytes a value | values down | others down | s a round |",
+        "| --- " * 8 + "|",
+    ]
+    for (model, sums), result in runs.items():
+        up, other_up = result.count_bytes("up")
+        down, other_down = result.count_bytes("down")
+        lines.append(
+            f"| {model} | {sums} | {up:,} | {other_up:,} | {up / values[model]:.2f} | {down:,} | {other_down:,} "
+            f"| {result.round_s:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def check_runs(runs: dict[tuple[str, str], Run], live: int, rounds: int, contexts: KeyContexts) -> bool:
+    """Print the differences between the models; return whether all bounds hold."""
+    plain, encrypted = (runs["sparse", sums].outcome for sums in ("plain", "ckks"))
+    assert encrypted.encrypted is not None
+    values = SiteCipher(contexts.client).decrypt(encrypted.encrypted, encrypted.mask.count)
+    largest_value = float(plain.weights.abs().max())
+    models = {
+        "masked": (runs["sparse", "masked"].outcome.weights, Ring(32, BOUND).compute_error(len(SITES))),
+        "ckks": (Patch(values, encrypted.mask).to_vector(), PRECISION),
+    }
+    holds = True
+    for sums, (model, precision) in models.items():
+        error = float((model.double() - plain.weights.double()).abs().max())
+        allowed = rounds * 1.5**rounds * (precision + 2.0**-23 * largest_value)
+        print(f"{sums}: largest difference {error:.2g} after {rounds} rounds (values up to {largest_value:.2g})")
+        holds &= error <= allowed
+    cheaper = all(
+        runs["sparse", "ckks"].count_bytes(way)[0] < runs["dense", "plain"].count_bytes(way)[0]
+        for way in ("up", "down")
+    )
+    factor = runs["sparse", "masked"].count_bytes("up")[0] / (4 * live)
+    print(f"masked: {factor:.4f} times 4 bytes a live value")
+    return holds and cheaper and factor <= LONGEST
 
 
 def compare_runs(plain: Path, encrypted: Path) -> int:

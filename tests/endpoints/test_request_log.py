@@ -112,3 +112,21 @@ def test_mask_to_which_removed_entries_return_is_a_new_start() -> None:
     log.admit(RequestId("train", 2), TWO, is_regrown=True)
     with pytest.raises(RequestRefused, match="earlier round or mask"):
         log.admit(RequestId("train", 2), TWO, is_regrown=True)
+
+
+def test_site_that_restarts_remembers_the_sums_that_it_has_helped_to_reveal(tmp_path: Path) -> None:
+    """A second attempt over one site less would reveal that site's values, whichever process answers it."""
+    file, request, sites = tmp_path / "record.json", RequestId("train", 1), [f"site-{number}" for number in range(1, 9)]
+    open_log(file).admit_sum(request, sites, 3)
+    restarted = open_log(file)
+    with pytest.raises(RequestRefused, match="differs by 1 of the sites"):
+        restarted.admit_sum(request, sites[:7], 3)
+    with pytest.raises(RequestRefused, match="differs by 2 of the sites"):
+        restarted.admit_sum(request, sites[:6], 3)
+    # The same sum again, one over three sites less, and one of another request tell nothing of fewer than three sites.
+    restarted.admit_sum(request, sites[::-1], 3)
+    restarted.admit_sum(request, sites[:5], 3)
+    restarted.admit_sum(RequestId("train", 2), sites[:7], 3)
+    with pytest.raises(RequestRefused, match="the limit"):
+        open_log(file).admit_sum(request, [*sites[:2], "site-9"], 3)
+    assert len(read_record(file).sums) == 3

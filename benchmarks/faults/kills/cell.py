@@ -15,6 +15,8 @@ from .jobs import STATEFUL, Result, follow, is_loss_reported, read_committed, su
 
 TARGETS = ("SJ", "SP+SJ", "CJ", "CP", "trainer")
 PHASES = ("before", "training", "uploading", "aggregating", "saving")
+SUM_PHASES = ("keys", "shares", "values", "reveal")
+"""Phases of a job with masked sums: a step of the sum is about to be asked (server) or answered (site)."""
 STARTING = 180.0
 HANGING = 4.0
 """Seconds after which a job whose parent process was killed counts as hanging; FLARE never ends it by itself."""
@@ -51,7 +53,8 @@ class Kill:
         server, phase = self.target in ("SJ", "SP+SJ"), self.phase
         if phase == "uploading":
             phase = "receiving" if server else "sending"
-        participant = VICTIM if phase in ("training", "sending") else SERVER
+        is_site = phase in ("training", "sending") or (phase in SUM_PHASES and not server)
+        participant = VICTIM if is_site else SERVER
         return {"phase": phase, "participant": participant, "round": 0 if phase == "before" else self.round}
 
     def run(self, federation: Federation, folder: Path, planned: Result) -> dict[str, Any]:

@@ -25,6 +25,8 @@ METHODS = {
     "metagater": ("{name: metagater, rounds: 4, lasso: 0, training: {optimizer: sgd, lr: 0.05}}", "float32"),
 }
 """Settings and number format by method: each keeps state at the sites or sends patches over a base."""
+MASKED = {"neurosfl_masked": ("{name: neurosfl, rounds: 4, sparsity: 0.5, training: {lr: 0.01}}", "float32")}
+"""The same for a job whose values travel in sums that the server cannot take apart."""
 PLAIN = {"fedavg": ("{name: fedavg, rounds: 4, training: {lr: 0.01}}", "float32")}
 """The same for a method without such state."""
 STATEFUL = ("topk_ef",)
@@ -82,14 +84,15 @@ class Result:
 
 def write_job(folder: Path, method: str, rules: str = WAITING, rounds: int = 4) -> Path:
     """Write the configuration of a method's job and its exported folder; return the folder."""
-    settings, values = (METHODS | PLAIN)[method]
+    settings, values = (METHODS | MASKED | PLAIN)[method]
+    aggregation = ", aggregation: masked" if method in MASKED else ""
     name = f"{method}_{'waits' if rules == WAITING else 'leaves_out'}"
     if not (folder / name).is_dir():
         config = folder / f"{name}.yaml"
         config.write_text(
             f"name: {name}\nseed: 3\nmethod: {settings.replace('rounds: 4', f'rounds: {rounds}')}\n"
             "task: {name: mortality, medications: 3, model: {name: mlp, hidden: [8]}}\n"
-            f"federation: {{{rules}}}\nwire: {{values: {values}}}\n"
+            f"federation: {{{rules}}}\nwire: {{values: {values}{aggregation}}}\n"
         )
         export_job(load_config(config).job, folder)
     return folder / name

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cell import PHASES, TARGETS
+from .cell import PHASES, SUM_PHASES, TARGETS
 from .damage import ENDS, WAYS
-from .jobs import METHODS
+from .jobs import MASKED, METHODS
 
 Outcomes = dict[str, list[dict[str, Any]]]
 
@@ -36,25 +36,32 @@ def count_holding(outcomes: Iterable[dict[str, Any]]) -> str:
     return f"{verdicts.count('holds')} of {len(verdicts)}"
 
 
-def format_kills(outcomes: list[dict[str, Any]]) -> str:
+def format_kills(
+    outcomes: list[dict[str, Any]], phases: Sequence[str] = PHASES, methods: Iterable[str] = tuple(METHODS)
+) -> str:
     """Return a row per process and a column per phase; a cell counts the methods and gives the longest recovery."""
-    lines = ["| | " + " | ".join(PHASES) + " |", "| --- " * (len(PHASES) + 1) + "|"]
+    lines = ["| | " + " | ".join(phases) + " |", "| --- " * (len(phases) + 1) + "|"]
     for target in TARGETS:
         row = []
-        for phase in PHASES:
+        for phase in phases:
             cells = [o for o in outcomes if (o["target"], o["phase"]) == (target, phase)]
             seconds = [
                 cell["seconds"]["to recover"] + cell["seconds"]["second job"] for cell in cells if "checks" in cell
             ]
             row.append(f"{count_holding(cells)}" + (f", {max(seconds):.0f} s" if seconds else ""))
         lines.append(f"| {target} | " + " | ".join(row) + " |")
-    by_method = ", ".join(f"{m} {count_holding(o for o in outcomes if o['method'] == m)}" for m in METHODS)
+    by_method = ", ".join(f"{m} {count_holding(o for o in outcomes if o['method'] == m)}" for m in methods)
     failures = [
         f"- {o['method']}, {o['target']}, {o['phase']}: {format_verdict(o)}"
         for o in outcomes
         if format_verdict(o) not in ("holds", "not run")
     ]
     return "\n".join([*lines, "", f"Holds: {count_holding(outcomes)} ({by_method}).", *failures]) + "\n"
+
+
+def format_sums(outcomes: list[dict[str, Any]]) -> str:
+    """Return the table of the kills during sums, as :func:`format_kills`."""
+    return format_kills(outcomes, SUM_PHASES, MASKED)
 
 
 def format_damages(outcomes: list[dict[str, Any]]) -> str:
@@ -86,20 +93,25 @@ def format_drops(outcomes: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"Holds: {count_holding(outcomes)}."]) + "\n"
 
 
-FORMATS = {"kills": format_kills, "damages": format_damages, "drops": format_drops}
+FORMATS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    "kills": format_kills,
+    "sums": format_sums,
+    "damages": format_damages,
+    "drops": format_drops,
+}
 
 
 def format_tables(outcomes: Outcomes) -> str:
-    """Return the tables of all parts."""
-    return "\n".join(f"## {part}\n\n{FORMATS[part](outcomes[part])}" for part in FORMATS)
+    """Return the tables of the parts."""
+    return "\n".join(f"## {part}\n\n{FORMATS[part](listed)}" for part, listed in outcomes.items())
 
 
 def write_docs(page: Path, outcomes: Outcomes) -> None:
     """Replace each part's table between its two marks in a page."""
     text = page.read_text()
-    for part, format_part in FORMATS.items():
+    for part, listed in outcomes.items():
         begin, end = f"<!-- {part}: written by kill_matrix.py --docs -->\n", f"<!-- end of {part} -->\n"
         head, rest = text.split(begin)
         _, tail = rest.split(end)
-        text = f"{head}{begin}{format_part(outcomes[part])}{end}{tail}"
+        text = f"{head}{begin}{FORMATS[part](listed)}{end}{tail}"
     page.write_text(text)

@@ -92,10 +92,32 @@ def _stop_before_decoding(function: Any) -> Any:
     return process
 
 
+def _stop_before_asking(function: Any) -> Any:
+    @functools.wraps(function)
+    def ask(exchange: Any, step: Any, examples: Any) -> Any:
+        stop_if_armed(step.name.lower())
+        return function(exchange, step, examples)
+
+    return ask
+
+
+def _stop_before_answering(function: Any) -> Any:
+    @functools.wraps(function)
+    def answer(sums: Any, question: Any) -> Any:
+        from flare_sparse.secure_aggregation.messages import unpack_message
+
+        stop_if_armed(unpack_message(question, "server")[0].name.lower())
+        return function(sums, question)
+
+    return answer
+
+
 WRAPPERS: dict[str, list[tuple[str, str, Callable[[Any], Any]]]] = {
     "flare_sparse.federation.loop": [("Federation", "run", _stop_before("before"))],
     "flare_sparse.endpoints.server": [("ServerEndpoint", "encode_requests", _log_attempts)],
+    "flare_sparse.endpoints.server_sums": [("SumExchange", "ask", _stop_before_asking)],
     "flare_sparse.endpoints.site": [("SiteEndpoint", "answer", _stop_in_training)],
+    "flare_sparse.endpoints.site_sums": [("SiteSums", "answer", _stop_before_answering)],
     "flare_sparse.flare.filters": [("DecodeUpdate", "process", _stop_before_decoding)],
     "flare_sparse.flare.aggregator": [("StagingAggregator", "aggregate", _stop_before("aggregating"))],
     "flare_sparse.checkpoint.store": [("Store", "save", _stop_before("saving"))],
