@@ -240,7 +240,7 @@ def _check_statistics(job: JobConfig, layout: Layout) -> None:
     if build_statistics_mask(layout).count and not is_plain:
         setting = "wire.encryption: ckks" if job.encrypted else f"wire.values: {job.wire.values}"
         if job.sum_rules is not None:
-            setting = "wire.aggregation: masked"
+            setting = f"wire.aggregation: {job.wire.aggregation}"
         if job.privacy is not None:
             setting = "privacy"
         raise ConfigError(

@@ -34,9 +34,9 @@ def run(step: Step, attack: Callable[[np.ndarray], Any]) -> LocalFederation:
     federation = LocalFederation("fedavg", sites=4, rules=rules, sum_rules=SumRules(8.0), rounds=1, training=training)
     deliver = federation.deliver_sum
 
-    def change(questions: Any, seconds: float | None) -> dict[str, Any]:
-        replies = deliver(questions, seconds)
-        if HOSTILE in replies and unpack_message(questions[HOSTILE], "server")[0] == step:
+    def change(questions: Any) -> dict[str, Any]:
+        replies = deliver(questions)
+        if HOSTILE in replies and unpack_message(questions.messages[HOSTILE], "server")[0] == step:
             replies[HOSTILE] = attack(replies[HOSTILE])
         return replies
 

@@ -1,4 +1,4 @@
-"""Real masked FLARE jobs: in the simulator, and with the certificates of ``nvflare poc prepare``."""
+"""Real FLARE jobs with sums in fixed point: in the simulator, and with the certificates of ``nvflare poc prepare``."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def check_record(out: Path, summary: dict[str, Any], local: Path) -> None:
-    """Check that a job ends with the bits of the local masked run, and that its ledger lists every message."""
+def check_record(out: Path, summary: dict[str, Any], local: Path, values_format: str = "masked") -> None:
+    """Check that a job ends with the bits of the local run, and that its ledger lists every message."""
     first, second = (load_file(folder / "model.safetensors") for folder in (out, local))
     assert all(bool((first[name] == second[name]).all()) for name in second)
     assert first.keys() == second.keys()
     lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
     values = [line for line in lines if line["direction"] == "up" and line["scalars_sent"]]
-    assert {line["values"] for line in values} == {"masked"}
+    assert {line["values"] for line in values} == {values_format}
     # Three sites: scores, then two rounds of weights.
     assert [line["content"] for line in values].count("scores") == 3
     assert [line["content"] for line in values].count("weights") == 6
@@ -62,10 +62,13 @@ def check_record(out: Path, summary: dict[str, Any], local: Path) -> None:
 
 
 @pytest.mark.slow
-def test_masked_simulator_run_ends_with_the_bits_of_the_local_one(config: Path, tmp_path: Path) -> None:
-    run_config_locally(load_config(config), config, tmp_path / "local")
+@pytest.mark.parametrize("aggregation", ["masked", pytest.param("fixed_point", marks=pytest.mark.long)])
+def test_simulator_run_ends_with_the_bits_of_the_local_one(config: Path, tmp_path: Path, aggregation: str) -> None:
+    settings = load_config(config, [f"wire.aggregation={aggregation}"])
+    run_config_locally(settings, config, tmp_path / "local")
     out = tmp_path / "sim"
-    check_record(out, run_in_simulator(load_config(config), config, out, Console(quiet=True)), tmp_path / "local")
+    summary = run_in_simulator(settings, config, out, Console(quiet=True))
+    check_record(out, summary, tmp_path / "local", aggregation)
 
 
 @pytest.mark.long

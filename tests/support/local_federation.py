@@ -16,12 +16,26 @@ from flare_sparse.endpoints.server import SERVER, Attempt, ServerEndpoint
 from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import FlareSparseError, SiteExcluded, WireError
 from flare_sparse.exchange import Patch, Request, Update
-from flare_sparse.federation import Federation, Handshake, Outcome, Reply, RoundRecord, RoundRules
+from flare_sparse.federation import (
+    Federation,
+    Handshake,
+    Hub,
+    HubRules,
+    Outcome,
+    Reply,
+    RoundRecord,
+    RoundRules,
+    SiteLinks,
+    SiteReply,
+    SumQuestions,
+    Tree,
+)
 from flare_sparse.local.run import build_sums
 from flare_sparse.methods import Method
 from flare_sparse.secure_aggregation.limits import SumRules
 from flare_sparse.secure_aggregation.messages import Step, unpack_message
 from flare_sparse.training import Site
+from flare_sparse.wire.bundles import unpack_bundle
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
 
@@ -74,7 +88,8 @@ class LocalFederation:
         contexts: keys for encryption; None: values travel in the clear.
         site_contexts: other keys, by site.
         stores: checkpoint store of each end; None for an end without checkpoints.
-        sum_rules: rules of sums of padded values; None: updates carry their values.
+        sum_rules: rules of sums of fixed-point values; None: updates carry their values.
+        hubs: rules of each hub; None: the server reaches every site directly.
 
     Attributes:
         is_silent: whether a site stays silent in an attempt; it does not even receive the request.
@@ -83,7 +98,9 @@ class LocalFederation:
             see it, or None for a lost message.
         is_sum_lost: whether a site drops out of a sum before it answers a step.
         change_question: changes the server's question to a site in a sum.
-        sum_messages: (site, step, message) of every reply of a sum that the server received.
+        sum_messages: (site, step, message) of every reply of a sum that a site sent, to the server or to its hub.
+        change_bundle: changes a hub's answer, given its topic; None: the answer is lost.
+        bundles: (hub, topic, answer) of every answer of a hub that the server received.
         returned: returns those of the given quarantined sites that have sent another hello.
         restarts: (sequence, site) pairs: the site loses its memory before it receives this attempt.
         order: order in which the sites are listed and replies arrive; None: by name.
@@ -104,6 +121,7 @@ class LocalFederation:
         site_contexts: Mapping[str, KeyContexts] | None = None,
         stores: Callable[[str], Store | None] = lambda end: None,
         sum_rules: SumRules | None = None,
+        hubs: Mapping[str, HubRules] | None = None,
         **settings: Any,
     ):
         self.bench = bench or ToyBench(Toy())
@@ -128,6 +146,9 @@ class LocalFederation:
         self.is_sum_lost: Callable[[str, Step], bool] = lambda site, step: False
         self.change_question: Callable[[str, Any], Any] = lambda site, question: question
         self.sum_messages: list[tuple[str, Step, Any]] = []
+        self.hubs = hubs or {}
+        self.change_bundle: Callable[[str, str, Any], Any] = lambda hub, topic, answer: answer
+        self.bundles: list[tuple[str, str, Any]] = []
         self.returned: Callable[[list[str]], list[str]] = lambda sites: []
         self.restarts: set[tuple[int, str]] = set()
         self.order: Sequence[str] | None = None
@@ -160,6 +181,16 @@ class LocalFederation:
 
     def deliver(self, attempt: Attempt) -> Mapping[str, Reply]:
         """Take an attempt's messages to the sites and return the replies of those that sent one."""
+        replies: dict[str, Any] = {}
+        for name, reply in self.collect(attempt).items():
+            try:
+                replies[name] = reply.decode() if isinstance(reply, Upload) else reply
+            except WireError as error:
+                replies[name] = error
+        return replies
+
+    def collect(self, attempt: Attempt) -> Mapping[str, Any]:
+        """Take an attempt's messages to the sites and return their uploads, or what a test sends instead."""
         replies = {}
         for name in self.order or attempt.messages:
             if name not in attempt.messages or self.is_silent(name, attempt):
@@ -172,22 +203,22 @@ class LocalFederation:
                 replies[name] = reply
         return replies
 
-    def _exchange(self, name: str, attempt: Attempt) -> Reply | None:
+    def _exchange(self, name: str, attempt: Attempt) -> Any:
         if (attempt.sequence, name) in self.restarts:
             self.restart_site(name)
         self.requested.append((attempt.round, name))
         endpoint = self.endpoints[name]
         request = endpoint.receive(attempt.messages[name], attempt.acknowledged[name])
         update = endpoint.answer(request)
-        upload = self.change_update(
+        changed = self.change_update(
             Upload(name, attempt, request, update, update.num_examples, update.metrics, endpoint, self.server)
         )
-        sent = self.change_message(replace(upload, message=self.encode(upload)))
-        return sent.decode() if isinstance(sent, Upload) else sent
+        return self.change_message(replace(changed, message=self.encode(changed)))
 
-    def deliver_sum(self, questions: Mapping[str, Any], _seconds: float | None) -> dict[str, Any]:
+    def deliver_sum(self, step_questions: SumQuestions) -> dict[str, Any]:
         """Take the questions of a step of a sum to the sites and return their replies."""
         replies: dict[str, Any] = {}
+        questions = step_questions.messages
         for name in self.order or questions:
             if name not in questions:
                 continue
@@ -202,9 +233,36 @@ class LocalFederation:
                 replies[name] = error.code
         return replies
 
-    def yield_sum_replies(self, questions: Mapping[str, Any], seconds: float | None) -> Iterator[tuple[str, Any]]:
+    def yield_sum_replies(self, questions: SumQuestions) -> Iterator[tuple[str, Any]]:
         """Yield the replies to a step of a sum, as a transport does."""
-        yield from self.deliver_sum(questions, seconds).items()
+        yield from self.deliver_sum(questions).items()
+
+    def build_tree(self) -> Tree:
+        """Return the transport to the sites, through the hubs and directly."""
+
+        def collect(attempt: Attempt) -> dict[str, Any]:
+            replies = self.collect(attempt)
+            return {
+                name: SiteReply(reply.message, reply.examples, reply.metrics, pack_events(reply.endpoint.events))
+                if isinstance(reply, Upload)
+                else reply
+                for name, reply in replies.items()
+            }
+
+        def build_link(name: str) -> Callable[[Any, float | None], Any]:
+            hub = Hub(self.hubs[name], SiteLinks(collect, self.deliver_sum, self.build_hellos))
+
+            def carry(bundle: Any, _seconds: float | None) -> Any:
+                topic = unpack_bundle(bundle, "server")[0]["topic"]
+                answer = self.change_bundle(name, topic, hub.answer(bundle))
+                if answer is not None:
+                    self.bundles.append((name, topic, answer))
+                return answer
+
+            return carry
+
+        links = {name: build_link(name) for name in self.hubs}
+        return Tree(self.hubs, links, self.server, self.deliver, self.yield_sum_replies, self.build_hellos)
 
     def encode(self, upload: Upload) -> Any:
         """Return the message of an upload, as a buffer that the test may write to."""
@@ -223,18 +281,19 @@ class LocalFederation:
             self.records.append(record)
             self.on_round(record)
 
+        tree = self.build_tree()
         federation = Federation(
             self.method,
             self.server,
             self.bench.task.metric,
             sites or self.list_sites,
-            self.deliver,
+            tree.exchange,
             rules=self.rules,
             handshake=handshake,
             on_round=record_round,
             store=self.stores(SERVER),
             on_excluded=self.warnings.append,
             returned=self.returned,
-            sum_transport=self.yield_sum_replies,
+            sum_transport=tree.exchange_sum,
         )
         return federation.run(self.bench.weights, resume=resume)

@@ -112,7 +112,7 @@ def run_in_simulator(
         for text in formatter.format_with_events(line):
             console.print(text, markup=False)
 
-    kits = out / "kits" if config.sum_rules else None
+    kits = out / "kits" if config.is_masked else None
     if kits:
         write_kits(kits, sites)
     summary = simulate(

@@ -108,6 +108,7 @@ def run_config_locally(
                 resume=resume,
                 contexts=contexts,
                 sum_rules=config.sum_rules,
+                hubs=config.hubs,
                 on_site_error=_SiteErrors(out / ERRORS, console).report,
             )[0]
     finally:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import ConfigError
+from ..federation import HubRules
 from ..methods import METHODS, MethodConfig
 from ..privacy.config import PrivacyConfig
 from ..secure_aggregation.limits import FEWEST_SITES, SumRules
@@ -19,6 +20,8 @@ from ..wire.plan import ValueType
 from ..wire.values import is_quantized
 from .choice import Choice, ChoiceSerializer, build_choice_validator
 
+RESERVED_NAMES = frozenset({"server", "sum"})
+"""Names that stand for something else than a hub in a ledger."""
 _SCRIPT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*\.py")
 
 
@@ -39,17 +42,18 @@ class WireConfig(Section):
     encryption: Literal["none", "ckks"] = Field(
         "none", description="ckks: the server aggregates encrypted weights; the keys are part of the startup kits"
     )
-    aggregation: Literal["plain", "masked"] = Field(
+    aggregation: Literal["plain", "fixed_point", "masked"] = Field(
         "plain",
         description="masked: the server reads the sum of the sites' values and no value of a single site; sites sign "
-        "their keys with the certificates of their startup kits",
+        "their keys with the certificates of their startup kits; fixed_point: the same sums without protection, whose "
+        "bits do not depend on how hubs group the sites",
     )
     bound: float = Field(
         64.0,
         gt=2.0**-20,
         le=MAX_BOUND,
-        description="masked: largest change of a parameter in a round; an update with a larger one is refused "
-        "(E_RANGE); the sum is exact to 2^-20 of it or better",
+        description="masked, fixed_point: largest change of a parameter in a round; an update with a larger one is "
+        "refused (E_RANGE); the sum is exact to 2^-20 of it or better",
     )
 
 
@@ -69,6 +73,23 @@ class AuditConfig(Section):
         description="the server keeps every site's update of every round in RUN/updates, for the attacks of a server "
         "that flare-sparse audit makes; a strict site policy refuses the job",
     )
+
+
+class HubConfig(Section):
+    """One hub between the server and some sites."""
+
+    sites: tuple[str, ...] = Field(description="names of the sites that the hub serves")
+    min_sites: int = Field(
+        1, ge=1, description="quorum of the hub: with values of fewer of its sites, it passes none on"
+    )
+
+    @model_validator(mode="after")
+    def _check_quorum(self) -> HubConfig:
+        if not self.sites:
+            raise ValueError("sites is empty; list the sites of the hub, or leave the hub out")
+        if self.min_sites > len(self.sites):
+            raise ValueError(f"min_sites is {self.min_sites}, but sites lists only {len(self.sites)}; lower it")
+        return self
 
 
 class FederationConfig(Section):
@@ -111,6 +132,13 @@ class FederationConfig(Section):
         description="minutes after which an attempt at a round ends with the sites that have replied, if they meet the "
         "quorum; at most task_timeout_s; null: task_timeout_s alone ends it",
     )
+    # Left out where it is not set: a job without hubs keeps its run id.
+    hubs: dict[str, HubConfig] = Field(
+        default_factory=dict,
+        exclude_if=lambda value: not value,
+        description="hubs that add the values of their sites, {hub-1: {sites: [site-1, site-2]}}; sites of no hub "
+        "reach the server directly; needs wire.aggregation: fixed_point or masked",
+    )
     early_stopping: EarlyStopping | None = Field(
         None,
         description="end the run when the metric on validation examples no longer improves, {patience: 10}; needs "
@@ -147,6 +175,18 @@ class FederationConfig(Section):
                 f"request_interval_s {self.request_interval_s:g}: a request expires after {name} "
                 f"({shortest:g} s), before a site polls for it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_hubs(self) -> FederationConfig:
+        sites = [site for hub in self.hubs.values() for site in hub.sites]
+        for name, hub in self.hubs.items():
+            repeated = sorted({site for site in hub.sites if sites.count(site) > 1})
+            if repeated:
+                raise ValueError(f"hubs.{name}: {', '.join(repeated)} is listed twice; a site has one hub")
+            # A hub of a hub would need rules of its own for quorum and time; two levels serve 1,000 sites.
+            if name in sites or name in RESERVED_NAMES:
+                raise ValueError(f"hubs.{name}: a hub needs a name of its own, not that of a site or of the server")
         return self
 
     @property
@@ -434,15 +474,31 @@ class JobConfig(Section):
 
     @property
     def sum_rules(self) -> SumRules | None:
-        """Rules of the sums of padded values; None: the server reads every update."""
+        """Rules of the sums of fixed-point values; None: every update carries its values."""
         if self.wire.aggregation == "plain":
             return None
-        return SumRules(self.wire.bound, self.federation.min_sites)
+        return SumRules(self.wire.bound, self.federation.min_sites, self.is_masked)
+
+    @property
+    def hubs(self) -> dict[str, HubRules]:
+        """Rules of each hub; empty: the server reaches every site directly."""
+        return {name: HubRules(hub.sites, hub.min_sites) for name, hub in self.federation.hubs.items()}
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the server can read sums of the sites' values only."""
+        return self.wire.aggregation == "masked"
 
     @model_validator(mode="after")
-    def _check_masking(self) -> JobConfig:
+    def _check_sums(self) -> JobConfig:
         """Refuse settings that need more than a sum of the updates, before a run starts."""
         if self.sum_rules is None:
+            if self.federation.hubs:
+                raise ValueError(
+                    "federation.hubs: a hub adds the values of its sites as integers, so that the sum has the bits of "
+                    "a run without hubs, but wire.aggregation is plain; set it to fixed_point or masked, or leave "
+                    "hubs out"
+                )
             return self
         federation, reason = self.federation, self.method.config.masking_blocker
         for blocker, fix in (
@@ -467,7 +523,8 @@ class JobConfig(Section):
                 "leave it at 1, and agree on federation.examples",
             ),
             (
-                federation.min_sites < FEWEST_SITES
+                self.is_masked
+                and federation.min_sites < FEWEST_SITES
                 and f"federation.min_sites is {federation.min_sites}, and each of two sites can subtract its own "
                 "values from their sum",
                 f"set it to {FEWEST_SITES} or more",
@@ -475,8 +532,8 @@ class JobConfig(Section):
         ):
             if blocker:
                 raise ValueError(
-                    f"wire.aggregation is masked, so the server reads sums only, but {blocker}; {fix}, or set "
-                    "wire.aggregation to plain"
+                    f"wire.aggregation is {self.wire.aggregation}, so the server reads sums only, but {blocker}; "
+                    f"{fix}, or set wire.aggregation to plain"
                 )
         return self
 

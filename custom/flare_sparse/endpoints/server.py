@@ -67,7 +67,7 @@ class ServerEndpoint:
         ledger: receives one line per message.
         cipher: aggregates encrypted weights without decrypting them; None: all values travel in the clear.
         seed: seed of the run, for the rounding of quantized values.
-        sums: sums of padded values, which updates then do not carry themselves; None: the server reads each update.
+        sums: sums of fixed-point values, which updates then do not carry; None: the server reads each update.
         updates: memory for the updates of a round; None: the default.
     """
 

@@ -1,4 +1,4 @@
-"""A site's end of the sums of padded values: it withholds an update until the sum, and answers the steps of the sum."""
+"""A site's end of the sums of fixed-point values: it withholds an update until its sum, and answers the sum's steps."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from ..secure_aggregation.messages import (
     unpack_members,
     unpack_message,
     unpack_names,
+    unpack_share,
 )
 from ..secure_aggregation.pads import SumId, read_sum_id
 from ..secure_aggregation.party import SumParty
@@ -58,12 +59,15 @@ class SiteSums:
     """Answers the steps of the sums of a job. Nothing is kept on disk but the sites of the revealed sums.
 
     Args:
-        identity: signs this site's keys and checks those of the others.
+        identity: signs this site's keys and checks those of the others; the site's name alone, for sums without pads.
         layout: layout of the model.
         run: id of the run, 16 hex digits.
         rules: bound and smallest size of the sums.
         get_weights: weights of the method's aggregation, by kind of request.
         requests: record of the revealed sums; None: they are remembered as long as this process runs.
+
+    Raises:
+        ValueError: padded sums need keys, and the identity is a name alone.
 
     Attributes:
         reply: the last reply; a process that lets only this site's own messages leave compares with it.
@@ -71,14 +75,17 @@ class SiteSums:
 
     def __init__(
         self,
-        identity: SiteIdentity,
+        identity: SiteIdentity | str,
         layout: Layout,
         run: str,
         rules: SumRules,
         get_weights: Callable[[str], Weights],
         requests: RequestLog | None = None,
     ):
+        if isinstance(identity, str) and rules.is_padded:
+            raise ValueError("padded sums need the keys of a SiteIdentity")
         self.identity, self.layout, self.run, self.rules = identity, layout, run, rules
+        self.name = identity if isinstance(identity, str) else identity.name
         self.get_weights = get_weights
         self.requests = requests or RequestLog(run, lambda kind, t: 1, attempts=1)
         self.reply: np.ndarray | None = None
@@ -135,7 +142,13 @@ class SiteSums:
         """
         step, raw_id, payload = unpack_message(data, "server")
         sum_id = read_sum_id(raw_id)
-        if step == Step.KEYS:
+        # Decided by this site's copy of the job and not by the question: values must not leave without their pads.
+        if self.rules.is_padded == (step == Step.TERMS):
+            kind = "masked" if self.rules.is_padded else "fixed_point"
+            raise RequestRefused(f"step {step.name} of a sum, but wire.aggregation of this site's job is {kind}")
+        if step == Step.TERMS:
+            answer = self._send_terms(sum_id, unpack_share(payload))
+        elif step == Step.KEYS:
             answer = self._publish_keys(sum_id, payload)
         else:
             if self._party is None or sum_id != self._party.sum_id:
@@ -152,15 +165,37 @@ class SiteSums:
             raise RejectedMessage("E_LEN", "payload", 0, len(payload), "server")
         if self._withheld is None:
             return b""
-        kind, t = self._withheld.request
+        self._admit(sum_id, self._withheld)
+        assert isinstance(self.identity, SiteIdentity), "padded sums have keys"
+        self._party = SumParty(sum_id, self.identity, self._withheld.update.num_examples, self.rules.min_sites)
+        return self._party.keys.to_bytes()
+
+    def _admit(self, sum_id: SumId, withheld: Withheld) -> None:
+        """Raises:
+        RejectedMessage: the sum is not one over the update that waits, or an outdated one.
+        """
+        kind, t = withheld.request
         # A number is used for one sum; the update belongs to this attempt or to an earlier one of the same request.
-        if (sum_id.run, sum_id.kind, sum_id.round) != (self.run, kind, t) or sum_id.sequence < self._withheld.sequence:
-            raise RejectedMessage("E_REPLAY", "sum", (kind, t, self._withheld.sequence), sum_id, "server")
+        if (sum_id.run, sum_id.kind, sum_id.round) != (self.run, kind, t) or sum_id.sequence < withheld.sequence:
+            raise RejectedMessage("E_REPLAY", "sum", (kind, t, withheld.sequence), sum_id, "server")
         if sum_id.sequence <= self._newest:
             raise RejectedMessage("E_REPLAY", "sequence", f"above {self._newest}", sum_id.sequence, "server")
         self._newest = sum_id.sequence
-        self._party = SumParty(sum_id, self.identity, self._withheld.update.num_examples, self.rules.min_sites)
-        return self._party.keys.to_bytes()
+
+    def _send_terms(self, sum_id: SumId, share: float) -> bytes:
+        """Return this site's part of a sum without pads.
+
+        Args:
+            sum_id: id of the sum.
+            share: this site's share of the sum.
+        """
+        withheld = self._withheld
+        if withheld is None:
+            raise RequestRefused("no update of this site waits for the sum")
+        self._admit(sum_id, withheld)
+        self._withheld = None
+        section = withheld.ring.encode(withheld.values, share)
+        return bytes.fromhex(withheld.update.patch.mask.fingerprint) + section.tobytes()
 
     def _share(self, party: SumParty, payload: bytes) -> bytes:
         members = unpack_members(payload)
@@ -174,9 +209,9 @@ class SiteSums:
             raise RequestRefused("the values of this update have left in a sum already")
         if not boxes.keys() <= self._members.keys():
             raise RequestRefused("the boxes are not those of other sites that published keys")
-        request = withheld.request
-        sites = [self.identity.name, *boxes]
-        share = compute_shares(self._members, sites, self.get_weights(request.kind))[self.identity.name]
+        examples = {name: keys.num_examples for name, keys in self._members.items()}
+        weigh = self.get_weights(withheld.request.kind)
+        share = compute_shares(examples, [self.name, *boxes], weigh)[self.name]
         section = party.pad(boxes, withheld.ring.encode(withheld.values, share), withheld.ring)
         # The same values are never padded twice: another sum needs another attempt at the request.
         self._withheld = None

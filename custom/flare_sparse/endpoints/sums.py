@@ -1,4 +1,4 @@
-"""What both ends of a sum of padded values compute alike: the ring of an update and the sites' weights."""
+"""What both ends of a sum of fixed-point values compute alike: the ring of an update and the sites' weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ..aggregation.weighted import Weights
 from ..exchange import Content, Contribution, Patch
 from ..mask import Mask
 from ..params import Layout
-from ..secure_aggregation.keys import SignedKeys
 from ..secure_aggregation.limits import SumRules
 from ..secure_aggregation.rings import Ring, RingFormat
 from ..wire.quantized import find_exact_values
@@ -34,20 +33,21 @@ def compute_reference(content: Content, mask: Mask, model: Tensor) -> np.ndarray
     return mask.take(model).double().numpy() if content == "weights" else np.zeros(mask.count)
 
 
-def compute_shares(members: Mapping[str, SignedKeys], sites: Sequence[str], weigh: Weights) -> dict[str, float]:
+def compute_shares(examples: Mapping[str, int], sites: Sequence[str], weigh: Weights) -> dict[str, float]:
     """Return each site's share of a sum: its weight over the sum of the weights of ``sites``.
 
     Args:
-        members: signed keys, which name the sites' numbers of examples.
+        examples: numbers of examples by site.
         sites: names of the sites of the sum.
         weigh: weights of the method's aggregation.
     """
-    weights = compute_weights(members, sites, weigh)
+    weights = compute_weights(examples, sites, weigh)
     total = sum(weights.values())
     return {site: weight / total for site, weight in weights.items()}
 
 
-def compute_weights(members: Mapping[str, SignedKeys], sites: Sequence[str], weigh: Weights) -> dict[str, float]:
+def compute_weights(examples: Mapping[str, int], sites: Sequence[str], weigh: Weights) -> dict[str, float]:
     """Return the weight of each site in the method's aggregation over ``sites``."""
-    counted = [Contribution(site, Patch.empty(1), "weights", members[site].num_examples) for site in sorted(sites)]
+    without_values = Patch.empty(1)
+    counted = [Contribution(site, without_values, "weights", examples[site]) for site in sorted(sites)]
     return dict(zip(sorted(sites), weigh(counted), strict=True))

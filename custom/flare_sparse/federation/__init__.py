@@ -3,11 +3,13 @@
 from .census import Handshake
 from .evaluation import BestModel, Evaluation
 from .events import Event
+from .hub import Hub, HubRules, RawReply, SiteLinks, SiteReply
 from .loop import Federation, OnUpdates
 from .progress import Snapshot
 from .records import Outcome, RoundRecord
-from .replies import Reply, Transport
+from .replies import HubReply, Reply, SumQuestions, SumReply, SumTransport, Transport
 from .rules import RoundRules
+from .tree import Link, Tree
 
 __all__ = [
     "BestModel",
@@ -15,11 +17,22 @@ __all__ = [
     "Event",
     "Federation",
     "Handshake",
+    "Hub",
+    "HubReply",
+    "HubRules",
+    "Link",
     "OnUpdates",
     "Outcome",
+    "RawReply",
     "Reply",
     "RoundRecord",
     "RoundRules",
+    "SiteLinks",
+    "SiteReply",
     "Snapshot",
+    "SumQuestions",
+    "SumReply",
+    "SumTransport",
     "Transport",
+    "Tree",
 ]

@@ -52,7 +52,7 @@ class Federation:
         store: receives a checkpoint with every commit; None: a crash loses the run.
         on_excluded: called once per site and reason with the error that keeps a site from taking part.
         returned: returns those of the given quarantined sites that have sent another hello.
-        sum_transport: carries the steps of sums of padded values; None: the updates carry their values.
+        sum_transport: carries the steps of sums of fixed-point values; None: the updates carry their values.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The steps of a sum of padded values, after the sites have answered a request."""
+"""The steps of a sum of fixed-point values, after the sites have answered a request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from ..endpoints.server_sums import SumExchange
 from ..errors import WireError
 from ..exchange import Contribution
-from ..secure_aggregation.messages import Step
-from .replies import Reply, SumTransport
+from ..secure_aggregation.messages import SUMMED_STEPS, Step
+from .replies import HubReply, Reply, SumQuestions, SumReply, SumTransport
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def sum_replies(
     # A weight of 0 adds nothing to a sum, and a sum of such weights cannot be divided by them.
     examples = {site: reply.num_examples for site, reply in contributions.items() if reply.num_examples}
     after: dict[str, Reply] = dict(replies)
-    for step in Step:
+    for step in exchange.steps:
         questions = exchange.ask(step, examples)
         answers = _send(step, questions, transport, deadline, exchange, examples) if questions else {}
         if step == Step.REVEAL:
@@ -61,20 +61,29 @@ def _send(
 ) -> dict[str, str]:
     """Return the reason code of each site that replied to a step; empty if its reply is accepted."""
     seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+    section = exchange.section if step in SUMMED_STEPS else None
     codes: dict[str, str] = {}
     lines = exchange.sums.ledger.lines
     first_line = len(lines)
     # In the order of arrival: integers of a ring have one sum in every order, so each reply is added and forgotten.
-    for site, answer in transport(questions, seconds):
-        # A site may answer twice: the first answer counts.
-        if site not in questions or site in codes:
-            continue
-        try:
-            codes[site] = answer if isinstance(answer, str) else ""
-            if not codes[site]:
-                exchange.accept(step, site, answer, examples)
-        except WireError as error:
-            codes[site] = error.code
+    for site, answer in transport(SumQuestions(questions, seconds, section, exchange.mask.fingerprint)):
+        # A site may answer twice: the first answer counts. A hub's reply stands for several sites.
+        if site in questions and site not in codes:
+            codes.update(_accept(step, site, answer, exchange, examples))
     # In the order of names, so that a ledger of equal runs is equal.
     lines[first_line:] = sorted(lines[first_line:], key=lambda line: line.site)
     return codes
+
+
+def _accept(
+    step: Step, site: str, answer: SumReply, exchange: SumExchange, examples: Mapping[str, int]
+) -> dict[str, str]:
+    """Take one reply and return the reason code of each site that it stands for; empty if it is accepted."""
+    if isinstance(answer, str):
+        return {site: answer}
+    sites, message = (answer.sites, answer.message) if isinstance(answer, HubReply) else ((site,), answer)
+    try:
+        exchange.accept(step, sites, message, examples)
+    except WireError as error:
+        return dict.fromkeys(sites, error.code)
+    return dict.fromkeys(sites, "")

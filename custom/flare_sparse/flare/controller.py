@@ -25,7 +25,7 @@ from ..assemble import build_rules
 from ..checkpoint.writing import write_json
 from ..endpoints.server import Attempt
 from ..errors import ConfigError, FlareSparseError
-from ..federation import Federation, Reply, RoundRecord
+from ..federation import Federation, Reply, RoundRecord, SumQuestions
 from ..runs.folder import RunFolder, build_run_facts
 from ..runs.model_files import ENCRYPTED
 from ..runs.progress import format_events, format_progress
@@ -145,9 +145,9 @@ class FederatedController(Controller):
             timeout_s = job.federation.task_timeout_s if attempt.seconds is None else attempt.seconds
             return self._exchange(attempt, timeout_s, fl_ctx, abort_signal)
 
-        def exchange_sum(questions: Mapping[str, np.ndarray], seconds: float | None) -> Iterator[tuple[str, Any]]:
-            timeout_s = job.federation.task_timeout_s if seconds is None else seconds
-            return self._exchange_sum(questions, timeout_s, fl_ctx, abort_signal)
+        def exchange_sum(questions: SumQuestions) -> Iterator[tuple[str, Any]]:
+            timeout_s = job.federation.task_timeout_s if questions.seconds is None else questions.seconds
+            return self._exchange_sum(questions.messages, timeout_s, fl_ctx, abort_signal)
 
         def handshake(sites: list[str]) -> Mapping[str, Any]:
             timeout_s = job.federation.round_s or job.federation.task_timeout_s

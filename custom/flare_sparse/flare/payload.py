@@ -33,7 +33,7 @@ HELLO = "hello"
 """Name of the FLARE task in which a site introduces itself; also the only key in its answer."""
 
 SUM = "sum"
-"""Name of the FLARE task of every step of a sum of padded values; also the only key in its data and in its answer."""
+"""Name of the FLARE task of every step of a sum; also the only key in its data and in its answer."""
 
 EVENTS, ACKNOWLEDGED = "events", "acknowledged"
 """Keys beside a message: a site's events with its update, and the site's last known update with a request."""

@@ -49,7 +49,7 @@ class SparseRecipe(Recipe):
         tracker: component that sends the figures to MLflow; the server needs the package ``mlflow``. None: no MLflow.
 
     Raises:
-        ConfigError: there are ``modules`` but the packaging is ``"installed"``.
+        ConfigError: there are ``modules`` but the packaging is ``"installed"``, or the job has hubs.
     """
 
     recipe_algorithm = "sparse federated learning"
@@ -65,6 +65,11 @@ class SparseRecipe(Recipe):
         tensorboard: bool = False,
         tracker: MlflowTracker | None = None,
     ):
+        if config.federation.hubs:
+            raise ConfigError(
+                "federation.hubs: hubs run with --env local only; leave hubs out (the result has the same bits), or "
+                "see docs/hubs.md"
+            )
         job = FedJob(name=config.name, min_clients=config.federation.min_sites)
         super().__init__(job)
         # FLARE copies added files only at export or submission, so they must exist as long as the recipe.
@@ -72,7 +77,7 @@ class SparseRecipe(Recipe):
         weakref.finalize(self, shutil.rmtree, self._staging, ignore_errors=True)
         job.set_app_packages(["flare_sparse"])
         self._add_server_components(job, tensorboard, tracker)
-        self._add_site_components(job, is_masked=config.sum_rules is not None)
+        self._add_site_components(job, has_sums=config.sum_rules is not None)
         self._add_settings(job, config)
         # Nested under "server", the only place where FLARE reads it.
         self.add_server_config({"server": {"task_request_interval": config.federation.request_interval_s}})
@@ -158,8 +163,8 @@ class SparseRecipe(Recipe):
         if tracker is not None:
             job.to_server(tracker, id="mlflow")
 
-    def _add_site_components(self, job: FedJob, *, is_masked: bool) -> None:
-        job.to_clients(SparseExecutor(), tasks=[HELLO, TASK, *([SUM] if is_masked else [])])
+    def _add_site_components(self, job: FedJob, *, has_sums: bool) -> None:
+        job.to_clients(SparseExecutor(), tasks=[HELLO, TASK, *([SUM] if has_sums else [])])
         job.to_clients(SiteSession(), id=SITE_ID)
         self.add_client_input_filter(DecodeRequest(), tasks=[TASK])
         self.add_client_output_filter(EncodeUpdate(), tasks=[TASK])

@@ -167,7 +167,7 @@ def dry_run(
 ) -> tuple[Outcome, Ledger]:
     """Count the messages of a whole run over given dry sites, whose ``usages`` then hold the usage per update.
 
-    Args and returned values are those of :func:`estimate_traffic`; ``sum_rules`` are those of sums of padded values.
+    Args and returned values are those of :func:`estimate_traffic`; ``sum_rules`` are those of fixed-point sums.
     """
     contexts = KeyContexts.generate() if encrypted else None
     metric = Metric("none", "", "min")

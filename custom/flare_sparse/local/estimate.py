@@ -79,7 +79,7 @@ def _bound_bytes(line: LedgerLine, bounds: SelectionBounds | None, buffers: int,
     if line.values == "ckks":
         margin = round(line.payload_bytes * CIPHERTEXT_TOLERANCE)
         return BytesRange(line.payload_bytes - margin, line.payload_bytes, line.payload_bytes + margin)
-    if line.values == "masked":
+    if line.values in ("masked", "fixed_point"):
         return _bound_sum_bytes(line, bounds, sites)
     total, values = line.scalars_total, cast(ValueType, line.values)
     if bounds is None:

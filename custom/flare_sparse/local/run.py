@@ -19,9 +19,23 @@ from ..endpoints.server import SERVER, Attempt, ServerEndpoint
 from ..endpoints.server_sums import ServerSums
 from ..endpoints.site import SiteEndpoint
 from ..endpoints.site_sums import SiteSums
-from ..errors import FlareSparseError, MissingBase, WireError, format_site_error, get_failure_code
+from ..errors import ConfigError, FlareSparseError, MissingBase, WireError, format_site_error, get_failure_code
 from ..exchange import Update
-from ..federation import Federation, OnUpdates, Outcome, Reply, RoundRecord, RoundRules
+from ..federation import (
+    Federation,
+    Hub,
+    HubRules,
+    Link,
+    OnUpdates,
+    Outcome,
+    RawReply,
+    Reply,
+    RoundRecord,
+    RoundRules,
+    SiteLinks,
+    SiteReply,
+    Tree,
+)
 from ..methods import Method
 from ..secure_aggregation.identities import generate_identity
 from ..secure_aggregation.limits import SumRules
@@ -56,6 +70,7 @@ def run_locally(
     resume: bool = False,
     contexts: KeyContexts | None = None,
     sum_rules: SumRules | None = None,
+    hubs: Mapping[str, HubRules] | None = None,
     on_site_error: Callable[[str, Exception], None] = log_site_error,
 ) -> tuple[Outcome, Ledger]:
     """Run a method over sites in this process, through the real wire.
@@ -75,12 +90,16 @@ def run_locally(
         stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
         resume: continue from the checkpoints in ``stores``.
         contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
-        sum_rules: rules of the sums of padded values; None: each update carries its values.
+        sum_rules: rules of the sums of fixed-point values; None: each update carries its values.
+        hubs: rules of each hub, which adds the values of its sites; None: the server reaches every site directly.
         on_site_error: called with the name and the error of a site that fails. As in FLARE, the server learns the code
             of the error alone, and the run continues with the other sites.
 
     Returns:
         The outcome and the ledger.
+
+    Raises:
+        ConfigError: a hub has a site that the run has not.
     """
     ledger = Ledger() if ledger is None else ledger
     server_cipher = ServerCipher(contexts.server) if contexts else None
@@ -93,22 +112,59 @@ def run_locally(
         else SiteEndpoint(site, method, run, values, stores(name), cipher, sums=site_sums.get(name))
         for name, site in sorted(sites.items())
     }
+    tree = build_tree(hubs or {}, server, endpoints, on_site_error)
     federation = Federation(
         method,
         server,
         metric,
         lambda: sorted(endpoints),
-        lambda attempt: dict(deliver(attempt, server, endpoints, on_site_error)),
+        tree.exchange,
         rules=rules,
-        handshake=lambda names: {name: _build_hello(endpoints[name]) for name in names},
+        handshake=tree.shake_hands,
         on_round=on_round,
         on_updates=on_updates,
         store=stores(SERVER),
-        sum_transport=lambda questions, _: deliver_sum(questions, endpoints, on_site_error),
+        sum_transport=tree.exchange_sum,
     )
     with limit_threads(thread_count):
         outcome = federation.run(weights, resume=resume)
     return outcome, ledger
+
+
+def build_tree(
+    hubs: Mapping[str, HubRules],
+    server: ServerEndpoint,
+    endpoints: Mapping[str, SiteEndpoint | Exception],
+    on_site_error: Callable[[str, Exception], None],
+) -> Tree:
+    """Return the transport to the sites of this process: through their hubs, and directly to those without one.
+
+    Raises:
+        ConfigError: a hub has a site that is not among the endpoints.
+    """
+    missing = sorted({site for rules in hubs.values() for site in rules.sites} - endpoints.keys())
+    if missing:
+        raise ConfigError(
+            f"federation.hubs: {', '.join(missing)}: no such site in this run; its sites are {', '.join(endpoints)}"
+        )
+    links = SiteLinks(
+        lambda attempt: dict(collect_replies(attempt, endpoints, on_site_error)),
+        lambda questions: dict(deliver_sum(questions.messages, endpoints, on_site_error)),
+        lambda names: {name: _build_hello(endpoints[name]) for name in names},
+    )
+
+    def build_link(rules: HubRules) -> Link:
+        hub = Hub(rules, links)
+        return lambda bundle, _: hub.answer(bundle)
+
+    return Tree(
+        hubs,
+        {name: build_link(rules) for name, rules in hubs.items()},
+        server,
+        lambda attempt: dict(deliver(attempt, server, endpoints, on_site_error)),
+        lambda questions: deliver_sum(questions.messages, endpoints, on_site_error),
+        links.handshake,
+    )
 
 
 def deliver(
@@ -117,7 +173,23 @@ def deliver(
     endpoints: Mapping[str, SiteEndpoint | Exception],
     on_site_error: Callable[[str, Exception], None],
 ) -> Iterator[tuple[str, Reply]]:
-    """Deliver an attempt's requests to the sites; yield the reply of each site that answers in time, by name."""
+    """Deliver an attempt's requests to the sites; yield the validated reply of each site that answers in time."""
+    for name, reply in collect_replies(attempt, endpoints, on_site_error):
+        if not isinstance(reply, SiteReply):
+            yield name, reply
+            continue
+        try:
+            yield name, server.decode(name, reply.message, reply.examples, reply.metrics, reply.events)
+        except WireError as error:
+            yield name, error
+
+
+def collect_replies(
+    attempt: Attempt,
+    endpoints: Mapping[str, SiteEndpoint | Exception],
+    on_site_error: Callable[[str, Exception], None],
+) -> Iterator[tuple[str, RawReply]]:
+    """Deliver an attempt's requests to the sites; yield the reply of each site that answers in time, not validated."""
     for name, message in attempt.messages.items():
         start, endpoint = time.monotonic(), endpoints[name]
         if isinstance(endpoint, Exception):
@@ -142,10 +214,7 @@ def deliver(
         # The sites of this process take turns, and each has the whole time, as if they worked at the same time.
         if attempt.seconds is not None and time.monotonic() - start > attempt.seconds:
             continue
-        try:
-            yield name, server.decode(name, data, update.num_examples, update.metrics, events)
-        except WireError as error:
-            yield name, error
+        yield name, SiteReply(data, update.num_examples, update.metrics, events)
 
 
 def build_sums(
@@ -155,11 +224,11 @@ def build_sums(
 
     The sites' certificates are generated for it: they prove nothing here, but the messages are those of a federation.
     """
-    identities = {name: generate_identity(name) for name in names}
-    server = ServerSums(method.layout, run, rules, method.get_sum_weights, identities[names[0]].root, ledger)
+    identities = {name: generate_identity(name) for name in names} if rules.is_padded else {}
+    root = identities[names[0]].root if identities else None
+    server = ServerSums(method.layout, run, rules, method.get_sum_weights, root, ledger)
     return server, {
-        name: SiteSums(identity, method.layout, run, rules, method.get_sum_weights)
-        for name, identity in identities.items()
+        name: SiteSums(identities.get(name, name), method.layout, run, rules, method.get_sum_weights) for name in names
     }
 
 

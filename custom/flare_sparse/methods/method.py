@@ -109,7 +109,7 @@ class MethodConfig(BaseModel):
 
     @property
     def masking_blocker(self) -> str | None:
-        """Why a sum over all sites is not enough for the server; None where sums of padded values are possible.
+        """Why a sum over all sites is not enough for the server; None where sums of fixed-point values are possible.
 
         It is enough where all sites return values of the same entries, and where the next state follows from their
         sum, weighted as ``Method.get_sum_weights`` says: ``Method.learn`` then receives one contribution, the sum.

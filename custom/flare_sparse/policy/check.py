@@ -46,7 +46,7 @@ def find_policy_conflicts(
     usages = {name: site.usages for name, site in dry_sites.items()}
     conflicts = list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))
     has_values = any(line.direction == "up" and line.content != "metrics" for line in ledger.lines)
-    if policy.masked and job.sum_rules is None and has_values:
+    if policy.masked and not job.is_masked and has_values:
         conflicts.append("masked: no values of a single site may be readable; set wire.aggregation: masked")
     recording = policy.check_recording(records_updates=job.audit.record_updates)
     return [*recording, *conflicts, *find_budget_conflicts(policy, assembly, subjects or examples, earlier)]

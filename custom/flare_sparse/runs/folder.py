@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from ..assemble import Assembly
 from ..checkpoint.writing import replace_atomically, sync_to_disk, write_json
 from ..config import JobConfig, dump_config
 from ..exchange import Contribution, EncryptedValues
-from ..federation import Evaluation, Outcome, RoundRecord
+from ..federation import Evaluation, HubRules, Outcome, RoundRecord
 from ..federation.events import STEPPED_BACK
+from ..federation.tree import sum_link_bytes
 from ..mask import Mask
 from ..params import Layout, compute_digest
 from ..privacy.config import PrivacyConfig
@@ -50,6 +51,7 @@ class RunFacts:
         note: the method's note on the network, such as how many entries are maskable.
         privacy: differential privacy of the sites' training; None: the job does not ask for it.
         record_updates: whether the sites' updates are kept for an audit.
+        hubs: rules of each hub; empty: the server reaches every site directly.
     """
 
     run: str
@@ -62,6 +64,7 @@ class RunFacts:
     note: str = ""
     privacy: PrivacyConfig | None = None
     record_updates: bool = False
+    hubs: Mapping[str, HubRules] = field(default_factory=dict)
 
 
 def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
@@ -78,6 +81,7 @@ def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
         note=method.note,
         privacy=config.privacy,
         record_updates=config.audit.record_updates,
+        hubs=config.hubs,
     )
 
 
@@ -191,6 +195,7 @@ class RunFolder:
             "threads": torch.get_num_threads(),
             "versions": list_versions(),
             "model_sha256": None if outcome.encrypted else compute_digest(outcome.weights),
+            **({"links": sum_link_bytes(self.ledger.lines, facts.hubs)} if facts.hubs else {}),
             **({} if facts.privacy is None else {"privacy": _describe_privacy(facts.privacy, outcome)}),
         }
 

@@ -1,8 +1,8 @@
-"""The server's part in one sum: it relays keys and shares, adds padded values and removes the pads that remain."""
+"""The server's part in one sum: it relays keys and shares, adds values and removes the pads that remain."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -17,11 +17,96 @@ from .shamir import SHARE_BYTES, recover_secret
 
 
 class TooFewSites(Exception):
-    """So many sites have dropped out of a sum that nobody can read it; the attempt has failed."""
+    """A sum has too few sites left to be read, or more than its ring allows; the attempt has failed."""
+
+
+class SectionSum:
+    """Sum of sections of values, and the sites in it.
+
+    Args:
+        ring: format of the sections.
+    """
+
+    def __init__(self, ring: RingFormat):
+        self.ring = ring
+        self.total = np.zeros(ring.section_bytes, np.uint8)
+        self.sites: list[str] = []
+
+    def add(self, names: Sequence[str], section: np.ndarray, expected: Collection[str]) -> None:
+        """Add the section of a site, or the sum of the sections of several sites.
+
+        Args:
+            names: sites whose values the section holds.
+            section: uint8; not trusted.
+            expected: sites that may send values.
+
+        Raises:
+            RejectedMessage: the length is wrong, or a site has no part in the sum or is in it already.
+        """
+        if section.dtype != np.uint8 or section.shape != (self.ring.section_bytes,):
+            raise RejectedMessage("E_LEN", "values", self.ring.section_bytes, section.shape, names[0])
+        is_new = set(names) <= set(expected) - set(self.sites) and len(set(names)) == len(names)
+        if not is_new:
+            raise RejectedMessage("E_REPLAY", "values", "those of sites of the sum, once", list(names), names[0])
+        # In the ring every order and every grouping of additions ends in the same bits: values are added as they
+        # arrive, and a hub may have added some of them.
+        self.ring.add(self.total, section)
+        self.sites.extend(names)
+
+
+class ClearCollector:
+    """One sum of values without pads at the server.
+
+    Args:
+        ring: format of the values.
+
+    Attributes:
+        examples: number of examples of each site of the sum.
+    """
+
+    def __init__(self, ring: RingFormat):
+        self.ring = ring
+        self.examples: dict[str, int] = {}
+        self._sum = SectionSum(ring)
+
+    def begin(self, examples: Mapping[str, int]) -> dict[str, int]:
+        """Set the sites of the sum and return their numbers of examples.
+
+        Raises:
+            TooFewSites: there are too many.
+        """
+        if len(examples) > MAX_SITES:
+            raise TooFewSites(f"{len(examples)} sites have values, a sum has at most {MAX_SITES}")
+        self.examples = dict(examples)
+        return self.examples
+
+    @property
+    def sharers(self) -> list[str]:
+        """Sites that weighted their values for the sum, in the order of names."""
+        return sorted(self.examples)
+
+    @property
+    def survivors(self) -> list[str]:
+        """Sites whose values are in the sum, in the order of names."""
+        return sorted(self._sum.sites)
+
+    def accept_values(self, names: Sequence[str], section: np.ndarray) -> None:
+        """Add the values of sites, as :meth:`SectionSum.add`."""
+        self._sum.add(names, section, self.examples)
+
+    def compute_sum(self) -> np.ndarray:
+        """Return the numbers, float64 ``(n,)``, of the sum over the survivors.
+
+        Raises:
+            TooFewSites: no site has sent values.
+        """
+        if not self._sum.sites:
+            raise TooFewSites(f"none of {len(self.examples)} sites sent values")
+        return self.ring.decode(self._sum.total)
 
 
 class SumCollector:
-    """One sum at the server. It holds padded values and, after the last step, the sum.
+    """One sum of padded values at the server. It holds padded values and, after the last step, the sum.
 
     Args:
         sum_id: id of the sum.
@@ -37,9 +122,13 @@ class SumCollector:
         self.min_sites = max(min_sites, FEWEST_SITES)
         self.members: dict[str, SignedKeys] = {}
         self._boxes: dict[str, dict[str, bytes]] = {}
-        self._survivors: list[str] = []
-        self._total = np.zeros(ring.section_bytes, np.uint8)
+        self._sum = SectionSum(ring)
         self._revealed: dict[str, list[bytes]] = {}
+
+    @property
+    def examples(self) -> dict[str, int]:
+        """Signed number of examples of each site that published keys."""
+        return {name: keys.num_examples for name, keys in self.members.items()}
 
     @property
     def sharers(self) -> list[str]:
@@ -49,7 +138,7 @@ class SumCollector:
     @property
     def survivors(self) -> list[str]:
         """Sites whose values are in the sum, in the order of names."""
-        return sorted(self._survivors)
+        return sorted(self._sum.sites)
 
     def accept_keys(self, keys: SignedKeys) -> None:
         """Add the keys of a site.
@@ -92,19 +181,9 @@ class SumCollector:
         self._require_enough(len(self._boxes), "shared the secrets of their pads")
         return {sender: boxes[receiver] for sender, boxes in sorted(self._boxes.items()) if sender != receiver}
 
-    def accept_values(self, name: str, section: np.ndarray) -> None:
-        """Add the padded values of a site.
-
-        Raises:
-            RejectedMessage: the length is wrong, or the site has no part in the sum or has sent its values.
-        """
-        if section.dtype != np.uint8 or section.shape != (self.ring.section_bytes,):
-            raise RejectedMessage("E_LEN", "padded values", self.ring.section_bytes, section.shape, name)
-        if name not in self._boxes or name in self._survivors:
-            raise RejectedMessage("E_REPLAY", "padded values", "those of a site that shared, once", name, name)
-        # In the ring every order of additions ends in the same bits, so values are added as they arrive.
-        self.ring.add(self._total, section)
-        self._survivors.append(name)
+    def accept_values(self, names: Sequence[str], section: np.ndarray) -> None:
+        """Add the padded values of sites, as :meth:`SectionSum.add`."""
+        self._sum.add(names, section, self._boxes)
 
     def list_survivors(self) -> list[str]:
         """Return the sites whose values are in the sum, in the order of names.
@@ -112,7 +191,7 @@ class SumCollector:
         Raises:
             TooFewSites: fewer than the sum needs.
         """
-        self._require_enough(len(self._survivors), "sent values")
+        self._require_enough(len(self._sum.sites), "sent values")
         return self.survivors
 
     def accept_shares(self, name: str, shares: Sequence[bytes]) -> None:
@@ -121,7 +200,7 @@ class SumCollector:
         Raises:
             RejectedMessage: their number or a length is wrong, or the site is no survivor.
         """
-        if name not in self._survivors:
+        if name not in self._sum.sites:
             raise RejectedMessage("E_REPLAY", "shares", "those of a survivor", name, name)
         if len(shares) != len(self._boxes) or any(len(share) != SHARE_BYTES for share in shares):
             raise RejectedMessage("E_LEN", "shares", f"{len(self._boxes)} of {SHARE_BYTES} bytes", len(shares), name)
@@ -134,10 +213,10 @@ class SumCollector:
             TooFewSites: too few sites revealed shares, or some revealed wrong ones.
         """
         self._require_enough(len(self._revealed), "revealed shares")
-        total = self._total.copy()
+        total = self._sum.total.copy()
         for index, name in enumerate(self.sharers):
             secret = self._recover(index, name)
-            if name in self._survivors:
+            if name in self._sum.sites:
                 pad = draw_pad(derive_key(secret, "own pad", self.sum_id, name), total.size)
                 self.ring.add(total, pad, -1)
                 continue
@@ -153,7 +232,7 @@ class SumCollector:
         secret = recover_secret(shares)
         keys = self.members[name]
         if secret is not None:
-            is_seed = name in self._survivors
+            is_seed = name in self._sum.sites
             known = keys.commitment if is_seed else keys.pad_key
             if (commit_to(secret) if is_seed else get_public_key(secret)) == known:
                 return secret

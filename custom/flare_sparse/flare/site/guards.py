@@ -223,12 +223,11 @@ def _attach_withheld(
         PolicyRefusal: the withheld values are not the approved ones, or values of a single site would be readable.
     """
     sums = endpoint.sums
+    if policy.masked and (sums is None or not sums.rules.is_padded):
+        raise PolicyRefusal(
+            f"this site's policy: masked: the server could read the {approved.content}; set wire.aggregation: masked"
+        )
     if sums is None:
-        if policy.masked:
-            raise PolicyRefusal(
-                f"this site's policy: masked: the server could read the {approved.content}; set "
-                "wire.aggregation: masked"
-            )
         return decoded, size
     if decoded.content != "metrics" or not sums.is_withheld(approved.patch):
         raise PolicyRefusal("this site's policy: a filter of the job changed the values that wait for the sum")

@@ -1,0 +1,257 @@
+"""A hub: it stands between the server and some of the sites, and adds the fixed-point values of their replies.
+
+Integers of a ring add associatively (:mod:`~flare_sparse.secure_aggregation.rings`), so sums of sums have the bits of
+the sum over all sites. A hub keeps nothing from one question to the next: what a site holds, owes and has missed is
+known at the server alone, and a hub that restarts has lost no state.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..endpoints.server import Attempt
+from ..errors import MissingBase, RejectedMessage, WireError, abbreviate
+from ..secure_aggregation.messages import FINGERPRINT_BYTES, pack_message, unpack_message
+from ..secure_aggregation.pads import read_sum_id
+from ..secure_aggregation.rings import SectionFormat
+from ..wire.bundles import Parcel, pack_bundle, unpack_bundle
+from ..wire.envelope import is_kind
+from .replies import SumQuestions
+
+_CODE = re.compile("[A-Z][A-Z_]{0,23}")
+HELLO, EXCHANGE, SUM = "hello", "exchange", "sum"
+"""Topics of bundles: the handshake, the requests of an attempt, the questions of a step of a sum."""
+MAX_SECTION_BYTES = 2**33
+"""Longest section that a hub allocates: a thousand million values."""
+
+
+@dataclass(frozen=True)
+class HubRules:
+    """What a job says of one hub.
+
+    Attributes:
+        sites: names of its sites.
+        min_sites: quorum of the hub: with values of fewer sites, it passes none on.
+    """
+
+    sites: tuple[str, ...]
+    min_sites: int = 1
+
+
+@dataclass(frozen=True)
+class SiteReply:
+    """A site's reply to a request, as a hub receives and passes it on; nothing of it is validated.
+
+    Attributes:
+        message: encoded update, without values: they follow in the sum.
+        examples, metrics, events: what travels beside it.
+    """
+
+    message: Any
+    examples: Any
+    metrics: Any
+    events: Any
+
+
+RawReply = SiteReply | MissingBase | str
+"""Reply of a site before its validation; a text is the reason code of a refusal."""
+
+
+@dataclass(frozen=True)
+class SiteLinks:
+    """How a hub reaches its sites. Sites that do not reply in time are absent from what is returned.
+
+    Attributes:
+        exchange: carries the requests of an attempt.
+        exchange_sum: carries the questions of a step of a sum; returns messages and reason codes.
+        handshake: requests the hellos of sites.
+    """
+
+    exchange: Callable[[Attempt], Mapping[str, RawReply]]
+    exchange_sum: Callable[[SumQuestions], Mapping[str, np.ndarray | str]]
+    handshake: Callable[[list[str]], Mapping[str, Any]]
+
+
+def pack_reply(site: str, reply: RawReply) -> Parcel:
+    """Return a site's reply to a request as a parcel."""
+    if isinstance(reply, MissingBase):
+        return Parcel((site,), {"missing_base": True})
+    if isinstance(reply, str):
+        return Parcel((site,), {"code": reply})
+    metrics = {str(name): float(value) for name, value in reply.metrics.items()}
+    note = {"examples": int(reply.examples), "metrics": metrics, "events": reply.events}
+    return Parcel((site,), note, reply.message)
+
+
+def unpack_reply(parcel: Parcel) -> RawReply:
+    """Return a site's reply from the parcel of a hub; a parcel that is none is a refusal."""
+    site, note = parcel.sites[0], parcel.note
+    if note.get("missing_base") is True:
+        return MissingBase("E_NOT_HELD", "base", "the base of the message", "nothing", site)
+    if parcel.message is None:
+        return read_code(note)
+    return SiteReply(parcel.message, note.get("examples"), note.get("metrics"), note.get("events"))
+
+
+def read_code(note: Mapping[str, Any]) -> str:
+    """Return the reason code in a note, or ``E_SITE``: other text of a site or a hub must not enter a record."""
+    code = note.get("code")
+    return code if isinstance(code, str) and _CODE.fullmatch(code) else "E_SITE"
+
+
+class Hub:
+    """Answers the bundles of the server.
+
+    Args:
+        rules: the hub's sites and its quorum.
+        links: how the hub reaches its sites.
+    """
+
+    def __init__(self, rules: HubRules, links: SiteLinks):
+        self.rules, self.links = rules, links
+
+    def answer(self, data: Any) -> np.ndarray:
+        """Pass the parcels of a bundle on, and return one bundle with the replies that arrive in time.
+
+        Raises:
+            RejectedMessage: the bundle is malformed, or has a parcel for a site that is not this hub's.
+        """
+        subject, parcels = unpack_bundle(data, "server")
+        sites = [site for parcel in parcels for site in parcel.sites]
+        # The site list of the job counts: a server must not make this hub speak to sites that are not its own.
+        if not set(sites) <= set(self.rules.sites) or len(set(sites)) != len(sites):
+            raise RejectedMessage("E_KIND", "sites", f"some of {sorted(self.rules.sites)}, once", sites, "server")
+        topic = subject.get("topic")
+        if topic == HELLO:
+            hellos = self.links.handshake(sites)
+            return pack_bundle(subject, [Parcel((site,), {"hello": hello}) for site, hello in sorted(hellos.items())])
+        if topic == EXCHANGE:
+            replies = self.links.exchange(_read_attempt(subject, parcels))
+            return pack_bundle(subject, [pack_reply(site, reply) for site, reply in sorted(replies.items())])
+        if topic == SUM:
+            questions = _read_questions(subject, parcels)
+            answers = self.links.exchange_sum(questions)
+            section = questions.section
+            passed_on = _list_answers(answers) if section is None else self._add(questions, section, answers)
+            return pack_bundle(subject, passed_on)
+        raise RejectedMessage("E_KIND", "topic", f"{HELLO}, {EXCHANGE} or {SUM}", topic, "server")
+
+    def _add(
+        self, questions: SumQuestions, section: SectionFormat, answers: Mapping[str, np.ndarray | str]
+    ) -> list[Parcel]:
+        """Return one parcel with the sum of the sites' values, and the reason codes of the sites that are not in it."""
+        total = np.zeros(section.size, np.uint8)
+        codes: dict[str, str] = {}
+        added: list[str] = []
+        for site, answer in sorted(answers.items()):
+            if isinstance(answer, str):
+                codes[site] = answer
+                continue
+            try:
+                section.add(total, _read_section(answer, site, questions, section))
+                added.append(site)
+            except WireError as error:
+                codes[site] = error.code
+        # A sum over too few sites never leaves the hub, whatever the server would make of it.
+        if len(added) < max(1, self.rules.min_sites):
+            codes.update(dict.fromkeys(added, "E_QUORUM"))
+            added = []
+        parcels = [Parcel((site,), {"code": code}) for site, code in sorted(codes.items())]
+        if added:
+            step, sum_id, _ = unpack_message(questions.messages[added[0]], "server")
+            content = bytes.fromhex(questions.selection) + total.tobytes()
+            parcels.append(Parcel(tuple(added), {}, pack_message(step, read_sum_id(sum_id), content)))
+        return parcels
+
+
+def _list_answers(answers: Mapping[str, np.ndarray | str]) -> list[Parcel]:
+    """Return a parcel for each site's reply to a step of a sum."""
+    return [
+        Parcel((site,), {"code": answer}) if isinstance(answer, str) else Parcel((site,), {}, answer)
+        for site, answer in sorted(answers.items())
+    ]
+
+
+def _read_attempt(subject: Mapping[str, Any], parcels: Sequence[Parcel]) -> Attempt:
+    """Return the attempt that a bundle of the server is about.
+
+    Raises:
+        RejectedMessage: the subject is malformed.
+    """
+    acknowledged = {site: _read_count(parcel.note, "acknowledged") for parcel in parcels for site in parcel.sites}
+    kind = subject.get("kind")
+    if not isinstance(kind, str) or not is_kind(kind):
+        raise RejectedMessage("E_KIND", "kind", "1 to 16 printable characters", "something else", "server")
+    sequence, t = _read_count(subject, "sequence"), _read_count(subject, "round")
+    return Attempt(sequence, kind, t, _list_messages(parcels), acknowledged, _read_seconds(subject))
+
+
+def _read_questions(subject: Mapping[str, Any], parcels: Sequence[Parcel]) -> SumQuestions:
+    """Return the questions that a bundle of the server holds.
+
+    Raises:
+        RejectedMessage: the subject is malformed.
+    """
+    lengths, selection = subject.get("section"), subject.get("selection")
+    if not isinstance(selection, str) or not re.fullmatch(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}", selection):
+        raise RejectedMessage("E_MASK", "selection", "a fingerprint", "something else", "server")
+    messages, seconds = _list_messages(parcels), _read_seconds(subject)
+    if lengths is None:
+        return SumQuestions(messages, seconds, None, selection)
+    # The hub allocates a section before any site replies, so its length is bounded.
+    is_pair = isinstance(lengths, list) and len(lengths) == 2 and all(type(length) is int for length in lengths)
+    if not is_pair or not 0 <= lengths[0] <= lengths[1] <= MAX_SECTION_BYTES or lengths[0] % 8 or lengths[1] % 4:
+        raise RejectedMessage("E_LEN", "section", "the lengths of a section", "something else", "server")
+    return SumQuestions(messages, seconds, SectionFormat(*lengths), selection)
+
+
+def _list_messages(parcels: Sequence[Parcel]) -> dict[str, np.ndarray]:
+    """Return the message for each site; one buffer for all sites of a parcel.
+
+    Raises:
+        RejectedMessage: a parcel has no message.
+    """
+    messages = {}
+    for parcel in parcels:
+        if parcel.message is None:
+            raise RejectedMessage("E_CANON", "parcel", "a message", "none", "server")
+        messages.update(dict.fromkeys(parcel.sites, parcel.message))
+    return messages
+
+
+def _read_count(note: Mapping[str, Any], name: str) -> int:
+    value = note.get(name)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise RejectedMessage("E_CANON", name, "a whole number from 0", abbreviate(value), "server")
+    return value
+
+
+def _read_seconds(subject: Mapping[str, Any]) -> float | None:
+    value = subject.get("seconds")
+    if value is None or (isinstance(value, (int, float)) and 0 <= value < math.inf):
+        return value
+    raise RejectedMessage("E_CANON", "seconds", "a number from 0, or none", abbreviate(value), "server")
+
+
+def _read_section(answer: np.ndarray, site: str, questions: SumQuestions, section: SectionFormat) -> np.ndarray:
+    """Return the values, uint8 ``(section.size,)``, in a site's reply, which is not trusted.
+
+    Raises:
+        RejectedMessage: the message is malformed, or of another sum, other entries or another length.
+    """
+    step, sum_id, payload = unpack_message(answer, site)
+    expected = unpack_message(questions.messages[site], "server")[:2]
+    if (step, sum_id) != expected:
+        raise RejectedMessage("E_REPLAY", "step, sum", expected[0].name, step.name, site)
+    # Checked here and not at the server: once added, a wrong reply would spoil the sum of all sites of the hub.
+    if len(payload) != FINGERPRINT_BYTES + section.size:
+        raise RejectedMessage("E_LEN", "values", FINGERPRINT_BYTES + section.size, len(payload), site)
+    if payload[:FINGERPRINT_BYTES].hex() != questions.selection:
+        raise RejectedMessage("E_MASK", "selection", questions.selection, payload[:FINGERPRINT_BYTES].hex(), site)
+    return np.frombuffer(payload[FINGERPRINT_BYTES:], np.uint8)

@@ -1,0 +1,248 @@
+"""The server's side of hubs: one bundle to each hub in place of a message to each of its sites, and one back.
+
+A tree is a transport: :class:`~flare_sparse.federation.loop.Federation` sees the sites, their replies and one sum, as
+without hubs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..endpoints.server import Attempt, ServerEndpoint
+from ..errors import FlareSparseError, WireError
+from ..secure_aggregation.rings import SectionFormat
+from ..wire.bundles import Parcel, pack_bundle, unpack_bundle
+from ..wire.ledger import LedgerLine
+from .census import Handshake
+from .hub import EXCHANGE, HELLO, SUM, HubRules, SiteReply, read_code, unpack_reply
+from .replies import HubReply, Reply, SumQuestions, SumReply, SumTransport, Transport
+
+_LOG = logging.getLogger(__name__)
+Link = Callable[[np.ndarray, float | None], np.ndarray | None]
+"""Carries a bundle to a hub and returns its answer; None: none came in time. The number is that of the seconds."""
+
+
+class Tree:
+    """Carries what the federation sends to the sites of hubs through these hubs, and to the others directly.
+
+    A hub that does not answer has sites that do not answer.
+
+    Args:
+        hubs: rules of each hub.
+        links: how each hub is reached.
+        endpoint: validates the replies of the sites and keeps the ledger, which receives a line per bundle.
+        direct: transport to the sites without a hub.
+        direct_sum: the same for the steps of sums.
+        direct_handshake: the same for hellos.
+    """
+
+    def __init__(
+        self,
+        hubs: Mapping[str, HubRules],
+        links: Mapping[str, Link],
+        endpoint: ServerEndpoint,
+        direct: Transport,
+        direct_sum: SumTransport,
+        direct_handshake: Handshake,
+    ):
+        self.hubs, self.links, self.endpoint = hubs, links, endpoint
+        self.direct, self.direct_sum, self.direct_handshake = direct, direct_sum, direct_handshake
+        self._hub_of = {site: hub for hub, rules in hubs.items() for site in rules.sites}
+        self._requests: dict[str, LedgerLine] = {}
+
+    def exchange(self, attempt: Attempt) -> Mapping[str, Reply]:
+        """Carry the requests of an attempt; every reply is validated here, as without hubs."""
+        subject = {
+            "topic": EXCHANGE,
+            "kind": attempt.kind,
+            "round": attempt.round,
+            "sequence": attempt.sequence,
+            "seconds": attempt.seconds,
+        }
+        replies: dict[str, Reply] = {}
+        direct, by_hub = self._split(attempt.messages)
+        if direct:
+            replies.update(self.direct(replace(attempt, messages=direct)))
+        for hub, messages in by_hub.items():
+            notes = {site: {"acknowledged": attempt.acknowledged.get(site, 0)} for site in messages}
+            bundle = pack_bundle(subject, _group(messages, notes))
+            self._requests[hub] = self._record_sent(hub, bundle, messages)
+            for parcel in self._send(hub, bundle, attempt.seconds, messages):
+                replies[parcel.sites[0]] = self._decode(parcel)
+        return replies
+
+    def exchange_sum(self, questions: SumQuestions) -> Iterator[tuple[str, SumReply]]:
+        """Carry the questions of a step of a sum; the replies with values of a hub's sites are one object."""
+        section = questions.section
+        # The hub does not know the entries of the sum: the question says how long a section is and what it is of.
+        subject = {
+            "topic": SUM,
+            "seconds": questions.seconds,
+            "section": None if section is None else [section.wide_bytes, section.size],
+            "selection": questions.selection,
+        }
+        direct, by_hub = self._split(questions.messages)
+        if direct:
+            yield from self.direct_sum(replace(questions, messages=direct))
+        for hub, messages in by_hub.items():
+            bundle = pack_bundle(subject, _group(messages, {}))
+            self._record_sent(hub, bundle, messages)
+            for parcel in self._send(hub, bundle, questions.seconds, messages, section):
+                answer = _unpack_answer(parcel, has_values=section is not None)
+                for site in parcel.sites:
+                    yield site, answer
+
+    def shake_hands(self, sites: list[str]) -> Mapping[str, Any]:
+        """Return the hello of each site that sends one, not yet validated."""
+        direct, by_hub = self._split(dict.fromkeys(sites))
+        hellos = dict(self.direct_handshake(list(direct))) if direct else {}
+        for hub, names in by_hub.items():
+            bundle = pack_bundle({"topic": HELLO}, [Parcel(tuple(names))])
+            for parcel in self._ask(hub, bundle, None, names)[0]:
+                hellos[parcel.sites[0]] = parcel.note.get("hello")
+        return hellos
+
+    def _split(self, messages: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Return the messages to sites without a hub, and those to the sites of each hub in the order of its name."""
+        direct = {site: message for site, message in messages.items() if site not in self._hub_of}
+        by_hub: dict[str, dict[str, Any]] = {hub: {} for hub in sorted(self.hubs)}
+        for site, message in messages.items():
+            if site in self._hub_of:
+                by_hub[self._hub_of[site]][site] = message
+        return direct, {hub: part for hub, part in by_hub.items() if part}
+
+    def _decode(self, parcel: Parcel) -> Reply:
+        site, reply = parcel.sites[0], unpack_reply(parcel)
+        if not isinstance(reply, SiteReply):
+            return reply
+        try:
+            return self.endpoint.decode(site, reply.message, reply.examples, reply.metrics, reply.events)
+        except WireError as error:
+            return error
+
+    def _send(
+        self,
+        hub: str,
+        bundle: np.ndarray,
+        seconds: float | None,
+        asked: Mapping[str, Any],
+        section: SectionFormat | None = None,
+    ) -> list[Parcel]:
+        """Send a bundle and return the parcels of the answer, which the ledger lists."""
+        parcels, size = self._ask(hub, bundle, seconds, asked, are_summed=section is not None)
+        if size:
+            self._record_received(hub, size, section if any(p.message is not None for p in parcels) else None)
+        return parcels
+
+    def _ask(
+        self, hub: str, bundle: np.ndarray, seconds: float | None, asked: Mapping[str, Any], *, are_summed: bool = False
+    ) -> tuple[list[Parcel], int]:
+        """Send a bundle; return the parcels of the answer and its length, 0 without an answer.
+
+        Args:
+            hub: name of the hub.
+            bundle: the question.
+            seconds: time for the answer.
+            asked: sites that the bundle is for; the hub speaks for no other.
+            are_summed: whether a parcel may be of several sites.
+        """
+        try:
+            answer = self.links[hub](bundle, seconds)
+            if answer is None:
+                _LOG.warning("hub %s did not answer in time", hub)
+                return [], 0
+            parcels = unpack_bundle(answer, hub)[1]
+        except FlareSparseError as error:
+            _LOG.warning("hub %s: %s", hub, error)
+            return [], 0
+        # One lying hub must not cost sites of others their contribution, nor count one of its own twice.
+        sites = [site for parcel in parcels for site in parcel.sites]
+        has_shape = are_summed or all(len(parcel.sites) == 1 for parcel in parcels)
+        if not set(sites) <= asked.keys() or len(set(sites)) != len(sites) or not has_shape:
+            _LOG.warning("hub %s: its answer is not one of each site asked; it is ignored", hub)
+            return [], 0
+        return parcels, int(answer.size)
+
+    def _record_sent(self, hub: str, bundle: np.ndarray, messages: Mapping[str, Any]) -> LedgerLine:
+        """Add a line for a bundle to a hub, and return it; each distinct message in it counts once."""
+        first: dict[int, str] = {}
+        # Equal requests share one buffer, and the bundle holds each buffer once.
+        for site, message in messages.items():
+            first.setdefault(id(message), site)
+        lines = [self._find_request(site) for site in sorted(first.values())]
+        line = replace(
+            lines[0],
+            site=hub,
+            encoding="bundle",
+            scalars_sent=sum(line.scalars_sent for line in lines),
+            payload_bytes=int(bundle.size),
+            selection_bytes=sum(line.selection_bytes for line in lines),
+            dense_bytes=max(line.dense_bytes for line in lines),
+            floor_bytes=sum(line.floor_bytes for line in lines),
+        )
+        self.endpoint.ledger.lines.append(line)
+        return line
+
+    def _find_request(self, site: str) -> LedgerLine:
+        """Return the newest line of a message to a site."""
+        lines = reversed(self.endpoint.ledger.lines)
+        return next(line for line in lines if line.site == site and line.direction == "down")
+
+    def _record_received(self, hub: str, size: int, section: SectionFormat | None) -> None:
+        """Add a line for a bundle of a hub; only one with a sum holds values."""
+        request = self._requests[hub]
+        values = self._find_request(hub).values
+        wide = section.wide_bytes if section else 0
+        self.endpoint.ledger.lines.append(
+            replace(
+                request,
+                direction="up",
+                content=request.content if section else "metrics",
+                values=values,
+                scalars_sent=wide // 8 + (section.size - wide) // 4 if section else 0,
+                payload_bytes=size,
+                selection_bytes=0,
+                dense_bytes=request.dense_bytes if section else 0,
+                floor_bytes=section.size if section else 0,
+            )
+        )
+
+
+def _group(messages: Mapping[str, np.ndarray], notes: Mapping[str, dict[str, Any]]) -> list[Parcel]:
+    """Return one parcel for each distinct message and note."""
+    groups: dict[tuple[int, str], Parcel] = {}
+    for site, message in messages.items():
+        note = notes.get(site, {})
+        key = (id(message), repr(note))
+        sites = (*groups[key].sites, site) if key in groups else (site,)
+        groups[key] = Parcel(sites, note, message)
+    return list(groups.values())
+
+
+def _unpack_answer(parcel: Parcel, *, has_values: bool) -> SumReply:
+    """Return the reply in a parcel of a hub to a step of a sum."""
+    if parcel.message is None:
+        return read_code(parcel.note)
+    return HubReply(parcel.sites, parcel.message) if has_values else parcel.message
+
+
+def sum_link_bytes(lines: Sequence[LedgerLine], hubs: Mapping[str, HubRules]) -> dict[str, dict[str, int]]:
+    """Return the payload bytes that the server sent and received, and that each hub and its sites exchanged.
+
+    Args:
+        lines: lines of the ledger.
+        hubs: rules of each hub.
+
+    Returns:
+        ``{"server": {"down", "up"}, hub: {"down", "up"}, ...}``; those of a hub are the messages of its sites.
+    """
+    hub_of = {site: hub for hub, rules in hubs.items() for site in rules.sites}
+    total = {name: {"down": 0, "up": 0} for name in ("server", *sorted(hubs))}
+    for line in lines:
+        total[hub_of.get(line.site, "server")][line.direction] += line.payload_bytes
+    return total

@@ -1,0 +1,87 @@
+"""Settings of hubs and of sums in fixed point: what they mean, and what they exclude."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flare_sparse.config import load_config, parse_job, serialize_job
+from flare_sparse.errors import ConfigError
+from flare_sparse.federation import HubRules
+from flare_sparse.flare.recipe import SparseRecipe
+from flare_sparse.secure_aggregation.limits import SumRules
+
+FIXED = ("wire.aggregation=fixed_point", "method={name: fedsparsify}")
+HUBS = "federation.hubs={north: {sites: [site-1, site-2], min_sites: 2}, south: {sites: [site-3]}}"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: hubs\nmethod: {name: fedavg}\ntask: {name: morphometry_age}\n")
+    return path
+
+
+def refuse(file: Path, *overrides: str) -> str:
+    """Return the text with which settings are refused."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return str(caught.value)
+
+
+def test_hubs_travel_with_the_job_and_a_job_without_them_is_as_before(file: Path) -> None:
+    job = load_config(file, [*FIXED, HUBS]).job
+    expected = {"north": HubRules(("site-1", "site-2"), 2), "south": HubRules(("site-3",), 1)}
+    assert parse_job(serialize_job(job)).hubs == expected
+    assert "hubs" not in serialize_job(load_config(file).job)["federation"]
+    assert load_config(file).hubs == {}
+
+
+def test_sums_in_fixed_point_have_no_pads_and_need_no_minimum_of_sites(file: Path) -> None:
+    config = load_config(file, FIXED)
+    assert config.sum_rules == SumRules(64.0, 1, is_padded=False)
+    assert not config.is_masked
+    assert load_config(file, ["wire.aggregation=masked", "federation.min_sites=3"]).is_masked
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason", "fix"),
+    [
+        ((HUBS,), "federation.hubs: a hub adds", "set it to fixed_point or masked"),
+        (
+            (*FIXED, "federation.hubs={a: {sites: [x, y]}, b: {sites: [y]}}"),
+            "hubs.a: y is listed twice",
+            "a site has one hub",
+        ),
+        ((*FIXED, "federation.hubs={a: {sites: [x, x]}}"), "hubs.a: x is listed twice", "a site has one hub"),
+        (
+            (*FIXED, "federation.hubs={a: {sites: [b]}, b: {sites: [x]}}"),
+            "hubs.b: a hub needs a name of its own",
+            "not that of a site",
+        ),
+        ((*FIXED, "federation.hubs={server: {sites: [x]}}"), "hubs.server", "not that of a site or of the server"),
+        ((*FIXED, "federation.hubs={a: {sites: [x], min_sites: 2}}"), "min_sites is 2", "sites lists only 1; lower it"),
+        ((*FIXED, "federation.hubs={a: {sites: []}}"), "hubs.a: sites is empty", "leave the hub out"),
+        (
+            (*FIXED, "federation.min_sites=3", "method={name: fedsparsify, aggregation: {rule: median}}"),
+            "wire.aggregation is fixed_point, so the server reads sums only, but method fedsparsify: aggregation.rule",
+            "set wire.aggregation to plain",
+        ),
+        ((*FIXED, "federation.max_share=0.5"), "federation.max_share depends", "leave it at 1"),
+        ((*FIXED, "federation.clip_norm=1.0"), "federation.clip_norm needs to read single updates", "own policy"),
+        ((*FIXED, "audit.record_updates=true"), "audit.record_updates keeps the updates", "leave it out"),
+        ((*FIXED, "wire.values=bfloat16"), "wire.values is bfloat16", "leave it at float32"),
+    ],
+)
+def test_settings_that_hubs_exclude_are_refused_with_field_and_fix(
+    file: Path, overrides: tuple[str, ...], reason: str, fix: str
+) -> None:
+    text = refuse(file, *overrides)
+    assert reason in text
+    assert fix in text
+
+
+def test_flare_job_with_hubs_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"federation\.hubs: hubs run with --env local only; leave hubs out"):
+        SparseRecipe(load_config(file, [*FIXED, HUBS]))
