@@ -18,7 +18,7 @@ from torch import Tensor
 from flare_sparse.aggregation.robust import AggregationRule
 from flare_sparse.endpoints.update_store import UpdateStore
 from flare_sparse.exchange import EncryptedValues, Patch
-from flare_sparse.federation import RoundRules
+from flare_sparse.federation import RoundRules, SumQuestions
 from flare_sparse.mask import Mask
 from flare_sparse.secure_aggregation.limits import SumRules
 from flare_sparse.secure_aggregation.messages import Step, unpack_message
@@ -174,9 +174,9 @@ def test_server_holds_one_padded_message_at_a_time() -> None:
     federation = LocalFederation("fedavg", sites=4, rules=RoundRules(min_sites=3), sum_rules=SumRules(8.0), rounds=1)
     alive: list[int] = []
 
-    def deliver(questions: Any, _seconds: float | None) -> Iterator[tuple[str, Any]]:
+    def deliver(questions: SumQuestions) -> Iterator[tuple[str, Any]]:
         references = []
-        for site, question in questions.items():
+        for site, question in questions.messages.items():
             answer = federation.sums[site].answer(question).copy()
             references.append(weakref.ref(answer))
             if unpack_message(question, "server")[0] == Step.VALUES:
