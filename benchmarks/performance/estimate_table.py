@@ -98,7 +98,7 @@ def list_overrides(file: Path, folder: Path, rounds: int) -> list[str]:
     overrides = [f"method.rounds={rounds}", "method.training.epochs=1", "method.training.batch_size=4"]
     if config.task.name in ("brain_age", "sex_classification"):
         return [*overrides, *_prepare_brains(config, folder)]
-    if config.task.name == "segmentation":
+    if config.task.name in ("segmentation", "bundle"):
         return [*overrides, *_prepare_labelled_brains(config)]
     sites = config.simulator.sites or 0
     writers: dict[str, Any] = {
@@ -132,12 +132,14 @@ def _prepare_brains(config: RunConfig, folder: Path) -> list[str]:
     return overrides
 
 
+_TISSUES = ["task.classes={grey_matter: 1, white_matter: 2, ventricles: 3}", "task.patch=[32, 32, 32]"]
+
+
 def _prepare_labelled_brains(config: RunConfig) -> list[str]:
     sites = config.simulator.sites if config.simulator and config.simulator.sites else 4
     return [
         f"simulator={{sites: {sites}, data: {{phantom: {{subjects: 5, labels: true}}}}}}",
-        "task.classes={grey_matter: 1, white_matter: 2, ventricles: 3}",
-        "task.patch=[32, 32, 32]",
+        *(_TISSUES if config.task.name == "segmentation" else []),
     ]
 
 
