@@ -57,7 +57,7 @@ class Run:
 
     Attributes:
         outcome, ledger: result and messages.
-        round_s: median of the seconds between the commits of two training rounds.
+        round_s: median of the seconds between the commits of two training rounds: all sites and the server.
     """
 
     outcome: Outcome

@@ -42,6 +42,8 @@ from flare_sparse.methods import METHODS, Method
 from flare_sparse.models import build_model
 from flare_sparse.params import Layout
 from flare_sparse.secure_aggregation.limits import SumRules
+from flare_sparse.secure_aggregation.party import BOX_BYTES
+from flare_sparse.secure_aggregation.shamir import SHARE_BYTES
 from flare_sparse.task import Metric
 from flare_sparse.wire.codec import read_sequence
 from flare_sparse.wire.ledger import Ledger
@@ -274,20 +276,20 @@ def format_links(results: Sequence[tuple[Row, Figures]]) -> str:
                 up, down = (float(size) for size in extrapolate_masked(figures, row.sites, sites))
             links = "".join(f" {up * 8 / (link * 1e6):,.1f} s |" for link in LINKS)
             updates = "one sum" if aggregation == "masked" else f"{up / 1e6:,.0f} MB"
-            lines.append(
-                f"| {model} | {aggregation} | {sites:,} | {up / 1e6:,.0f} MB | {down / 1e6:,.0f} MB |{links} {updates} |"
-            )
+            sizes = f"{up / 1e6:,.0f} MB | {down / 1e6:,.0f} MB"
+            lines.append(f"| {model} | {aggregation} | {sites:,} | {sizes} |{links} {updates} |")
     return "\n".join(lines) + "\n"
 
 
-SHARE_BYTES, REVEAL_BYTES, KEYS_BYTES, NAME_BYTES = 82, 33, 1200, 10
+KEYS_BYTES, NAME_BYTES = 1082, 10
+"""Bytes of a site's keys, with its length and an RSA certificate of this benchmark, and of a name."""
 
 
 def extrapolate_masked(figures: Figures, measured: int, sites: int) -> tuple[int, int]:
     """Return the bytes up and down of a masked round: each site adds shares and reveals for every other one."""
     more = sites - measured
-    up = figures.up / measured + more * (SHARE_BYTES + REVEAL_BYTES)
-    down = figures.down / measured + more * (SHARE_BYTES + KEYS_BYTES + 2 * NAME_BYTES)
+    up = figures.up / measured + more * (BOX_BYTES + SHARE_BYTES)
+    down = figures.down / measured + more * (BOX_BYTES + KEYS_BYTES + 3 * NAME_BYTES)
     return round(up * sites), round(down * sites)
 
 

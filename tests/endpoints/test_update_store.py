@@ -150,9 +150,16 @@ def test_selection_of_an_update_is_the_same_in_a_file() -> None:
     assert stored.to_vector().tolist() == [1.5, 0, 0, -2, 0]
 
 
-def test_ciphertexts_stay_as_they_are() -> None:
-    patch = Patch.from_encrypted(EncryptedValues(torch.zeros(3, dtype=torch.uint8)), Mask.full(3))
-    assert UpdateStore(0).keep(patch, patch.mask) is patch
+def test_ciphertext_of_an_update_is_the_same_in_a_file() -> None:
+    data, mask = torch.arange(200, dtype=torch.uint8), Mask.full(3)
+    stored = UpdateStore(199).keep(Patch.from_encrypted(EncryptedValues(data), mask), mask)
+    assert stored.encrypted is not None
+    assert torch.equal(stored.encrypted.data, data)
+    assert is_in_file(stored.encrypted.data)
+    assert stored.values.isnan().tolist() == [True] * 3
+    kept = UpdateStore(200).keep(Patch.from_encrypted(EncryptedValues(data), mask), mask)
+    assert kept.encrypted is not None
+    assert kept.encrypted.data is data
 
 
 def test_update_stays_in_memory_if_it_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

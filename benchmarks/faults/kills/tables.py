@@ -48,6 +48,10 @@ def format_kills(
             seconds = [
                 cell["seconds"]["to recover"] + cell["seconds"]["second job"] for cell in cells if "checks" in cell
             ]
+            # A table of some cells must not count the others as failed.
+            if all(format_verdict(cell) == "not run" for cell in cells):
+                row.append("not run")
+                continue
             row.append(f"{count_holding(cells)}" + (f", {max(seconds):.0f} s" if seconds else ""))
         lines.append(f"| {target} | " + " | ".join(row) + " |")
     by_method = ", ".join(f"{m} {count_holding(o for o in outcomes if o['method'] == m)}" for m in methods)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..exchange import Patch
+from ..exchange import EncryptedValues, Patch
 from ..mask import Mask
 
 _LOG = logging.getLogger(__name__)
@@ -52,18 +53,21 @@ class UpdateStore:
             patch: decoded and validated update.
             mask: mask that the update had to have, which all of them then share; None: each update has its own.
         """
-        if patch.encrypted is not None:
-            return patch
         if not patch.mask.count:
             # An update of metrics alone would hold a byte per entry of the model to say that it selects none.
             self._empty = self._empty if self._empty and self._empty.mask.size == patch.mask.size else patch
             return self._empty
         # A selection of its own has a byte per entry of the model, and its indices have eight per selected one.
         own_bytes = patch.mask.size + 8 * patch.mask.count if mask is None else 0
+        value_bytes = 4 * patch.mask.count if patch.encrypted is None else patch.encrypted.data.numel()
+        if own_bytes + value_bytes <= self.window_bytes // self._sites:
+            return replace(patch, mask=mask or patch.mask)
         try:
-            if own_bytes + 4 * patch.mask.count <= self.window_bytes // self._sites:
-                return Patch(patch.values, mask or patch.mask, patch.base)
             own = Mask.from_indices(self._map(patch.mask.bits), self._map(patch.mask.indices)) if mask is None else mask
+            if patch.encrypted is not None:
+                # In place of the values that the server cannot read, one NaN stands for all of them.
+                hidden = torch.full((1,), torch.nan).expand(own.count)
+                return Patch(hidden, own, patch.base, EncryptedValues(self._map(patch.encrypted.data)))
             return Patch(self._map(patch.values), own, patch.base)
         except (OSError, RuntimeError) as error:
             # A full disk must not cost a site its update while there is memory.
