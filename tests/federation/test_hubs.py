@@ -11,6 +11,7 @@ import torch
 from local_federation import RUN, LocalFederation
 
 from flare_sparse.checkpoint.store import Store
+from flare_sparse.endpoints.server import Attempt
 from flare_sparse.endpoints.sums import build_ring, compute_shares
 from flare_sparse.errors import ConfigError, MissingBase, RejectedMessage, RoundFailed
 from flare_sparse.exchange import Patch
@@ -243,6 +244,32 @@ def build_reply(section: np.ndarray, **changes: Any) -> np.ndarray:
     return pack_message(changes.get("step", Step.TERMS), changes.get("sum_id", SUM_ID), content)
 
 
+def test_site_that_missed_a_round_needs_no_copy_of_the_request() -> None:
+    received: list[Attempt] = []
+
+    def record(attempt: Attempt) -> dict[str, Any]:
+        received.append(attempt)
+        return {}
+
+    tree = build(CLEAR, build_hubs(1, 3), sites=3).build_tree()
+    hub = Hub(HubRules(("site-1", "site-2", "site-3")), SiteLinks(record, lambda questions: {}, lambda names: {}))
+    bundles: list[Any] = []
+
+    def carry(bundle: Any, seconds: float | None) -> Any:
+        bundles.append(bundle)
+        return hub.answer(bundle)
+
+    tree.links = {"hub-1": carry}
+    message, acknowledged = np.arange(200, dtype=np.uint8), {"site-1": 4, "site-2": 2, "site-3": 4}
+    tree._record_sent = lambda *arguments: None  # type: ignore[assignment, method-assign, return-value]
+    tree._record_received = lambda *arguments: None  # type: ignore[method-assign]
+    tree.exchange(Attempt(5, "train", 3, dict.fromkeys(acknowledged, message), acknowledged, 2.0))
+    assert bundles[0].tobytes().count(message.tobytes()) == 1
+    assert (received[0].sequence, received[0].kind, received[0].round, received[0].seconds) == (5, "train", 3, 2.0)
+    assert received[0].acknowledged == acknowledged
+    assert all(part.tobytes() == message.tobytes() for part in received[0].messages.values())
+
+
 def test_hub_adds_wide_and_narrow_integers_modulo_their_size() -> None:
     first = np.concatenate(
         [np.array([2**63 + 5], "<u8").view(np.uint8), np.array([2**32 - 1, 7], "<u4").view(np.uint8)]
@@ -283,6 +310,8 @@ def test_hub_refuses_a_bundle_for_sites_of_others_and_malformed_subjects() -> No
         ({**exchange, "round": -1}, [Parcel(("site-1",), {"acknowledged": 0}, message)]),
         ({**exchange, "seconds": "1"}, [Parcel(("site-1",), {"acknowledged": 0}, message)]),
         (exchange, [Parcel(("site-1",), {"acknowledged": True}, message)]),
+        (exchange, [Parcel(("site-1",), {"acknowledged": 3, "late": 2}, message)]),
+        (exchange, [Parcel(("site-1",), {"acknowledged": 3, "late": {"site-1": -2}}, message)]),
         (exchange, [Parcel(("site-1",), {"acknowledged": 0})]),
         ({"topic": "sum", "seconds": None, "section": [8, 12], "selection": "xy"}, [Parcel(("site-1",), {}, message)]),
         (

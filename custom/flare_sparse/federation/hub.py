@@ -184,7 +184,12 @@ def _read_attempt(subject: Mapping[str, Any], parcels: Sequence[Parcel]) -> Atte
     Raises:
         RejectedMessage: the subject is malformed.
     """
-    acknowledged = {site: _read_count(parcel.note, "acknowledged") for parcel in parcels for site in parcel.sites}
+    acknowledged: dict[str, int] = {}
+    for parcel in parcels:
+        newest, late = _read_count(parcel.note, "acknowledged"), parcel.note.get("late", {})
+        if not isinstance(late, dict):
+            raise RejectedMessage("E_CANON", "late", "numbers by site", abbreviate(late), "server")
+        acknowledged.update((site, _read_count(late, site) if site in late else newest) for site in parcel.sites)
     kind = subject.get("kind")
     if not isinstance(kind, str) or not is_kind(kind):
         raise RejectedMessage("E_KIND", "kind", "1 to 16 printable characters", "something else", "server")

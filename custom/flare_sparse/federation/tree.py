@@ -69,8 +69,7 @@ class Tree:
         if direct:
             replies.update(self.direct(replace(attempt, messages=direct)))
         for hub, messages in by_hub.items():
-            notes = {site: {"acknowledged": attempt.acknowledged.get(site, 0)} for site in messages}
-            bundle = pack_bundle(subject, _group(messages, notes))
+            bundle = pack_bundle(subject, [_acknowledge(parcel, attempt) for parcel in group_messages(messages)])
             self._requests[hub] = self._record_sent(hub, bundle, messages)
             for parcel in self._send(hub, bundle, attempt.seconds, messages):
                 replies[parcel.sites[0]] = self._decode(parcel)
@@ -90,7 +89,7 @@ class Tree:
         if direct:
             yield from self.direct_sum(replace(questions, messages=direct))
         for hub, messages in by_hub.items():
-            bundle = pack_bundle(subject, _group(messages, {}))
+            bundle = pack_bundle(subject, group_messages(messages))
             self._record_sent(hub, bundle, messages)
             for parcel in self._send(hub, bundle, questions.seconds, messages, section):
                 answer = _unpack_answer(parcel, has_values=section is not None)
@@ -213,15 +212,22 @@ class Tree:
         )
 
 
-def _group(messages: Mapping[str, np.ndarray], notes: Mapping[str, dict[str, Any]]) -> list[Parcel]:
-    """Return one parcel for each distinct message and note."""
-    groups: dict[tuple[int, str], Parcel] = {}
+def group_messages(messages: Mapping[str, np.ndarray]) -> list[Parcel]:
+    """Return one parcel for each distinct message, with all sites that it is for."""
+    groups: dict[int, Parcel] = {}
     for site, message in messages.items():
-        note = notes.get(site, {})
-        key = (id(message), repr(note))
-        sites = (*groups[key].sites, site) if key in groups else (site,)
-        groups[key] = Parcel(sites, note, message)
+        sites = (*groups[id(message)].sites, site) if id(message) in groups else (site,)
+        groups[id(message)] = Parcel(sites, {}, message)
     return list(groups.values())
+
+
+def _acknowledge(parcel: Parcel, attempt: Attempt) -> Parcel:
+    """Return a parcel with the number of the last known update of its sites."""
+    # One number for most sites, so that one that missed a round does not get a copy of the request of its own.
+    numbers = {site: attempt.acknowledged.get(site, 0) for site in parcel.sites}
+    newest = max(numbers.values())
+    late = {site: number for site, number in numbers.items() if number != newest}
+    return replace(parcel, note={"acknowledged": newest, **({"late": late} if late else {})})
 
 
 def _unpack_answer(parcel: Parcel, *, has_values: bool) -> SumReply:
