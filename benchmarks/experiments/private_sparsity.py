@@ -3,7 +3,7 @@ r"""Error of private training by epsilon and sparsity: does training fewer entri
     python benchmarks/experiments/private_sparsity.py ../shared/data [--cohorts table] [--seeds 1 2 3] \
         [--out runs/private_sparsity]
 
-``table``: age from the FreeSurfer tables of three cohorts (2,631 subjects), at four sites of equal size. ``volume``: age
+``table``: age from FreeSurfer tables of three cohorts (2,631 subjects), at four sites of equal size. ``volume``: age
 from brains at 12 mm (252 subjects), at two sites. Dense training, a random mask with ERK layers, and FedSparsify, each
 at epsilon 1, 3 and 8 and without privacy. Each run is one process without FLARE and uses the real wire. Finished runs
 are not repeated; ``--report`` prints the tables of what is there.

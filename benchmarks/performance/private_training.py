@@ -131,8 +131,9 @@ def measure(name: str, repeats: int, steps: int) -> list[str]:
         plain, private = (seconds[f"{kind} {sparsity:.0%}"] for kind in ("plain", "private"))
         by_dense = median(a / b for a, b in zip(private, seconds["private 0%"], strict=True))
         ratio = median(a / b for a, b in zip(private, plain, strict=True))
+        milliseconds = f"{1000 * median(plain):.1f} ms | {1000 * median(private):.1f} ms"
         lines.append(
-            f"| {name} | {sparsity:.0%} | {1000 * median(plain):.1f} ms | {1000 * median(private):.1f} ms | {ratio:.1f} | "
+            f"| {name} | {sparsity:.0%} | {milliseconds} | {ratio:.1f} | "
             f"{by_dense:.2f} | {peaks[f'plain {sparsity:.0%}']:.0f} MB | {peaks[f'private {sparsity:.0%}']:.0f} MB |"
         )
     return lines
@@ -145,9 +146,7 @@ def main() -> int:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        "| network | off | plain step | private step | private / plain | private / private dense | peak, plain | peak, private |"
-    )
+    print("| network | off | plain step | private step | ratio | to private dense | peak, plain | peak, private |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name in arguments.networks:
         for line in measure(name, arguments.repeats, arguments.steps):
