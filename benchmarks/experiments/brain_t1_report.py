@@ -1,0 +1,211 @@
+"""Update docs/results/brain_t1.md from the files of ``brain_t1.py``, which calls this with ``--docs``.
+
+The text above the tables is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+
+from flare_sparse.runs.bootstrap import Difference, compare_scores, compute_r2_within_sites
+from flare_sparse.runs.progress import format_bytes
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "results" / "brain_t1.md"
+PLOT = ROOT / "docs" / "images" / "result.png"
+MARK = "<!-- tables -->"
+SITES = ("IXI-HH-1", "IXI-HH-2", "IXI-HH-3", "IXI-HH-4", "NSK")
+LINEAR = {"site_mean": "site mean", "ridge_local": "ridge, each site", "ridge_pooled": "ridge, pooled"}
+LEVELS = (90, 95, 98, 99)
+PAIRS = (
+    ("FedAvg", "local only"),
+    ("FedAvg", "ridge, each site"),
+    ("FedAvg", "ridge, pooled"),
+    ("FedAvg", "pooled"),
+    *((f"{method} {level} %", other) for method in ("NeuroSFL", "FedSparsify") for level in (90, 95)
+      for other in ("FedAvg", "local only", "ridge, each site")),
+)  # fmt: skip
+MASKS = tuple(
+    (f"{first} {level} %", f"{second} {level} %")
+    for level in LEVELS
+    for first, second in (("NeuroSFL", "shuffled SNIP"), ("shuffled SNIP", "random mask"))
+)
+Key = tuple[str, int, int]
+"""Site, subject and seed."""
+
+
+@dataclass
+class Arm:
+    """The finished runs of one arm.
+
+    Attributes:
+        tests: age and prediction of each test of a subject.
+        runs: contents of the files.
+    """
+
+    tests: dict[Key, tuple[float, float]] = field(default_factory=dict)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def compute_errors(self, keys: Collection[Key]) -> tuple[np.ndarray, np.ndarray]:
+        """Return each subject's mean absolute error over some tests, and its site, both ``(n,)``."""
+        errors: dict[tuple[str, int], list[float]] = {}
+        for site, subject, seed in sorted(keys):
+            age, prediction = self.tests[site, subject, seed]
+            errors.setdefault((site, subject), []).append(abs(prediction - age))
+        return np.array([np.mean(values) for values in errors.values()]), np.array([site for site, _ in errors])
+
+
+def read_arms(folder: Path) -> dict[str, Arm]:
+    """Return the arms by label, those of the linear models among them."""
+    arms: dict[str, Arm] = {}
+    for file in sorted(folder.glob("*.json")):
+        run = json.loads(file.read_text())
+        names = {"run": run["label"]} if "run" in run["subjects"][0] else LINEAR
+        for key, label in names.items():
+            arm = arms.setdefault(label, Arm())
+            arm.runs.append(run)
+            arm.tests |= {(s["site"], s["subject"], run["seed"]): (s["age"], s[key]) for s in run["subjects"]}
+    return arms
+
+
+def compare(arms: Mapping[str, Arm], first: str, second: str) -> tuple[Difference, int] | None:
+    """Return the paired difference of two arms over the tests that both have, and the subjects; None without any."""
+    keys = arms[first].tests.keys() & arms[second].tests.keys() if {first, second} <= arms.keys() else set()
+    if not keys:
+        return None
+    (own, sites), (other, _) = (arms[label].compute_errors(keys) for label in (first, second))
+    return compare_scores(own, other, sites, is_lower_better=True), len(sites)
+
+
+def format_arm(label: str, arm: Arm) -> str:
+    """Return a row: tests, error with its interval, by seed and by site, R2 within sites, bytes."""
+    errors, sites = arm.compute_errors(arm.tests)
+    interval = compare_scores(errors, np.zeros_like(errors), sites, is_lower_better=True)
+    by_seed, r2 = [], []
+    for seed in sorted({seed for _, _, seed in arm.tests}):
+        keys = sorted(key for key in arm.tests if key[2] == seed)
+        values = np.array([arm.tests[key] for key in keys])
+        by_seed.append(f"{arm.compute_errors(keys)[0].mean():.2f}")
+        r2.append(compute_r2_within_sites(values[:, 1:], values[:, :1], np.array([site for site, _, _ in keys])) or 0.0)
+    sent = [run["bytes"] for run in arm.runs if "bytes" in run]
+    less = [run["dense_bytes"] / run["bytes"] for run in arm.runs if "bytes" in run]
+    cells = [
+        f"{len(errors)}, {len(arm.tests)}",
+        f"**{errors.mean():.2f}** [{interval.low:.2f}, {interval.high:.2f}]",
+        " ".join(by_seed),
+        *(f"{errors[sites == site].mean():.1f}" for site in SITES),
+        f"{np.mean(r2):.2f}",
+        format_bytes(float(np.mean(sent))) if sent else "-",
+        f"{np.mean(less):.1f}x" if sent else "-",
+    ]
+    return f"| {label} | " + " | ".join(cells) + " |"
+
+
+def format_difference(arms: Mapping[str, Arm], first: str, second: str) -> str | None:
+    """Return a row: the difference in years and percent, its interval and verdict."""
+    compared = compare(arms, first, second)
+    if compared is None:
+        return None
+    difference, subjects = compared
+    cells = [
+        f"{first} minus {second}",
+        str(subjects),
+        f"{difference.value:+.2f} [{difference.low:+.2f}, {difference.high:+.2f}]",
+        f"{difference.value / difference.second:+.1%}",
+        difference.verdict,
+        f"{difference.sites_that_gain:.0%}" if difference.sites_that_gain is not None else "-",
+        f"{difference.worst_site.removeprefix('IXI-')} ({difference.by_site[difference.worst_site]:+.2f})",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def format_live(arms: Mapping[str, Arm], label: str) -> str | None:
+    """Return a row: live weights of each layer on average, and the share of the first one's on voxels that vary."""
+    if label not in arms:
+        return None
+    counts: dict[str, list[list[int]]] = {}
+    for run in arms[label].runs:
+        for name, numbers in run["live"].items():
+            counts.setdefault(name, []).append(numbers)
+    means = {name: np.mean(numbers, axis=0) for name, numbers in counts.items()}
+    inside, _ = means.pop("inside the brain")
+    (first, first_size), (last, last_size) = means.values()
+    errors = arms[label].compute_errors(arms[label].tests)[0]
+    return (
+        f"| {label} | {len(arms[label].runs)} | {errors.mean():.2f} | {first:.0f} of {first_size:.0f} | "
+        f"{inside / first:.0%} | {last:.0f} of {last_size:.0f} |"
+    )
+
+
+def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str]) -> None:
+    """Write the tables of the page from the finished runs in ``folder``."""
+    arms = read_arms(folder)
+    order = [label for label in (*LINEAR.values(), *main, *ladder) if label in arms]
+    head = [
+        "",
+        "subjects, tests",
+        "error, years [95 %]",
+        "by seed",
+        *(site.removeprefix("IXI-") for site in SITES),
+        "R2",
+        "sent",
+        "less",
+    ]
+    pair_head = ["", "subjects", "years [95 %]", "share", "verdict", "sites that gain", "worst site"]
+    live_head = ["", "runs", "error, years", "first layer", "of these in the brain", "last layer"]
+    masks = [f"{name} {level} %" for level in LEVELS for name in ("NeuroSFL", "shuffled SNIP", "random mask")]
+    lines = [
+        PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK,
+        "",
+        "## Error and bytes",
+        "",
+        *build_table(head, [format_arm(label, arms[label]) for label in order]),
+        "",
+        "## Paired differences",
+        "",
+        *build_table(pair_head, [format_difference(arms, *pair) for pair in PAIRS]),
+        "",
+        "## Densities or choices",
+        "",
+        *build_table(pair_head, [format_difference(arms, *pair) for pair in MASKS]),
+        "",
+        *build_table(live_head, [format_live(arms, label) for label in masks]),
+    ]
+    plot_errors(arms, [label for label in main if label in arms], PLOT)
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def plot_errors(arms: Mapping[str, Arm], labels: Sequence[str], path: Path) -> None:
+    """Draw the error by round and by bytes sent, mean over the runs of an arm."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
+    for label in labels:
+        curves = [run["curve"] for run in arms[label].runs if "curve" in run]
+        if not curves:
+            continue
+        sent, errors = np.mean(np.array(curves), axis=0).T
+        left.plot(range(1, len(errors) + 1), errors, label=label)
+        right.plot(sent / 1e6, errors, label=label)
+    left.set(xlabel="rounds", ylabel="test error: MAE, years", ylim=(5, 15))
+    right.set(xlabel="MB sent so far, all sites, both ways", xscale="log")
+    left.legend(frameon=False)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("Brain age from T1w MRI, five sites, real data: error and bytes")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def build_table(head: Sequence[str], rows: Sequence[str | None]) -> list[str]:
+    """Return the lines of a Markdown table; rows without runs are left out."""
+    return ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *(row for row in rows if row)]
