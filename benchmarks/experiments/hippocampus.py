@@ -89,7 +89,7 @@ class Setting:
             method["sparsity"] = self.sparsity
         elif self.row == "topk_ef":
             method["fraction"] = round(1 - self.sparsity, 6)
-        overrides = [*self.overrides, f"method={json.dumps(method)}", f"seed={self.seed}"]
+        overrides = [*self.overrides, f"method={json.dumps(method)}", f"seed={self.seed}", "task.hd95=true"]
         overrides += [f"simulator.data.path={data.resolve()}", f"task.split.validation={self.validation}"]
         if self.folds > 1:
             overrides += [f"task.split.folds={self.folds}", f"task.split.fold={self.fold}"]
