@@ -102,7 +102,8 @@ def main() -> int:
                         row = {"arm": arm, "epsilon": epsilon, "seed": seed, **run(config)}
                         file.write_text(json.dumps(row, indent=1) + "\n")
                         print(f"{file.stem}: {row['mae']:.3f} years, {row['seconds']:.0f} s", flush=True)
-        print(format_table([json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]))
+        rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+        print(format_table([row for row in rows if row["seed"] in arguments.seeds]))
     return 0
 
 
