@@ -2,11 +2,11 @@
 
     python benchmarks/experiments/cohorts.py ../shared/data [--only fcon1000] [--seeds 1 2 3] [--out runs/cohorts]
 
-Three cohorts: 1000 Functional Connectomes (23 sites), OpenNeuro (6) and ABIDE I (20). Five folds test every subject of
-every site once per seed; validation subjects, a tenth of each site, choose penalties, pulls and settings. ``--left-out``
-trains without one site, which then adapts the model with its first 20 subjects. Each run is one process without FLARE,
-uses the real wire and ends with the same bits as a FLARE job. Each run writes one JSON file: finished runs are not
-repeated and several processes may share the work. ``--docs`` writes docs/results/cohorts.md.
+Three cohorts: 1000 Functional Connectomes (23 sites), OpenNeuro (6) and ABIDE I (20). Five folds test every subject
+of every site once per seed; validation subjects, a tenth of each site, choose penalties, pulls and settings.
+``--left-out`` trains without one site, which then adapts the model with its first 20 subjects. Each run is one
+process without FLARE, uses the real wire and ends with the same bits as a FLARE job. Each run writes one JSON file:
+finished runs are not repeated and several processes may share the work. ``--docs`` writes docs/results/cohorts.md.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ ARMS = {
     "pooled network": Arm("fedavg_scanner_age", (*PLAIN, SHARED), is_pooled=True),
     "FedAvg": Arm("fedavg_scanner_age", (*PLAIN, SHARED)),
     "FedAvg, personalised": Arm("fedavg_scanner_age"),
+    "FedAvg, personalised, ComBat": Arm("fedavg_scanner_age", ("task.scaling=combat", "task.covariates=[sex]")),
     "NeuroSFL 90 %, personalised": Arm("neurosfl_scanner_age"),
     "FedSparsify 90 %, personalised": Arm("fedsparsify_scanner_age"),
 }
@@ -121,7 +122,8 @@ def run_rounds(config: RunConfig, assembly: Assembly, sites: dict[str, Site]) ->
 def train_on_pooled(assembly: Assembly, sites: dict[str, Site]) -> torch.Tensor:
     """Return the weights trained on the training examples of all sites together."""
     first = next(iter(sites.values()))
-    examples = Examples(ConcatDataset([site.examples.train for site in sites.values()]), first.examples.test)
+    train: ConcatDataset[Any] = ConcatDataset([site.examples.train for site in sites.values()])
+    examples = Examples(train, first.examples.test)
     pooled = Site("pooled", assembly.task, examples, assembly.layout, assembly.method.seed)
     statistics = build_statistics_mask(assembly.layout)
     weights = statistics.put(statistics.take(pooled.compute_statistics()), assembly.weights.clone())

@@ -1,36 +1,44 @@
 """AUC and bytes of SCBF, SCBFwP and their baselines on death in hospital, predicted from medications.
 
-    python benchmarks/experiments/scbf_mortality.py ../shared/data [--seeds 3] [--only eicu]
+    python benchmarks/experiments/scbf_mortality.py ../shared/data [--seeds 3] [--only eicu] [--out runs/scbf]
 
 Cohorts: ``eicu`` (eICU demo, first-day medications, five regions), ``diabetes-iid`` (Diabetes 130-US, five equal sites)
-and ``diabetes-age`` (the same by age band). The global model is evaluated on the test stays of all sites together after
-every round. All sites run in one process and use the real wire. Writes the tables of ``docs/results/scbf.md`` and
-``docs/images/scbf_convergence.png``.
+and ``diabetes-age`` (the same by age band). Every method trains with each optimiser until its AUC on validation stays
+has not risen for 20 rounds; validation stays choose the optimiser and the round, test stays nothing. Logistic
+regressions of each site and of all sites stand beside. The global model is evaluated on the test stays of all sites
+together after every round. All sites run in one process and use the real wire. Each run writes one JSON file: finished
+runs are not repeated and several processes may share the work. ``--docs`` writes the tables of ``docs/results/scbf.md``
+and ``docs/images/scbf_convergence.png`` from these files.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import matplotlib as mpl
 import torch
+from results import claim
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from flare_sparse.assemble import Assembly, assemble, open_site
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import load_config
-from flare_sparse.exchange import Update
-from flare_sparse.federation import RoundRecord
+from flare_sparse.exchange import Contribution
+from flare_sparse.federation import RoundRecord, RoundRules
 from flare_sparse.local.run import run_locally
-from flare_sparse.task import Examples
+from flare_sparse.runs.baselines import BaselineData, SiteRows, fit_baselines
+from flare_sparse.task import VALIDATION, Examples
+from flare_sparse.tasks.mortality import compute_risk_metrics
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 
@@ -51,6 +59,14 @@ METHODS = {
     "FAwP, 47 % pruned": "name: fawp, prunings: 6",
     "DSSGD 30 %": "name: dssgd, rate: 0.3",
 }
+OPTIMIZERS = {
+    "SGD 0.01": "optimizer: sgd, lr: 0.01",
+    "SGD 0.1": "optimizer: sgd, lr: 0.1",
+    "Adam 0.001": "optimizer: adam, lr: 1e-3",
+}
+LOGISTIC = {"logistic_local": "logistic regression, each site alone", "logistic_pooled": "logistic regression, pooled"}
+PATIENCE = 20
+"""Rounds without a better AUC on validation stays after which a run ends."""
 DIABETES = (
     "{name: mortality, medications: 23, levels: 3, codes: meds, outcome: expired, stay: null, only: first_encounter}"
 )
@@ -58,7 +74,7 @@ DIABETES = (
 
 @dataclass(frozen=True)
 class Cohort:
-    """A data set, its partition into sites, and the length of training."""
+    """A data set, its partition into sites, and the longest training."""
 
     title: str
     file: str
@@ -73,14 +89,14 @@ COHORTS = {
         "eICU demo: 1,834 stays with medications, 420 codes, five regions",
         "eicu_demo/mortality.npz",
         "kind: natural, column: region",
-        60,
+        150,
         5,
     ),
     "diabetes-iid": Cohort(
         "Diabetes 130-US: 71,518 first stays, 23 medicines at three doses, five equal sites",
         "diabetes130/mortality.npz",
         "kind: iid",
-        40,
+        100,
         1,
         (f"task={DIABETES}", "simulator.sites=5"),
     ),
@@ -88,7 +104,7 @@ COHORTS = {
         "Diabetes 130-US by age band: ten sites, 154 to 18,210 stays",
         "diabetes130/mortality.npz",
         "kind: natural, column: age_band",
-        40,
+        100,
         1,
         (f"task={DIABETES}",),
     ),
@@ -97,119 +113,214 @@ COHORTS = {
 
 @dataclass
 class Run:
-    """Figures of one method on one cohort with one seed."""
+    """Figures of one method with one optimiser on one cohort with one seed.
+
+    Attributes:
+        curve: metrics of the global model after each round.
+        up, down: bytes sent until the end of each round, in both directions.
+        uploaded: mean share of the parameters in an upload.
+        seconds: time of all rounds.
+    """
 
     curve: list[dict[str, float]] = field(default_factory=list)
-    seconds: float = 0.0
+    up: list[int] = field(default_factory=list)
+    down: list[int] = field(default_factory=list)
     uploaded: float = 0.0
-    megabytes_up: float = 0.0
-    megabytes_down: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> int:
+        """Index of the round with the highest AUC on validation stays."""
+        return max(range(len(self.curve)), key=lambda t: self.curve[t].get(f"{VALIDATION}auc_roc", 0.0))
+
+    @property
+    def validation(self) -> float:
+        """Highest AUC on validation stays."""
+        return self.curve[self.best].get(f"{VALIDATION}auc_roc", 0.0)
 
 
 class EvaluatedMethod:
     """A method whose global model is evaluated on all test stays together after every round of training."""
 
-    def __init__(self, assembly: Assembly, pooled: Site, curve: list[dict[str, float]]):
-        self._method, self._pooled, self._curve = assembly.method, pooled, curve
+    def __init__(self, assembly: Assembly, pooled: Site, result: Run, ledger: Ledger):
+        self._method, self._pooled, self._result, self._ledger = assembly.method, pooled, result, ledger
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._method, name)
 
-    def learn(self, state: Any, updates: Sequence[Update]) -> Any:
+    def configure_for(self, capabilities: Any) -> EvaluatedMethod:
+        self._method = self._method.configure_for(capabilities)
+        return self
+
+    def learn(self, state: Any, updates: Sequence[Contribution]) -> Any:
         new_state = self._method.learn(state, updates)
         if new_state.round > state.round:
             weights: Tensor = self._method.model(new_state).to_vector()
-            self._curve.append(self._pooled.evaluate(weights))
+            self._result.curve.append(self._pooled.evaluate(weights))
+            for sent, direction in ((self._result.up, "up"), (self._result.down, "down")):
+                sent.append(sum(line.payload_bytes for line in self._ledger.lines if line.direction == direction))
         return new_state
 
 
-def run(cohort: Cohort, data: Path, method: str, seed: int) -> Run:
-    """Run one method in this process and return its figures."""
-    training = f"training: {{epochs: {cohort.epochs}, batch_size: 32, optimizer: sgd, lr: 0.01}}"
+def open_cohort(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> tuple[Assembly, dict[str, Site]]:
+    """Return the parts of a job and the sites with their examples."""
+    settings = f"training: {{epochs: {cohort.epochs}, batch_size: 32, {training}}}"
     config = load_config(
         CONFIG,
         [
             f"simulator.data={{path: {data / cohort.file}, partition: {{{cohort.partition}}}}}",
-            f"method={{{method}, rounds: {cohort.rounds}, {training}}}",
+            f"method={{{method}, rounds: {cohort.rounds}, {settings}}}",
             f"seed={seed}",
             *cohort.overrides,
+            "task.split.validation=0.1",
         ],
     )
     assembly = assemble(config)
     with tempfile.TemporaryDirectory() as folder:
         site_data = prepare_site_data(config, assembly.task, Path(folder))
-    examples = {name: assembly.task.load(own, seed) for name, own in site_data.items()}
-    sites = {name: open_site(assembly, own) for name, own in site_data.items()}
-    pooled_tests = ConcatDataset([own.test for own in examples.values()])
-    pooled_examples = Examples(next(iter(examples.values())).train, pooled_tests)
-    pooled = Site("pooled", assembly.task, pooled_examples, assembly.layout, seed)
+    return assembly, {name: open_site(assembly, own) for name, own in site_data.items()}
+
+
+def run(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> Run:
+    """Run one method in this process until its validation AUC stays, and return its figures."""
+    assembly, sites = open_cohort(cohort, data, method, training, seed)
+    parts = [site.examples for site in sites.values()]
+    validation: ConcatDataset[Any] = ConcatDataset([part.validation for part in parts if part.validation is not None])
+    examples = Examples(parts[0].train, ConcatDataset([part.test for part in parts]), validation=validation)
+    pooled = Site("pooled", assembly.task, examples, assembly.layout, seed)
     result, ledger = Run(), Ledger()
 
     def add_seconds(record: RoundRecord) -> None:
         result.seconds += record.seconds
 
-    method_with_curve: Any = EvaluatedMethod(assembly, pooled, result.curve)
-    run_locally(method_with_curve, assembly.weights, sites, assembly.task.metric, on_round=add_seconds, ledger=ledger)
+    method_with_curve: Any = EvaluatedMethod(assembly, pooled, result, ledger)
+    run_locally(
+        method_with_curve,
+        assembly.weights,
+        sites,
+        assembly.task.metric,
+        rules=RoundRules(patience=PATIENCE),
+        on_round=add_seconds,
+        ledger=ledger,
+    )
     up = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
     result.uploaded = sum(line.scalars_sent for line in up) / (len(up) * assembly.layout.size)
-    result.megabytes_up = sum(line.payload_bytes for line in ledger.lines if line.direction == "up") / 1e6
-    result.megabytes_down = sum(line.payload_bytes for line in ledger.lines if line.direction == "down") / 1e6
     return result
+
+
+def run_logistic(cohort: Cohort, data: Path, seed: int) -> dict[str, dict[str, float]]:
+    """Return the metrics of logistic regressions on the test stays of all sites together."""
+    assembly, sites = open_cohort(cohort, data, METHODS["FedAvg"], OPTIMIZERS["SGD 0.01"], seed)
+    rows = {}
+    for name, site in sites.items():
+        own = site.examples
+        tables = (assembly.task.tabulate_all(part) for part in (own.train, own.validation, own.test))
+        rows[name] = SiteRows(*(BaselineData(x.double().numpy(), y.double().numpy()) for x, y in tables))
+    fitted = fit_baselines("binary", rows)
+    died = torch.cat([torch.from_numpy(own.test.y[:, 0]) for own in rows.values() if len(own.test.y)])
+    return {name: compute_risk_metrics(torch.from_numpy(fitted[name][:, 0]), died) for name in LOGISTIC}
+
+
+def list_jobs(cohorts: Sequence[str], seeds: int) -> Iterator[tuple[str, str, str, int]]:
+    """Yield cohort, method, optimiser and seed of each run; an empty optimiser stands for the logistic regressions."""
+    for seed, name in product(range(1, seeds + 1), cohorts):
+        yield name, "logistic", "", seed
+        for method, optimizer in product(METHODS, OPTIMIZERS):
+            yield name, method, optimizer, seed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder with eicu_demo and diabetes130")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", choices=COHORTS, help="one cohort, printed and not written")
+    parser.add_argument("--only", choices=COHORTS, nargs="+", default=list(COHORTS))
+    parser.add_argument("--out", type=Path, default=Path("runs/scbf"))
+    parser.add_argument("--docs", action="store_true", help="update docs/results/scbf.md and its plot from --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, dict[str, list[Run]]] = {}
-    for name in [arguments.only] if arguments.only else COHORTS:
-        results[name] = {label: [] for label in METHODS}
-        for seed in range(1, arguments.seeds + 1):
-            for label, method in METHODS.items():
-                result = run(COHORTS[name], arguments.data.resolve(), method, seed)
-                results[name][label].append(result)
-                print(f"{name}, seed {seed}, {label}: {result.curve[-1].get('auc_roc', float('nan')):.3f}", flush=True)
-    text = "\n".join(format_table(COHORTS[name], runs) for name, runs in results.items())
-    print(text)
-    if not arguments.only:
-        page = ROOT / "docs" / "results" / "scbf.md"
-        # The findings above the tables are written by hand.
-        findings = page.read_text().partition("\n## ")[0]
-        page.write_text(f"{findings}\n{text}")
-        plot_auc(results, ROOT / "docs" / "images" / "scbf_convergence.png")
+    for name, method, optimizer, seed in list_jobs(arguments.only, arguments.seeds):
+        file = arguments.out / name / f"{method} {optimizer} {seed}.json".replace(" ", "_")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with claim(file) as is_claimed:
+            if not is_claimed:
+                continue
+            cohort, data = COHORTS[name], arguments.data.resolve()
+            figures = (
+                asdict(run(cohort, data, METHODS[method], OPTIMIZERS[optimizer], seed))
+                if optimizer
+                else run_logistic(cohort, data, seed)
+            )
+            part = file.with_suffix(".new")
+            part.write_text(json.dumps(figures) + "\n")
+            part.replace(file)
+            print(f"{name}, seed {seed}, {method} {optimizer}: done", flush=True)
+    if arguments.docs:
+        update_docs(arguments.out)
     return 0
 
 
-def format_table(cohort: Cohort, runs: dict[str, list[Run]]) -> str:
+def update_docs(folder: Path) -> None:
+    """Write the tables and the plot from the files in ``folder``; the findings above the tables are kept."""
+    results = {name: read_runs(folder / name) for name in COHORTS if (folder / name).is_dir()}
+    page = ROOT / "docs" / "results" / "scbf.md"
+    findings = page.read_text(encoding="utf-8").partition("\n## ")[0]
+    tables = [format_table(COHORTS[name], runs, folder / name) for name, runs in results.items()]
+    page.write_text(f"{findings}\n" + "\n".join(tables), encoding="utf-8")
+    plot_auc({name: {label: own[1] for label, own in runs.items()} for name, runs in results.items()},
+             ROOT / "docs" / "images" / "scbf_convergence.png")  # fmt: skip
+
+
+def read_runs(folder: Path) -> dict[str, tuple[str, list[Run]]]:
+    """Return optimiser and runs of each method: the optimiser with the highest mean AUC on validation stays."""
+    chosen = {}
+    for method in METHODS:
+        candidates = []
+        for optimizer in OPTIMIZERS:
+            files = sorted(folder.glob(f"{method} {optimizer} *.json".replace(" ", "_")))
+            runs = [Run(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+            if runs:
+                candidates.append((fmean(one.validation for one in runs), optimizer, runs))
+        if candidates:
+            _, optimizer, runs = max(candidates, key=lambda candidate: candidate[0])
+            chosen[method] = optimizer, runs
+    return chosen
+
+
+def format_table(cohort: Cohort, runs: dict[str, tuple[str, list[Run]]], folder: Path) -> str:
     """Return Markdown: means and standard deviations over the seeds."""
-    middle, seeds = cohort.rounds // 3, len(next(iter(runs.values())))
-    columns = ["", "AUC-ROC", f"after round {middle}", "AUC-PR", "calibration error", "parameters uploaded"]
+    seeds = len(next(iter(runs.values()))[1])
+    columns = ["", "optimiser", "AUC-ROC", "AUC-PR", "calibration error", "rounds", "parameters uploaded"]
     lines = [
         f"## {cohort.title}",
         "",
-        f"{cohort.rounds} rounds of {cohort.epochs} local epochs, SGD 0.01, batches of 32. {seeds} seeds: mean ±",
-        "standard deviation of the final model, on all test stays together.",
+        f"{cohort.epochs} local epochs, batches of 32, at most {cohort.rounds} rounds. Seeds: {seeds}. Mean ± standard",
+        "deviation, on all test stays together, of the round and the optimiser with the highest AUC on validation",
+        "stays; bytes until this round.",
         "",
-        f"| {' | '.join([*columns, 'MB up', 'MB down', 'seconds'])} |",
+        f"| {' | '.join([*columns, 'MB up', 'MB down'])} |",
         "| --- |" + " --- |" * 8,
     ]
-    for label, own in runs.items():
-        last = [one.curve[-1] for one in own]
+    files = sorted(folder.glob("logistic*.json"))
+    for name, label in LOGISTIC.items():
+        figures = [json.loads(file.read_text(encoding="utf-8"))[name] for file in files]
+        if figures:
+            lines.append(f"| {label} |  | " + " | ".join(format_metrics(figures)) + " |  |  |  |  |")
+    for label, (optimizer, own) in runs.items():
         cells = [
-            format_spread([figures["auc_roc"] for figures in last]),
-            format_spread([one.curve[middle - 1]["auc_roc"] for one in own]),
-            format_spread([figures["auc_pr"] for figures in last]),
-            format_spread([figures["calibration_error"] for figures in last]),
+            optimizer,
+            *format_metrics([one.curve[one.best] for one in own]),
+            f"{fmean(one.best + 1 for one in own):.0f}",
             f"{fmean(one.uploaded for one in own):.0%}",
-            f"{fmean(one.megabytes_up for one in own):.1f}",
-            f"{fmean(one.megabytes_down for one in own):.1f}",
-            f"{fmean(one.seconds for one in own):.0f}",
+            f"{fmean(one.up[one.best] for one in own) / 1e6:.1f}",
+            f"{fmean(one.down[one.best] for one in own) / 1e6:.1f}",
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def format_metrics(figures: Sequence[dict[str, float]]) -> list[str]:
+    """Return mean and standard deviation of each metric of the tables."""
+    return [format_spread([one[name] for one in figures]) for name in ("auc_roc", "auc_pr", "calibration_error")]
 
 
 def format_spread(values: Sequence[float]) -> str:
@@ -222,7 +333,9 @@ def plot_auc(results: dict[str, dict[str, list[Run]]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(results), figsize=(4.6 * len(results), 4.2), layout="constrained", squeeze=False)
     for axis, (name, runs) in zip(axes[0], results.items(), strict=True):
         for number, (label, found) in enumerate(runs.items()):
-            curves = torch.tensor([[figures["auc_roc"] for figures in one.curve] for one in found])
+            # Runs end at different rounds: the mean is over those that all of them have.
+            length = min(len(one.curve) for one in found)
+            curves = torch.tensor([[figures["auc_roc"] for figures in one.curve[:length]] for one in found])
             style = "--" if label.startswith("FedAvg") else ":" if label.startswith(("FAwP", "DSSGD")) else "-"
             axis.plot(range(1, curves.shape[1] + 1), curves.mean(0), style, color=f"C{number}", label=label, lw=1.6)
         axis.set(title=name, xlabel="round")

@@ -156,7 +156,7 @@ class Harmonizer(StatisticsLayer):
 
 
 def _shrink(gamma: Tensor, squares: Tensor, count: float) -> tuple[Tensor, Tensor]:
-    """Return the empirical Bayes estimates of a site's shifts and squared scales ``(f,)`` (Johnson et al., section 3.2).
+    """Return the empirical Bayes estimates of a site's shifts and squared scales ``(f,)`` (Johnson et al., 3.2).
 
     Args:
         gamma: ``(f,)`` mean of the standardised values of each feature.

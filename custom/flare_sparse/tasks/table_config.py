@@ -64,8 +64,8 @@ class TableConfig(TaskConfig):
     scaling: Literal["site", "federated", "combat", "none"] | dict[str, tuple[float, Annotated[float, Field(gt=0)]]] = (
         Field(
             "site",
-            description="scaling of numbers: by mean and standard deviation of the site's own training examples (site) or "
-            "of those of all sites (federated), by those of all sites without each site's own shift and scale (combat, with "
+            description="scaling of numbers: by mean and standard deviation of the site's own training rows (site), of "
+            "those of all sites (federated), of those of all sites without shift and scale of each site (combat, with "
             "method.personal: site), none, or by constants, {age: [50, 15]}: center and spread of a column",
         )
     )

@@ -30,7 +30,8 @@ def select_personal(layout: Layout, personal: Personal) -> tuple[str, ...]:
     Args:
         layout: layout of the whole network.
         personal: ``norms``: normalisation layers with their running statistics; ``head``: the last linear or
-            convolution layer; ``site``: what describes the site's own data; otherwise patterns such as ``"3.*"``, none of them for no tensor.
+            convolution layer; ``site``: what describes the site's own data; otherwise patterns such as ``"3.*"``, none
+            of them for no tensor.
 
     Raises:
         ConfigError: a pattern or group matches no tensor, or no parameter is left to exchange.
