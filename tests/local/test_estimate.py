@@ -30,7 +30,7 @@ MINUTES = {"fedsparsify_paper", "neurosfl_alexnet3d", "lora_a2_banking77", "hetl
 EXACT = {
     "bf16_brain_age", "fedavg_brain_age", "fedavg_brain_base", "fedavg_ft_brain_age", "fedavg_hippocampus",
     "fedavg_image_classification", "fedavg_one_step_cifar10", "fedavg_readmission", "fedavg_scanner_age",
-    "ffa_lora_banking77", "flexlora_banking77", "local_only_brain_age", "metagater_mnist",
+    "fedavg_voxels", "ffa_lora_banking77", "flexlora_banking77", "local_only_brain_age", "metagater_mnist",
     "metagater_morphometry_age", "metasnip_cifar10", "per_fedavg_cifar10",
 }  # fmt: skip
 

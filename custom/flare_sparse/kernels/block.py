@@ -258,7 +258,8 @@ def _differentiate_block(
             norm = loops.Norm(ctx.scales[sample], constants[sample], factors[sample])
             loops.differentiate_block(
                 ctx.source[sample], ctx.weights, layer.geometry.grid, layer.window, pooled[sample],
-                ctx.positions[sample], ctx.values[sample], norm, products, output_gradient[sample], layer.live.lead, first, last,
+                ctx.positions[sample], ctx.values[sample], norm, products, output_gradient[sample], layer.live.lead,
+                first, last,
             )  # fmt: skip
 
     run_parts(outputs, 1, differentiate_part)
