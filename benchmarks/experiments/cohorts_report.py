@@ -20,7 +20,8 @@ HEAD = """# Age at real scan sites, personalised
 Age from FreeSurfer tables of real scan sites, 2 cores without a GPU. Every subject of every site is tested once per
 seed. `minus` is the paired difference of absolute errors with the 95 % interval of a bootstrap over subjects within
 their site, bold where it excludes 0; `sites that gain` is the share of the sites with a lower error than their own
-ridge regression, `worst site` the largest error of a site, `R2` that within sites, `MB` what a run sends.
+ridge regression, `own` a personalised model, `worst site` the largest error of a site, `R2` that within sites, `MB` what
+a run sends.
 
 """
 """Text of a new page; that of an existing one is kept."""
@@ -36,10 +37,10 @@ LABELS = {
     "pooled network": "network, pooled",
     "local network": "network, each site alone",
     "FedAvg": "FedAvg",
-    "FedAvg, personalised": "FedAvg, personalised",
-    "FedAvg, personalised, ComBat": "FedAvg, personalised, ComBat",
-    "NeuroSFL 90 %, personalised": "NeuroSFL 90 %, personalised",
-    "FedSparsify 90 %, personalised": "FedSparsify 90 %, personalised",
+    "FedAvg, personalised": "FedAvg, own",
+    "FedAvg, personalised, ComBat": "FedAvg, own, ComBat",
+    "NeuroSFL 90 %, personalised": "NeuroSFL 90 %, own",
+    "FedSparsify 90 %, personalised": "FedSparsify 90 %, own",
 }
 """Arms in the order of the tables, by their names in the files."""
 REFERENCES = ("local network", "ridge_local")
@@ -118,7 +119,7 @@ def format_folds(files: list[Path], name: str) -> str:
     ]
     for label, own in errors.items():
         total = compare(own, dict.fromkeys(own, 0.0))
-        cells = [f"{total.value:.2f} ({total.low:.2f} to {total.high:.2f})"]
+        cells = [f"{total.value:.2f} ({total.low:.2f}-{total.high:.2f})"]
         cells += [format_difference(compare(own, errors[other])) if other != label else "" for other in REFERENCES]
         gain = compare(own, errors["ridge_local"])
         cells.append("" if label == "ridge_local" else f"{gain.sites_that_gain or 0:.0%}")
@@ -143,7 +144,7 @@ def compute_r2(seeds: Mapping[int, Mapping[Key, tuple[float, float]]], subjects:
 
 def format_difference(difference: Difference) -> str:
     """Return value and interval, bold where the interval excludes 0."""
-    text = f"{difference.value:+.2f} ({difference.low:+.2f} to {difference.high:+.2f})"
+    text = f"{difference.value:+.2f} ({difference.low:+.2f}/{difference.high:+.2f})"
     return text if difference.verdict == "undecided" else f"**{text}**"
 
 
@@ -171,6 +172,6 @@ def format_left_out(files: list[Path], name: str) -> str:
         total = compare(averages, dict.fromkeys(averages, 0.0))
         differences = [compare(averages, means[other]) for other in ("network alone", "ridge alone")]
         gains = [sum(d.by_site[site] < 0 for d in differences) == 2 for site in total.by_site]
-        cells = [f"{total.value:.2f} ({total.low:.2f} to {total.high:.2f})", *map(format_difference, differences)]
+        cells = [f"{total.value:.2f} ({total.low:.2f}-{total.high:.2f})", *map(format_difference, differences)]
         lines.append(f"| {LABELS.get(label, label)} | " + " | ".join(cells) + f" | {np.mean(gains):.0%} |")
     return "\n".join(lines) + "\n"
