@@ -20,8 +20,8 @@ HEAD = """# Age at real scan sites, personalised
 Age from FreeSurfer tables of real scan sites, 2 cores without a GPU. Every subject of every site is tested once per
 seed. `minus` is the paired difference of absolute errors with the 95 % interval of a bootstrap over subjects within
 their site, bold where it excludes 0; `sites that gain` is the share of the sites with a lower error than their own
-ridge regression, `own` a personalised model, `worst site` the largest error of a site, `R2` that within sites, `MB` what
-a run sends.
+ridge regression, `own` a personalised model, `worst site` the largest error of a site, `R2` that within sites, `MB`
+what a run sends.
 
 """
 """Text of a new page; that of an existing one is kept."""
