@@ -88,7 +88,7 @@ def compare(arms: Mapping[str, Arm], first: str, second: str) -> tuple[Differenc
 
 
 def format_arm(label: str, arm: Arm) -> str:
-    """Return a row: tests, error with its interval, by seed and by site, R2 within sites, bytes."""
+    """Return a row: tests, error with its interval and by seed, R2 within sites, bytes."""
     errors, sites = arm.compute_errors(arm.tests)
     interval = compare_scores(errors, np.zeros_like(errors), sites, is_lower_better=True)
     by_seed, r2 = [], []
@@ -103,12 +103,17 @@ def format_arm(label: str, arm: Arm) -> str:
         f"{len(errors)}, {len(arm.tests)}",
         f"**{errors.mean():.2f}** [{interval.low:.2f}, {interval.high:.2f}]",
         " ".join(by_seed),
-        *(f"{errors[sites == site].mean():.1f}" for site in SITES),
         f"{np.mean(r2):.2f}",
         format_bytes(float(np.mean(sent))) if sent else "-",
         f"{np.mean(less):.1f}x" if sent else "-",
     ]
     return f"| {label} | " + " | ".join(cells) + " |"
+
+
+def format_sites(label: str, arm: Arm) -> str:
+    """Return a row: error by site."""
+    errors, sites = arm.compute_errors(arm.tests)
+    return f"| {label} | " + " | ".join(f"{errors[sites == site].mean():.1f}" for site in SITES) + " |"
 
 
 def format_difference(arms: Mapping[str, Arm], first: str, second: str) -> str | None:
@@ -151,16 +156,8 @@ def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str]) -> Non
     """Write the tables of the page from the finished runs in ``folder``."""
     arms = read_arms(folder)
     order = [label for label in (*LINEAR.values(), *main, *ladder) if label in arms]
-    head = [
-        "",
-        "subjects, tests",
-        "error, years [95 %]",
-        "by seed",
-        *(site.removeprefix("IXI-") for site in SITES),
-        "R2",
-        "sent",
-        "less",
-    ]
+    head = ["", "subjects, tests", "error, years [95 %]", "by seed", "R2 within sites", "sent", "less"]
+    site_head = ["years", *(site.removeprefix("IXI-") for site in SITES)]
     pair_head = ["", "subjects", "years [95 %]", "share", "verdict", "sites that gain", "worst site"]
     live_head = ["", "runs", "error, years", "first layer", "of these in the brain", "last layer"]
     masks = [f"{name} {level} %" for level in LEVELS for name in ("NeuroSFL", "shuffled SNIP", "random mask")]
@@ -170,6 +167,8 @@ def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str]) -> Non
         "## Error and bytes",
         "",
         *build_table(head, [format_arm(label, arms[label]) for label in order]),
+        "",
+        *build_table(site_head, [format_sites(label, arms[label]) for label in order]),
         "",
         "## Paired differences",
         "",

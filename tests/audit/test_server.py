@@ -79,7 +79,8 @@ def test_noise_of_a_private_site_hides_the_example(policy: Policy | None) -> Non
     update, scores = attacks.invert_messages(lambda line: None, [1])
     assert update.best is not None
     assert update.best.psnr < 15
-    assert (scores.best, scores.reason) == (None, "with privacy a site computes no scores")
+    assert scores.best is not None
+    assert scores.best.psnr < 15
 
 
 def test_examples_without_float_inputs_are_not_inverted() -> None:

@@ -55,7 +55,7 @@ def build_message(task: Task, model: nn.Module, batch: Any, message: Message) ->
     parameters = list_parameters(model)
     gradients = torch.autograd.grad(task.loss(model.eval(), batch), parameters, allow_unused=True)
     values = [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(parameters, gradients, strict=True)]
-    return values if message == "update" else _score(parameters, values)
+    return values if message == "update" else compute_saliency(parameters, values)
 
 
 def list_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -118,7 +118,7 @@ def optimize_inputs(
         loss = task.loss(model, (inputs, *batch[1:]))
         gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
         values = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
-        values = values if kind == "update" else _score(parameters, values)
+        values = values if kind == "update" else compute_saliency(parameters, values)
         objective = 1 - _compute_cosine(values, message)
         if float(objective.detach()) < least:
             best, least = inputs.detach().clone(), float(objective.detach())
@@ -171,7 +171,7 @@ def compute_ssim(image: Tensor, true: Tensor) -> float | None:
     return float(metric(image[None].float(), true[None].float()))
 
 
-def _score(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+def compute_saliency(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
     return [(p.detach() * g).abs() for p, g in zip(parameters, gradients, strict=True)]
 
 

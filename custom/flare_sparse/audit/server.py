@@ -28,6 +28,8 @@ from .inversion import (
     Reconstruction,
     build_message,
     choose_reconstruction,
+    compute_saliency,
+    list_parameters,
     optimize_inputs,
     read_linear_layer,
 )
@@ -138,25 +140,20 @@ class ServerAttacks:
         return max(found, key=lambda one: one.psnr)
 
     def _build_message(self, message: Message, batch: Any) -> list[Tensor]:
-        """Return the message; with differential privacy, a step of clipped gradients and noise.
-
-        Raises:
-            DataError: a private site sends no scores.
-        """
+        """Return the message; with differential privacy, it is computed from a step of clipped gradients and noise."""
         mechanism, task, model = self._site.mechanism, self._assembly.task, self._model
         if mechanism is None:
             return build_message(task, model, batch, message)
-        if message == "scores":
-            raise DataError("with privacy a site computes no scores")
         count = len(batch[0])
-        gradients = [build_message(task, model, [part[i : i + 1] for part in batch], message) for i in range(count)]
+        gradients = [build_message(task, model, [part[i : i + 1] for part in batch], "update") for i in range(count)]
         rows = torch.stack([torch.cat([value.flatten() for value in values]) for values in gradients])
         clip = mechanism.config.clip
         noise = torch.randn(rows.shape[1], generator=make_generator(self._site.seed, "audit noise", count))
         # Every example takes part: the attacker's best case, since a lot that is drawn at random hides some.
         noisy = ((clip_rows(rows, clip) + mechanism.noise_multiplier * clip * noise) / count).float()
         parts = noisy.split([value.numel() for value in gradients[0]])
-        return [part.view_as(value) for part, value in zip(parts, gradients[0], strict=True)]
+        step = [part.view_as(value) for part, value in zip(parts, gradients[0], strict=True)]
+        return step if message == "update" else compute_saliency(list_parameters(model), step)
 
     def _apply_policy(self, message: Message, values: list[Tensor], examples: int) -> list[Tensor]:
         """Return what the policy lets leave.

@@ -65,7 +65,7 @@ class MethodConfig(BaseModel):
         1,
         ge=1,
         description="rounds between two models that the sites evaluate, counted from the initial one; the last model "
-        "is always evaluated",
+        "is always evaluated, with finetune the sites' own",
     )
     personal: Personal = Field(
         (),
