@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "app_configs").glob("*.yaml"))
 TYPICAL_WITHIN = 1.5
 """Largest factor between the typical figure and the ledger of these short runs."""
-MINUTES = {"fedsparsify_paper", "neurosfl_alexnet3d", "lora_a2_banking77", "hetlora_banking77", "flexlora_banking77"}
+MINUTES = {
+    "fedsparsify_paper", "neurosfl_alexnet3d", "lora_a2_banking77", "hetlora_banking77", "flexlora_banking77",
+    "fedsparsify_hippocampus", "neurosfl_hippocampus", "script_cifar10",
+}  # fmt: skip
 EXACT = {
     "bf16_brain_age", "fedavg_brain_age", "fedavg_brain_base", "fedavg_ft_brain_age", "fedavg_hippocampus",
     "fedavg_image_classification", "fedavg_one_step_cifar10", "fedavg_readmission", "fedavg_scanner_age",

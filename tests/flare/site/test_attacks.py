@@ -235,7 +235,10 @@ def ask_by_training(victim: Victim) -> Oracle:
 
 
 @pytest.mark.parametrize("build_oracle", [ask_by_evaluation, ask_by_training])
-@pytest.mark.parametrize("preset", [None, "open", "careful", "strict"])
+@pytest.mark.parametrize(
+    "preset",
+    [None, pytest.param("open", marks=pytest.mark.long), pytest.param("careful", marks=pytest.mark.long), "strict"],
+)
 def test_metrics_of_chosen_models_reveal_test_rows_only_without_a_policy(
     preset: str | None, build_oracle: Callable[[Victim], Oracle], tmp_path: Path
 ) -> None:
