@@ -125,9 +125,9 @@ def format_folds(files: list[Path], name: str) -> str:
         cells.append("" if label == "ridge_local" else f"{gain.sites_that_gain or 0:.0%}")
         by_site = total.by_site
         worst = max(by_site, key=lambda site: by_site[site])
-        cells += [f"{by_site[worst]:.1f}", f"{compute_r2(rows[label], subjects):.2f}"]
+        cells += [f"{by_site[worst]:.0f}", f"{compute_r2(rows[label], subjects):.2f}"]
         megabytes = np.mean(sent.get(label, [0])) / 1e6
-        cells.append(f"{megabytes:.1f}" if megabytes else "")
+        cells.append(f"{megabytes:.0f}" if megabytes else "")
         lines.append(f"| {LABELS[label]} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
