@@ -57,3 +57,25 @@ def test_first_model_and_models_before_the_first_delta_are_not_limited() -> None
     limit = ChangeLimit(1.0, LAYOUT)
     limit.admit(RequestId("score", 0), START, FULL)
     limit.admit(RequestId("train", 1), START + 100, FULL)
+
+
+def test_evaluation_of_no_entries_does_not_reset_the_distance() -> None:
+    """An empty model is near to every other one, and evaluation comes after the last round of many."""
+    limit = build_limit()
+    limit.admit(RequestId("evaluate", 101), START, Mask.empty(LAYOUT.size))
+    with pytest.raises(RequestRefused, match="6 here"):
+        limit.admit(RequestId("train", 2), START + 1 + 6.1 * STEP, FULL)
+    limit.admit(RequestId("train", 2), START + 1 + 6 * STEP, FULL)
+
+
+def test_each_entry_is_measured_from_the_last_value_seen_at_it() -> None:
+    first, limit = Mask(STEP > 0), ChangeLimit(3.0, LAYOUT)
+    limit.admit(RequestId("train", 1), START + STEP, first)
+    limit.measure(Update(Patch.from_vector(START + 3 * STEP, FULL), "weights", 1), START + STEP)
+    # Never seen: from 0. Those of the first entry are as they were.
+    second = torch.eye(LAYOUT.size)[1]
+    with pytest.raises(RequestRefused, match=r"6\.1 from"):
+        limit.admit(RequestId("train", 2), STEP + 6.1 * second, FULL)
+    limit.admit(RequestId("train", 2), 5 * second, FULL - first)
+    with pytest.raises(RequestRefused, match="10 from"):
+        limit.admit(RequestId("train", 3), 11 * STEP + 5 * second, FULL)

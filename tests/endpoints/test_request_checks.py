@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from flare_sparse.errors import RequestRefused
 from flare_sparse.exchange import Patch, Request
 from flare_sparse.mask import Mask
 from flare_sparse.methods.neurosfl import SCORE
+from flare_sparse.methods.support.finetuning import FINETUNE
 from flare_sparse.policy.policy import Policy
 from flare_sparse.wire.codec import encode
 
@@ -114,3 +116,22 @@ def test_difference_of_two_masks_shows_one_score_and_the_second_mask_is_refused(
     server.send(SCORE, 0, full)
     with pytest.raises(RequestRefused, match="entries; by this site's copy of the job"):
         server.send(SCORE, 0, full, full - (whole - part) - select(size, start=0, count=size // 2))
+
+
+@pytest.mark.parametrize("name", ["fedsparsify", "neurosfl"])
+def test_fine_tuning_after_an_early_stop_is_answered(name: str) -> None:
+    """After 3 of 10 rounds the schedule of FedSparsify has more entries than it leaves at its end."""
+    server = HostileServer(name, rounds=10, sparsity=0.9, finetune={"epochs": 1})
+    method, size = server.method, server.layout.size
+    _, live = method.bound_trainable("train", 4)
+    assert live > method.bound_trainable("train", 11)[0] or name == "neurosfl"
+    state = method.init(torch.ones(size), ["site-1"])
+    mask = select(size, start=0, count=live)
+    masks = {"masks": (mask,)} if name == "neurosfl" else {"mask": mask}
+    # The federation asks for the last request in the round after the last one.
+    last = replace(state, round=11, weights=torch.ones(size) * mask.bits, **masks)
+    request = method.ask_final(last, ["site-1"])["site-1"].request
+    assert server.send(request.kind, request.round, request.trainable).kind == FINETUNE
+    few = select(size, start=0, count=method.bound_trainable(FINETUNE, 11)[0] - 1)
+    with pytest.raises(RequestRefused, match=f"asks for {few.count} entries"):
+        server.send(FINETUNE, 11, few)

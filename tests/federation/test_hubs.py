@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from flare_sparse.endpoints.sums import build_ring, compute_shares
 from flare_sparse.errors import ConfigError, MissingBase, RejectedMessage, RoundFailed
 from flare_sparse.exchange import Patch
 from flare_sparse.federation import Hub, HubReply, HubRules, Outcome, RoundRules, SiteLinks, SumQuestions
-from flare_sparse.federation.hub import pack_reply, unpack_reply
+from flare_sparse.federation.hub import MAX_SECTION_BYTES, SiteReply, pack_reply, unpack_reply
 from flare_sparse.federation.tree import sum_link_bytes
 from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
@@ -391,3 +394,101 @@ def test_reply_of_a_hub_to_the_step_that_it_answers_is_one_object_for_all_its_si
     (replies,) = answers
     assert isinstance(replies["site-1"], HubReply)
     assert replies["site-1"] is replies["site-2"]
+
+
+MESSAGE = np.arange(8, dtype=np.uint8)
+DEEP: Any = []
+for _ in range(600):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("E_METRICS", {"metrics": {"mse": object()}}),
+        ("E_METRICS", {"metrics": {1: 2.0}}),
+        ("E_METRICS", {"metrics": DEEP}),
+        ("E_METRICS", {"examples": 10**5000}),
+        ("E_SIZE", {"metrics": {"mse": "x" * 2**16}}),
+        ("E_SIZE", {"metrics": {"mse": "x" * (2**16 - 100)}}),
+        ("E_DTYPE", {"message": None}),
+        ("E_DTYPE", {"message": [1, 2]}),
+        ("E_DTYPE", {"message": MESSAGE.astype(np.float32)}),
+    ],
+)
+def test_reply_that_no_bundle_can_hold_costs_its_site_alone(code: str, changes: dict[str, Any]) -> None:
+    honest = SiteReply(MESSAGE, 3, {"mse": 0.5}, [])
+    hostile = replace(honest, **changes)
+    links = SiteLinks(lambda attempt: {"site-1": hostile, "site-2": honest}, lambda questions: {}, lambda names: {})
+    subject = {"topic": "exchange", "kind": "train", "round": 1, "sequence": 1, "seconds": None}
+    question = pack_bundle(subject, [Parcel(("site-1", "site-2"), {"acknowledged": 0}, MESSAGE)])
+    _, (first, second) = unpack_bundle(Hub(HubRules(("site-1", "site-2")), links).answer(question), "hub-1")
+    assert (first.note, first.message) == ({"code": code}, None)
+    reply = unpack_reply(second)
+    assert isinstance(reply, SiteReply)
+    assert (reply.message.tobytes(), reply.examples, reply.metrics) == (MESSAGE.tobytes(), 3, {"mse": 0.5})
+
+
+@pytest.mark.parametrize("examples", [None, True, 3.7, "3"])
+@pytest.mark.parametrize("metrics", [None, {"mse": True}, {"mse": "0.5"}, {"mse": None}])
+def test_hub_casts_no_numbers_of_a_site(examples: Any, metrics: Any) -> None:
+    reply = unpack_reply(pack_reply("site-1", SiteReply(MESSAGE, examples, metrics, [])))
+    assert isinstance(reply, SiteReply)
+    assert (type(reply.examples), reply.examples, reply.metrics) == (type(examples), examples, metrics)
+
+
+def test_malformed_report_or_code_of_a_site_costs_no_update_of_others() -> None:
+    reply = unpack_reply(pack_reply("site-1", SiteReply(MESSAGE, 3, {}, [object()])))
+    assert isinstance(reply, SiteReply)
+    assert reply.events is None
+    assert pack_reply("site-1", "x" * 2**17).note == {"code": "E_SITE"}
+    parcels = answer_sum({"site-1": "x" * 2**17, "site-2": build_reply(np.zeros(16, np.uint8))})
+    assert [parcel.note for parcel in parcels] == [{"code": "E_SITE"}, {}]
+
+
+@pytest.mark.parametrize("hello", [object(), {"version": "x" * 2**16}, DEEP])
+def test_hello_that_no_bundle_can_hold_costs_its_site_alone(hello: Any) -> None:
+    tree = build(CLEAR, build_hubs(1, 2), sites=2).build_tree()
+    links = SiteLinks(lambda attempt: {}, lambda questions: {}, lambda names: {"site-1": hello, "site-2": {"a": 1}})
+    hub = Hub(HubRules(("site-1", "site-2")), links)
+    tree.links = {"hub-1": lambda bundle, _: hub.answer(bundle)}
+    assert tree.shake_hands(["site-1", "site-2"]) == {"site-1": None, "site-2": {"a": 1}}
+
+
+def forge_bundle(*parts: bytes) -> np.ndarray:
+    """Return a bundle with any parts, and a correct checksum."""
+    content = b"".join(struct.pack("<I", len(part)) + part for part in parts)
+    header = struct.pack("<4sHHQI", b"FSPB", 1, 0, len(content), zlib.crc32(content))
+    return np.frombuffer(header + content, np.uint8)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        forge_bundle(b"{}", b"[" * 10**6, b"{}", b""),
+        forge_bundle(b"{}", b'["site-1"]', b'{"hello":' * 7000, b""),
+        forge_bundle(b"{}", b'["site-1"]', b'{"hello":' + b"9" * 60000 + b"}", b""),
+        forge_bundle(b"{}", b"[[]]", b"{}", b""),
+        forge_bundle(b"{}", b"[{}]", b"{}", b""),
+        forge_bundle(b"{}", b"[]", b"{}", b""),
+        forge_bundle(b"{}", b'["site-1","site-2"]', b"{}", b""),
+        forge_bundle(b"{}", b'["site-1"]', b"\xff\xfe", b""),
+        forge_bundle(b"{}", b'["site-1"]'),
+        b"FSPB",
+        {"topic": "hello"},
+        np.zeros(3, np.float64),
+    ],
+)
+def test_hostile_answer_of_a_hub_is_one_that_did_not_come(answer: Any) -> None:
+    tree = build(CLEAR, build_hubs(1, 2), sites=2).build_tree()
+    tree.links = {"hub-1": lambda bundle, _: answer}
+    assert tree.shake_hands(["site-1", "site-2"]) == {}
+
+
+def test_section_is_no_longer_than_a_bundle_can_hold() -> None:
+    hub = Hub(HubRules(("site-1",)), SiteLinks(lambda attempt: {}, lambda questions: {}, lambda names: {}))
+    subject = {"topic": "sum", "seconds": None, "section": [0, 2**32], "selection": SELECTION}
+    question = Parcel(("site-1",), {}, pack_message(Step.TERMS, SUM_ID, b""))
+    with pytest.raises(RejectedMessage, match="section"):
+        hub.answer(pack_bundle(subject, [question]))
+    assert MAX_SECTION_BYTES + HEADER_BYTES + len(SELECTION) // 2 < 2**32

@@ -14,7 +14,7 @@ from local_federation import LocalFederation
 from toy import ToyBench
 
 from flare_sparse.checkpoint.store import Store
-from flare_sparse.errors import RoundFailed
+from flare_sparse.errors import RejectedMessage, RoundFailed
 from flare_sparse.exchange import Contribution, Patch
 from flare_sparse.federation import RoundRules
 from flare_sparse.local.run import run_locally
@@ -262,12 +262,25 @@ def test_value_above_the_bound_costs_its_site_the_round_and_no_other() -> None:
     assert federation.records[0].sites_contributed == ["site-2", "site-3", "site-4"]
 
 
-def test_values_in_the_clear_are_rejected() -> None:
-    federation = build_federation(4, settings={"rounds": 1})
-    endpoint = federation.endpoints["site-1"]
-    endpoint.sums = None
+@pytest.mark.parametrize("name", ["masked", "fixed_point"])
+def test_values_in_the_clear_are_rejected(name: str) -> None:
+    rules, sum_rules = RoundRules(min_sites=3), replace(RULES, is_padded=name == "masked")
+    federation = LocalFederation("fedavg", sites=4, rules=rules, sum_rules=sum_rules, rounds=1, training=SGD)
+    decode, errors = federation.server.decode, []
+
+    def record(*arguments: Any) -> Any:
+        try:
+            return decode(*arguments)
+        except RejectedMessage as error:
+            errors.append(str(error))
+            raise
+
+    federation.server.decode = record  # type: ignore[method-assign]
+    federation.endpoints["site-1"].sums = None
     federation.run()
     assert federation.records[0].rejected == {"site-1": "E_SEALED"}
+    assert len(errors) == 1
+    assert name in errors[0]
 
 
 def test_masked_message_has_4_bytes_a_value_and_a_header() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flare_sparse.structure.harmonization import Harmonizer
+from flare_sparse.structure import harmonization
+from flare_sparse.structure.harmonization import Harmonizer, _shrink
 
 SIZES = (12, 30, 7)
 COVARIATES = 2
@@ -131,3 +134,61 @@ def test_impossible_statistics_are_recognised(row: int, value: float) -> None:
     wrong: Any = statistics.clone()
     wrong[row, -1] = value
     assert not layer.is_valid(wrong, len(table))
+
+
+def test_site_with_constant_inputs_loses_its_shift_alone() -> None:
+    """No input varies at the first site, so that it has no scale; at the second one, some do not."""
+    tables = draw_tables()
+    tables[0][:, COVARIATES:] = tables[0][0, COVARIATES:]
+    tables[1][:, -3:] = tables[1][0, -3:]
+    for layer, table in zip(build(tables, 0), tables, strict=True):
+        harmonized = layer.harmonize(table)
+        assert torch.isfinite(harmonized).all()
+    constant = build(tables, 0)[0].harmonize(tables[0])[:, COVARIATES:]
+    torch.testing.assert_close(constant, torch.zeros_like(constant), atol=1e-9, rtol=0)
+
+
+def test_shifts_of_zero_end_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one site alone, all shifts are 0, and 0 / 0 is no change above the tolerance."""
+    iterations: list[int] = []
+
+    def count(stop: int) -> Iterator[int]:
+        for number in range(stop):
+            iterations.append(number)
+            yield number
+
+    monkeypatch.setattr(harmonization, "range", count, raising=False)
+    shifts = torch.zeros(9, dtype=torch.float64)
+    gamma, _ = _shrink(shifts, torch.linspace(5, 20, 9, dtype=torch.float64), 12.0)
+    assert torch.equal(gamma, shifts)
+    assert len(iterations) < 10
+
+
+def test_equal_shifts_of_inputs_without_deviation_stay_finite() -> None:
+    shifts, squares = torch.full((3,), 0.5, dtype=torch.float64), torch.tensor([0.0, 4.0, 9.0], dtype=torch.float64)
+    gamma, delta = _shrink(shifts, squares, 4.0)
+    assert torch.equal(gamma, shifts)
+    assert (delta > 0).all()
+
+
+def test_site_effects_are_estimated_once_for_each_set_of_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, calls = draw_tables(), []
+    layer, other = build(tables)[:2]
+
+    def count(*arguments: Any) -> Any:
+        calls.append(None)
+        return _shrink(*arguments)
+
+    monkeypatch.setattr(harmonization, "_shrink", count)
+    with torch.inference_mode():
+        first = layer.harmonize(tables[0]).clone()
+    second = copy.deepcopy(layer).harmonize(tables[0])
+    assert torch.equal(first, second)
+    inputs = tables[0].clone().requires_grad_()
+    layer.harmonize(inputs).sum().backward()
+    assert inputs.grad is not None
+    assert len(calls) == 1
+    # Through .data, as a vector is loaded: the version of the buffer stays.
+    layer.site.data.copy_(other.site)
+    assert torch.equal(layer.harmonize(tables[1]), other.harmonize(tables[1]))
+    assert len(calls) == 3

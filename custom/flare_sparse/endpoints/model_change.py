@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RequestRefused
-from ..exchange import STATISTICS, Update
+from ..exchange import EVALUATE, STATISTICS, Update
 from ..mask import Mask
 from ..params import Layout
 from .site_state import RequestId
@@ -19,8 +19,10 @@ from .site_state import RequestId
 class ChangeLimit:
     """Refuses models that are farther from the last accepted one than the site's own training explains.
 
-    Only parameters that are live in both models count: running statistics have other scales, and pruning is no step.
-    The limit starts with the site's first delta; a site that is started again begins anew.
+    The parameters that are live in the model count, each from the last value that the site saw at it, or from zero:
+    running statistics have other scales, and pruning is no step. A model of few live entries changes the values of these
+    alone, so that no other model is measured from less. The limit starts with the site's first delta; a site that is
+    started again begins anew.
 
     Args:
         factor: largest distance, as a multiple of the L2 norm of the site's last delta, for each round between.
@@ -30,7 +32,7 @@ class ChangeLimit:
     def __init__(self, factor: float, layout: Layout):
         self.factor = factor
         self._parameters = Mask.from_tensors(layout, lambda spec: spec.role != "buffer")
-        self._accepted: tuple[RequestId, Tensor, Mask] | None = None
+        self._accepted: tuple[int, Tensor] | None = None
         self._norm: float | None = None
 
     def admit(self, request: RequestId, weights: Tensor, live: Mask) -> None:
@@ -38,7 +40,7 @@ class ChangeLimit:
 
         Args:
             request: kind and round of the request.
-            weights: ``(P,)`` the model; copied.
+            weights: ``(P,)`` the model; its live entries are copied.
             live: its live entries.
 
         Raises:
@@ -46,10 +48,10 @@ class ChangeLimit:
         """
         if request.kind == STATISTICS:
             return
-        if self._accepted is not None and self._norm is not None:
-            (_, t), accepted, mask = self._accepted
-            compared = live & mask & self._parameters
-            distance = float(torch.where(compared.bits, weights - accepted, 0.0).double().norm())
+        t, last = self._accepted or (0, torch.zeros_like(weights))
+        if self._norm is not None:
+            compared = live & self._parameters
+            distance = float(torch.where(compared.bits, weights - last, 0.0).double().norm())
             # A site that took no part in some rounds sees their steps at once; so does one whose server went back.
             limit = self.factor * self._norm * max(1, abs(request.round - t))
             if not distance <= limit:
@@ -58,7 +60,8 @@ class ChangeLimit:
                     f"one; this site's policy allows max_model_change {self.factor:g} times the length of its own "
                     f"delta, {limit:.3g} here"
                 )
-        self._accepted = request, weights.clone(), live
+        # The evaluation after the last round is no step: it would make all rounds before it look missed.
+        self._accepted = t if request.kind == EVALUATE else request.round, torch.where(live.bits, weights, last)
 
     def measure(self, update: Update, weights: Tensor) -> None:
         """Remember the length of the site's own delta.

@@ -268,7 +268,8 @@ class ServerEndpoint:
                 that must be withheld for a sum, or another number format than the job's.
         """
         if self.sums is not None and message.content != "metrics":
-            raise RejectedMessage("E_SEALED", f"values of {message.content}", "masked", message.values, site)
+            aggregation = "masked" if self.sums.rules.is_padded else "fixed_point"
+            raise RejectedMessage("E_SEALED", f"values of {message.content}", aggregation, message.values, site)
         # A site without training examples answers every request with metrics only.
         if message.content not in (expected.content, "metrics"):
             raise RejectedMessage("E_KIND", "content", expected.content, message.content, site)

@@ -7,6 +7,7 @@ known at the server alone, and a hub that restarts has lost no state.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +21,19 @@ from ..errors import MissingBase, RejectedMessage, WireError, abbreviate
 from ..secure_aggregation.messages import FINGERPRINT_BYTES, pack_message, unpack_message
 from ..secure_aggregation.pads import read_sum_id
 from ..secure_aggregation.rings import SectionFormat
-from ..wire.bundles import Parcel, pack_bundle, unpack_bundle
+from ..wire.bundles import MAX_NOTE_BYTES, Parcel, pack_bundle, unpack_bundle
 from ..wire.envelope import is_kind
 from .replies import SumQuestions
 
 _CODE = re.compile("[A-Z][A-Z_]{0,23}")
+# Room for what a bundle adds to a note.
+_NOTE_MARGIN = 64
+# A value with so few is nested no deeper, and the server's parser can read it.
+_MAX_BRACKETS = 500
 HELLO, EXCHANGE, SUM = "hello", "exchange", "sum"
 """Topics of bundles: the handshake, the requests of an attempt, the questions of a step of a sum."""
-MAX_SECTION_BYTES = 2**33
-"""Longest section that a hub allocates: a thousand million values."""
+MAX_SECTION_BYTES = 2**32 - 2**10
+"""Longest section that a hub allocates; with its header, its length is one of 32 bits in a bundle."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,51 @@ def pack_reply(site: str, reply: RawReply) -> Parcel:
     if isinstance(reply, MissingBase):
         return Parcel((site,), {"missing_base": True})
     if isinstance(reply, str):
-        return Parcel((site,), {"code": reply})
-    metrics = {str(name): float(value) for name, value in reply.metrics.items()}
-    note = {"examples": int(reply.examples), "metrics": metrics, "events": reply.events}
-    return Parcel((site,), note, reply.message)
+        return _pack_code(site, reply)
+    if reply.message is None:
+        return Parcel((site,), {"code": "E_DTYPE"})
+    # Nothing is cast, so that the server refuses what it refuses without hubs; JSON would make text of these names.
+    if isinstance(reply.metrics, dict) and not all(isinstance(name, str) for name in reply.metrics):
+        return Parcel((site,), {"code": "E_METRICS"})
+    # A malformed report costs no site its update.
+    events = None if _measure_json(reply.events) is None else reply.events
+    note = {"examples": reply.examples, "metrics": reply.metrics, "events": events}
+    return _pack_parcel(site, note, reply.message, code="E_METRICS")
+
+
+def _pack_parcel(site: str, note: dict[str, Any], message: np.ndarray | None = None, *, code: str) -> Parcel:
+    """Return a parcel of one site or, where a bundle cannot hold it, one with a reason code.
+
+    A bundle is read or refused as a whole: without this check, one site could cost all sites of the hub their
+    contribution.
+
+    Args:
+        site: name of the site.
+        note: what travels beside the message, not validated.
+        message: the site's message, not validated; None: the note alone.
+        code: reason code of a note that is not JSON.
+    """
+    size = _measure_json(note)
+    if size is None:
+        return Parcel((site,), {"code": code})
+    if message is not None and (not isinstance(message, np.ndarray) or message.dtype != np.uint8 or message.ndim != 1):
+        return Parcel((site,), {"code": "E_DTYPE"})
+    if size > MAX_NOTE_BYTES - _NOTE_MARGIN or (message is not None and message.size >= 2**32):
+        return Parcel((site,), {"code": "E_SIZE"})
+    return Parcel((site,), note, message)
+
+
+def _measure_json(value: Any) -> int | None:
+    """Return the length of a value as JSON; None if it has no such form or may be nested too deeply to be read."""
+    try:
+        text = json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return len(text) if text.count("[") + text.count("{") <= _MAX_BRACKETS else None
+
+
+def _pack_code(site: str, code: str) -> Parcel:
+    return Parcel((site,), {"code": read_code({"code": code})})
 
 
 def unpack_reply(parcel: Parcel) -> RawReply:
@@ -130,7 +176,9 @@ class Hub:
         topic = subject.get("topic")
         if topic == HELLO:
             hellos = self.links.handshake(sites)
-            return pack_bundle(subject, [Parcel((site,), {"hello": hello}) for site, hello in sorted(hellos.items())])
+            # The server excludes a site without a hello, as one whose hello is malformed.
+            packed = [_pack_parcel(site, {"hello": hello}, code="E_HELLO") for site, hello in sorted(hellos.items())]
+            return pack_bundle(subject, packed)
         if topic == EXCHANGE:
             replies = self.links.exchange(_read_attempt(subject, parcels))
             return pack_bundle(subject, [pack_reply(site, reply) for site, reply in sorted(replies.items())])
@@ -162,7 +210,7 @@ class Hub:
         if len(added) < max(1, self.rules.min_sites):
             codes.update(dict.fromkeys(added, "E_QUORUM"))
             added = []
-        parcels = [Parcel((site,), {"code": code}) for site, code in sorted(codes.items())]
+        parcels = [_pack_code(site, code) for site, code in sorted(codes.items())]
         if added:
             step, sum_id, _ = unpack_message(questions.messages[added[0]], "server")
             content = bytes.fromhex(questions.selection) + total.tobytes()
@@ -173,7 +221,7 @@ class Hub:
 def _list_answers(answers: Mapping[str, np.ndarray | str]) -> list[Parcel]:
     """Return a parcel for each site's reply to a step of a sum."""
     return [
-        Parcel((site,), {"code": answer}) if isinstance(answer, str) else Parcel((site,), {}, answer)
+        _pack_code(site, answer) if isinstance(answer, str) else _pack_parcel(site, {}, answer, code="E_DTYPE")
         for site, answer in sorted(answers.items())
     ]
 

@@ -19,6 +19,7 @@ from ..exchange import Contribution, Patch
 from ..mask import Mask, floor_fraction, prune_mask
 from .method import MaskPreset
 from .support.averaging import AveragingConfig, AveragingMethod
+from .support.finetuning import FINETUNE
 from .support.schedules import compute_polynomial_sparsity
 from .traffic import MessageFacts, SelectionBounds
 
@@ -117,10 +118,13 @@ class FedSparsify(AveragingMethod[Config, State]):
         )
 
     def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
-        """Return the number of live entries, twice: the schedule alone decides it."""
+        """Return the number of live entries, twice: the schedule alone decides it.
+
+        Early stopping may end the schedule in any round, so that the model to fine-tune has this number or more.
+        """
         sparsity = max((self.config.compute_sparsity(s) for s in range(1, t)), default=0.0)
         live = self.layout.size - floor_fraction(sparsity, self._prunable.count)
-        return live, live
+        return live, self.layout.size if kind == FINETUNE else live
 
     def count_paper_scalars(self, sites: int) -> int:
         """Return ``L * sum_t (N_{t-1} + N_t)``, the count that reproduces the paper's Table 1 exactly.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class Harmonizer(StatisticsLayer):
         super().__init__(5 + 2 * len(covariates), len(harmonized))
         self.harmonized, self.covariates, self.clip = tuple(harmonized), tuple(covariates), clip
         self.register_buffer("site", torch.zeros_like(self.statistics))
+        self._fit: tuple[tuple[list[Any], list[Any]], list[Any]] | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the harmonised inputs ``(B, d)``."""
@@ -70,12 +72,11 @@ class Harmonizer(StatisticsLayer):
 
     def harmonize(self, inputs: Tensor) -> Tensor:
         """Return the harmonised inputs ``(B, d)`` in float64."""
-        pooled, own = self._unpack(self.statistics), self._unpack(self.site)
-        beta, sigma = self._fit(pooled)
-        is_harmonized = torch.tensor(self.harmonized, device=inputs.device) & (sigma > 0)
+        pooled, covariates = self._unpack(self.statistics), list(self.covariates)
+        fit = self._get_fit()
+        beta, (sigma, gamma, delta) = fit[: len(covariates)], fit[len(covariates) :]
+        is_harmonized = self._find_harmonized(sigma)
         divisor = torch.where(is_harmonized, sigma, 1.0)
-        gamma, delta = self._estimate_site_effects(own, pooled, beta, divisor, is_harmonized)
-        covariates = list(self.covariates)
         effects = (inputs[:, covariates] - pooled.mean[covariates]) @ beta
         z = (inputs - pooled.mean - effects) / divisor
         harmonized = (z - gamma) / delta + effects / divisor
@@ -86,7 +87,31 @@ class Harmonizer(StatisticsLayer):
         result[:, covariates] = (inputs[:, covariates] - pooled.mean[covariates]) / torch.where(scale > 0, scale, 1.0)
         return result
 
-    def _fit(self, pooled: Moments) -> tuple[Tensor, Tensor]:
+    def _get_fit(self) -> Tensor:
+        """Return ``(p + 3, d)``: effects of the covariates, deviations within sites, shift and scale of the own site.
+
+        They are computed again only where the statistics have changed since the last time.
+        """
+        # Numbers, not tensors: a tensor of a pass within torch.func or in inference mode is of no use in another pass,
+        # and a buffer that is a view of a vector has the version and the address of the vector.
+        statistics = self.statistics.tolist(), self.site.tolist()
+        if self._fit is None or self._fit[0] != statistics:
+            self._fit = statistics, self._compute_fit().tolist()
+        return torch.tensor(self._fit[1], dtype=torch.float64, device=self.statistics.device)
+
+    def _compute_fit(self) -> Tensor:
+        pooled, own = self._unpack(self.statistics), self._unpack(self.site)
+        beta, sigma = self._fit_covariates(pooled)
+        is_harmonized = self._find_harmonized(sigma)
+        divisor = torch.where(is_harmonized, sigma, 1.0)
+        gamma, delta = self._estimate_site_effects(own, pooled, beta, divisor, is_harmonized)
+        return torch.vstack([beta, sigma, gamma, delta])
+
+    def _find_harmonized(self, sigma: Tensor) -> Tensor:
+        """Return which inputs ``(d,)`` are harmonised: those that are to be, and vary within sites."""
+        return torch.tensor(self.harmonized, device=sigma.device) & (sigma > 0)
+
+    def _fit_covariates(self, pooled: Moments) -> tuple[Tensor, Tensor]:
         """Return the effects of the covariates ``(p, d)`` and the standard deviations ``(d,)`` within sites."""
         # Least squares with an intercept per site: the normal equations of rows centred at their site's means.
         gram = pooled.products[:, list(self.covariates)]
@@ -112,7 +137,8 @@ class Harmonizer(StatisticsLayer):
         squares = squares.clamp_min(0) / sigma.square()
         chosen = is_harmonized
         gamma_star, square_star = _shrink(gamma[chosen], squares[chosen], float(count.max()))
-        shift[chosen], scale[chosen] = gamma_star, square_star.sqrt()
+        # Inputs that are constant at this site have a shift but no scale to remove.
+        shift[chosen], scale[chosen] = gamma_star, torch.where(square_star > 0, square_star.sqrt(), 1.0)
         return shift, scale
 
     def compute_statistics(self, inputs: Tensor) -> Tensor:
@@ -172,10 +198,16 @@ def _shrink(gamma: Tensor, squares: Tensor, count: float) -> tuple[Tensor, Tenso
     shape, rate = (2 * s2 + m.square()) / s2, (m * s2 + m**3) / s2
     old_gamma, old_delta = gamma, delta
     for _ in range(MOST_ITERATIONS):
-        new_gamma = (count * spread * gamma + old_delta * center) / (count * spread + old_delta)
+        precision = count * spread + old_delta
+        # Equal shifts of an input that is constant at this site: the weights of both means are 0.
+        new_gamma = torch.where(precision > 0, (count * spread * gamma + old_delta * center) / precision, center)
         deviations = squares + count * (gamma - new_gamma).square()
         new_delta = (0.5 * deviations + rate) / (count / 2 + shape - 1)
-        changes = (new_gamma - old_gamma).abs() / old_gamma.abs(), (new_delta - old_delta).abs() / old_delta
+        # 0 / 0 would hide from the comparison below that a shift of 0 has not changed.
+        changes = (
+            (new_gamma - old_gamma).abs() / old_gamma.abs().clamp_min(1e-12),
+            (new_delta - old_delta).abs() / old_delta,
+        )
         old_gamma, old_delta = new_gamma, new_delta
         if max(float(change.max()) for change in changes) <= TOLERANCE:
             break
