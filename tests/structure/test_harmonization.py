@@ -172,7 +172,8 @@ def test_equal_shifts_of_inputs_without_deviation_stay_finite() -> None:
 
 
 def test_site_effects_are_estimated_once_for_each_set_of_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables, calls = draw_tables(), []
+    tables = draw_tables()
+    calls: list[None] = []
     layer, other = build(tables)[:2]
 
     def count(*arguments: Any) -> Any:

@@ -20,9 +20,9 @@ class ChangeLimit:
     """Refuses models that are farther from the last accepted one than the site's own training explains.
 
     The parameters that are live in the model count, each from the last value that the site saw at it, or from zero:
-    running statistics have other scales, and pruning is no step. A model of few live entries changes the values of
-    these alone, so that no other model is measured from less. The limit starts with the site's first delta; a site that
-    is started again begins anew.
+    running statistics have other scales, and pruning is no step. A model of few live entries replaces these values
+    alone, so that it does not reset the others. The limit starts with the site's first delta; a site that is started
+    again begins anew.
 
     Args:
         factor: largest distance, as a multiple of the L2 norm of the site's last delta, for each round between.
