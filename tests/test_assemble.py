@@ -10,7 +10,7 @@ from torch import nn
 
 from flare_sparse.assemble import assemble, count_model_entries, open_site
 from flare_sparse.cli.sites import prepare_site_data
-from flare_sparse.config import RunConfig, build_task, load_config, parse_job
+from flare_sparse.config import RunConfig, build_task, load_config, parse_job, serialize_job
 from flare_sparse.data.source import find_site_data, write_site_files
 from flare_sparse.errors import ConfigError
 from flare_sparse.mask import Mask
@@ -82,6 +82,19 @@ def test_run_facts_contain_the_note_of_the_method(config: RunConfig) -> None:
     facts = build_run_facts(config, assemble(config))
     assert (facts.name, facts.method, facts.rounds) == ("job", "scbf", 1)
     assert "3 channels through 2 layers, threshold exact" in facts.note
+
+
+@pytest.mark.parametrize(("every", "releases"), [(1, 6), (2, 4), (3, 3), (9, 2)])
+def test_budget_of_metrics_is_for_the_models_that_are_evaluated(
+    every: int, releases: int, config: RunConfig, tmp_path: Path
+) -> None:
+    """Five rounds: the models 0 to 4 that are evaluated, and the result."""
+    private = {"epsilon": 3, "metrics": "noised", "metric_bounds": {"brier": 1}}
+    method = {"name": "fedavg", "rounds": 5, "evaluate_every": every}
+    job = parse_job({**serialize_job(config.job), "method": method, "privacy": private})
+    release = open_site(assemble(job), SiteData("a", tmp_path / "stays.csv")).metric_release
+    assert release is not None
+    assert release.releases == releases
 
 
 def test_saved_mask_round_trips_and_another_network_raises(tmp_path: Path) -> None:

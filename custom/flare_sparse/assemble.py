@@ -158,8 +158,8 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
         return site
     site.sends_metrics, account = assembly.privacy.metrics != "none", account or PrivacyAccount()
     if assembly.privacy.metrics == "noised":
-        # The model of every round, and the result.
-        releases = method.config.rounds + 1
+        # A request carries the model of the round before it: those that are evaluated, and the result.
+        releases = sum(map(method.config.is_evaluated, range(method.config.rounds))) + 1
         site.metric_release = MetricRelease(assembly.privacy, releases, account, assembly.run_id, assembly.job)
     if site.can_train:
         plan = plan_sampling(method, len(site.subjects))

@@ -31,11 +31,24 @@ EPSILON = "epsilon"
 """Name of the number, sent with the metrics, that says what a run has charged the site's subjects so far."""
 COUNTS = (TEST_EXAMPLES, VALIDATION_EXAMPLES)
 """Names of the metrics that are numbers of examples."""
+METRIC_NAMES = "1 to 64 printable characters without quotes, brackets [ ] and < > & \\ `"
+"""What the name of a metric may be, for errors."""
+_MAX_NAME_LENGTH = 64
+# Names enter records, terminals and the report page: no markup, no quotes, no control characters.
+_MARKUP = frozenset("<>&\"'`\\[]")
 
 
 def get_count_name(metric: str) -> str:
     """Return the name of the number of examples that a metric was computed from."""
     return VALIDATION_EXAMPLES if metric.startswith(VALIDATION) else TEST_EXAMPLES
+
+
+def is_metric_name(name: object) -> bool:
+    """Return whether a site may report a metric of this name: :data:`METRIC_NAMES`."""
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_LENGTH:
+        return False
+    # Not printable: control characters, line breaks, escape sequences, and marks that reverse the direction of text.
+    return name.isprintable() and not name.isspace() and _MARKUP.isdisjoint(name)
 
 
 Kind = Literal["regression", "binary", "classes", "survival"]

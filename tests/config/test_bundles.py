@@ -103,6 +103,30 @@ def test_error_names_the_file_and_the_item(study: Path, text: str, message: str)
         load_config(study)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("extra.yaml", "released: 2026-01-01", r"configs/extra\.yaml: .*date.*put dates in quotes"),
+        ("extra.yaml", "2026-01-01: x", r"configs/extra\.yaml: .*date.*put dates in quotes"),
+        ("extra.yaml", "lr: .nan", r"configs/extra\.yaml: .*remove NaN and infinity"),
+        ("extra.json", '{"lr": Infinity}', r"configs/extra\.json: .*remove NaN and infinity"),
+    ],
+)
+def test_value_that_a_job_cannot_carry_is_refused_with_the_file(
+    study: Path, name: str, text: str, message: str
+) -> None:
+    (study.parent / "unet/configs" / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(study)
+
+
+def test_files_with_other_names_stay_in_the_folder(study: Path) -> None:
+    expected = load_config(study)
+    for name in ("multi_gpu.train.json", "._train.json", "logging.conf"):
+        (study.parent / "unet/configs" / name).write_text("[loggers]")
+    assert load_config(study) == expected
+
+
 def test_bundle_and_name_exclude_each_other(study: Path) -> None:
     with pytest.raises(ConfigError, match="found bundle and name; expected one of them"):
         load_config(study, ["task.name=segmentation"])

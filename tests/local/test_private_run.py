@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from local_federation import LocalFederation, Upload
 from opacus.accountants import PRVAccountant
 from toy import Plain, ToyBench
@@ -121,6 +122,26 @@ def test_metrics_with_noise_are_those_of_single_subjects_and_are_charged() -> No
     site.metric_release = replace(site.metric_release, config=unknown)
     with pytest.raises(ConfigError, match=r"privacy\.metric_bounds: no metric 'auc' of a single subject"):
         site.evaluate(bench.weights)
+
+
+class DefinedForSome(Plain):
+    """Has a second metric, which only the subjects with a positive target have."""
+
+    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
+        metrics = super().metrics(predictions, targets)
+        return {**metrics, "recall": 0.25} if bool((targets > 0).any()) else metrics
+
+
+def test_metric_that_some_subjects_do_not_have_counts_as_its_bound_there() -> None:
+    bench = ToyBench(DefinedForSome())
+    site = bench.site(1)
+    test = site._examples.test
+    targets = torch.stack([test[n][1] for n in range(len(test))])
+    share = float((targets.flatten() > 0).float().mean())
+    assert 0 < share < 1
+    config = PrivacyConfig(noise_multiplier=1e-9, metrics="noised", metric_bounds={"mse": 100.0, "recall": 1.0})
+    site.metric_release = MetricRelease(config, 4, PrivacyAccount(), "a" * 16, "job")
+    assert site.evaluate(bench.weights)["recall"] == pytest.approx(0.25 * share + 1 - share, abs=1e-6)
 
 
 def test_record_has_the_epsilon_of_the_part_that_was_charged_most_and_metrics_end_with_their_budget() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import datetime as dt
 import importlib
 import json
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from monai.losses import DiceCELoss
+from monai.metrics import compute_hausdorff_distance
 from pydantic import ValidationError
 from torch import nn
 
@@ -85,6 +89,8 @@ def test_references_and_harmless_expressions_are_resolved(content: dict[str, Any
         f"${MAX_NUMBER} + 1",
         "%other.json::x",
         "@missing",
+        "@list::²",
+        f"@list::{'1' * 5000}",
         "@",
         "@x",
         "$@x + @x",
@@ -156,6 +162,12 @@ def test_wrong_argument_is_refused_with_those_that_exist() -> None:
         ("loss::_target_", "my.Loss", r"train\.json: loss::_target_: found 'my.Loss'"),
         ("validate::key_metric", {}, "validate::key_metric: expected a section with one metric"),
         ("train::fixed::1::keys", ["image", "scan"], "keys: found 'scan'; a case has the keys image and label"),
+        *(
+            ("train::fixed::1::keys", keys, "::1::keys: expected image, label, or a list of them")
+            for keys in (5, None, [["image"]], {"image": 1})
+        ),
+        ("validate::key_metric", {"<b>": {"_target_": "MeanDice"}}, r"key_metric: found the name '<b>' of a metric"),
+        ("validate::key_metric", {"m" * 65: {"_target_": "MeanDice"}}, "expected 1 to 64 printable characters"),
         ("train::preprocessing::transforms", "@train::random", "expected LoadImaged as the first transform"),
         ("validate::postprocessing", None, "validate::postprocessing: missing"),
         ("network_def::out_channels", "$torch.tensor(2)", "the expression"),
@@ -189,6 +201,12 @@ def test_metrics_that_are_distances_are_minimised() -> None:
     assert declared.metric.args == {"percentile": 95}
 
 
+def test_key_metric_may_be_a_reference_to_a_section() -> None:
+    content = {**change("validate::key_metric", "@metrics"), "metrics": TRAIN["validate"]["key_metric"]}
+    declared, expected = (read_declaration(part, "f") for part in (content, TRAIN))
+    assert (declared.metric.path, declared.metric_name) == (expected.metric.path, expected.metric_name)
+
+
 @pytest.fixture(scope="module")
 def brains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_phantoms(tmp_path_factory.mktemp("p") / "p", 1, 5, 0, (26, 32, 26), labels=True)
@@ -205,6 +223,8 @@ def test_site_refuses_configurations_that_need_code_or_are_too_large() -> None:
         ({"train.json": TRAIN, "big.json": {"x": "a" * 400_000}}, "expected at most 400,000"),
         ({"train.json": TRAIN, "../x.json": {}}, "String should match pattern"),
         ({"metadata.json": {}}, "0 files train.json"),
+        ({"train.json": TRAIN, "a.yaml": {"x": dt.date(2026, 1, 1)}}, r"configs/a\.yaml: .*put dates in quotes"),
+        ({"train.json": TRAIN, "a.yaml": {"x": [math.nan]}}, r"configs/a\.yaml: .*remove NaN"),
     ):
         with pytest.raises(ValidationError, match=message):
             BundleTask.Config.model_validate({"configs": configs})
@@ -249,6 +269,62 @@ def test_metric_is_the_mean_dice_over_classes_and_cases(task: BundleTask, brains
         dice.append(np.mean([2 * ((guess == c) & (label == c)).sum() / ((guess == c).sum() + (label == c).sum())
                              for c in (1, 2, 3)]))  # fmt: skip
     assert task.evaluate(Threshold(), test)["val_mean_dice"] == pytest.approx(float(np.mean(dice)), abs=1e-6)
+
+
+class Fixed(nn.Module):
+    """Returns the logits of a label map ``(d, h, w)``, whatever the image; a single channel for a map of 0 and 1."""
+
+    def __init__(self, labels: torch.Tensor, channels: int = 4):
+        super().__init__()
+        maps = nn.functional.one_hot(labels, 4).movedim(-1, 0) if channels > 1 else labels[None]
+        self.logits = maps[None].float() * 20 - 10
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits
+
+
+def build_map(**blocks: slice) -> torch.Tensor:
+    """Return a label map ``(16, 16, 16)`` with a cube of each class, such as ``c1=slice(0, 4)``."""
+    labels = torch.zeros(SITE_PATCH, dtype=torch.long)
+    for name, block in blocks.items():
+        labels[block, block, block] = int(name[1:])
+    return labels
+
+
+def measure_distance(model: nn.Module, truth: torch.Tensor, content: dict[str, Any], **options: Any) -> float:
+    content["validate"]["key_metric"] = {"d": {"_target_": "HausdorffDistance", **options}}
+    batch = [torch.zeros(1, *SITE_PATCH)], [truth[None].float()]
+    return float(BundleTask({"configs": {"train.json": content}}).measure(model, batch)[0])
+
+
+@pytest.mark.parametrize("target", ["HausdorffDistance", "SurfaceDistance"])
+def test_distance_of_a_missed_class_is_the_diagonal(target: str) -> None:
+    """Neither a model that predicts nothing nor one that adds a class has a better distance for it."""
+    diagonal, empty = math.sqrt(3) * 16, build_map()
+    truth = build_map(c1=slice(0, 4), c2=slice(8, 12))
+    content = copy.deepcopy(TRAIN)
+    assert measure_distance(Fixed(empty), truth, content, _target_=target) == pytest.approx(diagonal)
+    guess = build_map(c1=slice(0, 4), c3=slice(12, 16))
+    assert measure_distance(Fixed(guess), truth, content, _target_=target) == pytest.approx(2 * diagonal / 3)
+    assert measure_distance(Fixed(truth), truth, content, _target_=target) == 0
+    assert math.isnan(measure_distance(Fixed(empty), empty, content, _target_=target))
+
+
+def test_channels_that_have_a_distance_are_those_of_monai() -> None:
+    diagonal, empty, truth = math.sqrt(3) * 16, build_map(), build_map(c1=slice(0, 4))
+    maps = [(part == 0)[None, None].float() for part in (empty, truth)]
+    with warnings.catch_warnings():
+        # MONAI 1.6 passes an argument to itself that it has deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        background = float(compute_hausdorff_distance(*maps, include_background=True))
+    distance = measure_distance(Fixed(empty), truth, copy.deepcopy(TRAIN), include_background=True)
+    assert distance == pytest.approx((background + diagonal) / 2)
+    # The only channel is no background.
+    content = change(
+        "validate::postprocessing::transforms", [{"_target_": "AsDiscreted", "keys": "pred", "threshold": 0}]
+    )
+    assert measure_distance(Fixed(empty, 1), truth, content) == pytest.approx(diagonal)
+    assert measure_distance(Fixed(truth, 1), truth, content) == 0
 
 
 def test_undefined_metric_is_left_out(task: BundleTask) -> None:

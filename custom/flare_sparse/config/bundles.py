@@ -6,6 +6,7 @@ A job thus carries all of a bundle that its sites need, as plain settings: no fi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,10 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError, suggest
-from ..tasks.bundles.declaration import find_training_file, read_training
-from ..tasks.bundles.task import read_configs
+from ..tasks.bundles.declaration import encode_json, find_training_file, read_training
+from ..tasks.bundles.task import FILE_NAME, read_configs
 from .choice import KEYS
 from .yaml_files import parse_yaml, read_settings
-
-_SUFFIXES = (".json", ".yaml", ".yml")
 
 
 def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +53,7 @@ def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_folder(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the content of the files in ``configs/``, by name.
+    """Return the content of the JSON and YAML files in ``configs/``, by name; any other file stays where it is.
 
     Raises:
         ConfigError: there is no such folder, or a file is malformed.
@@ -66,7 +65,7 @@ def _read_folder(folder: Path) -> dict[str, dict[str, Any]]:
             f"task.bundle: {folder}: expected the folder of a MONAI bundle, with configs/train.json."
             f"{suggest(folder.name, siblings)}"
         )
-    files = sorted(path for path in configs.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    files = sorted(path for path in configs.iterdir() if re.fullmatch(FILE_NAME, path.name) and path.is_file())
     return {file.name: _read_file(file) for file in files}
 
 
@@ -78,4 +77,5 @@ def _read_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: cannot be read as {file.suffix[1:].upper()}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected a section of items, found {type(content).__name__}")
+    encode_json(content, str(file))
     return content

@@ -7,12 +7,9 @@ from typing import Any
 import torch
 
 from ..errors import RejectedMessage, abbreviate
-from ..task import COUNTS
+from ..task import COUNTS, METRIC_NAMES, is_metric_name
 
 _MAX_NAMES = 64
-_MAX_NAME_LENGTH = 64
-# Names enter records, terminals and the report page: no markup, no quotes, no control characters.
-_MARKUP = frozenset("<>&\"'`\\[]")
 
 # Integers below 2**53 are exact in float64, which weights are computed in.
 _EXAMPLES_LIMIT = 2**53
@@ -41,9 +38,8 @@ def validate_metrics(value: Any, site: str) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > _MAX_NAMES:
         raise RejectedMessage("E_METRICS", "metrics", "at most 64 names with numbers", type(value).__name__, site)
     for name, number in value.items():
-        if not isinstance(name, str) or not _is_metric_name(name) or isinstance(number, bool):
-            expected = "names of 1 to 64 printable characters without quotes, brackets [ ] and < > & \\ `"
-            raise RejectedMessage("E_METRICS", "metrics", expected, abbreviate(name), site)
+        if not is_metric_name(name) or isinstance(number, bool):
+            raise RejectedMessage("E_METRICS", "metrics", f"names of {METRIC_NAMES}", abbreviate(name), site)
         # "not abs(x) <= limit" and not "abs(x) > limit", which NaN would pass.
         if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST_METRIC:
             raise RejectedMessage("E_METRICS", f"metrics.{name}", "a finite float32", abbreviate(number), site)
@@ -52,9 +48,3 @@ def validate_metrics(value: Any, site: str) -> dict[str, float]:
         if not 1 <= value.get(count, 1) < _EXAMPLES_LIMIT:
             raise RejectedMessage("E_METRICS", count, "at least 1", abbreviate(value[count]), site)
     return {name: float(number) for name, number in value.items()}
-
-
-def _is_metric_name(name: str) -> bool:
-    # Not printable: control characters, line breaks, escape sequences, and marks that reverse the direction of text.
-    is_text = name.isprintable() and not name.isspace()
-    return 0 < len(name) <= _MAX_NAME_LENGTH and is_text and _MARKUP.isdisjoint(name)

@@ -401,8 +401,8 @@ class Site:
         """
         if self.mechanism is not None:
             raise ConfigError(
-                f"privacy: the method computes {action} from training examples, which no budget covers; choose a "
-                "method without them, such as fedsparsify, or neurosfl with scores: random"
+                f"privacy: the method computes {action} from training examples, which no budget covers; choose "
+                "fedavg, fedsparsify or neurosfl"
             )
 
     def _replace_network(self, network: nn.Module) -> Site:

@@ -26,16 +26,19 @@ def evaluate_subjects(
         records: positions of the examples of each subject.
         names: names of the metrics.
 
+    A metric that a subject has no value of is NaN.
+
     Raises:
-        ConfigError: a metric is not defined for a single subject, such as an AUC.
+        ConfigError: a metric is defined for no single subject, such as an AUC.
     """
-    rows = []
+    rows, defined = [], set[str]()
     for positions in records:
         metrics = task.evaluate(network, Subset(dataset, list(positions)))
-        if missing := [name for name in names if name not in metrics]:
-            raise ConfigError(
-                f"privacy.metric_bounds: no metric {missing[0]!r} of a single subject; there are "
-                f"{', '.join(sorted(metrics))}"
-            )
+        defined |= metrics.keys()
         rows.append([float(metrics.get(name, math.nan)) for name in names])
+    if rows and (missing := [name for name in names if name not in defined]):
+        raise ConfigError(
+            f"privacy.metric_bounds: no metric {missing[0]!r} of a single subject; there are "
+            f"{', '.join(sorted(defined))}"
+        )
     return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(names))

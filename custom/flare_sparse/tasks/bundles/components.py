@@ -109,7 +109,7 @@ def read_component(references: References, name: str, kind: Kind) -> Component:
     Raises:
         ConfigError: the item is no component, or its class is not on the allow list; the text names file and item.
     """
-    return _parse(references, references.resolve(name), name, kind)
+    return parse_component(references, references.resolve(name), name, kind)
 
 
 def read_transforms(references: References, name: str | None) -> tuple[Component, ...]:
@@ -125,10 +125,15 @@ def read_transforms(references: References, name: str | None) -> tuple[Component
         name, value = f"{name}::transforms", value.get("transforms")
     if not isinstance(value, list):
         raise references.refuse(name, "expected Compose with a list of transforms")
-    return tuple(_parse(references, part, f"{name}::{index}", "transform") for index, part in enumerate(value))
+    return tuple(parse_component(references, part, f"{name}::{index}", "transform") for index, part in enumerate(value))
 
 
-def _parse(references: References, value: Any, name: str, kind: Kind) -> Component:
+def parse_component(references: References, value: Any, name: str, kind: Kind) -> Component:
+    """Return the component of a resolved value; ``name`` is its item, for errors.
+
+    Raises:
+        ConfigError: as :func:`read_component`.
+    """
     target = value.get("_target_") if isinstance(value, Mapping) else None
     if not isinstance(target, str):
         raise references.refuse(name, f"expected a {kind} with _target_, such as {next(iter(CLASSES[kind]))}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import ConfigError
-from ...task import Metric
-from .components import LOWER_IS_BETTER, Component, read_component, read_transforms
+from ...errors import ConfigError, abbreviate
+from ...task import METRIC_NAMES, Metric, is_metric_name
+from .components import LOWER_IS_BETTER, Component, parse_component, read_component, read_transforms
 from .references import References
 
 KEYS = ("image", "label")
@@ -48,6 +49,24 @@ class Declaration:
         """The metric that compares rounds; undefined for cases without any label."""
         mode = "min" if self.metric.path in LOWER_IS_BETTER else "max"
         return Metric(self.metric_name, "", mode, may_be_undefined=True)  # type: ignore[arg-type]
+
+
+def encode_json(content: Mapping[str, Any], source: str) -> str:
+    """Return the content of a configuration as JSON, which a job carries.
+
+    Args:
+        content: the parsed file.
+        source: name of the file, for errors.
+
+    Raises:
+        ConfigError: JSON has no such value, as of a date in YAML or a NaN; the text names the file.
+    """
+    try:
+        return json.dumps(content, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{source}: cannot be written as JSON: {error}; put dates in quotes, and remove NaN and infinity"
+        ) from error
 
 
 def find_training_file(configs: Mapping[str, Any]) -> str:
@@ -142,8 +161,10 @@ def _read_metric(references: References, name: str) -> tuple[str, Component]:
     value = references.resolve(name)
     if not isinstance(value, Mapping) or not value or "_target_" in value:
         raise references.refuse(name, 'expected a section with one metric, such as {"val_mean_dice": {...}}')
-    key = str(next(iter(value)))
-    component = read_component(references, f"{name}::{key}", "metric")
+    key, content = next(iter(value.items()))
+    if not is_metric_name(key):
+        raise references.refuse(name, f"found the name {abbreviate(key)} of a metric; expected {METRIC_NAMES}")
+    component = parse_component(references, content, f"{name}::{key}", "metric")
     # The handlers' default is MONAI's; a case has no mean over a batch.
     args = {option: part for option, part in component.args.items() if option not in ("reduction", "get_not_nans")}
     return key, Component(component.path, args, component.location)
@@ -153,7 +174,10 @@ def _read_preprocessing(references: References, name: str) -> tuple[Component, .
     transforms = read_transforms(references, name)
     for transform in transforms:
         keys = transform.args.get("keys", ())
-        if other := sorted({keys} - set(KEYS) if isinstance(keys, str) else set(keys) - set(KEYS)):
+        names = [keys] if isinstance(keys, str) else keys
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"{transform.location}::keys: expected image, label, or a list of them")
+        if other := sorted(set(names) - set(KEYS)):
             raise ConfigError(f"{transform.location}::keys: found {other[0]!r}; a case has the keys image and label")
     if not transforms or transforms[0].path != "monai.transforms.LoadImaged":
         raise references.refuse(name, "expected LoadImaged as the first transform, with the keys image and label")

@@ -27,6 +27,8 @@ MAX_EXPRESSION = 500
 DROPPED = ("device", "sw_device", "output_transform", "params")
 """Arguments that are left out unread: the site chooses where it computes, and the package connects the parts."""
 _ID = re.compile(r"[@%]([A-Za-z_]\w*(?:(?:::|#)\w+)*)")
+# int() reads neither every digit of Unicode nor thousands of digits.
+_INDEX = re.compile(r"[0-9]{1,9}")
 _NOTES = ("_desc_", "_disabled_", "_mode_")
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -78,7 +80,7 @@ class References:
         for part in name.replace("#", "::").split("::"):
             if isinstance(value, Mapping):
                 value = value.get(part)
-            elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            elif isinstance(value, list) and _INDEX.fullmatch(part) and int(part) < len(value):
                 value = value[int(part)]
             else:
                 return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,19 +22,20 @@ from ...errors import ConfigError, DataError
 from ...task import Cohort, Examples, Metric, SiteData
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
 from .cases import Case, CaseDataset, Item, describe_cause, read_case, strip_metadata
-from .components import Component
-from .declaration import KEYS, Declaration, find_training_file, read_declaration
+from .components import LOWER_IS_BETTER, Component
+from .declaration import KEYS, Declaration, encode_json, find_training_file, read_declaration
 
 MAX_CHARACTERS = 400_000
 """Most characters of all configurations of a bundle, as JSON; the larger ones of MONAI's model zoo have 20,000."""
-_FILE = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.(json|yaml|yml)$"
+FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.(json|yaml|yml)$"
+"""Pattern of the names of the files in ``configs/`` that a job carries."""
 _SCORE_SEED = 0
 
 
 class BundleConfig(AdaptedTaskConfig):
     """Configurations of a bundle, and the files of a site's cases; ``task: {bundle: DIR}`` reads them."""
 
-    configs: dict[Annotated[str, Field(pattern=_FILE)], dict[str, Any]] = Field(
+    configs: dict[Annotated[str, Field(pattern=FILE_NAME)], dict[str, Any]] = Field(
         max_length=32,
         description="content of the files in the bundle's configs/, by name; task: {bundle: DIR} reads them",
     )
@@ -50,10 +53,10 @@ class BundleConfig(AdaptedTaskConfig):
     @classmethod
     def _check_configs(cls, configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         # A site reads them, too: they come with a job.
-        size = len(json.dumps(configs))
-        if size > MAX_CHARACTERS:
-            raise ValueError(f"the configurations have {size:,} characters; expected at most {MAX_CHARACTERS:,}")
         try:
+            size = sum(len(encode_json(content, f"configs/{name}")) for name, content in configs.items())
+            if size > MAX_CHARACTERS:
+                raise ConfigError(f"the configurations have {size:,} characters; expected at most {MAX_CHARACTERS:,}")
             read_configs(configs)
         except ConfigError as error:
             raise ValueError(str(error)) from error
@@ -207,12 +210,20 @@ class BundleTask(AdaptableTask):
     def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the key metric of every case ``(B, 1)``, its mean over classes, and voxels with a label ``(B, 1)``.
 
-        Classes for which MONAI leaves it undefined are left out of the mean; a case without any is NaN.
+        Classes for which MONAI leaves it undefined are left out of the mean; a case without any is NaN. A distance of a
+        class that is only present or only predicted is the diagonal of the volume, in voxels.
         """
+        metric = self._declaration.metric
+        background = bool(metric.args.get("include_background", False))
         rows, sizes = [], []
         for image, label in zip(*batch, strict=True):
             predicted, truth = self._predict_case(model, image, label)
-            values = self._declaration.metric.build()(y_pred=[predicted], y=[truth]).double().flatten()
+            # MONAI warns of an argument that it passes to itself, and of every class that a case does not have.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                values = metric.build()(y_pred=[predicted], y=[truth]).double().flatten()
+            if metric.path in LOWER_IS_BETTER:
+                values = _complete_distances(values, predicted, truth, background=background)
             rows.append(values[values.isfinite()].mean().reshape(1).cpu())
             sizes.append(strip_metadata(label).count_nonzero().reshape(1).cpu())
         return torch.stack(rows), torch.stack(sizes)
@@ -234,6 +245,25 @@ class BundleTask(AdaptableTask):
             text = json.dumps(content, indent=4) if is_json else yaml.safe_dump(content, sort_keys=False)
             (folder / "configs" / name).write_text(f"{text.rstrip()}\n", encoding="utf-8")
         torch.save(model.state_dict(), folder / "models" / "model.pt")
+
+
+def _complete_distances(values: Tensor, predicted: Tensor, truth: Tensor, *, background: bool) -> Tensor:
+    """Return the distances ``(classes,)`` of a case: the diagonal for a class that only one of the two maps has.
+
+    Where neither has it, the distance is NaN.
+
+    Args:
+        values: MONAI's distances. A class that is missed is NaN there, so that a mean without it would reward a model
+            that predicts nothing.
+        predicted: predictions ``(channels, d, h, w)``.
+        truth: label maps, likewise.
+        background: whether the first channel has a distance; the only channel always has one.
+    """
+    start = 0 if background or len(truth) == 1 else 1
+    is_predicted, is_present = (part[start:].flatten(1).any(1) for part in (predicted, truth))
+    sides = truth.shape[1:]
+    completed = values.masked_fill(is_predicted ^ is_present, math.dist(sides, [0] * len(sides)))
+    return completed.masked_fill(~is_predicted & ~is_present, math.nan)
 
 
 def _build(components: Sequence[Component]) -> list[Any]:
