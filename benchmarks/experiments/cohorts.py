@@ -24,14 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 from cohorts_report import update_docs
-from results import claim
+from results import claim, run_rounds
 from torch.utils.data import ConcatDataset
 
-from flare_sparse.assemble import Assembly, assemble, build_rules, open_site
+from flare_sparse.assemble import Assembly, assemble, open_site
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import RunConfig, load_config
 from flare_sparse.local.pooled import train_pooled
-from flare_sparse.local.run import run_locally
 from flare_sparse.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.structure.scaling import build_statistics_mask
 from flare_sparse.task import Examples, SiteData
@@ -101,22 +100,9 @@ def run_fold(cohort: str, label: str, seed: int, fold: int, data: Path) -> dict[
         for site in sites.values():
             site.evaluate(weights)
     else:
-        sent = run_rounds(config, assembly, sites)
+        _, ledger = run_rounds(config, assembly, sites)
+        sent = sum(line.payload_bytes for line in ledger.lines)
     return {"bytes": sent, "sites": {name: predict(site) for name, site in sites.items() if site.num_test_examples}}
-
-
-def run_rounds(config: RunConfig, assembly: Assembly, sites: dict[str, Site]) -> int:
-    """Run a federation in this process and return the bytes of its messages."""
-    _, ledger = run_locally(
-        assembly.method,
-        assembly.weights,
-        sites,
-        assembly.task.metric,
-        values=config.wire.values,
-        run=assembly.run_id,
-        rules=build_rules(config),
-    )
-    return sum(line.payload_bytes for line in ledger.lines)
 
 
 def train_on_pooled(assembly: Assembly, sites: dict[str, Site]) -> torch.Tensor:
@@ -183,9 +169,7 @@ def run_left_out(cohort: str, left_out: str, label: str, seed: int, data: Path) 
     count = len(own.subset)
     share = f"task.split={{test: {(count - FIRST) / count}, validation: {4 / count}}}"
     adapted = open_newcomer(load_arm(ARMS[label], cohort, data, seed, share), own)
-    outcome, _ = run_locally(
-        assembly.method, assembly.weights, sites, assembly.task.metric, run=assembly.run_id, rules=build_rules(config)
-    )
+    outcome, _ = run_rounds(config, assembly, sites)
     adapted.weights = outcome.weights.clone()
     adapted.evaluate(assembly.method.adapt(adapted, outcome.mask))
     alone_config = load_arm(ARMS["local network"], cohort, data, seed, share)

@@ -26,12 +26,12 @@ from typing import Any
 
 import pandas as pd
 import torch
+from results import run_rounds
 from scipy.stats import t as student
 
-from flare_sparse.assemble import assemble, build_rules, open_site
+from flare_sparse.assemble import assemble, open_site
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import RunConfig, load_config
-from flare_sparse.local.run import run_locally
 from flare_sparse.privacy.account import PrivacyAccount
 
 CONFIG = Path(__file__).resolve().parents[2] / "app_configs" / "dp_morphometry_age.yaml"
@@ -145,15 +145,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         account = PrivacyAccount()
         account.secret = hashlib.sha256(f"{config.seed} {name}".encode()).digest()
         sites[name] = open_site(assembly, where, account)
-    outcome, _ = run_locally(
-        assembly.method,
-        assembly.weights,
-        sites,
-        assembly.task.metric,
-        values=config.wire.values,
-        run=assembly.run_id,
-        rules=build_rules(config),
-    )
+    outcome, _ = run_rounds(config, assembly, sites)
     first = next(iter(sites.values()))
     return {
         "mae": outcome.evaluation.overall["mae"],

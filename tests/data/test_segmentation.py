@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from flare_sparse.data.cases import CaseFiles
-from flare_sparse.data.segmentation import Case, Preparation, SegmentationDataset, read_volumes
+from flare_sparse.data.cases import Case, CaseFiles
+from flare_sparse.data.segmentation import Preparation, SegmentationDataset, read_volumes
 from flare_sparse.errors import DataError
 
 PLAIN: dict[str, Any] = {

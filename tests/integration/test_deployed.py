@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import ENVIRONMENT
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
@@ -40,7 +39,6 @@ SITES = ("site-1", "site-2", "site-3")
 FEDAVG = "method={name: fedavg, rounds: 2, training: {lr: 0.01}}"
 CANARY = "CANARY-7f3a"
 """Text in paths and rows of the sites' data; no file of the server may contain it."""
-ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
 def run_script(name: str, *arguments: str) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from commands import ENVIRONMENT
+from mortality_job import write_mortality_job
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -18,31 +17,10 @@ from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
 
-ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    rows = [f"{i},{i * 5 % 7 % 2},{i % 2},{i % 3 % 2},{i % 5 % 2}" for i in range(60)]
-    for site in ("site-1", "site-2", "site-3"):
-        (tmp_path / f"{site}.csv").write_text("stay,died,med_a,med_b,med_c\n" + "\n".join(rows) + "\n")
-    file = tmp_path / "job.yaml"
-    content = {
-        "name": "masked",
-        "seed": 3,
-        "method": {
-            "name": "neurosfl",
-            "sparsity": 0.5,
-            "rounds": 2,
-            "training": {"optimizer": "sgd", "lr": 0.1},
-        },
-        "task": {"name": "mortality", "medications": 3, "model": {"name": "mlp", "hidden": [8]}},
-        "wire": {"aggregation": "masked"},
-        "federation": {"min_sites": 3, "task_timeout_s": 60},
-        "simulator": {"sites": 3, "data": {"path": str(tmp_path / "{site}.csv")}},
-    }
-    file.write_text(yaml.safe_dump(content))
-    return file
+    return write_mortality_job(tmp_path, "masked", 2, wire={"aggregation": "masked"})
 
 
 def check_record(out: Path, summary: dict[str, Any], local: Path, values_format: str = "masked") -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -21,6 +21,9 @@ from ..errors import DataError
 from ..split import Split, SplitConfig
 from ..task import Cohort
 from .bids import TABLE, read_rows
+from .screening import screen_subjects
+
+T = TypeVar("T")
 
 Suffixes = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9]+$")], ...],
@@ -136,6 +139,51 @@ def read_cohort(cases: Mapping[str, CaseFiles]) -> Cohort:
     names = dict.fromkeys(column for case in cases.values() for column in case.row)
     columns = {name: np.array([case.row.get(name, "") for case in cases.values()]) for name in names}
     return Cohort(tuple(cases), columns)
+
+
+@dataclass(frozen=True)
+class Case(Generic[T]):
+    """One case.
+
+    Attributes:
+        files: its files.
+        cached: the case in memory; None: read at each access.
+    """
+
+    files: CaseFiles
+    cached: T | None = None
+
+
+def read_cases(
+    cases: Mapping[str, CaseFiles],
+    names: Iterable[str],
+    read: Callable[[CaseFiles], T],
+    *,
+    cache: bool,
+    skip_bad_subjects: bool,
+    source: Path,
+) -> tuple[dict[str, Case[T]], int]:
+    """Read every case once; return the usable ones by name, and the number of skipped cases.
+
+    Args:
+        cases: files of all cases by name.
+        names: cases to read.
+        read: reads the files of a case; raises a DataError if it is unusable.
+        cache: keep what was read in memory.
+        skip_bad_subjects: skip unusable cases instead of raising.
+        source: file or folder, named in the error.
+
+    Raises:
+        DataError: a case is missing or unusable and may not be skipped, or no usable case remains.
+    """
+
+    def read_case(name: str) -> Case[T]:
+        if name not in cases:
+            raise DataError("there is no such case")
+        content = read(cases[name])
+        return Case(cases[name], content if cache else None)
+
+    return screen_subjects(names, read_case, skip_bad_subjects=skip_bad_subjects, source=source)
 
 
 def split_cases(subjects: Mapping[str, str], config: SplitConfig, seed: int) -> Split:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from ..errors import DataError
-from .cases import CaseFiles
+from .cases import Case, CaseFiles
 from .nifti import format_shape, read_nifti
 
 Normalization = Literal["volume", "nonzero", "none"]
@@ -199,19 +199,6 @@ class Volumes:
     spacing: Tensor
 
 
-@dataclass(frozen=True)
-class Case:
-    """One case.
-
-    Attributes:
-        files: its files.
-        cached: the case in memory; None: read at each access.
-    """
-
-    files: CaseFiles
-    cached: Volumes | None = None
-
-
 def read_volumes(files: CaseFiles, preparation: Preparation) -> Volumes:
     """Read the files of a case.
 
@@ -237,7 +224,7 @@ class SegmentationDataset(Dataset[Item]):
         trains: label maps on the network's grid, for training; False: on the image's own grid, for evaluation.
     """
 
-    def __init__(self, cases: Sequence[Case], preparation: Preparation, *, trains: bool):
+    def __init__(self, cases: Sequence[Case[Volumes]], preparation: Preparation, *, trains: bool):
         self._cases, self._preparation, self._trains = cases, preparation, trains
 
     def __len__(self) -> int:

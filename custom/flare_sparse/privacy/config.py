@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -60,6 +61,17 @@ class PrivacyConfig(BaseModel):
         if (self.metrics == "noised") != bool(self.metric_bounds):
             raise ValueError("metrics: noised needs metric_bounds, such as {mae: 20}, and metric_bounds needs noised")
         return self
+
+    def choose_noise(self, solve: Callable[[float, float], float]) -> float:
+        """Return the noise that the job gives, or the one that keeps its budget.
+
+        Args:
+            solve: returns the noise of an epsilon and a delta.
+        """
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        assert self.epsilon is not None, "one of the two is set"
+        return solve(self.epsilon, self.delta)
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -45,10 +45,7 @@ class SiteMechanism:
         Raises:
             ConfigError: no noise keeps the budget.
         """
-        if self.config.noise_multiplier is not None:
-            return self.config.noise_multiplier
-        assert self.config.epsilon is not None, "one of the two is set"
-        return solve_noise_multiplier(self.config.epsilon, self.config.delta, self.plan)
+        return self.config.choose_noise(lambda epsilon, delta: solve_noise_multiplier(epsilon, delta, self.plan))
 
     @property
     def budget(self) -> Budget | None:

@@ -50,10 +50,7 @@ class MetricRelease:
         Raises:
             ConfigError: no noise keeps the budget.
         """
-        if self.config.noise_multiplier is not None:
-            return self.config.noise_multiplier
-        assert self.config.epsilon is not None, "one of the two is set"
-        return _solve(self.config.epsilon, self.config.delta, self.releases)
+        return self.config.choose_noise(lambda epsilon, delta: _solve(epsilon, delta, self.releases))
 
     def compute_spent(self) -> float:
         """Return the epsilon that the run has charged this site's subjects so far."""

@@ -14,11 +14,20 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from ..data.augmentation import Augmentation
-from ..data.cases import CaseFiles, Derivative, Pairs, Suffixes, find_cases, find_images, read_cohort, split_cases
+from ..data.cases import (
+    CaseFiles,
+    Derivative,
+    Pairs,
+    Suffixes,
+    find_cases,
+    find_images,
+    read_cases,
+    read_cohort,
+    split_cases,
+)
 from ..data.nifti import read_nifti
 from ..data.patches import sample_patch, take_central_patch
-from ..data.screening import screen_subjects
-from ..data.segmentation import Case, Item, Normalization, Preparation, SegmentationDataset, read_volumes, write_labels
+from ..data.segmentation import Item, Normalization, Preparation, SegmentationDataset, read_volumes, write_labels
 from ..errors import ConfigError, DataError
 from ..models import ModelConfig
 from ..models.config import require_input
@@ -131,15 +140,14 @@ class Segmentation(AdaptableTask):
         """Read and check every case once; the cases of a subject are in the same part of the split."""
         cases, preparation = self._find_cases(data.path), self.config.preparation
 
-        def read_example(name: str) -> Case:
-            if name not in cases:
-                raise DataError("there is no such case")
-            volumes = read_volumes(cases[name], preparation)
-            return Case(cases[name], volumes if self.config.cache else None)
-
-        ids = cases if data.subset is None else data.subset
-        skip = self.config.skip_bad_subjects
-        examples, skipped = screen_subjects(ids, read_example, skip_bad_subjects=skip, source=data.path)
+        examples, skipped = read_cases(
+            cases,
+            cases if data.subset is None else data.subset,
+            lambda files: read_volumes(files, preparation),
+            cache=self.config.cache,
+            skip_bad_subjects=self.config.skip_bad_subjects,
+            source=data.path,
+        )
         split = split_cases({name: cases[name].subject for name in examples}, self.config.split, seed)
         train, validation, test = (
             SegmentationDataset([examples[name] for name in names], preparation, trains=names is split.train)

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ...data.cases import CaseFiles
+from ...data.cases import Case, CaseFiles
 from ...errors import DataError, describe_exception
 from .declaration import KEYS
 
 Item = Mapping[str, Tensor]
 """Image ``(channels, d, h, w)`` and label map ``(1, d, h, w)`` of a case, by name."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One case.
-
-    Attributes:
-        files: its files.
-        cached: the case in memory; None: read at each access.
-    """
-
-    files: CaseFiles
-    cached: Item | None = None
 
 
 class CaseDataset(Dataset[Item]):
@@ -39,7 +25,7 @@ class CaseDataset(Dataset[Item]):
         transforms: the transforms, for cases that are not in memory.
     """
 
-    def __init__(self, cases: Sequence[Case], transforms: Sequence[Any]):
+    def __init__(self, cases: Sequence[Case[Item]], transforms: Sequence[Any]):
         self._cases, self._transforms = cases, transforms
 
     def __len__(self) -> int:

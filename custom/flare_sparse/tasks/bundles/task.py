@@ -16,12 +16,11 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ...data.cases import CaseFiles, Derivative, Pairs, Suffixes, find_cases, read_cohort, split_cases
-from ...data.screening import screen_subjects
+from ...data.cases import Case, CaseFiles, Derivative, Pairs, Suffixes, find_cases, read_cases, read_cohort, split_cases
 from ...errors import ConfigError, DataError
 from ...task import Cohort, Examples, Metric, SiteData
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
-from .cases import Case, CaseDataset, Item, describe_cause, read_case, strip_metadata
+from .cases import CaseDataset, Item, describe_cause, read_case, strip_metadata
 from .components import LOWER_IS_BETTER, Component
 from .declaration import KEYS, Declaration, encode_json, find_training_file, read_declaration
 
@@ -106,15 +105,14 @@ class BundleTask(AdaptableTask):
         is_same = declaration.evaluation_preprocessing == declaration.preprocessing[: len(fixed)]
         evaluation = fixed if is_same else _build(declaration.evaluation_preprocessing)
 
-        def read_example(name: str) -> Case:
-            if name not in cases:
-                raise DataError("there is no such case")
-            item = read_case(cases[name], fixed)
-            return Case(cases[name], item if self.config.cache else None)
-
-        ids = cases if data.subset is None else data.subset
-        skip = self.config.skip_bad_subjects
-        examples, skipped = screen_subjects(ids, read_example, skip_bad_subjects=skip, source=data.path)
+        examples, skipped = read_cases(
+            cases,
+            cases if data.subset is None else data.subset,
+            lambda files: read_case(files, fixed),
+            cache=self.config.cache,
+            skip_bad_subjects=self.config.skip_bad_subjects,
+            source=data.path,
+        )
         split = split_cases({name: cases[name].subject for name in examples}, self.config.split, seed)
 
         def build_dataset(names: Sequence[str], transforms: Sequence[Any]) -> CaseDataset:
