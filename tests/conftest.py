@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 from skips import describe_skips, require
+
+from flare_sparse.privacy.secret import SECRET_BYTES
 
 # pytest's worker processes inherit COLUMNS, which would set the width of the terminal output under test.
 os.environ.pop("COLUMNS", None)
@@ -29,6 +32,15 @@ def _seeded_torch() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(thread_count)
+
+
+@pytest.fixture(autouse=True)
+def _numbered_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number the secrets that sites create: samples and noise of a test, and so its outcome, are always the same."""
+    numbers = count(1)
+    for module in ("secret", "account"):
+        name = f"flare_sparse.privacy.{module}.create_secret"
+        monkeypatch.setattr(name, lambda: next(numbers).to_bytes(SECRET_BYTES, "big"))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..checkpoint.writing import write_json
 from ..errors import FlareSparseError
 from .accounting import Charge, compute_epsilon, merge_charges
-from .secret import SECRET_BYTES, read_secret
+from .secret import create_secret, read_secret
 
 PRIVACY_FOLDER = "flare_sparse_privacy"
 """Folder in a site's startup kit with its secret and its ledger, by name of the site."""
@@ -125,7 +124,7 @@ class PrivacyAccount:
 
     def __init__(self, folder: Path | None = None, limit: Budget | None = None):
         self.folder, self.limit = folder, limit
-        self.secret = secrets.token_bytes(SECRET_BYTES) if folder is None else read_secret(folder / SECRET_FILE)
+        self.secret = create_secret() if folder is None else read_secret(folder / SECRET_FILE)
         self._memory = Ledger()
 
     def read(self) -> Ledger:

@@ -23,6 +23,11 @@ from ..errors import CheckpointError
 SECRET_BYTES = 32
 
 
+def create_secret() -> bytes:
+    """Return a new secret from the operating system's generator."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
 def read_secret(file: Path) -> bytes:
     """Return the secret of a file, which is created with a random one if it does not exist.
 
@@ -32,7 +37,7 @@ def read_secret(file: Path) -> bytes:
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            write_new_file(file, secrets.token_bytes(SECRET_BYTES))
+            write_new_file(file, create_secret())
             sync_to_disk(file.parent)
         except FileExistsError:
             pass
