@@ -68,7 +68,7 @@ LOGISTIC = {"logistic_local": "logistic regression, each site alone", "logistic_
 PATIENCE = 20
 """Rounds without a better AUC on validation stays after which a run ends."""
 DIABETES = (
-    "{name: mortality, medications: 23, levels: 3, codes: meds, outcome: expired, stay: null, only: first_encounter}"
+    "{name: mortality, medications: 23, levels: 3, codes: meds, outcome: expired, stay: null, include: first_encounter}"
 )
 
 

@@ -66,6 +66,26 @@ def test_site_takes_the_model_with_the_best_metric_on_validation_examples(person
         assert torch.equal(site.memory[PERSONAL], best[3])
 
 
+def test_site_whose_metrics_stay_at_home_chooses_the_same_model_without_its_test_examples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainings = FineTuning(**CHOICE).list_trainings(TrainingConfig(**TRAINING), 4)
+    bench, site = open_site()
+    full = bench.method("fedavg").full_mask
+    expected = fine_tune(site, full, trainings, 4)
+    _, silent = open_site()
+    silent.sends_metrics = False
+    sizes, evaluate = [], silent.task.evaluate
+
+    def count_examples(network: Any, dataset: Any) -> dict[str, float]:
+        sizes.append(len(dataset))
+        return evaluate(network, dataset)
+
+    monkeypatch.setattr(silent.task, "evaluate", count_examples)
+    assert torch.equal(fine_tune(silent, full, trainings, 4), expected)
+    assert sizes == [silent.num_validation_examples] * 4
+
+
 def test_site_keeps_the_received_model_where_fine_tuning_harms_it() -> None:
     bench, site = open_site("norms")
     harmful = FineTuning(epochs=3, lr=3.0, proximal=(0.0, 0.1)).list_trainings(

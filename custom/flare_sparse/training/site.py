@@ -509,6 +509,17 @@ class Site:
             metrics |= {f"{VALIDATION}{name}": value for name, value in chosen_by.items()}
         return metrics
 
+    def evaluate_validation(self, weights: Tensor) -> dict[str, float]:
+        """Return the task's metrics of ``weights`` on the site's validation examples; empty without any.
+
+        They are exact, also where metrics leave with noise or not at all: a choice by them must stay at the site.
+        """
+        if not self._examples.n_validation:
+            return {}
+        self._select_personal(self.memory.get(PERSONAL))
+        self._model.load(weights)
+        return self._measure("validation")[0]
+
     def _evaluate_on(self, part: Literal["test", "validation"], weights: Tensor) -> dict[str, float]:
         """Return the metrics of the loaded model ``weights`` on a part of the examples."""
         examples = self._examples
@@ -526,11 +537,17 @@ class Site:
             except BudgetSpent as error:
                 _LOG.warning("metrics stay at the site: %s", error)
                 return {}
+        metrics, sparsity = self._measure(part)
+        return metrics if sparsity is None else {**metrics, "channel_sparsity": sparsity}
+
+    def _measure(self, part: Literal["test", "validation"]) -> tuple[dict[str, float], float | None]:
+        """Return the exact metrics of the loaded model on a part of the examples, and the share of closed gates."""
+        dataset = self._examples.test if part == "test" else self._examples.validation
+        assert dataset is not None, "there are examples"
         with observe_gates(self._model.module) as observed:
             metrics = self.task.evaluate(self._model.module, dataset)
         self._model.check_parameters()
-        sparsity = compute_channel_sparsity(observed)
-        return metrics if sparsity is None else {**metrics, "channel_sparsity": sparsity}
+        return metrics, compute_channel_sparsity(observed)
 
     def _complete(self, weights: Tensor, personal: PersonalTensors | None) -> tuple[Layout, Tensor]:
         """Return layout and vector of the whole network, from ``weights`` ``(P,)`` and what stays here."""

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ...mask import Mask
-from ...task import VALIDATION
 from ...training import Site, TrainingConfig
 from ...training.personal import PERSONAL
 
@@ -92,8 +91,7 @@ def fine_tune(site: Site, trainable: Mask, trainings: Sequence[TrainingConfig], 
 
 def _measure_validation(site: Site, weights: Tensor) -> float | None:
     """Return the task's metric on the site's validation examples; None if it is not defined there."""
-    metrics = site.evaluate(weights)
-    return metrics.get(f"{VALIDATION}{site.task.metric.name}") if metrics else None
+    return site.evaluate_validation(weights).get(site.task.metric.name)
 
 
 def _set_personal(site: Site, values: Tensor | None) -> None:
