@@ -22,7 +22,7 @@ PACKAGE = Path(next(iter(flare_sparse.__path__)))
 TESTS = Path(__file__).parent
 ORDER = (
     ("errors", "version", "seeds"),
-    ("params", "split"),
+    ("params", "reading", "split"),
     ("mask",),
     ("exchange", "task", "structure", "checkpoint"),
     ("kernels", "models"),

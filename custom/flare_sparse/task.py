@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from .errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
+from .reading import MinibatchReader
 from .split import Split, SplitConfig
 
 VALIDATION = "validation_"
@@ -316,7 +317,7 @@ class Task(ABC):
 
     def iterate_batches(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Any]:
         """Yield the examples of a data set in order, in batches of at most ``batch_size``."""
-        yield from DataLoader(dataset, batch_size=batch_size, collate_fn=self.collate)
+        yield from DataLoader(MinibatchReader(dataset), batch_size=batch_size, collate_fn=self.collate)
 
     def tabulate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the examples of a batch as rows for linear baselines: features ``(B, d)`` and targets ``(B, t)``.

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from ..reading import MinibatchReader
+
 
 @dataclass(frozen=True)
 class SampleUsage:
@@ -25,7 +27,7 @@ class CountingDataset(Dataset[Any]):
     """A dataset that counts which of its examples and how many minibatches a loader has read."""
 
     def __init__(self, examples: Any):
-        self._examples = examples
+        self._examples = MinibatchReader(examples)
         self.reset()
 
     def reset(self) -> None:
@@ -49,5 +51,4 @@ class CountingDataset(Dataset[Any]):
         """Return a minibatch; loaders call this method instead of reading the examples one by one."""
         self._indices.update(indices)
         self._batches += 1
-        get_batch = getattr(self._examples, "__getitems__", None)
-        return get_batch(indices) if get_batch else [self._examples[index] for index in indices]
+        return self._examples.__getitems__(indices)
