@@ -148,6 +148,10 @@ def format_difference(difference: Difference) -> str:
     return text if difference.verdict == "undecided" else f"**{text}**"
 
 
+BASELINES = ("site mean", "ridge alone", "network alone")
+"""What a site can do by itself."""
+
+
 def format_left_out(files: list[Path], name: str) -> str:
     """Return the table of sites that took no part in training."""
     collected: dict[str, dict[Key, list[float]]] = {}
@@ -168,7 +172,8 @@ def format_left_out(files: list[Path], name: str) -> str:
         "| | MAE, years | minus network alone | minus ridge alone | sites that gain over both |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for label, averages in means.items():
+    for label in [*BASELINES, *(label for label in LABELS if label in means)]:
+        averages = means[label]
         total = compare(averages, dict.fromkeys(averages, 0.0))
         differences = [compare(averages, means[other]) for other in ("network alone", "ridge alone")]
         gains = [sum(d.by_site[site] < 0 for d in differences) == 2 for site in total.by_site]
