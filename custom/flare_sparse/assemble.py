@@ -245,7 +245,8 @@ def _check_statistics(job: JobConfig, layout: Layout) -> None:
             setting = "privacy"
         raise ConfigError(
             f"{setting}: the statistics by which the network standardises its inputs travel in the clear as float32, "
-            "without noise; remove the setting, or choose another task.scaling or task.model"
+            "without noise; remove the setting, or choose another task.scaling or task.model (voxel_mlp: standardize: "
+            "false)"
         )
 
 

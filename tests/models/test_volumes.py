@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.models import build_model
+from flare_sparse.models import ModelConfig, build_model
 from flare_sparse.models.voxels import HemisphereMean
 from flare_sparse.params import MASKABLE, Layout
-from flare_sparse.structure.scaling import InputScaler
+from flare_sparse.structure.scaling import InputScaler, build_statistics_mask
 
 
 def maps(network: nn.Sequential, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -161,3 +161,28 @@ def test_voxel_mlp_standardises_each_voxel_by_its_statistics() -> None:
     with torch.inference_mode():
         network(torch.tensor([[10.0, 0.0], [40.0, 0.5]]).view(2, 1, 2, 1, 1))
     assert received[0].tolist() == [[-1.0, 0.0], [2.0, 0.5]]
+
+
+def test_voxel_mlp_without_standardization_has_no_statistics_and_the_same_weights() -> None:
+    plain, scaled = (build_model("voxel_mlp", volume=(4, 3, 2), standardize=value) for value in (False, True))
+    layout = Layout.from_module(plain)
+    assert not build_statistics_mask(layout).count
+    assert maskable(plain) == maskable(scaled)
+    volumes = torch.randn(5, 1, 4, 3, 2)
+    with torch.inference_mode():
+        # A scaler without statistics passes its inputs unchanged.
+        scaled.load_state_dict({**scaled.state_dict(), **rename_layers(plain, scaled)})
+        assert torch.equal(plain(volumes), scaled(volumes))
+
+
+def test_standardization_as_by_default_enters_no_run_id() -> None:
+    dumps = [ModelConfig(name="voxel_mlp", standardize=value).model_dump() for value in (True, False)]
+    assert [dump.get("standardize") for dump in dumps] == [None, False]
+    assert "standardize" not in dumps[0]
+    assert dumps[0] == ModelConfig(name="voxel_mlp").model_dump()
+
+
+def rename_layers(plain: nn.Module, scaled: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights of a network under the names that they have in another with the same layers."""
+    names = [name for name, _ in scaled.named_parameters()]
+    return dict(zip(names, (parameter for _, parameter in plain.named_parameters()), strict=True))

@@ -23,6 +23,8 @@ from .registry import INPUT_KINDS, MODELS, build_model, get_input_kind, validate
 FROM_TASK = (*INPUT_KINDS, "inputs", "outputs")
 OWN = ("name", "norm", "gates")
 """Settings that are not those of the network's builder."""
+OMITTED: tuple[tuple[str, Any], ...] = (("norm", None), ("gates", None), ("standardize", True))
+"""Settings with the values at which they do not enter the run id: jobs from before these settings keep theirs."""
 
 
 class ModelConfig(BaseModel):
@@ -56,8 +58,8 @@ class ModelConfig(BaseModel):
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit ``norm`` and ``gates`` of a network as it is, so that they do not enter the run id of such jobs."""
-        return {key: value for key, value in dump(self).items() if key not in OWN or value is not None}
+        """Omit the settings of a network as it is, so that they do not enter the run id of such jobs."""
+        return {key: value for key, value in dump(self).items() if (key, value) not in OMITTED}
 
     def build(self, **task_settings: Any) -> nn.Module:
         """Build the network, newly initialised.

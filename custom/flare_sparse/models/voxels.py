@@ -32,8 +32,9 @@ def voxel_mlp(
     hidden: Units = (64,),
     dropout: Share = 0.0,
     symmetric: bool = True,
+    standardize: bool = True,
 ) -> nn.Sequential:
-    """Build fully connected layers with ReLU on voxels that are standardised by statistics of all sites.
+    """Build fully connected layers with ReLU on voxels, which are standardised by statistics of all sites by default.
 
     The statistics of each voxel (:class:`InputScaler`) are exchanged once, before round 1, and stay in the model. A row
     of the first layer's weights is a map of the brain. At 17x21x17, the 3 mm volumes at 9 mm, the defaults have 205,696
@@ -45,12 +46,14 @@ def voxel_mlp(
         hidden: units of each hidden layer; without hidden layers the network is a linear model.
         dropout: dropout rate after each hidden layer.
         symmetric: whether both hemispheres share their weights, which halves the network.
+        standardize: whether voxels are standardised; False: they pass as the task normalises them, and no statistics
+            are exchanged, as differential privacy and encryption need.
     """
     depth, *rest = volume
     features = ((depth + 1) // 2 if symmetric else depth) * prod(rest)
     return nn.Sequential(
         *([HemisphereMean()] if symmetric else []),
         nn.Flatten(),
-        InputScaler([True] * features),
+        *([InputScaler([True] * features)] if standardize else []),
         mlp(features=features, outputs=outputs, hidden=hidden, dropout=dropout),
     )
