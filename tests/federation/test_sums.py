@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_federation import LocalFederation
-from toy import ToyBench
+from local_federation import RUN, LocalFederation, Upload
+from toy import Plain, ToyBench
 
 from flare_sparse.checkpoint.store import Store
+from flare_sparse.endpoints.server import Attempt, ServerEndpoint
+from flare_sparse.endpoints.site import SiteEndpoint
 from flare_sparse.errors import RejectedMessage, RoundFailed
-from flare_sparse.exchange import Contribution, Patch
+from flare_sparse.exchange import Assignment, Contribution, Patch, Request, UpdateSpec
 from flare_sparse.federation import RoundRules
 from flare_sparse.local.run import run_locally
+from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.secure_aggregation.limits import SumRules
 from flare_sparse.secure_aggregation.messages import (
@@ -31,6 +34,7 @@ from flare_sparse.secure_aggregation.messages import (
 )
 from flare_sparse.secure_aggregation.pads import get_public_key, read_sum_id
 from flare_sparse.secure_aggregation.rings import Ring, RingFormat
+from flare_sparse.wire.ledger import Ledger
 
 SUMMABLE = [name for name in METHODS if not METHODS[name].Config().masking_blocker]
 SGD = {"optimizer": "sgd", "lr": 0.01}
@@ -250,6 +254,49 @@ def test_swapped_key_is_refused_by_every_site() -> None:
     federation.change_question = swap
     with pytest.raises(RoundFailed, match="site-1 E_SIGNATURE, site-2 E_REQUEST, site-3 E_SIGNATURE"):
         federation.run()
+
+
+def send_zeros_to(federation: LocalFederation, sites: list[str]) -> None:
+    """Let the server send some sites a model of zeros in each round, whose answers it knows: nothing is learned."""
+    layout, collect = federation.bench.layout, federation.collect
+    forger, full = ServerEndpoint(layout, RUN, "float32", Ledger()), Mask.full(layout.size)
+
+    def collect_answers(attempt: Attempt) -> Any:
+        request = Request(attempt.kind, attempt.round, Patch.from_vector(torch.zeros(layout.size), full), full)
+        forged = forger.encode_requests(dict.fromkeys(sites, Assignment(request, UpdateSpec("weights")))).messages
+        is_training = attempt.kind == "train"
+        return collect(replace(attempt, messages=attempt.messages | forged) if is_training else attempt)
+
+    federation.collect = collect_answers  # type: ignore[method-assign]
+
+
+def test_server_that_sends_different_models_reads_a_site_in_their_sum_unless_the_model_is_part_of_the_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained: dict[str, torch.Tensor] = {}
+
+    def record_update(upload: Upload) -> Upload:
+        trained.setdefault(upload.site, upload.update.patch.values.clone())
+        return upload
+
+    def build() -> LocalFederation:
+        rules = RoundRules(min_sites=3, retries=0)
+        federation = build_federation(4, bench=ToyBench(Plain()), rules=rules, settings={"rounds": 1})
+        federation.change_update = record_update
+        send_zeros_to(federation, ["site-2", "site-3", "site-4"])
+        return federation
+
+    federation = build()
+    with pytest.raises(RoundFailed, match="site-1 E_SHARE, site-2 E_SHARE"):
+        federation.run()
+    assert not [step for _, step, _ in federation.sum_messages if step == Step.VALUES]
+
+    monkeypatch.setattr(SiteEndpoint, "compute_model_digest", lambda endpoint: "")
+    federation = build()
+    model, weights = federation.bench.weights, federation.run().weights
+    # Of 144 examples, 24 are those of site-1. The bias of the last layer is all that learns from a model of zeros.
+    read, delta = ((weights - model) * 144 / 24)[:-1], (trained["site-1"] - model)[:-1]
+    assert float((read - delta).abs().max()) < 1e-3 * float(delta.abs().max())
 
 
 def test_value_above_the_bound_costs_its_site_the_round_and_no_other() -> None:

@@ -46,6 +46,7 @@ class Withheld:
         update: the update.
         values: float64 ``(k,)``, what is summed.
         ring: format of the values.
+        model_digest: digest of the model of the request.
     """
 
     request: RequestId
@@ -53,6 +54,7 @@ class Withheld:
     update: Update
     values: np.ndarray
     ring: RingFormat
+    model_digest: str
 
 
 class SiteSums:
@@ -94,7 +96,9 @@ class SiteSums:
         self._members: dict[str, SignedKeys] = {}
         self._newest = 0
 
-    def withhold(self, update: Update, request: RequestId, sequence: int, model: Tensor) -> Update:
+    def withhold(
+        self, update: Update, request: RequestId, sequence: int, model: Tensor, model_digest: str = ""
+    ) -> Update:
         """Keep the values of an update for its sum, and return the update without them.
 
         Args:
@@ -102,6 +106,7 @@ class SiteSums:
             request: id of the request that it answers.
             sequence: number of the attempt.
             model: ``(P,)`` the model of the request.
+            model_digest: its digest. A padded sum has values of one model only.
 
         Raises:
             RejectedMessage: a value is not finite, or above the bound of the ring. Nothing may be sent.
@@ -114,7 +119,7 @@ class SiteSums:
         values = update.patch.values.double().numpy() - compute_reference(update.content, mask, model)
         # Refused now and not in the sum, where it would cost the other sites an attempt.
         ring.encode(values, 1.0)
-        self._withheld = Withheld(request, sequence, update, values, ring)
+        self._withheld = Withheld(request, sequence, update, values, ring, model_digest)
         return Update(Patch.empty(self.layout.size), "metrics", update.num_examples, update.metrics)
 
     def discard(self) -> None:
@@ -167,7 +172,8 @@ class SiteSums:
             return b""
         self._admit(sum_id, self._withheld)
         assert isinstance(self.identity, SiteIdentity), "padded sums have keys"
-        self._party = SumParty(sum_id, self.identity, self._withheld.update.num_examples, self.rules.min_sites)
+        examples, digest = self._withheld.update.num_examples, self._withheld.model_digest
+        self._party = SumParty(sum_id, self.identity, examples, self.rules.min_sites, digest)
         return self._party.keys.to_bytes()
 
     def _admit(self, sum_id: SumId, withheld: Withheld) -> None:

@@ -114,4 +114,5 @@ def decrypt_shares(key: bytes, box: bytes, sender: str) -> bytes:
     try:
         return ChaCha20Poly1305(key).decrypt(_NONCE, box, None)
     except InvalidTag as error:
-        raise RejectedMessage("E_SHARE", "shares", f"those of {sender}", "others", sender) from error
+        expected = f"those of {sender} for this site, in a sum over the same model"
+        raise RejectedMessage("E_SHARE", "shares", expected, "others", sender) from error

@@ -78,13 +78,22 @@ class SumParty:
         identity: signs the keys and checks those of the others.
         num_examples: number of training examples of the site.
         min_sites: fewest sites of a sum that this site takes part in.
+        model_digest: digest of the model that the values were computed from; a sum has one model.
 
     Attributes:
         keys: what the site publishes.
     """
 
-    def __init__(self, sum_id: SumId, identity: SiteIdentity, num_examples: int, min_sites: int = FEWEST_SITES):
+    def __init__(
+        self,
+        sum_id: SumId,
+        identity: SiteIdentity,
+        num_examples: int,
+        min_sites: int = FEWEST_SITES,
+        model_digest: str = "",
+    ):
         self.sum_id, self.identity, self.min_sites = sum_id, identity, max(min_sites, FEWEST_SITES)
+        self.model_digest = model_digest
         # New for every attempt and never derived from a seed of the run: a pad that is used twice reveals the
         # difference of the two messages.
         self._secrets = _Secrets(*(secrets.token_bytes(32) for _ in range(3)))
@@ -148,7 +157,7 @@ class SumParty:
             ring: format of the section.
 
         Raises:
-            RejectedMessage: a box is not one of its sender for this site.
+            RejectedMessage: a box is not one of its sender for this site, or its sender has another model.
             RequestRefused: a sender has published no keys, or the sites are too few.
         """
         members, own_shares = self._progress.members, self._progress.own_shares
@@ -210,7 +219,11 @@ class SumParty:
             raise RequestRefused(f"{sites} of {members} sites are left in the sum; this site requires {needed}")
 
     def _agree_channel(self, keys: SignedKeys, sender: str, receiver: str) -> bytes:
-        return agree(self._secrets.channel, keys.channel_key, "shares", self.sum_id, (sender, receiver))
+        # The model is part of the key and never travels: a server that sends one site a model of its own, and the
+        # others one with known answers, would read that site's answer in the sum (Pasquini et al. 2022, section 7).
+        # Boxes of sites with different models do not open, so no values leave.
+        purpose = f"shares {self.model_digest}"
+        return agree(self._secrets.channel, keys.channel_key, purpose, self.sum_id, (sender, receiver))
 
 
 def agree_pad(private_key: bytes, public_key: bytes, sum_id: SumId, name: str, other: str) -> bytes:
