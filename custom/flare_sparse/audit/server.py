@@ -173,7 +173,9 @@ class ServerAttacks:
         mask = Mask.full(layout.size)
         vector = policy.sanitize_values(content, Patch.from_vector(layout.flatten(tensors), mask), layout)
         # As at a site: what a change shows of the data decides nothing under a privacy budget.
-        if policy.withhold_isolated and message == "update" and self._site.mechanism is None:
+        mechanism = self._site.mechanism
+        is_bounded = mechanism is not None and mechanism.hides_subjects
+        if policy.withhold_isolated and message == "update" and not is_bounded:
             inputs = self._site.collect_linear_inputs(self._assembly.weights, MAX_EXAMPLES)
             vector, _ = withhold_isolated_units(vector, mask, layout, inputs)
         raise_refusals(policy.find_refusals(content, SampleUsage(examples, 1), mask, vector, layout))

@@ -20,6 +20,9 @@ from .accounting import Charge, SamplingPlan, solve_noise_multiplier
 from .config import PrivacyConfig
 from .secret import derive_key, draw_normal, draw_uniform
 
+LEAST_NOISE = 0.5
+"""Noise multiplier below which one step tells nearly for certain whether a subject took part."""
+
 
 @dataclass(frozen=True)
 class SiteMechanism:
@@ -53,6 +56,14 @@ class SiteMechanism:
         if self.config.epsilon is None:
             return None
         return Budget(self.config.epsilon, self.config.delta, self.plan.build_job_charge(self.noise_multiplier))
+
+    @property
+    def hides_subjects(self) -> bool:
+        """Whether the noise alone hides single subjects, so that no rule on the trained values has to.
+
+        A job may name a budget of any size; with nearly no noise it must not turn off what else protects a subject.
+        """
+        return self.noise_multiplier >= LEAST_NOISE
 
     def compute_spent(self) -> float:
         """Return the epsilon that the run has charged this site's subjects so far."""

@@ -37,6 +37,10 @@ from flare_sparse.mask import Mask
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.neurosfl import SCORE
 from flare_sparse.policy.policy import PRESETS, read_policy
+from flare_sparse.privacy.account import PrivacyAccount
+from flare_sparse.privacy.accounting import SamplingPlan
+from flare_sparse.privacy.config import PrivacyConfig
+from flare_sparse.privacy.mechanism import SiteMechanism
 from flare_sparse.task import SiteData
 from flare_sparse.tasks.mortality import Mortality, MortalityConfig
 from flare_sparse.training import Site
@@ -58,6 +62,7 @@ class Victim:
         units: int = UNITS,
         method: str = "fedavg",
         terms: dict[str, Any] | None = None,
+        noise_multiplier: float | None = None,
     ):
         (folder / "local").mkdir()
         (folder / "run").mkdir()
@@ -71,6 +76,7 @@ class Victim:
         examples = task.load(SiteData("site-1", folder / "stays.npz"), 1)
         self.train_rows = {tuple(row.tolist()) for row in examples.train.tensors[0]}
         self.test_rows = {tuple(row.tolist()) for row in examples.test.tensors[0]}
+        self.survivors = examples.train.tensors[0][examples.train.tensors[1].flatten() == 0]
         self.layout, self.weights = build_initial_model(task, 1)
         training = {"epochs": 1, "batch_size": 32, "optimizer": "sgd", "lr": 0.01}
         settings: dict[str, Any] = {"rounds": ROUNDS, "training": training}
@@ -83,6 +89,11 @@ class Victim:
         session = SiteSession()
         session.build_initial_weights = lambda fl_ctx: self.weights  # type: ignore[method-assign]
         site = Site("site-1", task, examples, self.layout, 1)
+        if noise_multiplier is not None:
+            config = PrivacyConfig(noise_multiplier=noise_multiplier)
+            plan, account = SamplingPlan.build(len(examples.train), 32, 1, ROUNDS), PrivacyAccount()
+            account.secret = bytes(32)
+            site.mechanism = SiteMechanism(config, plan, account, RUN, "job")
         factor = read_policy(folder / "local" / "flare_sparse_policy.yaml").max_model_change
         changes = None if factor is None else ChangeLimit(factor, self.layout)
         self.endpoint = session._endpoint = SiteEndpoint(
@@ -309,6 +320,80 @@ def test_model_far_from_the_last_one_is_refused_by_the_limit_on_its_change_alone
     # Asked again, it is as far from the last accepted model; that of an average is accepted.
     assert (victim.ask("train", 2, torch.zeros(victim.layout.size)) is None) == (factor is not None)
     assert victim.ask("train", 3, victim.weights * 0.5 + honest.patch.values * 0.5) is not None
+
+
+class ThresholdAttack:
+    """Trains models whose units all pass the patients above one threshold, of whom only survivors have a gradient.
+
+    The attacker knows how to separate the patients: by a projection in which each has another value.
+    """
+
+    def __init__(self, victim: Victim):
+        self.victim, generator = victim, torch.Generator().manual_seed(5)
+        self.direction = 1e-4 * torch.randint(1, 500, (MEDICATIONS,), generator=generator)
+        values = (victim.survivors.float() @ self.direction).unique()
+        self.thresholds = (values[1:] + values[:-1]) / 2
+        self.rounds = iter(range(2, ROUNDS))
+        assert victim.ask("train", 1, victim.weights) is not None
+
+    def sum_survivors(self, threshold: Tensor) -> Tensor | None:
+        """Return the change ``(medications + 1,)`` of a unit and its bias; None if the site refuses."""
+        second, third = torch.full((32, UNITS), 0.03), torch.full((1, 32), 1 / 32)
+        first, bias, risk = self.direction.expand(UNITS, -1), -threshold.expand(UNITS), torch.tensor([6.0])
+        model = join_tensors(first, bias, second, torch.zeros(32), third, risk)
+        reply = self.victim.ask("train", next(self.rounds), model)
+        if reply is None:
+            return None
+        changes = self.victim.layout.unflatten(reply.patch.to_vector() - model)
+        weight, bias = (changes[self.victim.layout.tensors[number].name][0] for number in (0, 1))
+        return torch.cat([weight.flatten(), bias.flatten()]).double()
+
+    def is_read(self, change: Tensor | None) -> bool:
+        """Whether the change is that of one patient."""
+        if change is None or not float(change[-1]):
+            return False
+        row = (change[:-1] / change[-1]).round()
+        return any(torch.equal(row, patient.double()) for patient in self.victim.survivors)
+
+
+@pytest.mark.parametrize(("preset", "is_read"), [(None, True), ("open", False), ("careful", False)])
+def test_model_that_only_one_patient_moves_reveals_the_row_only_without_a_policy(
+    preset: str | None, *, is_read: bool, tmp_path: Path
+) -> None:
+    attack = ThresholdAttack(Victim(tmp_path, preset))
+    assert attack.is_read(attack.sum_survivors(attack.thresholds[-1])) is is_read
+
+
+@pytest.mark.parametrize(
+    ("preset", "terms", "noise_multiplier", "is_read"),
+    [
+        (None, {}, None, True),
+        ("careful", {}, None, True),
+        ("careful", {"max_model_change": 20.0}, None, False),
+        ("strict", {"max_upload_share": 1.0}, None, False),
+        ("careful", {"epsilon": 8.0}, 4.0, False),
+    ],
+)
+def test_difference_of_two_rounds_reveals_rows_unless_models_may_not_jump_or_answers_have_noise(
+    preset: str | None, terms: dict[str, Any], noise_multiplier: float | None, *, is_read: bool, tmp_path: Path
+) -> None:
+    """Each answer alone is a sum over many patients; from one to the next, one of them is gone."""
+    attack = ThresholdAttack(Victim(tmp_path, preset, terms=terms, noise_multiplier=noise_multiplier))
+    first, second = (attack.sum_survivors(threshold) for threshold in attack.thresholds[20:22])
+    assert not attack.is_read(first)
+    assert (first is not None and second is not None and attack.is_read(first - second)) is is_read
+
+
+@pytest.mark.parametrize(("noise_multiplier", "is_withheld"), [(4.0, False), (0.0001, True)])
+def test_noise_of_a_job_replaces_the_withholding_of_units_only_if_it_hides_a_subject(
+    noise_multiplier: float, *, is_withheld: bool, tmp_path: Path
+) -> None:
+    """What is withheld depends on the data and would undo differential privacy; a job could name any budget."""
+    attack = ThresholdAttack(Victim(tmp_path, "careful", noise_multiplier=noise_multiplier))
+    change = attack.sum_survivors(attack.thresholds[-1])
+    assert change is not None
+    assert (float(change.abs().max()) == 0.0) is is_withheld
+    assert not attack.is_read(change)
 
 
 def reconstruct_scored_rows(victim: Victim, units: int) -> set[tuple[int, ...]]:

@@ -101,8 +101,9 @@ class SiteResultPolicy(Filter):
         delta = Patch(update.patch.values.clone() - reference, update.patch.mask)
         sanitized = policy.sanitize_values(update.content, delta, layout)
         # Which changes are withheld depends on the data, so it would undo differential privacy, which bounds them all.
-        has_budget = policy.privacy_budget is not None
-        if policy.withhold_isolated and not has_budget and update.content in ("weights", "delta"):
+        mechanism = endpoint.site.mechanism
+        is_bounded = policy.privacy_budget is not None or (mechanism is not None and mechanism.hides_subjects)
+        if policy.withhold_isolated and not is_bounded and update.content in ("weights", "delta"):
             inputs = endpoint.site.collect_linear_inputs(endpoint.site.weights, MAX_EXAMPLES)
             sanitized, _ = withhold_isolated_units(sanitized, update.patch.mask, layout, inputs)
         # Unchanged values are not recomputed as delta + reference: that would round and change the model's bits.
