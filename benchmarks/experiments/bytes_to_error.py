@@ -1,14 +1,16 @@
 """Bytes that a federation sends until its model reaches a given error: number formats, masks and top-k.
 
     python benchmarks/experiments/bytes_to_error.py ../shared/data [--only scanners_age] [--seeds 1 2 3] [--out FOLDER]
-    python benchmarks/experiments/bytes_to_error.py --report [--out FOLDER]
+    python benchmarks/experiments/bytes_to_error.py --report [--docs] [--out FOLDER]
 
 Sites train in turn, in one process, on one core; every message is encoded, decoded and counted. One file per run, in
-``--out``: processes share the work, and an interrupted run starts again. ``--report`` prints the tables.
+``--out``: processes share the work, and an interrupted run starts again. ``--report`` prints the tables,
+``--docs`` writes them to docs/results/bytes.md.
 
 The error of round t is that of the model that the sites receive in it, averaged over three rounds, since single rounds
-are noisy. Its bytes are those of all messages up to these requests. The error to reach is that of FedAvg in bfloat16
-with the same seed at the end, plus a margin. A format reaches it if it does so on every seed; the table has the mean.
+are noisy. Its bytes are those of all messages up to these requests. The error to reach is that of FedAvg in bfloat16,
+or float32 where bfloat16 is not possible, with the same seed at the end, plus a margin. A format reaches it if it does
+so on every seed; the table has the mean.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -34,36 +37,55 @@ from flare_sparse.training import Site
 
 @dataclass(frozen=True)
 class Experiment:
-    """A configuration file with overrides, and the margins above FedAvg's error whose bytes are reported."""
+    """Runs of one configuration file with every method and format.
+
+    Attributes:
+        config: name of the file.
+        rounds: number of rounds.
+        training: settings of local training.
+        overrides: other settings.
+        methods: keys of ``METHODS``.
+        formats: number formats; FedAvg's error in the first one is the error to reach.
+        margins: what may be added to that error.
+    """
 
     config: str
     rounds: int
     training: str
     overrides: tuple[str, ...]
-    margins: tuple[float, ...]
+    methods: tuple[str, ...]
+    formats: tuple[str, ...]
+    margins: tuple[float, ...] = (0.5, 0.3, 0.1)
 
 
 EXPERIMENTS = {
+    "brain_t1": Experiment(
+        "neurosfl_voxels",
+        30,
+        "{epochs: 1, batch_size: 16, optimizer: adamw, lr: 1e-3, weight_decay: 1.0, schedule: {kind: cosine}}",
+        (),
+        ("FedAvg", "SNIP mask 90 %", "top-k 10 %"),
+        # The network standardises its inputs, whose statistics bfloat16 would round.
+        ("float32", "int2", "int4", "int8"),
+    ),
     "scanners_age": Experiment(
         "neurosfl_morphometry_age",
         40,
         "{epochs: 2, batch_size: 16, optimizer: adam, lr: 1e-3}",
         ("simulator.sites=8",),
-        (0.5, 0.3, 0.1),
-    ),
-    "brain_t1": Experiment(
-        "neurosfl_brain_t1", 15, "{epochs: 2, batch_size: 8, optimizer: adam, lr: 1e-3}", (), (1.0, 0.5)
+        ("FedAvg", "random mask 50 %", "top-k 10 %"),
+        ("bfloat16", "int2", "int4", "int8", "float32"),
     ),
 }
 METHODS = {
-    "FedAvg": ("name: fedavg", ("bfloat16", "int2", "int4", "int8", "float32")),
-    "random mask 50 %": (
-        "name: neurosfl, scores: random, sparsity: 0.5",
-        ("bfloat16", "int2", "int4", "int8", "float32"),
-    ),
-    "top-k 10 %": ("name: topk_ef, fraction: 0.1", ("bfloat16", "int2", "int4", "int8", "float32")),
+    "FedAvg": "name: fedavg",
+    "SNIP mask 90 %": "name: neurosfl, scores: snip, saliency_batches: null, sparsity: 0.9",
+    "random mask 50 %": "name: neurosfl, scores: random, sparsity: 0.5",
+    "top-k 10 %": "name: topk_ef, fraction: 0.1",
 }
 OLD_FORMATS = ("float32", "bfloat16")
+DATA = {**FILES, "neurosfl_voxels": "brain_t1"}
+PAGE, MARK = CONFIGS.parent / "docs" / "results" / "bytes.md", "<!-- tables -->"
 
 
 def run(experiment: Experiment, method: str, values: str, seed: int, data: Path) -> dict[str, Any]:
@@ -71,10 +93,10 @@ def run(experiment: Experiment, method: str, values: str, seed: int, data: Path)
     config = load_config(
         CONFIGS / f"{experiment.config}.yaml",
         [
-            f"method={{{METHODS[method][0]}, rounds: {experiment.rounds}, training: {experiment.training}}}",
+            f"method={{{METHODS[method]}, rounds: {experiment.rounds}, training: {experiment.training}}}",
             f"wire.values={values}",
             f"seed={seed}",
-            f"simulator.data.path={(data / FILES[experiment.config]).resolve()}",
+            f"simulator.data.path={(data / DATA[experiment.config]).resolve()}",
             *experiment.overrides,
         ],
     )
@@ -123,18 +145,18 @@ def report(name: str, rows: list[dict[str, Any]]) -> str:
 
     In brackets: how many times the fewest bytes of the old formats, of all methods, with the same seeds.
     """
-    margins = EXPERIMENTS[name].margins
+    experiment, margins = EXPERIMENTS[name], EXPERIMENTS[name].margins
     ends = {(row["method"], row["values"], row["seed"]): mean(row["errors"][-3:]) for row in rows}
     sent = {
         (row["method"], row["values"], row["seed"], margin): find_bytes(
-            row, ends["FedAvg", "bfloat16", row["seed"]] + margin
+            row, ends["FedAvg", experiment.formats[0], row["seed"]] + margin
         )
         for row in rows
         for margin in margins
     }
     lines = [f"| {name} | seeds | error at the end | " + " | ".join(f"MB to +{margin:g}" for margin in margins) + " |"]
     lines.append("| --- " * (len(margins) + 3) + "|")
-    keys = [(method, values) for method, (_, formats) in METHODS.items() for values in formats]
+    keys = [(method, values) for method in experiment.methods for values in experiment.formats]
     for key in keys:
         seeds = [seed for *name_, seed in ends if tuple(name_) == key]
         if not seeds:
@@ -166,29 +188,35 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=None, help="start no further run after this time")
     parser.add_argument("--out", type=Path, default=Path("runs/bytes_to_error"))
     parser.add_argument("--report", action="store_true", help="print the tables of the files in --out")
+    parser.add_argument("--docs", action="store_true", help="write them to docs/results/bytes.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    began = time.monotonic()
+    began, tables = time.monotonic(), []
     for name in arguments.only:
         folder = arguments.out / name
         folder.mkdir(parents=True, exist_ok=True)
         # The formats of every method that matter most come first, so that an interrupted experiment compares them.
-        order = [(seed, place, method) for place in range(5) for seed in arguments.seeds for method in METHODS]
-        for seed, place, method in order if arguments.data else ():
-            values = METHODS[method][1][place]
+        experiment = EXPERIMENTS[name]
+        order = product(experiment.formats, arguments.seeds, experiment.methods)
+        for values, seed, method in order if arguments.data else ():
             file = folder / f"{method} {values} {seed}.json".replace(" ", "_")
             if arguments.minutes is not None and time.monotonic() - began > 60 * arguments.minutes:
                 return 0
             with claim(file) as is_claimed:
                 if not is_claimed:
                     continue
-                row = run(EXPERIMENTS[name], method, values, seed, arguments.data)
+                row = run(experiment, method, values, seed, arguments.data)
                 part = file.with_suffix(".new")
                 part.write_text(json.dumps(row) + "\n")
                 part.replace(file)
             print(f"{name} {method} {values} {seed}: {row['errors'][-1]:.2f}, {row['seconds']:.0f} s", flush=True)
-        if arguments.report:
-            print(report(name, [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]))
+        if arguments.report or arguments.docs:
+            tables.append(report(name, [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]))
+    if arguments.report:
+        print(*tables, sep="\n\n")
+    if arguments.docs:
+        text = PAGE.read_text().partition(MARK)[0]
+        PAGE.write_text(f"{text}{MARK}\n\n" + "\n\n".join(tables) + "\n")
     return 0
 
 

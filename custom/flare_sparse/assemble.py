@@ -34,6 +34,7 @@ from .training import Site
 from .training.personal import select_personal
 from .training.private import check_private_network
 from .training.script_site import ScriptRunner, ScriptSite, WeighBy
+from .wire.values import is_quantized
 
 
 @dataclass(frozen=True)
@@ -236,8 +237,10 @@ def _check_statistics(job: JobConfig, layout: Layout) -> None:
     """Raises:
     ConfigError: the network has an input scaler, and the job's messages do not carry its statistics as they are.
     """
-    is_plain = not job.encrypted and job.sum_rules is None and job.wire.values == "float32" and job.privacy is None
-    if build_statistics_mask(layout).count and not is_plain:
+    # Formats of few bits round no buffers, and the statistics are one.
+    is_exact = job.wire.values in ("float32", "float32_zstd") or is_quantized(job.wire.values)
+    is_plain = not job.encrypted and job.sum_rules is None and is_exact and job.privacy is None
+    if not is_plain and build_statistics_mask(layout).count:
         setting = "wire.encryption: ckks" if job.encrypted else f"wire.values: {job.wire.values}"
         if job.sum_rules is not None:
             setting = f"wire.aggregation: {job.wire.aggregation}"
@@ -245,8 +248,8 @@ def _check_statistics(job: JobConfig, layout: Layout) -> None:
             setting = "privacy"
         raise ConfigError(
             f"{setting}: the statistics by which the network standardises its inputs travel in the clear as float32, "
-            "without noise; remove the setting, or choose another task.scaling or task.model (voxel_mlp: standardize: "
-            "false)"
+            "without noise; remove the setting, or choose wire.values float32, float32_zstd, int8, int4 or int2, "
+            "task.model.standardize: false of voxel_mlp, or another task.scaling or task.model"
         )
 
 

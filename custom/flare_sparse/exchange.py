@@ -21,6 +21,9 @@ EVALUATE = "evaluate"
 """Kind of the request that every site answers for every method: metrics of the model on its test examples."""
 STATISTICS: Final = "statistics"
 """Kind and content of the exchange before round 1 in which a network with an input scaler receives its statistics."""
+EXACT_CONTENTS: Final[tuple[Content, ...]] = ("scores", "statistics")
+"""Contents whose values are float32 in every number format of the job: rounded scores would have ties, and statistics
+are sums that one pooled table would give."""
 
 
 @dataclass(frozen=True)

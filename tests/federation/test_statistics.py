@@ -139,9 +139,22 @@ def test_site_without_a_column_says_which_one_and_the_others_continue(job: Path,
     assert "Found: age, sex, score" in error
 
 
-def test_statistics_in_another_format_than_float32_are_refused(job: Path) -> None:
-    with pytest.raises(ConfigError, match=r"wire\.values: float16: the statistics"):
-        assemble(load_config(job, ["wire.values=float16"]))
+@pytest.mark.parametrize("values", ["float16", "bfloat16", "bfloat16_zstd"])
+def test_statistics_in_a_format_that_rounds_them_are_refused(job: Path, values: str) -> None:
+    with pytest.raises(ConfigError, match=rf"wire\.values: {values}: the statistics"):
+        assemble(load_config(job, [f"wire.values={values}"]))
+
+
+@pytest.mark.parametrize(("values", "method"), [("int2", "fedavg"), ("int8", "topk_ef"), ("float32_zstd", "fedavg")])
+def test_statistics_are_those_of_float32_in_formats_that_round_no_buffers(
+    job: Path, tmp_path: Path, values: str, method: str
+) -> None:
+    for name in ("float32", values):
+        run(job, tmp_path / name, f"method={{name: {method}, rounds: 2}}", f"wire.values={name}")
+    assert torch.equal(read_statistics(tmp_path / values), read_statistics(tmp_path / "float32"))
+    lines = [json.loads(line) for line in (tmp_path / values / "ledger.jsonl").read_text().splitlines()]
+    formats = {line["values"] for line in lines if line["kind"] == "statistics" and line["direction"] == "up"}
+    assert formats == {"float32"}
 
 
 COMBAT = (

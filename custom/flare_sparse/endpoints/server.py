@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..encryption import ServerCipher
 from ..errors import RejectedMessage
-from ..exchange import EVALUATE, Assignment, Contribution, Patch, UpdateSpec
+from ..exchange import EVALUATE, EXACT_CONTENTS, Assignment, Contribution, Patch, UpdateSpec
 from ..params import Layout
 from ..seeds import make_generator
 from ..wire.codec import compute_min_message_bytes, decode, encode
@@ -205,7 +205,8 @@ class ServerEndpoint:
         entries = expected.mask.count if expected.mask else expected.min_entries(site) if expected.min_entries else 0
         if assignment.request.kind == EVALUATE:
             entries = 0
-        return entries, compute_min_message_bytes(entries, "float32" if expected.content == "scores" else self.values)
+        values: ValueType = "float32" if expected.content in EXACT_CONTENTS else self.values
+        return entries, compute_min_message_bytes(entries, values)
 
     def is_encodable(self, model: Patch) -> bool:
         """Whether all values of a model are finite in the wire's number format; an encrypted model always passes."""
@@ -285,8 +286,7 @@ class ServerEndpoint:
             )
         if self.cipher is not None and ciphertext is not None:
             self.cipher.check(ciphertext, message.patch.mask.count, site)
-        # Scores are always float32: methods rank by them, and rounding would create ties.
-        elif message.values != ("float32" if message.content == "scores" else self.values):
+        elif message.values != ("float32" if message.content in EXACT_CONTENTS else self.values):
             raise RejectedMessage("E_DTYPE", "values", self.values, message.values, site)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint.store import Store
 from ..encryption import SiteCipher
 from ..errors import FlareSparseError, MissingBase, RejectedMessage, TaskFailed, abbreviate
-from ..exchange import EVALUATE, STATISTICS, Patch, Request, SiteEvent, Update
+from ..exchange import EVALUATE, EXACT_CONTENTS, STATISTICS, Patch, Request, SiteEvent, Update
 from ..mask import Mask
 from ..methods import Method
 from ..seeds import make_generator
@@ -201,7 +201,7 @@ class SiteEndpoint:
             self._encrypt(update),
             self.plan_update(request),
             content=update.content,
-            values="float32" if update.content == "scores" else self.values,
+            values="float32" if update.content in EXACT_CONTENTS else self.values,
             residual=self._state.memory.residual,
             generator=make_generator(self.method.seed, "rounding", self.site.name, request.kind, request.round),
         )
