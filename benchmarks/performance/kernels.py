@@ -1,6 +1,6 @@
 """Sparse kernels against torch's dense computation, by layer and by network, in one run.
 
-    python benchmarks/performance/kernels.py [--quick] [--json FILE] [--write docs/results/kernels.md]
+    python benchmarks/performance/kernels.py [--quick] [--json FILE] [--docs] [--minutes M]
 
 Every repeat times the dense and the sparse variant one after the other; each figure is the fastest of the repeats, and
 the ratio is of these two. Inference is also timed with ONNX Runtime, dense. Each line has:
@@ -10,7 +10,9 @@ the ratio is of these two. Inference is also timed with ONNX Runtime, dense. Eac
 * network, sparsity, pattern of the mask (uniform, erk, snip or fedsparsify), threads;
 * dense_s, sparse_s, ratio, and onnx_s for inference.
 
-``--quick`` times few repeats of the smaller networks at two sparsities.
+``--quick`` times few repeats of the smaller networks at two sparsities. What is in ``--json`` already is not timed
+again. ``--docs`` adds the lines to the table of docs/results/kernels.md, those of two threads below those of one. With
+both cores idle, ``--threads 2 --networks brain_age_cnn --json FILE --docs`` takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels_table import merge_lines, update_page
 from torch import Tensor, nn
 
 from flare_sparse.kernels.cost import is_sparse_faster
@@ -35,6 +39,7 @@ from flare_sparse.models.brain_age import brain_age_cnn, brain_age_cnn_3mm
 from flare_sparse.models.resnet import resnet
 from flare_sparse.seeds import limit_threads
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "kernels.md"
 SPARSITIES = (0.8, 0.9, 0.95, 0.98, 0.99)
 PATTERNS = ("uniform", "erk", "snip", "fedsparsify")
 
@@ -167,38 +172,85 @@ def time_onnx(network: nn.Module, inputs: Tensor, threads: int, repeats: int) ->
         return min(time_call(lambda: session.run(None, feed)) for _ in range(repeats + 1))
 
 
-def iterate_layer_lines(sparsities: tuple[float, ...], threads: int, repeats: int) -> Iterator[dict[str, Any]]:
-    for inputs, outputs, shape in LAYERS:
-        for sparsity in sparsities:
-            torch.manual_seed(0)
-            network = nn.Sequential(nn.Conv3d(inputs, outputs, 3, padding=1))
-            x = torch.randn(1, inputs, *shape, requires_grad=True)
-            live = draw_mask(network, sparsity, "uniform", x)
-            dense, sparse = time_both(
-                network, live, lambda n=network, x=x: n(x).sum().backward(), repeats, lambda _: True
-            )
-            name = f"{inputs}->{outputs}, {'x'.join(map(str, shape))}"
-            yield build_line("layer", name, sparsity, "uniform", threads, dense, sparse)
+@dataclass(frozen=True)
+class Group:
+    """Lines that are timed together: those of one layer or network with one mask.
+
+    Attributes:
+        bench: the network; None: a single layer.
+        name: name of the network or layer in the lines.
+        sparsity: share of the weights that are off.
+        pattern: how the mask is drawn.
+        layer: inputs, outputs and size of the volume of a single layer.
+    """
+
+    bench: Bench | None
+    name: str
+    sparsity: float
+    pattern: str
+    layer: tuple[int, int, tuple[int, ...]] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of lines: training, and inference for each size of a batch."""
+        return 1 if self.bench is None else 1 + len({1, self.bench.shape[0]})
+
+    def time(self, threads: int, repeats: int) -> Iterator[dict[str, Any]]:
+        """Yield the lines."""
+        torch.manual_seed(0)
+        return self._time_layer(threads, repeats) if self.bench is None else self._time_network(threads, repeats)
+
+    def _time_layer(self, threads: int, repeats: int) -> Iterator[dict[str, Any]]:
+        assert self.layer is not None
+        inputs, outputs, shape = self.layer
+        network = nn.Sequential(nn.Conv3d(inputs, outputs, 3, padding=1))
+        x = torch.randn(1, inputs, *shape, requires_grad=True)
+        live = draw_mask(network, self.sparsity, self.pattern, x)
+        seconds = time_both(network, live, lambda: network(x).sum().backward(), repeats, lambda _: True)
+        yield self._build_line("layer", threads, *seconds)
+
+    def _time_network(self, threads: int, repeats: int) -> Iterator[dict[str, Any]]:
+        assert self.bench is not None
+        network = self.bench.build()
+        inputs = torch.randn(self.bench.shape)
+        live = draw_mask(network, self.sparsity, self.pattern, inputs)
+        network.train()
+        seconds = time_both(network, live, partial(train_step, network, inputs), repeats)
+        yield self._build_line("training", threads, *seconds)
+        network.eval()
+        for batch in sorted({1, len(inputs)}):
+            x = inputs[:batch]
+            seconds = time_both(network, live, partial(infer, network, x), repeats)
+            line = self._build_line("inference", threads, *seconds)
+            yield {**line, "batch": batch, "onnx_s": time_onnx(network, x, threads, repeats)}
+
+    def _build_line(self, what: str, threads: int, dense: float, sparse: float) -> dict[str, Any]:
+        return {
+            "what": what,
+            "network": self.name,
+            "sparsity": self.sparsity,
+            "pattern": self.pattern,
+            "threads": threads,
+            "dense_s": dense,
+            "sparse_s": sparse,
+            "ratio": dense / sparse,
+        }
 
 
-def iterate_network_lines(
-    bench: Bench, sparsities: tuple[float, ...], patterns: tuple[str, ...], threads: int, repeats: int
-) -> Iterator[dict[str, Any]]:
-    for pattern in patterns:
-        for sparsity in sparsities:
-            torch.manual_seed(0)
-            network = bench.build()
-            inputs = torch.randn(bench.shape)
-            live = draw_mask(network, sparsity, pattern, inputs)
-            network.train()
-            dense, sparse = time_both(network, live, partial(train_step, network, inputs), repeats)
-            yield build_line("training", bench.name, sparsity, pattern, threads, dense, sparse)
-            network.eval()
-            for batch in sorted({1, len(inputs)}):
-                x = inputs[:batch]
-                dense, sparse = time_both(network, live, partial(infer, network, x), repeats)
-                line = build_line("inference", bench.name, sparsity, pattern, threads, dense, sparse)
-                yield {**line, "batch": batch, "onnx_s": time_onnx(network, x, threads, repeats)}
+def list_groups(options: argparse.Namespace) -> list[Group]:
+    """Return what the options ask for: layers, unless networks are chosen, and networks."""
+    sparsities = (0.9, 0.95) if options.quick else tuple(options.sparsities)
+    patterns = ("uniform",) if options.quick else tuple(options.patterns)
+    chosen = [b for b in NETWORKS if not options.networks or b.name.startswith(tuple(options.networks))]
+    chosen = [b for b in chosen if not options.quick or b.name in QUICK]
+    layers = [
+        Group(None, f"{inputs}->{outputs}, {'x'.join(map(str, shape))}", sparsity, "uniform", (inputs, outputs, shape))
+        for inputs, outputs, shape in (() if options.networks else LAYERS)
+        for sparsity in sparsities
+    ]
+    return layers + [
+        Group(b, b.name, sparsity, pattern) for b in chosen for pattern in patterns for sparsity in sparsities
+    ]
 
 
 def train_step(network: nn.Module, inputs: Tensor) -> None:
@@ -212,64 +264,34 @@ def infer(network: nn.Module, inputs: Tensor) -> Tensor:
     return output
 
 
-def build_line(
-    what: str, network: str, sparsity: float, pattern: str, threads: int, dense: float, sparse: float
-) -> dict[str, Any]:
-    return {
-        "what": what,
-        "network": network,
-        "sparsity": sparsity,
-        "pattern": pattern,
-        "threads": threads,
-        "dense_s": dense,
-        "sparse_s": sparse,
-        "ratio": dense / sparse,
-    }
-
-
-def format_table(lines: list[dict[str, Any]]) -> str:
-    """Return a Markdown table."""
-    rows = ["| what | network | mask | sparsity | batch | threads | dense s | sparse s | ratio | ONNX dense s |"]
-    rows.append("| --- " * 10 + "|")
-    for line in lines:
-        onnx = line.get("onnx_s")
-        rows.append(
-            f"| {line['what']} | {line['network']} | {line['pattern']} | {line['sparsity']:.0%} | "
-            f"{line.get('batch', '')} | {line['threads']} | {line['dense_s']:.4f} | {line['sparse_s']:.4f} | "
-            f"{line['ratio']:.2f} | {'' if onnx is None else f'{onnx:.4f}'} |"
-        )
-    return "\n".join(rows) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repeats, two networks, two sparsities, one thread")
-    parser.add_argument("--json", type=Path, help="write the lines here")
-    parser.add_argument("--write", type=Path, help="write a Markdown table here")
+    parser.add_argument("--json", type=Path, help="lines of this run, and of earlier ones")
+    parser.add_argument("--docs", action="store_true", help="add the lines to docs/results/kernels.md")
+    parser.add_argument("--minutes", type=float, default=None, help="time no further network after this time")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of torch threads")
     parser.add_argument("--networks", nargs="+", default=[], help="only networks whose name begins with one of these")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=PATTERNS, help="only these masks")
     parser.add_argument("--sparsities", type=float, nargs="+", default=SPARSITIES, help="only these sparsities")
     options = parser.parse_args()
-    sparsities = (0.9, 0.95) if options.quick else tuple(options.sparsities)
-    patterns = ("uniform",) if options.quick else tuple(options.patterns)
-    threads = [1] if options.quick else options.threads
-    repeats = 2 if options.quick else 5
-    chosen = [b for b in NETWORKS if not options.networks or b.name.startswith(tuple(options.networks))]
-    chosen = [b for b in chosen if not options.quick or b.name in QUICK]
-    lines: list[dict[str, Any]] = []
+    threads, repeats = ([1], 2) if options.quick else (options.threads, 5)
+    lines = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    timed = Counter((line["network"], line["sparsity"], line["pattern"], line["threads"]) for line in lines)
+    began = time.monotonic()
     for count in threads:
         with limit_threads(count):
-            parts = [] if options.networks else [iterate_layer_lines(sparsities, count, repeats)]
-            parts += [iterate_network_lines(bench, sparsities, patterns, count, repeats) for bench in chosen]
-            for part in parts:
-                for line in part:
-                    lines.append(line)
+            for group in list_groups(options):
+                is_late = options.minutes is not None and time.monotonic() - began > 60 * options.minutes
+                if is_late or timed[group.name, group.sparsity, group.pattern, count] >= group.size:
+                    continue
+                for line in group.time(count, repeats):
                     print(json.dumps(line), flush=True)
+                    lines = merge_lines(lines, [line])
                     if options.json:
                         options.json.write_text(json.dumps(lines, indent=1) + "\n")
-    if options.write:
-        options.write.write_text(format_table(lines))
+    if options.docs:
+        PAGE.write_text(update_page(PAGE.read_text(), lines))
 
 
 if __name__ == "__main__":
