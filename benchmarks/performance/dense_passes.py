@@ -19,6 +19,8 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from nvflare.apis.dxo import from_shareable
+from nvflare.apis.utils.task_utils import contains_lazy_download_ref
 from round_time import SITES, IdleTask
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -253,7 +255,10 @@ class Round:
         """Return an update and its message; as in FLARE, the update passes the site's filters as a DXO."""
         request = endpoint.receive(message, acknowledged)
         update = endpoint.answer(request)
-        update = dxo_to_update(update_to_dxo(update, self.layout), update, self.layout)
+        shareable = update_to_dxo(update, self.layout).to_shareable()
+        # FLARE's search before the first filter.
+        contains_lazy_download_ref(shareable)
+        update = dxo_to_update(from_shareable(shareable), update, self.layout)
         return update, endpoint.encode(request, update).data
 
 

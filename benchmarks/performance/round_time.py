@@ -7,8 +7,9 @@ built the network, libraries that are imported later included. From one size of 
 number of vectors of the model: the network's parameters alone are one.
 
     python benchmarks/performance/round_time.py [--json FILE] [--millions 30 3] [--rounds 6] [--sparsity 0.9]
-        [--checkpoints] [--ours] [--write FILE]
+        [--checkpoints] [--ours] [--docs]
 
+A size whose row is in ``--json`` is not measured again; ``--docs`` writes all rows to docs/results/round_time.md.
 Exits with 1 if NeuroSFL takes more than 1/8 of FLARE's time at 30 M, or more than FLARE's time at 3 M.
 """
 
@@ -41,6 +42,8 @@ from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
 SITES = [f"site-{i}" for i in range(1, 5)]
 BOUND = {30: 0.125, 3: 1.0}
 HERE = Path(__file__).resolve()
+PAGE = HERE.parents[2] / "docs" / "results" / "round_time.md"
+MARK = "<!-- The text above is written by round_time.py. -->"
 
 
 class IdleNet(nn.Module):
@@ -204,6 +207,18 @@ def format_row(row: dict[str, Any]) -> str:
     return f"{row['parameters'] // 1_000_000:>3} M parameters: {ours}"
 
 
+def write_page(rows: list[dict[str, Any]]) -> None:
+    """Write the page's text above ``MARK``."""
+    # Imports this module for its task.
+    from dense_passes import count_round
+
+    passes = {end: counter.count for end, counter in count_round(1, 0.9).items()}
+    rows = sorted(rows, key=lambda row: row["parameters"])
+    sizes = " ".join(str(row["parameters"] // 1_000_000) for row in rows)
+    text = format_page(rows, passes, f"python benchmarks/performance/round_time.py --millions {sizes} --docs")
+    PAGE.write_text(f"{text}\n{MARK}{PAGE.read_text().partition(MARK)[2]}")
+
+
 def format_page(rows: list[dict[str, Any]], passes: dict[str, int], command: str) -> str:
     machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
     lines = [
@@ -212,8 +227,8 @@ def format_page(rows: list[dict[str, Any]], passes: dict[str, int], command: str
         f"`{command}`",
         "",
         f"on {machine}: seconds of a round without training, four sites in FLARE's simulator,",
-        "median of successive rounds. Memory is the peak of a site's process beyond what it had before it built the",
-        "network, libraries that are imported later included.",
+        "median of successive rounds, all processes on one core. Memory is the peak of a site's process beyond what it",
+        "had before it built the network, libraries that are imported later included.",
         "",
         "| parameters | sparsity | FLARE's FedAvg | with our polling | NeuroSFL | ratio | memory |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -231,6 +246,10 @@ def format_page(rows: list[dict[str, Any]], passes: dict[str, int], command: str
             f"From the smallest model to the largest one, a site's memory grows by {vectors:.1f} vectors; the",
             "parameters of the network alone are one.",
         ]
+    for row in rows:
+        if "ratio" in row and row["parameters"] == 30_000_000:
+            is_reached = "reached" if row["ratio"] <= BOUND[30] else "not reached"
+            lines += ["", f"The goal at 30 M is {BOUND[30]} of FLARE's time: {is_reached}."]
     lines += [
         "",
         "`python benchmarks/performance/dense_passes.py` counts operations that read or write the whole vector in a",
@@ -242,27 +261,26 @@ def format_page(rows: list[dict[str, Any]], passes: dict[str, int], command: str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="rows of sizes that are measured, and of those that were")
     parser.add_argument("--millions", type=int, nargs="+", default=[30, 3])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--checkpoints", action="store_true", help="write NeuroSFL's checkpoints, as a deployed job")
     parser.add_argument("--ours", action="store_true", help="leave out FLARE's recipe")
-    parser.add_argument("--write", type=Path, help="page of results")
+    parser.add_argument("--docs", action="store_true", help="write docs/results/round_time.md")
     arguments = parser.parse_args()
-    rows = []
+    rows = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else []
+    measured = {(row["parameters"], row["sparsity"]) for row in rows}
     for millions in arguments.millions:
+        if (millions * 1_000_000, arguments.sparsity) in measured:
+            continue
         with tempfile.TemporaryDirectory() as name:
             rows.append(measure(arguments, millions, Path(name)))
         print(format_row(rows[-1]), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
-    if arguments.write:
-        # Imports this module for its task.
-        from dense_passes import count_round
-
-        passes = {end: counter.count for end, counter in count_round(1, arguments.sparsity).items()}
-        arguments.write.write_text(format_page(rows, passes, "python " + " ".join(sys.argv)))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    if arguments.docs:
+        write_page(rows)
     return int(any(row["ratio"] > row["bound"] for row in rows if "ratio" in row))
 
 

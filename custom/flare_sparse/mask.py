@@ -42,7 +42,8 @@ class Mask:
     @classmethod
     def empty(cls, size: int) -> Mask:
         """Return the mask that selects none of ``size`` entries."""
-        return cls(torch.zeros(size, dtype=torch.bool))
+        # torch would write every entry; numpy takes memory that the system clears where it is first written.
+        return cls.from_indices(torch.from_numpy(np.zeros(size, dtype=bool)), torch.zeros(0, dtype=torch.int64))
 
     @classmethod
     def from_packed(cls, packed: np.ndarray, size: int) -> Mask:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.shareable import Shareable
+from nvflare.apis.utils.task_utils import contains_lazy_download_ref
 
 from flare_sparse.errors import RejectedMessage
 from flare_sparse.exchange import Patch, Update
@@ -70,6 +71,8 @@ def test_arrays_are_built_only_if_a_filter_reads_them() -> None:
     sent = update()
     dxo = update_to_dxo(sent, LAYOUT)
     assert isinstance(dxo.data, NamedArrays)
+    # FLARE searches all that a result holds before its first filter.
+    assert not contains_lazy_download_ref(dxo.to_shareable())
     assert dxo_to_update(from_shareable(dxo.to_shareable()), sent, LAYOUT) is sent
     assert dxo.data.is_unread
     assert list(dxo.data) == ["a.weight", "a.bias"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import fsum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def weighted_sum(contributions: Sequence[Contribution], weights: Weights) -> Ten
         ValueError: there is no contribution, or two are of one site.
     """
     mask, values = _compute_sum(contributions, weights, lambda contribution: contribution.patch.values.double())
-    return values.float() if mask.is_full else mask.put(values, torch.zeros(mask.size))
+    return values.float() if mask.is_full else _put_into_zeros(mask, values)
 
 
 def sum_completed(contributions: Sequence[Contribution], weights: Weights, previous: Tensor, live: Mask) -> Tensor:
@@ -111,7 +112,7 @@ def sum_completed(contributions: Sequence[Contribution], weights: Weights, previ
     _, total = _compute_sum(
         contributions, weights, lambda c: live.take(c.patch.write_into(previous.clone())).double(), live
     )
-    return live.put(total, torch.zeros(live.size))
+    return _put_into_zeros(live, total)
 
 
 def apply_deltas(contributions: Sequence[Contribution], weights: Weights, previous: Tensor) -> Tensor:
@@ -157,6 +158,12 @@ def average_over_owners(contributions: Sequence[Contribution], weights: Weights,
     is_owned = weight > 0
     average = torch.where(is_owned, total / weight.where(is_owned, torch.ones(())), mask.take(fallback).double())
     return mask.put(average, fallback.clone())
+
+
+def _put_into_zeros(mask: Mask, values: Tensor) -> Tensor:
+    """Return a float32 vector ``(P,)`` with the values ``(mask.count,)`` at the positions of a mask, and zeros."""
+    # torch writes every zero; numpy takes memory that the system clears, in large pages, where it is first written.
+    return mask.put(values, torch.from_numpy(np.zeros(mask.size, np.float32)))
 
 
 def _compute_sum(

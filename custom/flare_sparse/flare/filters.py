@@ -13,6 +13,7 @@ from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
+from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
 from ..errors import CheckpointError, MissingBase, RejectedMessage, WireError, get_failure_code
 from ..federation import Reply
@@ -38,6 +39,9 @@ class DecodeRequest(Filter):
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Put the request, or the error of decoding it, into the shareable. This never raises."""
+        # FLARE receives and sends each message in threads of its own, and the C library keeps what each of them frees:
+        # without this, a site would take the memory of several messages more with every round.
+        try_malloc_trim()
         try:
             message, meta = shareable_to_message(shareable, "server")
             endpoint = get_site_session(fl_ctx).get_endpoint(fl_ctx)
@@ -79,6 +83,8 @@ class EncodeUpdate(Filter):
             # mark they are deleted later, so a full disk must not cost the answer.
             with suppress(CheckpointError):
                 endpoint.store.mark_finished(endpoint.store.folder)
+        # The memory of the training goes back before FLARE sends the message.
+        try_malloc_trim()
         return update_to_shareable(encoded.data, update, endpoint.events)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,10 @@ from ..exchange import Patch
 from ..params import Layout
 
 
-class NamedArrays(dict[str, np.ndarray]):
+# Before the first filter, FLARE walks through all that a result holds, in search of references to data that it has not
+# downloaded yet (nvflare.apis.utils.task_utils.apply_filters). It passes over placeholders of loggers; without that
+# base class the walk would build the arrays in every round.
+class NamedArrays(dict[str, np.ndarray], logging.PlaceHolder):
     """Float32 arrays by tensor name, zero outside a patch.
 
     A site without filters of its own needs no array, and building them takes a pass over the whole vector. Any access
@@ -26,14 +30,14 @@ class NamedArrays(dict[str, np.ndarray]):
     """
 
     def __init__(self, patch: Patch, layout: Layout):
-        super().__init__()
+        dict.__init__(self)
         self._patch, self._layout = patch, layout
         self._vector: Tensor | None = None
 
     @property
     def is_unread(self) -> bool:
         """Whether the arrays have never been read or written."""
-        return self._vector is None and not super().__len__()
+        return self._vector is None and not dict.__len__(self)
 
     @property
     def vector(self) -> Tensor:
@@ -43,10 +47,10 @@ class NamedArrays(dict[str, np.ndarray]):
             RejectedMessage: code that bypasses the methods has written into the dictionary.
         """
         if self._vector is None:
-            if super().__len__():
+            if dict.__len__(self):
                 raise RejectedMessage("E_SHAPE", "arrays", "arrays written by the dictionary's methods", "others")
             self._vector = self._patch.to_vector()
-            super().update(to_named_arrays(self._vector, self._layout))
+            dict.update(self, to_named_arrays(self._vector, self._layout))
         return self._vector
 
     def __reduce_ex__(self, protocol: Any) -> Any:

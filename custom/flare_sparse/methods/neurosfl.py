@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, final
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -157,7 +158,8 @@ class NeuroSFL(AveragingMethod[Config, State]):
 
     def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
-        sizes = [int(tensor.sum()) for tensor in layout.unflatten(self._maskable.bits).values()]
+        # numpy counts bools in place; a sum in torch converts them all to int64 first.
+        sizes = [int(np.count_nonzero(tensor.numpy())) for tensor in layout.unflatten(self._maskable.bits).values()]
         minimum = sum(min(config.min_per_layer, size) for size in sizes)
         if config.scores != "random" and minimum > self._num_live:
             raise ConfigError(

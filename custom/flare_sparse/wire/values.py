@@ -110,15 +110,21 @@ def is_representable(values: Tensor, value_type: ValueType) -> bool:
     if is_quantized(value_type):
         return bool((values.abs() <= LARGEST).all())
     value_type = COMPRESSED.get(value_type, value_type)
-    return bool(torch.isfinite(values if value_type == "float32" else values.to(_TORCH_TYPES[value_type])).all())
+    rounded = values if value_type == "float32" else values.to(_TORCH_TYPES[value_type]).float()
+    return _is_finite(rounded.detach().numpy())
 
 
 def require_finite(values: np.ndarray, field: str) -> None:
     """Raise RejectedMessage unless every value of float32 ``(k,)`` is finite."""
+    if not _is_finite(values):
+        count = int(np.count_nonzero(~np.isfinite(values)))
+        raise RejectedMessage("E_FINITE", field, "finite numbers", f"{count} NaN or infinite")
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    """Return whether every value of float32 ``(k,)`` is finite."""
     # One dot product is several times faster than a test of each value. A finite sum of squares proves that all values
     # are finite; large finite values may overflow it, so only then is each one tested.
     with np.errstate(over="ignore", invalid="ignore"):
         sum_of_squares = np.dot(values, values)
-    if not np.isfinite(sum_of_squares) and not np.isfinite(values).all():
-        count = int(np.count_nonzero(~np.isfinite(values)))
-        raise RejectedMessage("E_FINITE", field, "finite numbers", f"{count} NaN or infinite")
+    return bool(np.isfinite(sum_of_squares) or np.isfinite(values).all())
