@@ -241,15 +241,17 @@ def _check_statistics(job: JobConfig, layout: Layout) -> None:
     is_exact = job.wire.values in ("float32", "float32_zstd") or is_quantized(job.wire.values)
     is_plain = not job.encrypted and job.sum_rules is None and is_exact and job.privacy is None
     if not is_plain and build_statistics_mask(layout).count:
-        setting = "wire.encryption: ckks" if job.encrypted else f"wire.values: {job.wire.values}"
-        if job.sum_rules is not None:
-            setting = f"wire.aggregation: {job.wire.aggregation}"
-        if job.privacy is not None:
-            setting = "privacy"
+        setting, remedy = f"wire.values: {job.wire.values}", "choose float32, float32_zstd, int8, int4 or int2"
+        for other, is_set in (
+            ("wire.encryption: ckks", job.encrypted),
+            (f"wire.aggregation: {job.wire.aggregation}", job.sum_rules is not None),
+            ("privacy", job.privacy is not None),
+        ):
+            if is_set:
+                setting, remedy = other, "remove the setting, or set task.model.standardize: false of voxel_mlp"
         raise ConfigError(
             f"{setting}: the statistics by which the network standardises its inputs travel in the clear as float32, "
-            "without noise; remove the setting, or choose wire.values float32, float32_zstd, int8, int4 or int2, "
-            "task.model.standardize: false of voxel_mlp, or another task.scaling or task.model"
+            f"without noise; {remedy}, or choose another task.scaling or task.model"
         )
 
 
