@@ -147,6 +147,7 @@ def main() -> None:
                 if options.json:
                     with options.json.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(cells[-1]) + "\n")
+    cells.sort(key=lambda cell: (RECIPES.index(cell["recipe"]), list(MODES).index(cell["mode"])))
     print(format_table(cells))
 
 

@@ -1,10 +1,13 @@
-"""A MONAI bundle in a real FLARE job in the simulator, at sites that were sent no code."""
+"""A MONAI bundle in real FLARE jobs in the simulator and in POC mode, at sites that were sent no code."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
+from commands import ENVIRONMENT
 from rich.console import Console
 
 from flare_sparse.cli.environments import run_in_simulator
@@ -21,10 +24,19 @@ OVERRIDES = (
 
 
 @pytest.mark.long
-def test_bundle_in_the_simulator_ends_with_the_bits_of_the_local_run(tmp_path: Path) -> None:
+def test_bundle_in_the_simulator_and_in_poc_ends_with_the_bits_of_the_local_run(tmp_path: Path) -> None:
+    """Needs the ports 8002 and 8003 of FLARE's POC mode."""
     config = load_config(CONFIG, OVERRIDES)
-    simulated = run_in_simulator(config, CONFIG, tmp_path / "sim", Console(quiet=True))
     local = run_config_locally(config, CONFIG, tmp_path / "local", console=Console(quiet=True))
-    assert simulated["model_sha256"] == local["model_sha256"]
-    assert simulated["final"] == local["final"]
-    assert list((tmp_path / "sim").rglob("custom")) == []
+    simulated = run_in_simulator(config, CONFIG, tmp_path / "sim", Console(quiet=True))
+    line = ["flare-sparse", "run", str(CONFIG), "--env", "poc", "--out", str(tmp_path / "poc")]
+    line += [word for setting in OVERRIDES for word in ("--set", setting)]
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for summary in (simulated, json.loads((tmp_path / "poc" / "summary.json").read_text())):
+        assert summary["model_sha256"] == local["model_sha256"]
+        assert summary["final"] == local["final"]
+        assert summary["traffic"] == local["traffic"]
+    exported = list((tmp_path / "poc" / "job").rglob("config_fed_client.json"))
+    assert exported
+    assert list(tmp_path.rglob("custom")) == []

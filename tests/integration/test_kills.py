@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killable_federation import find_free_ports
 
 ROOT = Path(__file__).parents[2]
 CELLS = ("topk_ef:SJ:aggregating", "topk_ef:SP+SJ:saving", "topk_ef:CJ:training")
-
-
-def find_free_ports(count: int) -> int:
-    """Return the first of ``count`` neighbouring ports that are free."""
-    for first in range(20000, 60000, count):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("localhost", port))
-            return first
-    raise OSError("no free ports")
 
 
 def test_hooks_of_the_kill_matrix_wrap_functions_that_exist() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from killable_federation import start_killable_federation
 
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
 
-ROOT = Path(__file__).parents[2]
 ROUNDS = 6
 PATIENCE_S = 900.0
 """Longest wait for a condition; a machine under load takes minutes for what an idle one does in seconds."""
@@ -26,27 +25,11 @@ HELD = "site-1"
 """Site whose training is held in a round until the test has read the terminal."""
 
 
-def find_free_ports() -> tuple[int, int]:
-    with socket.create_server(("localhost", 0)) as first, socket.create_server(("localhost", 0)) as second:
-        return first.getsockname()[1], second.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A provisioned federation whose processes can be killed."""
-    sys.path.insert(0, str(ROOT / "benchmarks" / "faults"))
-    from kills.federation import Federation, wait_for
-
-    folder = tmp_path_factory.mktemp("recovery")
-    federation = Federation(folder, find_free_ports())
-    federation.prepare()
-    try:
-        federation.start()
-        wait_for(federation.is_connected, PATIENCE_S, "all sites connected", every=1)
+    with start_killable_federation(tmp_path_factory.mktemp("recovery"), PATIENCE_S) as federation:
         yield federation
-    finally:
-        federation.stop()
-        sys.path.remove(str(ROOT / "benchmarks" / "faults"))
 
 
 class Terminal:

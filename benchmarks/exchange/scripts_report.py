@@ -1,0 +1,55 @@
+"""Write docs/results/scripts.md from the cells of ``scripts.py``, which calls this with ``--docs``.
+
+The text above the tables is kept.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from examples import EXAMPLES, RECIPE, list_cells
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "scripts.md"
+MARK = "<!-- tables -->"
+
+
+def format_table(cells: list[dict[str, Any]], script: str) -> str:
+    """Return a script's cells as a Markdown table, with those that were not run."""
+    rows = [
+        "| exchange | runs | accuracy | minus FedAvgRecipe | ledger | measured | of FedAvgRecipe |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    known = {(cell["exchange"], cell["mode"]): cell for cell in cells if cell["script"] == script}
+    for name, exchange, mode in list_cells():
+        if name != script:
+            continue
+        cell, dense = known.get((exchange, mode)), known.get((RECIPE, mode))
+        if cell is None:
+            rows.append(f"| {exchange} | {mode} | not run | | | | |")
+            continue
+        difference, share = "", ""
+        if dense and dense is not cell:
+            difference = f"{cell['accuracy'] - dense['accuracy']:+.3f}"
+            share = f"{cell['measured'] / dense['measured']:.2f}"
+        ledger = "" if cell["ledger"] is None else f"{cell['ledger']:,}"
+        figures = f"{cell['accuracy']:.3f} | {difference} | {ledger} | {cell['measured']:,} | {share}"
+        rows.append(f"| {exchange} | {mode} | {figures} |")
+    return "\n".join(rows)
+
+
+def format_section(cells: list[dict[str, Any]], script: str) -> str:
+    """Return the heading, the patch and the table of a script."""
+    own = [cell for cell in cells if cell["script"] == script]
+    patches = sorted({cell["patch"] for cell in own})
+    changed = ", ".join(sorted({str(cell["changed"]) for cell in own})) or "not run"
+    shown = "".join(f"```diff\n{patch}\n```\n\n" for patch in patches if patch)
+    title = f"## {script}\n\n{EXAMPLES[script].rounds} rounds, `{EXAMPLES[script].args.format(data='DATA')}`."
+    return f"\n{title} Lines changed: {changed}.\n\n{shown}{format_table(cells, script)}\n"
+
+
+def write_page(cells: list[dict[str, Any]]) -> None:
+    """Write the tables of docs/results/scripts.md."""
+    text = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    sections = "".join(format_section(cells, script) for script in EXAMPLES)
+    PAGE.write_text(f"{text}{MARK}\n{sections}", encoding="utf-8")
