@@ -9,8 +9,17 @@ from types import ModuleType
 
 import nvflare.client
 import pytest
+import torch
+from torch import nn
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "exchange"
+
+
+class AllForeground(nn.Module):
+    """Predicts the second of two classes for every voxel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.zeros_like(x), torch.ones_like(x)], dim=1)
 
 
 @pytest.fixture
@@ -91,3 +100,9 @@ def test_bundle_gives_each_site_its_own_volumes_of_two_classes(
     item = parser.get_parsed_content("validate#dataset#transform")(cases["site-2", "validate"][0])
     assert item["image"].shape == item["label"].shape == (1, 32, 48, 32)
     assert item["label"].unique().tolist() == [0, 1]
+
+    (tmp_path / "bundle" / "site-1.json").write_text(json.dumps({"test": []}))
+    (tmp_path / "bundle" / "site-2.json").write_text(json.dumps({"test": cases["site-2", "validate"][:1]}))
+    foreground, size = int(item["label"].sum()), 32 * 48 * 32
+    score = importlib.import_module("score_model").score_volumes(AllForeground(), tmp_path / "bundle")
+    assert score == pytest.approx(2 * foreground / (foreground + size))

@@ -122,6 +122,7 @@ def test_killed_site_resumes_its_script_to_the_model_of_an_undisturbed_run(
     arguments += ["--out", str(tmp_path / "out")]
     process = start(federation, *arguments)
     wait_for(lambda: reached.is_file() or process.poll() is not None, PATIENCE_S, f"{KILLED} trains in round 3")
+    assert reached.is_file(), process.communicate()[0]
     federation.kill(federation.list_processes(KILLED, JOBS[KILLED]))
     armed.unlink()
     text, _ = process.communicate(timeout=PATIENCE_S)

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,8 +28,11 @@ _current = {"round": 0}
 
 def _get_participant() -> str:
     """Return this process's participant: the name of the startup kit in its command line."""
-    line = sys.argv
-    return Path(line[line.index("-m") + 1]).name if "-m" in line[:-1] else ""
+    # FLARE overwrites sys.argv with the command line of a training script.
+    words = sys.orig_argv
+    # The first -m is Python's own.
+    kits = [kit for option, kit in pairwise(words) if option == "-m"][1:]
+    return Path(kits[0]).name if kits else ""
 
 
 def stop_if_armed(phase: str) -> None:
