@@ -12,18 +12,17 @@ one JSON file: finished runs are not repeated, several processes may share the w
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from brain_t1_arms import LADDER, LINEAR, MAIN, MORE, Arm
 from brain_t1_report import update_docs
-from results import CONFIGS, claim, run_rounds
+from runs import CONFIGS, claim, run_rounds, write_json
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
@@ -37,48 +36,10 @@ from flare_sparse.task import Examples, Task
 from flare_sparse.training import Site
 
 FOLDS = 5
-BASELINES = "baselines"
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One line of a table.
-
-    Attributes:
-        label: its name.
-        config: configuration file.
-        overrides: settings that differ from it.
-        sites: which sites train together: ``all``; each of them ``alone``; or one that holds all data, ``pooled``.
-    """
-
-    label: str
-    config: str = "fedavg_voxels"
-    overrides: tuple[str, ...] = ()
-    sites: str = "all"
-
-    @property
-    def file_name(self) -> str:
-        return self.label.replace(" ", "_").replace("%", "").replace(",", "").replace("'", "")
-
-
-def build_masked(label: str, percent: int, *settings: str) -> Arm:
-    return Arm(f"{label} {percent} %", "neurosfl_voxels", (f"method.sparsity={percent / 100:g}", *settings))
-
-
-MAIN = (
-    Arm("FedAvg"),
-    Arm("local only", overrides=("method.training.lr=0.01",), sites="alone"),
-    *(build_masked("NeuroSFL", percent) for percent in (90, 95)),
-    *(Arm(f"FedSparsify {p} %", "fedsparsify_voxels", (f"method.sparsity={p / 100:g}",)) for p in (90, 95)),
-    Arm("pooled", sites="pooled"),
-)
-RANDOM = ("method.scores=random", "method.training.lr=0.01")
-SHUFFLED = ("method.scores=shuffled_snip", "method.training.lr=0.01")
-LADDER = (
-    *(build_masked("NeuroSFL", percent) for percent in (98, 99)),
-    *(build_masked("shuffled SNIP", percent, *SHUFFLED) for percent in (90, 95, 98, 99)),
-    *(build_masked("random mask", percent, *RANDOM) for percent in (90, 95, 98, 99)),
-)
+_Federation = dict[str, dict[str, tuple[Tensor, Tensor]]]
+"""Volume and target of the subjects of every site."""
 
 
 class Volumes:
@@ -89,16 +50,24 @@ class Volumes:
     """
 
     def __init__(self, data: Path):
-        self._data, self._items = data, dict[str, dict[str, tuple[Tensor, Tensor]]]()
+        self._data, self._items = data, dict[str, _Federation]()
 
     def split(self, config: RunConfig, task: Task) -> dict[str, Examples]:
         """Return the examples of every site in a fold."""
-        if not self._items:
-            for name, where in prepare_site_data(config, task, Path()).items():
-                own = task.load(where, config.seed)
-                parts = ((own.train_ids, own.train), (own.test_ids, own.test))
-                self._items[name] = {key: part[row] for keys, part in parts for row, key in enumerate(keys)}
-        return {name: self._select(items, config) for name, items in self._items.items()}
+        assert config.simulator is not None, "the configuration names its data"
+        key = f"{config.task.name} {config.simulator.sites} {config.simulator.data}"
+        if key not in self._items:
+            # One federation at a time stays in memory: its runs follow each other.
+            self._items = {key: self._load(config, task)}
+        return {name: self._select(items, config) for name, items in self._items[key].items()}
+
+    def _load(self, config: RunConfig, task: Task) -> _Federation:
+        items = _Federation()
+        for name, where in prepare_site_data(config, task, Path()).items():
+            own = task.load(where, config.seed)
+            parts = ((own.train_ids, own.train), (own.test_ids, own.test))
+            items[name] = {key: part[row] for keys, part in parts for row, key in enumerate(keys)}
+        return items
 
     def _select(self, items: Mapping[str, tuple[Tensor, Tensor]], config: RunConfig) -> Examples:
         split = config.task.config.split.assign(items, config.seed)
@@ -149,8 +118,10 @@ def run(arm: Arm, seed: int, fold: int, data: Path, volumes: Volumes) -> dict[st
         outcome, ledger = run_rounds(config, assembly, group)
         sent += sum(line.payload_bytes for line in ledger.lines)
         dense += sum(line.dense_bytes for line in ledger.lines)
-        members = sites if arm.sites == "pooled" else group
-        rows += [row for name in members for row in predict(assembly, outcome, name, examples[name])]
+        if arm.sites == "pooled":
+            for site in sites.values():
+                site.evaluate(outcome.weights)
+        rows += [row for site in (sites if arm.sites == "pooled" else group) for row in predict(sites[site])]
     facts = {"label": arm.label, "seed": seed, "fold": fold, "rounds": config.method.config.rounds, "subjects": rows}
     figures = {"bytes": sent, "dense_bytes": dense, "curve": trace(outcome)} if arm.sites == "all" else {}
     return {**facts, **figures, "live": count_live(assembly, outcome), "seconds": time.monotonic() - began}
@@ -167,17 +138,21 @@ def trace(outcome: Outcome) -> list[tuple[int, float]]:
     return points
 
 
-def predict(assembly: Assembly, outcome: Outcome, site: str, examples: Examples) -> Iterator[dict[str, Any]]:
-    """Yield age and prediction of each test subject of a site, named by its rank among the site's identifiers."""
-    model = assembly.task.model()
-    model.load_state_dict(assembly.layout.unflatten(outcome.weights), strict=False)
-    predictions, targets = assembly.task.measure_all(model, examples.test)
-    yield from describe_subjects(site, examples, {"run": predictions.numpy()}, targets.numpy())
+def predict(site: Site) -> Iterator[dict[str, Any]]:
+    """Yield target and prediction of each test subject, by the model that the site evaluated last."""
+    assert site.evaluated is not None, "every site evaluates its final model"
+    layout, weights = site.evaluated
+    model = site.task.model()
+    model.load_state_dict(layout.unflatten(weights), strict=False)
+    predictions, targets = site.task.measure_all(model, site.examples.test)
+    values = (predictions > 0.5).float() if site.task.kind == "binary" else predictions
+    yield from describe_subjects(site.name, site.examples, {"run": values.numpy()}, targets.numpy())
 
 
 def describe_subjects(
     site: str, examples: Examples, predictions: Mapping[str, np.ndarray], targets: np.ndarray
 ) -> Iterator[dict[str, Any]]:
+    """Yield target and predictions of each test subject of a site, named by its rank among the site's identifiers."""
     rank = {name: number for number, name in enumerate(sorted([*examples.train_ids, *examples.test_ids]))}
     for row, name in enumerate(examples.test_ids):
         values = {key: float(value[row, 0]) for key, value in predictions.items()}
@@ -200,21 +175,33 @@ def count_live(assembly: Assembly, outcome: Outcome) -> dict[str, list[int]]:
     return {**live, "inside the brain": [int(inside.sum()), inside.numel()]}
 
 
-def run_baselines(seed: int, fold: int, data: Path, volumes: Volumes) -> dict[str, Any]:
-    """Return the predictions of the site means and of ridge regressions on the same inputs."""
-    config = build_config(MAIN[0], seed, fold, data)
+def run_baselines(arm: Arm, seed: int, fold: int, data: Path, volumes: Volumes) -> dict[str, Any]:
+    """Return the predictions of the site means and of linear models on the same inputs."""
+    config = build_config(arm, seed, fold, data)
     task = assemble(config).task
     examples = volumes.split(config, task)
     rows = {}
     for name, own in examples.items():
         tables = (task.tabulate_all(part) for part in (own.train, None, own.test))
         rows[name] = SiteRows(*(BaselineData(x.double().numpy(), y.double().numpy()) for x, y in tables))
-    predictions, start, subjects = fit_baselines("regression", rows), 0, list[dict[str, Any]]()
+    predictions, start, subjects = fit_baselines(task.kind, rows), 0, list[dict[str, Any]]()
     for name, own in examples.items():
         part = {key: values[start : start + own.n_test] for key, values in predictions.items()}
+        if task.kind == "binary":
+            part = {key: (values > 0.5).astype(float) for key, values in part.items()}
         subjects += describe_subjects(name, own, part, rows[name].test.y)
         start += own.n_test
-    return {"label": BASELINES, "seed": seed, "fold": fold, "subjects": subjects}
+    return {"label": arm.label, "seed": seed, "fold": fold, "subjects": subjects}
+
+
+def list_plan(seeds: list[int]) -> Iterator[tuple[Arm, int, int]]:
+    """Yield all runs. The arms that carry a claim come first, so that an interrupted experiment shows them."""
+    arms: tuple[Arm, ...]
+    for arms in ((LINEAR, *MAIN), LADDER):
+        yield from ((arm, seed, fold) for seed in seeds for fold in range(1, FOLDS + 1) for arm in arms)
+    # One table after the other, each with its own federation.
+    for arms in MORE.values():
+        yield from ((arm, seed, 1) for seed in seeds for arm in arms)
 
 
 def main() -> int:
@@ -228,32 +215,23 @@ def main() -> int:
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
     began, volumes = time.monotonic(), Volumes(arguments.data)
-    # The arms that carry a claim come first, so that an interrupted experiment shows them.
-    plan = [
-        (arm, seed, fold)
-        for arms in ((None, *MAIN), LADDER)
-        for seed in arguments.seeds
-        for fold in range(1, FOLDS + 1)
-        for arm in arms
-    ]
-    for arm, seed, fold in plan:
+    for arm, seed, fold in list_plan(arguments.seeds):
         if time.monotonic() - began > 60 * arguments.minutes:
             return 1
-        file = arguments.out / f"{arm.file_name if arm else BASELINES}_{seed}_{fold}.json"
+        file = arguments.out / f"{arm.file_name}_{seed}_{fold}.json"
         with claim(file) as is_claimed:
             if not is_claimed:
                 continue
-            settings = seed, fold, arguments.data, volumes
-            row = run(arm, *settings) if arm else run_baselines(*settings)
-            part = file.with_suffix(".new")
-            part.write_text(json.dumps(row) + "\n")
-            part.replace(file)
+            compute = run_baselines if arm.is_linear else run
+            row = compute(arm, seed, fold, arguments.data, volumes) | {"table": arm.table}
+            write_json(file, row)
         keys = [key for key in row["subjects"][0] if key not in ("site", "subject", "age")]
         errors = {key: np.mean([abs(s[key] - s["age"]) for s in row["subjects"]]) for key in keys}
         text = ", ".join(f"{key} {value:.2f}" for key, value in errors.items())
-        print(f"seed {seed} fold {fold} {row['label']}: {text}; {row.get('seconds', 0):.0f} s", flush=True)
+        print(f"seed {seed} fold {fold} {arm.table} {arm.label}: {text}; {row.get('seconds', 0):.0f} s", flush=True)
     if arguments.docs:
-        update_docs(arguments.out, [arm.label for arm in MAIN], [arm.label for arm in LADDER])
+        tables = {table: [arm.label for arm in arms] for table, arms in MORE.items()}
+        update_docs(arguments.out, [arm.label for arm in MAIN], [arm.label for arm in LADDER], tables)
     return 0
 
 

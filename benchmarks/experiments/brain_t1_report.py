@@ -25,7 +25,13 @@ PAGE = ROOT / "docs" / "results" / "brain_t1.md"
 PLOT = ROOT / "docs" / "images" / "result.png"
 MARK = "<!-- tables -->"
 SITES = ("IXI-HH-1", "IXI-HH-2", "IXI-HH-3", "IXI-HH-4", "NSK")
-LINEAR = {"site_mean": "site mean", "ridge_local": "ridge, each site", "ridge_pooled": "ridge, pooled"}
+LINEAR = {
+    "site_mean": "site mean",
+    "ridge_local": "ridge, each site",
+    "ridge_pooled": "ridge, pooled",
+    "logistic_local": "logistic, each site",
+    "logistic_pooled": "logistic, pooled",
+}
 LEVELS = (90, 95, 98, 99)
 PAIRS = (
     ("FedAvg", "local only"),
@@ -40,6 +46,19 @@ MASKS = tuple(
     for level in LEVELS
     for first, second in (("NeuroSFL", "shuffled SNIP"), ("shuffled SNIP", "random mask"))
 )
+MORE = {
+    "methods": ("Variants of SNIP and other methods", "years", 1, "FedAvg", "NeuroSFL {level}"),
+    "uniform": ("FedSparsify: eight sites of equal size, ages mixed", "years", 1, "FedAvg", "local only"),
+    "skewed": (
+        "FedSparsify: eight sites of skewed size, each with its own range of ages",
+        "years",
+        1,
+        "FedAvg",
+        "local only",
+    ),
+    "sex": ("Sex, five sites", "% of subjects", 100, "FedAvg", "local only"),
+}
+"""Title, unit of the error, its factor, and the arms compared with, by table."""
 Key = tuple[str, int, int]
 """Site, subject and seed."""
 
@@ -65,13 +84,17 @@ class Arm:
         return np.array([np.mean(values) for values in errors.values()]), np.array([site for site, _ in errors])
 
 
-def read_arms(folder: Path) -> dict[str, Arm]:
-    """Return the arms by label, those of the linear models among them."""
+def read_arms(folder: Path, table: str = "") -> dict[str, Arm]:
+    """Return the arms of the main tables, or of one with one fold a seed, by label, linear models among them."""
     arms: dict[str, Arm] = {}
     for file in sorted(folder.glob("*.json")):
         run = json.loads(file.read_text())
+        if run.get("table", "") != table:
+            continue
         names = {"run": run["label"]} if "run" in run["subjects"][0] else LINEAR
         for key, label in names.items():
+            if key not in run["subjects"][0]:
+                continue
             arm = arms.setdefault(label, Arm())
             arm.runs.append(run)
             arm.tests |= {(s["site"], s["subject"], run["seed"]): (s["age"], s[key]) for s in run["subjects"]}
@@ -152,7 +175,50 @@ def format_live(arms: Mapping[str, Arm], label: str) -> str | None:
     )
 
 
-def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str]) -> None:
+def format_more(folder: Path, table: str, labels: Sequence[str]) -> list[str]:
+    """Return the lines of a table with one fold a seed; empty without runs."""
+    own = read_arms(folder, table)
+    title, unit, scale, *references = MORE[table]
+    shown = [label for label in (*LINEAR.values(), *labels) if label in own]
+    if not shown:
+        return []
+    # Only the tests that both have are compared, so that arms with five folds are no different from the others.
+    arms = read_arms(folder) | own if table == "methods" else own
+    tests = max((own[label].tests for label in shown), key=len)
+    counts = f"{len({key[:2] for key in tests})} subjects, {len(tests)} tests."
+    head = ["", f"error, {unit} [95 %]", *(f"minus {label}" for label in references), "sent"]
+    rows = []
+    for label in shown:
+        errors, sites = own[label].compute_errors(own[label].tests)
+        interval = compare_scores(scale * errors, np.zeros_like(errors), sites, is_lower_better=True)
+        sent = [run["bytes"] for run in own[label].runs if "bytes" in run]
+        level = " ".join(label.rsplit(" ", 2)[1:])
+        cells = [
+            f"**{interval.first:.2f}** [{interval.low:.2f}, {interval.high:.2f}]",
+            *(format_short(compare(arms, label, name.format(level=level)), scale) for name in references),
+            format_bytes(float(np.mean(sent))) if sent else "-",
+        ]
+        rows.append(f"| {label} | " + " | ".join(cells) + " |")
+    return [
+        "",
+        f"### {title}",
+        "",
+        counts,
+        "",
+        *build_table([name.format(level="at that level") for name in head], rows),
+    ]
+
+
+def format_short(compared: tuple[Difference, int] | None, scale: float) -> str:
+    """Return a difference with its interval, bold where that excludes 0."""
+    if compared is None or compared[0].first == compared[0].second:
+        return ""
+    value, low, high = (scale * figure for figure in (compared[0].value, compared[0].low, compared[0].high))
+    text = f"{value:+.2f} [{low:+.2f}, {high:+.2f}]"
+    return text if compared[0].verdict == "undecided" else f"**{text}**"
+
+
+def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str], more: Mapping[str, Sequence[str]]) -> None:
     """Write the tables of the page from the finished runs in ``folder``."""
     arms = read_arms(folder)
     order = [label for label in (*LINEAR.values(), *main, *ladder) if label in arms]
@@ -179,6 +245,11 @@ def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str]) -> Non
         *build_table(pair_head, [format_difference(arms, *pair) for pair in MASKS]),
         "",
         *build_table(live_head, [format_live(arms, label) for label in masks]),
+        "",
+        "## More methods, one fold a seed",
+        "",
+        "`minus` is the paired difference over the tests that both arms have, bold where its interval excludes 0.",
+        *(line for table, labels in more.items() for line in format_more(folder, table, labels)),
     ]
     plot_errors(arms, [label for label in main if label in arms], PLOT)
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")

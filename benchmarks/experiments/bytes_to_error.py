@@ -27,7 +27,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from results import CONFIGS, FILES, claim, run_rounds
+from runs import CONFIGS, claim, run_rounds
 
 from flare_sparse.assemble import assemble
 from flare_sparse.cli.sites import prepare_site_data
@@ -83,6 +83,7 @@ METHODS = {
     "random mask 50 %": "name: neurosfl, scores: random, sparsity: 0.5",
     "top-k 10 %": "name: topk_ef, fraction: 0.1",
 }
+FILES = {"neurosfl_brain_t1": "brain_t1", "neurosfl_morphometry_age": "brain_morphometry/destrieux_fcon1000.csv.gz"}
 OLD_FORMATS = ("float32", "bfloat16")
 DATA = {**FILES, "neurosfl_voxels": "brain_t1"}
 PAGE, MARK = CONFIGS.parent / "docs" / "results" / "bytes.md", "<!-- tables -->"

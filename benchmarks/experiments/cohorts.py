@@ -12,7 +12,6 @@ finished runs are not repeated and several processes may share the work. ``--doc
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from cohorts_report import update_docs
-from results import claim, run_rounds
+from runs import CONFIGS, claim, run_rounds, write_json
 from torch.utils.data import ConcatDataset
 
 from flare_sparse.assemble import Assembly, assemble, open_site
@@ -36,7 +35,6 @@ from flare_sparse.structure.scaling import build_statistics_mask
 from flare_sparse.task import Examples, SiteData
 from flare_sparse.training import Site
 
-CONFIGS = Path(__file__).resolve().parents[2] / "app_configs"
 FILES = {
     "fcon1000": "destrieux_fcon1000.csv.gz",
     "openneuro": "destrieux_openneuro.csv.gz",
@@ -232,9 +230,7 @@ def main() -> int:
             start = time.monotonic()
             row = compute(*values)
             row["seconds"] = time.monotonic() - start
-            part = file.with_suffix(".new")
-            part.write_text(json.dumps(row) + "\n")
-            part.replace(file)
+            write_json(file, row)
         errors = [np.abs(np.subtract(site["run"], site["targets"])) for site in row["sites"].values() if "run" in site]
         shown = f"{np.concatenate(errors).mean():.2f}" if errors else "done"
         print(f"{name}: {shown}, {row['seconds']:.0f} s", flush=True)

@@ -26,7 +26,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from results import run_rounds
+from runs import run_rounds
 from scipy.stats import t as student
 
 from flare_sparse.assemble import assemble, open_site

@@ -26,7 +26,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
-from results import claim
+from runs import claim
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
