@@ -1,153 +1,166 @@
-"""Accuracy and bytes of LoRA-A2 on BANKING77, against FL+LoRA, FFA-LoRA and FlexLoRA.
-
-Ten sites, ranks 8, 4, 2 and 1, three Dirichlet partitions. The encoder is the pre-trained all-MiniLM-L6-v2 with 36
-adapted modules; its weights are frozen, and so is the random head, as in the paper. Every message goes through the wire
-and is counted. The experiment is small: part of the rows, short texts, few rounds (the paper: all rows, E = 5, T = 50,
-30 sites, RoBERTa-base).
+"""Accuracy and bytes of LoRA-A2 on BANKING77, against FL+LoRA, FFA-LoRA and FlexLoRA, until validation stops a run.
 
     export FLARE_SPARSE_MODELS=/models        # holds all-MiniLM-L6-v2/
-    python benchmarks/experiments/banking77.py --data /data/banking77.csv.gz --out runs/banking77 [--only lora_a2]
+    python benchmarks/experiments/banking77.py --data /data/banking77.csv.gz [--only lora_a2] [--ranks 8 1] [--docs]
 
-Each run writes one file. Finished runs are not repeated, and several processes may share the work. The table of all
-finished runs is printed at the end, or alone with ``--table``.
+Ten sites, a Dirichlet partition, ranks 8 and 1. The encoder is the pre-trained all-MiniLM-L6-v2 with 36 adapted
+modules; its weights are frozen, and so is the random head, as in the paper (which has all rows, E = 5, T = 50, 30 sites
+and RoBERTa-base). Each site keeps 10 % of its texts for validation and 30 % for testing. A run ends when the accuracy
+on the validation texts of all sites has not risen for ``--patience`` rounds; the best model by that accuracy is tested
+once.
+
+Every message goes through the wire and is counted. Each run writes one file; finished runs are not repeated, several
+processes may share the work, and an interrupted run continues from its last round. ``--docs`` updates the tables of
+docs/results/lora.md from the finished runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Iterator
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from banking77_report import METHOD_LABELS, update_docs
+from runs import CONFIGS, claim, write_json
+from torch.utils.data import TensorDataset
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.data.partition import partition_dirichlet
+from flare_sparse.assemble import Assembly, assemble, build_rules, open_checkpoints
+from flare_sparse.cli.sites import prepare_site_data
+from flare_sparse.config import RunConfig, load_config
+from flare_sparse.federation import Outcome
 from flare_sparse.local.run import run_locally
-from flare_sparse.methods import METHODS
-from flare_sparse.task import SiteData
-from flare_sparse.tasks import TASKS
+from flare_sparse.task import Examples
 from flare_sparse.training import Site
 
-METHOD_LABELS = {"lora_a2": "LoRA-A2", "fedavg": "FL+LoRA", "ffa_lora": "FFA-LoRA", "flexlora": "FlexLoRA"}
-ALPHAS = (0.01, 0.5, 0.1)
-RANKS = ((8, 1), (4, 2))
-"""The extreme ranks come first, so that an interrupted experiment shows the range."""
+SLOTS = 16
+"""Slots of a module that LoRA-A2 chooses among; the other methods have as many slots as their rank."""
 
 
-def list_jobs(only: str | None) -> Iterator[tuple[float, int, str]]:
-    for ranks in RANKS:
-        for alpha in ALPHAS:
-            for rank in ranks:
-                yield from ((alpha, rank, name) for name in METHOD_LABELS if only in (None, name))
-
-
-def run(alpha: float, rank: int, name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one run. LoRA-A2 chooses among 16 slots of a module; the others have ``rank`` slots."""
-    task = TASKS["text_classification"](
-        {
-            "base": options.base,
-            "adapter": {"rank": 16 if name == "lora_a2" else rank},
-            "every": options.every,
-            "max_length": options.max_length,
-        }
+def build_config(name: str, rank: int, seed: int, options: argparse.Namespace) -> RunConfig:
+    """Return the configuration of one run, from the published file."""
+    ranked = f"rank: {rank}, " if name in ("lora_a2", "flexlora") else ""
+    training = f"epochs: {options.epochs}, batch_size: {options.batch_size}, optimizer: adamw, lr: {options.lr}"
+    return load_config(
+        CONFIGS / "lora_a2_banking77.yaml",
+        [
+            f"name=banking77_{name}_{rank}",
+            f"seed={seed}",
+            f"method={{name: {name}, {ranked}rounds: {options.rounds}, training: {{{training}, weight_decay: 0.01}}}}",
+            f"task.base={options.base}",
+            f"task.adapter.rank={SLOTS if name == 'lora_a2' else rank}",
+            f"task.every={options.every}",
+            f"task.max_length={options.max_length}",
+            "task.split={test: 0.3, validation: 0.1}",
+            f"federation.early_stopping={{patience: {options.patience}}}",
+            f"simulator.sites={options.sites}",
+            f"simulator.data.path={options.data.resolve()}",
+            f"simulator.data.partition={{kind: dirichlet, column: label, alpha: {options.alpha}}}",
+        ],
     )
-    training = {"epochs": options.epochs, "batch_size": 8, "optimizer": "adamw", "lr": options.lr, "weight_decay": 0.01}
-    settings: dict[str, Any] = {"rounds": options.rounds, "training": training}
-    if name in ("lora_a2", "flexlora"):
-        settings["rank"] = rank
-    layout, weights = build_initial_model(task, seed)
-    method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, seed)
-    parts = partition_dirichlet(task.cohort(options.data), options.sites, alpha=alpha, seed=seed)
-    sites = {
-        site: Site(site, task, task.load(SiteData(site, options.data, ids), seed), layout, seed)
-        for site, ids in parts.items()
-    }
-    began = time.monotonic()
-    outcome, ledger = run_locally(method, weights, sites, task.metric, thread_count=1)
-    up = [line for line in ledger.lines if line.direction == "up"]
-    curve = [record.evaluation.overall["accuracy"] for record in outcome.rounds]
+
+
+def run(name: str, rank: int, seed: int, options: argparse.Namespace, checkpoints: Path) -> dict[str, Any]:
+    """Return the figures of one run, which continues from the checkpoints if there are some."""
+    config = build_config(name, rank, seed, options)
+    assembly = assemble(config)
+    data = prepare_site_data(config, assembly.task, Path())
+    examples = {site: assembly.task.load(where, seed) for site, where in data.items()}
+    label = f"{name} rank {rank} seed {seed}"
+    outcome, ledger = run_locally(
+        assembly.method,
+        assembly.weights,
+        {site: build_site(site, own, assembly, seed) for site, own in examples.items()},
+        assembly.task.metric,
+        run=assembly.run_id,
+        rules=build_rules(config),
+        on_round=lambda record: print(
+            f"{label} round {record.round}: {record.evaluation.overall}, {record.seconds:.0f} s", flush=True
+        ),
+        stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
+        resume=True,
+    )
+    lines = [line for line in ledger.lines if line.kind == "train"]
+    up = [line for line in lines if line.direction == "up"]
     return {
-        "seed": seed,
-        "alpha": alpha,
-        "rank": rank,
         "method": name,
-        "accuracy": curve[-1],
-        "curve": curve,
+        "rank": rank,
+        "seed": seed,
+        "settings": {key: str(getattr(options, key)) for key in SETTINGS},
+        "examples": sum(own.n_train for own in examples.values()),
+        "validation_examples": sum(own.n_validation for own in examples.values()),
+        "curve": [record.evaluation.overall.get("validation_accuracy") for record in outcome.rounds],
+        "best_round": outcome.best.round,
+        "rounds": outcome.stopped_after or config.method.config.rounds,
+        "is_stopped": outcome.stopped_after is not None,
+        "hits": find_hits(assembly, outcome, examples),
         "scalars_up": sum(line.scalars_sent for line in up),
         "bytes_up": sum(line.payload_bytes for line in up),
-        "bytes_down": sum(line.payload_bytes for line in ledger.lines if line.direction == "down"),
-        "encodings": sorted({line.encoding for line in up if line.kind == "train"}),
-        "seconds": time.monotonic() - began,
-        "examples": sum(site.num_examples for site in sites.values()),
-        "test_examples": outcome.evaluation.overall["test_examples"],
-        "settings": {k: str(v) for k, v in vars(options).items() if k not in ("data", "out", "only", "table", "seeds")},
+        "bytes_down": sum(line.payload_bytes for line in lines if line.direction == "down"),
+        "seconds": sum(record.seconds for record in outcome.rounds),
     }
 
 
-def print_table(out: Path) -> None:
-    """Print Markdown: final accuracy, mean (lowest to highest seed), and uploads, mean over the columns."""
-    results = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
-    print(
-        "| rank | method | "
-        + " | ".join(f"Dir {a}" for a in sorted(ALPHAS, reverse=True))
-        + " | M scalars up | MB up |"
+def build_site(name: str, own: Examples, assembly: Assembly, seed: int) -> Site:
+    """Return a site without test examples, which would evaluate the model of every round."""
+    validated = Examples(
+        own.train, TensorDataset(torch.zeros(0)), validation=own.validation, validation_ids=own.validation_ids
     )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for rank in sorted((rank for pair in RANKS for rank in pair), reverse=True):
-        for name, label in METHOD_LABELS.items():
-            rows = [row for row in results if (row["rank"], row["method"]) == (rank, name)]
-            if not rows:
-                continue
-            cells = [
-                format_spread([row["accuracy"] for row in rows if row["alpha"] == a]) for a in sorted(ALPHAS)[::-1]
-            ]
-            scalars = sum(row["scalars_up"] for row in rows) / len(rows) / 1e6
-            megabytes = sum(row["bytes_up"] for row in rows) / len(rows) / 1e6
-            print(f"| {rank} | {label} | " + " | ".join(cells) + f" | {scalars:.2f} | {megabytes:.2f} |")
+    return Site(name, assembly.task, validated, assembly.layout, seed)
 
 
-def format_spread(shares: list[float]) -> str:
-    """Return ``mean (lowest to highest)`` in per cent; a dash if there is no value."""
-    if not shares:
-        return "-"
-    mean = f"{100 * sum(shares) / len(shares):.1f}"
-    return mean if len(shares) == 1 else f"{mean} ({100 * min(shares):.1f} to {100 * max(shares):.1f})"
+def find_hits(assembly: Assembly, outcome: Outcome, examples: dict[str, Examples]) -> dict[str, str]:
+    """Return by site, for each test text, whether the best model by validation finds its class: "1" or "0"."""
+    assert outcome.best.model is not None, "every site has validation examples"
+    model = assembly.task.model()
+    model.load_state_dict(assembly.layout.unflatten(outcome.best.model.to_vector()), strict=False)
+    hits = {}
+    for name, own in examples.items():
+        logits, classes = assembly.task.measure_all(model, own.test)
+        hits[name] = "".join(str(int(hit)) for hit in logits.argmax(1) == classes.reshape(-1))
+    return hits
 
 
-def main() -> None:
+SETTINGS = ("base", "sites", "alpha", "rounds", "patience", "epochs", "batch_size", "lr", "every", "max_length")
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/banking77"))
     parser.add_argument("--base", default="all-MiniLM-L6-v2")
     parser.add_argument("--sites", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--alpha", type=float, default=0.1, help="concentration of the Dirichlet partition")
+    parser.add_argument("--rounds", type=int, default=60, help="most rounds")
+    parser.add_argument("--patience", type=int, default=6, help="rounds without a better accuracy that end a run")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--max-length", type=int, default=20)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--only", choices=list(METHOD_LABELS))
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 1])
+    parser.add_argument("--only", choices=list(METHOD_LABELS), nargs="+", default=list(METHOD_LABELS))
+    parser.add_argument("--docs", action="store_true", help="update docs/results/lora.md from the files in --out")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    jobs = [] if options.table else [(seed, *job) for seed in options.seeds for job in list_jobs(options.only)]
-    for seed, alpha, rank, name in jobs:
-        file = options.out / f"{name}-{rank}-{alpha}-{seed}.json"
-        try:
-            file.with_suffix(".claimed").open("x").close()
-        except FileExistsError:
-            continue
-        row = run(alpha, rank, name, seed, options)
-        file.write_text(json.dumps(row, indent=2) + "\n")
-        print(
-            f"{name} rank {rank} alpha {alpha} seed {seed}: {row['accuracy']:.3f} in {row['seconds']:.0f} s", flush=True
-        )
-    print_table(options.out)
+    # All methods and ranks of one seed come before the next seed, so that an interrupted experiment can be read.
+    plan = [(name, rank, seed) for seed in options.seeds for name in options.only for rank in options.ranks]
+    for name, rank, seed in plan:
+        file = options.out / f"{name}-{rank}-{options.alpha:g}-{seed}.json"
+        with claim(file) as is_claimed:
+            if not is_claimed:
+                continue
+            checkpoints = file.with_suffix(".checkpoints")
+            write_json(file, run(name, rank, seed, options, checkpoints))
+            shutil.rmtree(checkpoints)
+    if options.docs:
+        update_docs(options.out)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
