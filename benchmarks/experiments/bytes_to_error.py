@@ -83,9 +83,11 @@ METHODS = {
     "random mask 50 %": "name: neurosfl, scores: random, sparsity: 0.5",
     "top-k 10 %": "name: topk_ef, fraction: 0.1",
 }
-FILES = {"neurosfl_brain_t1": "brain_t1", "neurosfl_morphometry_age": "brain_morphometry/destrieux_fcon1000.csv.gz"}
 OLD_FORMATS = ("float32", "bfloat16")
-DATA = {**FILES, "neurosfl_voxels": "brain_t1"}
+DATA = {
+    "neurosfl_voxels": "brain_t1",
+    "neurosfl_morphometry_age": "brain_morphometry/destrieux_fcon1000.csv.gz",
+}
 PAGE, MARK = CONFIGS.parent / "docs" / "results" / "bytes.md", "<!-- tables -->"
 
 

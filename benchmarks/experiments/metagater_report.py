@@ -2,7 +2,7 @@
 
     python benchmarks/experiments/metagater_report.py [--out runs/metagater]
 
-The text above the tables is kept.
+The text before and after the tables is kept.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
+START, END = "<!-- tables -->", "<!-- end of tables -->"
+FIRST = "FedAvg + one step"
 ORDER = (
-    "FedAvg + one step",
+    FIRST,
     "FedAvg, an epoch a round, + one step",
     "Per-FedAvg (FO)",
     "MetaGater without gates",
@@ -33,6 +35,7 @@ TITLES = {
     "cifar_main": "CIFAR-10, main setting: 40 sites train, 20 a round; 10 more are targets; 221 to 2,792 images a site",
     "brain": "Brain age from morphometry: 39 scan sites train, half of them a round; 10 others are targets",
 }
+Run = dict[str, Any]
 
 
 def main() -> int:
@@ -42,26 +45,43 @@ def main() -> int:
     tables = {}
     for setting in TITLES:
         runs = [json.loads(file.read_text()) for file in sorted((folder / setting).glob("*.json"))]
-        if runs:
-            tables[setting] = {label: [r for r in runs if r["label"] == label] for label in ORDER}
+        if any((rows := group_runs(runs)).values()):
+            tables[setting] = rows
     page = ROOT / "docs" / "results" / "metagater.md"
-    text = page.read_text().partition("<!-- tables -->")[0] if page.exists() else "# MetaGater, measured\n\n"
-    page.write_text(
-        text
-        + "<!-- tables -->\n\n"
-        + "\n".join(format_table(s, rows) + format_sweep(s, folder / s) for s, rows in tables.items())
-    )
+    before, _, rest = page.read_text().partition(START)
+    sections = [format_table(setting, rows) + format_steps(rows) for setting, rows in tables.items()]
+    page.write_text("\n".join([before + START, "", *sections, END + rest.partition(END)[2]]))
     plot_targets(tables, ROOT / "docs" / "images" / "metagater.png")
     return 0
 
 
-def format_table(setting: str, rows: dict[str, list[dict[str, Any]]]) -> str:
+def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
+    """Return the runs by arm, of the seeds that all arms have finished: a mean over other seeds compares nothing."""
+    labels = [label for label in ORDER if any(run["label"] == label for run in runs)]
+    finished = [run["seed"] for run in runs]
+    seeds = {seed for seed in finished if finished.count(seed) == len(labels)}
+    return {label: [run for run in runs if run["label"] == label and run["seed"] in seeds] for label in labels}
+
+
+def get_figures(run: Run) -> dict[str, float]:
+    """Return the metrics at the targets with the step that the training sites chose."""
+    figures: dict[str, float] = run["targets"][str(run["chosen"]["adapt_lr"])]
+    return figures
+
+
+def get_scale(run: Run) -> tuple[int, int]:
+    """Return the factor of a run's metric in the tables, and the digits after the point."""
+    return (1, 2) if run["metric"] == "mae" else (100, 1)
+
+
+def format_table(setting: str, rows: dict[str, list[Run]]) -> str:
     """Return a Markdown table of means and standard deviations over seeds."""
-    example = next(runs[0] for runs in rows.values() if runs)
-    metric = "mae" if setting == "brain" else "accuracy"
-    unit = "MAE, years" if setting == "brain" else "accuracy, %"
-    scale = 1 if setting == "brain" else 100
-    seeds = sorted({r["seed"] for runs in rows.values() for r in runs})
+    example = next(iter(rows.values()))[0]
+    metric, (scale, digits) = example["metric"], get_scale(example)
+    seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
+    first = {run["seed"]: get_figures(run)[metric] for run in rows.get(FIRST, [])}
+    unit = "MAE, years" if metric == "mae" else "accuracy, %"
+    gated = metric != "mae"
     lines = [
         f"## {TITLES[setting]}",
         "",
@@ -70,46 +90,48 @@ def format_table(setting: str, rows: dict[str, list[dict[str, Any]]]) -> str:
             f"--seeds {' '.join(map(str, seeds))}`"
         ),
         "",
-        (f"| | seeds | {unit} | before | closed, % | train s | adapt s | infer s | sent / dense |"),
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| | {unit} | minus FedAvg, by seed | before |{' closed, % |' * gated} train s | adapt s | sent / dense |",
+        "|" + " --- |" * (7 + gated),
     ]
     for label, runs in rows.items():
-        if not runs:
-            continue
-        closed = [r["metrics"].get("pruned", r["metrics"].get("channel_sparsity")) for r in runs]
+        figures = [get_figures(run) for run in runs]
+        closed = [f.get("pruned", f.get("channel_sparsity")) for f in figures]
+        gains = [scale * (get_figures(r)[metric] - first[r["seed"]]) for r in runs if r["seed"] in first]
         cells = [
-            str(len(runs)),
-            "**" + format_spread([scale * r["metrics"][metric] for r in runs], 1 if scale > 1 else 2) + "**",
-            format_spread([scale * r["metrics"][f"{metric}_before"] for r in runs], 1 if scale > 1 else 2),
-            "" if None in closed else format_spread([100 * c for c in closed], 0),
-            format_spread([r["training_s"] for r in runs], 0) if runs[0]["training_s"] else "as without gates",
+            "**" + format_spread([scale * f[metric] for f in figures], digits) + "**",
+            " ".join(f"{gain:+.{digits}f}" for gain in gains) if label != FIRST else "",
+            format_spread([scale * f[f"{metric}_before"] for f in figures], digits),
+            *(["" if None in closed else format_spread([100 * c for c in closed], 0)] if gated else []),
+            format_spread([r["training_s"] for r in runs], 0) if "training_s" in runs[0] else "as without gates",
             format_spread([r["adapt_s"] for r in runs], 2),
-            format_spread([r["infer_s"] for r in runs], 2),
-            format_spread([r["bytes"] / r["dense_bytes"] for r in runs], 3) if "bytes" in runs[0] else "",
+            f"{mean(r['bytes'] / r['dense_bytes'] for r in runs):.3f}" if "bytes" in runs[0] else "",
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines).replace("|  |", "| |") + "\n"
 
 
-def format_sweep(setting: str, folder: Path) -> str:
-    """Return a table of the same models adapted with other learning rates; empty without a sweep."""
-    sweeps = [json.loads(file.read_text()) for file in sorted(folder.glob("*.sweep"))]
-    if not sweeps:
-        return ""
-    rates = list(sweeps[0]["rates"])
-    scale, digits = (1, 2) if setting == "brain" else (100, 1)
-    lines = [
-        "",
-        f"The same models with other learning rates of adaptation, `--sweep {' '.join(rates)}`:",
-        "",
-        "| adapt_lr | seeds | " + " | ".join(rates) + " |",
-    ]
-    lines.append("| --- |" + " --- |" * (len(rates) + 1))
-    for label in ORDER:
-        runs = [f for f in sweeps if f["label"] == label]
-        if runs:
-            cells = [format_spread([scale * r["rates"][rate] for r in runs], digits) for rate in rates]
-            lines.append(f"| {label} | {len(runs)} | " + " | ".join(cells) + " |")
+def format_steps(rows: dict[str, list[Run]]) -> str:
+    """Return tables of the chosen steps, and of the metric by step of adaptation on validation examples and targets."""
+    rates = list(next(iter(rows.values()))[0]["targets"])
+    seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
+    lines = ["", "| chosen steps | " + " | ".join(f"seed {seed}" for seed in seeds) + " |"]
+    lines.append("|" + " --- |" * (len(seeds) + 1))
+    for label, runs in rows.items():
+        chosen = {
+            r["seed"]: f"{r['chosen']['step']}, step {r['chosen']['adapt_lr']:g}".removeprefix(", ") for r in runs
+        }
+        lines.append(f"| {label} | " + " | ".join(chosen.get(seed, "") for seed in seeds) + " |")
+    lines += ["", "Mean over seeds by step of adaptation; the targets' figures choose nothing:", ""]
+    lines += ["| adapt_lr | on | " + " | ".join(rates) + " |", "|" + " --- |" * (len(rates) + 2)]
+    for label, runs in rows.items():
+        metric, (scale, digits) = runs[0]["metric"], get_scale(runs[0])
+        parts = {
+            "validation": [run["validation"][run["chosen"]["step"]] for run in runs],
+            "targets": [run["targets"] for run in runs],
+        }
+        for name, part in parts.items():
+            cells = [f"{scale * mean(figures[rate][metric] for figures in part):.{digits}f}" for rate in rates]
+            lines.append(f"| {label} | {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -123,10 +145,10 @@ def plot_targets(tables: dict[str, Any], path: Path) -> None:
     figure, panels = plt.subplots(1, len(tables), figsize=(5 * len(tables), 3.6), layout="constrained", squeeze=False)
     for axes, (setting, rows) in zip(panels[0], tables.items(), strict=True):
         metric = "mae" if setting == "brain" else "accuracy"
-        shown = [label for label in ORDER if rows[label]]
+        shown = list(rows)
         for y, label in enumerate(reversed(shown)):
-            before = [r["metrics"][f"{metric}_before"] for r in rows[label]]
-            after = [r["metrics"][metric] for r in rows[label]]
+            figures = [get_figures(run) for run in rows[label]]
+            before, after = [f[f"{metric}_before"] for f in figures], [f[metric] for f in figures]
             axes.plot([mean(before), mean(after)], [y, y], color="0.7", zorder=1)
             axes.scatter(
                 before, [y] * len(before), facecolors="none", edgecolors="C0", label="before" if y == 0 else None
