@@ -30,7 +30,7 @@ import numpy as np
 
 SITES = ("site-1", "site-2", "site-3")
 HOSTS = ("server", *SITES, "lead")
-HUB = "fs-hub"
+PREFIX, HUB = "fs", "fs-hub"
 SWITCH = Path(__file__).with_name("slow_switch.py")
 SEGMENT_BYTES = 1514
 """Size of a full TCP segment on Ethernet: an upper bound for a retransmitted segment."""
@@ -54,7 +54,7 @@ builders:
 
 
 def get_namespace(host: str) -> str:
-    return f"fs-{host}"
+    return f"{PREFIX}-{host}"
 
 
 def run_command(*words: str, inside: str | None = None, **more: Any) -> subprocess.CompletedProcess[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nvflare.recipe import PocEnv, SimEnv
 
 from flare_sparse.config import load_config, parse_job, serialize_job
 from flare_sparse.errors import ConfigError
@@ -82,6 +85,22 @@ def test_settings_that_hubs_exclude_are_refused_with_field_and_fix(
     assert fix in text
 
 
-def test_flare_job_with_hubs_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"federation\.hubs: hubs run with --env local only; leave hubs out"):
-        SparseRecipe(load_config(file, [*FIXED, HUBS]))
+@pytest.mark.parametrize("environment", [SimEnv(num_clients=3), PocEnv(num_clients=3)], ids=["sim", "poc"])
+def test_job_with_hubs_is_refused_where_no_client_is_a_hub(file: Path, environment: Any) -> None:
+    recipe = SparseRecipe(load_config(file, [*FIXED, HUBS]))
+    with pytest.raises(ConfigError, match=r"federation\.hubs: hubs run with --env local, and with --env prod"):
+        recipe.execute(environment)
+
+
+@pytest.mark.parametrize(("overrides", "tasks"), [((), 0), ((*FIXED, HUBS), 2)], ids=["flat", "hubs"])
+def test_only_a_job_with_hubs_names_their_executors(file: Path, tmp_path: Path, overrides: Any, tasks: int) -> None:
+    """A site that has allowed the classes of an older version runs jobs without hubs."""
+    SparseRecipe(load_config(file, overrides)).export(str(tmp_path))
+    meta = json.loads((tmp_path / "hubs" / "meta.json").read_text())
+    # Hubs are clients, too; without its hub, a site would miss the whole job.
+    assert (meta["min_clients"], meta.get("mandatory_clients")) == ((3, ["north", "south"]) if tasks else (1, None))
+    (client,) = tmp_path.glob("hubs/*/config/config_fed_client.json")
+    executors = json.loads(client.read_text())["executors"]
+    paths = [entry["executor"]["path"] for entry in executors]
+    assert sum("flare.hubs.executors" in path for path in paths) == tasks
+    assert [entry["tasks"] for entry in executors][-tasks:] == [["bundle"], ["join_hub"]] if tasks else True

@@ -16,7 +16,7 @@ from local_federation import RUN, LocalFederation
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.endpoints.server import Attempt
 from flare_sparse.endpoints.sums import build_ring, compute_shares
-from flare_sparse.errors import ConfigError, MissingBase, RejectedMessage, RoundFailed
+from flare_sparse.errors import ConfigError, FlareSparseError, MissingBase, RejectedMessage, RoundFailed
 from flare_sparse.exchange import Patch
 from flare_sparse.federation import Hub, HubReply, HubRules, Outcome, RoundRules, SiteLinks, SumQuestions
 from flare_sparse.federation.hub import MAX_SECTION_BYTES, SiteReply, pack_reply, unpack_reply
@@ -258,9 +258,9 @@ def test_site_that_missed_a_round_needs_no_copy_of_the_request() -> None:
     hub = Hub(HubRules(("site-1", "site-2", "site-3")), SiteLinks(record, lambda questions: {}, lambda names: {}))
     bundles: list[Any] = []
 
-    def carry(bundle: Any, seconds: float | None) -> Any:
+    def carry(bundle: Any, _seconds: float | None) -> Any:
         bundles.append(bundle)
-        return hub.answer(bundle)
+        return lambda: hub.answer(bundle)
 
     tree.links = {"hub-1": carry}
     message, acknowledged = np.arange(200, dtype=np.uint8), {"site-1": 4, "site-2": 2, "site-3": 4}
@@ -451,7 +451,7 @@ def test_hello_that_no_bundle_can_hold_costs_its_site_alone(hello: Any) -> None:
     tree = build(CLEAR, build_hubs(1, 2), sites=2).build_tree()
     links = SiteLinks(lambda attempt: {}, lambda questions: {}, lambda names: {"site-1": hello, "site-2": {"a": 1}})
     hub = Hub(HubRules(("site-1", "site-2")), links)
-    tree.links = {"hub-1": lambda bundle, _: hub.answer(bundle)}
+    tree.links = {"hub-1": lambda bundle, _: lambda: hub.answer(bundle)}
     assert tree.shake_hands(["site-1", "site-2"]) == {"site-1": None, "site-2": {"a": 1}}
 
 
@@ -481,8 +481,21 @@ def forge_bundle(*parts: bytes) -> np.ndarray:
 )
 def test_hostile_answer_of_a_hub_is_one_that_did_not_come(answer: Any) -> None:
     tree = build(CLEAR, build_hubs(1, 2), sites=2).build_tree()
-    tree.links = {"hub-1": lambda bundle, _: answer}
+    tree.links = {"hub-1": lambda bundle, _: lambda: answer}
     assert tree.shake_hands(["site-1", "site-2"]) == {}
+
+
+def test_abort_of_a_job_while_a_hub_works_is_not_taken_for_a_lost_hub() -> None:
+    class Aborted(FlareSparseError):
+        pass
+
+    def abort() -> Any:
+        raise Aborted("the job was aborted")
+
+    tree = build(CLEAR, build_hubs(1, 2), sites=2).build_tree()
+    tree.links = {"hub-1": lambda bundle, _: abort}
+    with pytest.raises(Aborted):
+        tree.shake_hands(["site-1", "site-2"])
 
 
 def test_section_is_no_longer_than_a_bundle_can_hold() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -252,14 +253,14 @@ class LocalFederation:
         def build_link(name: str) -> Callable[[Any, float | None], Any]:
             hub = Hub(self.hubs[name], SiteLinks(collect, self.deliver_sum, self.build_hellos))
 
-            def carry(bundle: Any, _seconds: float | None) -> Any:
+            def carry(bundle: Any) -> Any:
                 topic = unpack_bundle(bundle, "server")[0]["topic"]
                 answer = self.change_bundle(name, topic, hub.answer(bundle))
                 if answer is not None:
                     self.bundles.append((name, topic, answer))
                 return answer
 
-            return carry
+            return lambda bundle, _: partial(carry, bundle)
 
         links = {name: build_link(name) for name in self.hubs}
         return Tree(self.hubs, links, self.server, self.deliver, self.yield_sum_replies, self.build_hellos)

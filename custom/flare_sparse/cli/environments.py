@@ -98,7 +98,9 @@ def run_in_simulator(
     # FLARE takes seconds to import; --help must not wait for it.
     from ..flare.kits import write_kits
     from ..flare.launch.simulator import simulate
+    from ..flare.recipe import refuse_hubs
 
+    refuse_hubs(config)
     checkpoints = _prepare_checkpoints(config, file, out, resume=resume, step_back=step_back)
     contexts = prepare_key_contexts(config, out, resume=resume)
     sites = _prepare_sites(config, file, out, console)
@@ -148,7 +150,9 @@ def run_in_poc(
     """
     from ..flare.launch.poc import read_client_context, start_poc
     from ..flare.launch.submission import run_deployed
+    from ..flare.recipe import refuse_hubs
 
+    refuse_hubs(config)
     if resume and config.encrypted:
         raise ConfigError(
             "--resume: an encrypted run cannot be resumed with --env poc, where every federation has new keys; leave "

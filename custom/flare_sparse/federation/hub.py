@@ -88,7 +88,7 @@ def pack_reply(site: str, reply: RawReply) -> Parcel:
     if isinstance(reply, MissingBase):
         return Parcel((site,), {"missing_base": True})
     if isinstance(reply, str):
-        return _pack_code(site, reply)
+        return pack_code(site, reply)
     if reply.message is None:
         return Parcel((site,), {"code": "E_DTYPE"})
     # Nothing is cast, so that the server refuses what it refuses without hubs; JSON would make text of these names.
@@ -97,10 +97,10 @@ def pack_reply(site: str, reply: RawReply) -> Parcel:
     # A malformed report costs no site its update.
     events = None if _measure_json(reply.events) is None else reply.events
     note = {"examples": reply.examples, "metrics": reply.metrics, "events": events}
-    return _pack_parcel(site, note, reply.message, code="E_METRICS")
+    return pack_parcel(site, note, reply.message, code="E_METRICS")
 
 
-def _pack_parcel(site: str, note: dict[str, Any], message: np.ndarray | None = None, *, code: str) -> Parcel:
+def pack_parcel(site: str, note: dict[str, Any], message: np.ndarray | None = None, *, code: str) -> Parcel:
     """Return a parcel of one site or, where a bundle cannot hold it, one with a reason code.
 
     A bundle is read or refused as a whole: without this check, one site could cost all sites of the hub their
@@ -131,7 +131,8 @@ def _measure_json(value: Any) -> int | None:
     return len(text) if text.count("[") + text.count("{") <= _MAX_BRACKETS else None
 
 
-def _pack_code(site: str, code: str) -> Parcel:
+def pack_code(site: str, code: str) -> Parcel:
+    """Return the parcel of a site without a message; text that is no reason code becomes ``E_SITE``."""
     return Parcel((site,), {"code": read_code({"code": code})})
 
 
@@ -177,7 +178,7 @@ class Hub:
         if topic == HELLO:
             hellos = self.links.handshake(sites)
             # The server excludes a site without a hello, as one whose hello is malformed.
-            packed = [_pack_parcel(site, {"hello": hello}, code="E_HELLO") for site, hello in sorted(hellos.items())]
+            packed = [pack_parcel(site, {"hello": hello}, code="E_HELLO") for site, hello in sorted(hellos.items())]
             return pack_bundle(subject, packed)
         if topic == EXCHANGE:
             replies = self.links.exchange(_read_attempt(subject, parcels))
@@ -210,7 +211,7 @@ class Hub:
         if len(added) < max(1, self.rules.min_sites):
             codes.update(dict.fromkeys(added, "E_QUORUM"))
             added = []
-        parcels = [_pack_code(site, code) for site, code in sorted(codes.items())]
+        parcels = [pack_code(site, code) for site, code in sorted(codes.items())]
         if added:
             step, sum_id, _ = unpack_message(questions.messages[added[0]], "server")
             content = bytes.fromhex(questions.selection) + total.tobytes()
@@ -221,7 +222,7 @@ class Hub:
 def _list_answers(answers: Mapping[str, np.ndarray | str]) -> list[Parcel]:
     """Return a parcel for each site's reply to a step of a sum."""
     return [
-        _pack_code(site, answer) if isinstance(answer, str) else _pack_parcel(site, {}, answer, code="E_DTYPE")
+        pack_code(site, answer) if isinstance(answer, str) else pack_parcel(site, {}, answer, code="E_DTYPE")
         for site, answer in sorted(answers.items())
     ]
 

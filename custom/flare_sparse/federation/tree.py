@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..endpoints.server import Attempt, ServerEndpoint
-from ..errors import FlareSparseError, WireError
+from ..errors import WireError
 from ..secure_aggregation.rings import SectionFormat
 from ..wire.bundles import Parcel, pack_bundle, unpack_bundle
 from ..wire.ledger import LedgerLine
@@ -23,8 +23,10 @@ from .hub import EXCHANGE, HELLO, SUM, HubRules, SiteReply, read_code, unpack_re
 from .replies import HubReply, Reply, SumQuestions, SumReply, SumTransport, Transport
 
 _LOG = logging.getLogger(__name__)
-Link = Callable[[np.ndarray, float | None], np.ndarray | None]
-"""Carries a bundle to a hub and returns its answer; None: none came in time. The number is that of the seconds."""
+Wait = Callable[[], np.ndarray | None]
+"""Waits for the answer of a hub; None: none came in time."""
+Link = Callable[[np.ndarray, float | None], Wait]
+"""Sends a bundle to a hub, and returns at once what waits for the answer. The number is that of the seconds."""
 
 
 class Tree:
@@ -64,14 +66,16 @@ class Tree:
             "sequence": attempt.sequence,
             "seconds": attempt.seconds,
         }
-        replies: dict[str, Reply] = {}
         direct, by_hub = self._split(attempt.messages)
-        if direct:
-            replies.update(self.direct(replace(attempt, messages=direct)))
+        waits: dict[str, Wait] = {}
+        # All hubs and the sites without one work at the same time: each bundle is sent before any answer is awaited.
         for hub, messages in by_hub.items():
             bundle = pack_bundle(subject, [_acknowledge(parcel, attempt) for parcel in group_messages(messages)])
             self._requests[hub] = self._record_sent(hub, bundle, messages)
-            for parcel in self._send(hub, bundle, attempt.seconds, messages):
+            waits[hub] = self.links[hub](bundle, attempt.seconds)
+        replies = dict(self.direct(replace(attempt, messages=direct))) if direct else {}
+        for hub, wait in waits.items():
+            for parcel in self._receive(hub, wait, by_hub[hub]):
                 replies[parcel.sites[0]] = self._decode(parcel)
         return replies
 
@@ -86,12 +90,15 @@ class Tree:
             "selection": questions.selection,
         }
         direct, by_hub = self._split(questions.messages)
-        if direct:
-            yield from self.direct_sum(replace(questions, messages=direct))
+        waits: dict[str, Wait] = {}
         for hub, messages in by_hub.items():
             bundle = pack_bundle(subject, group_messages(messages))
             self._record_sent(hub, bundle, messages)
-            for parcel in self._send(hub, bundle, questions.seconds, messages, section):
+            waits[hub] = self.links[hub](bundle, questions.seconds)
+        if direct:
+            yield from self.direct_sum(replace(questions, messages=direct))
+        for hub, wait in waits.items():
+            for parcel in self._receive(hub, wait, by_hub[hub], section):
                 answer = _unpack_answer(parcel, has_values=section is not None)
                 for site in parcel.sites:
                     yield site, answer
@@ -99,10 +106,13 @@ class Tree:
     def shake_hands(self, sites: list[str]) -> Mapping[str, Any]:
         """Return the hello of each site that sends one, not yet validated."""
         direct, by_hub = self._split(dict.fromkeys(sites))
+        waits = {
+            hub: self.links[hub](pack_bundle({"topic": HELLO}, [Parcel(tuple(names))]), None)
+            for hub, names in by_hub.items()
+        }
         hellos = dict(self.direct_handshake(list(direct))) if direct else {}
-        for hub, names in by_hub.items():
-            bundle = pack_bundle({"topic": HELLO}, [Parcel(tuple(names))])
-            for parcel in self._ask(hub, bundle, None, names)[0]:
+        for hub, wait in waits.items():
+            for parcel in self._await_parcels(hub, wait, by_hub[hub])[0]:
                 hellos[parcel.sites[0]] = parcel.note.get("hello")
         return hellos
 
@@ -124,39 +134,34 @@ class Tree:
         except WireError as error:
             return error
 
-    def _send(
-        self,
-        hub: str,
-        bundle: np.ndarray,
-        seconds: float | None,
-        asked: Mapping[str, Any],
-        section: SectionFormat | None = None,
+    def _receive(
+        self, hub: str, wait: Wait, asked: Mapping[str, Any], section: SectionFormat | None = None
     ) -> list[Parcel]:
-        """Send a bundle and return the parcels of the answer, which the ledger lists."""
-        parcels, size = self._ask(hub, bundle, seconds, asked, are_summed=section is not None)
+        """Return the parcels of a hub's answer, which the ledger lists."""
+        parcels, size = self._await_parcels(hub, wait, asked, are_summed=section is not None)
         if size:
             self._record_received(hub, size, section if any(p.message is not None for p in parcels) else None)
         return parcels
 
-    def _ask(
-        self, hub: str, bundle: np.ndarray, seconds: float | None, asked: Mapping[str, Any], *, are_summed: bool = False
+    def _await_parcels(
+        self, hub: str, wait: Wait, asked: Mapping[str, Any], *, are_summed: bool = False
     ) -> tuple[list[Parcel], int]:
-        """Send a bundle; return the parcels of the answer and its length, 0 without an answer.
+        """Return the parcels of a hub's answer and its length, 0 without an answer.
 
         Args:
             hub: name of the hub.
-            bundle: the question.
-            seconds: time for the answer.
-            asked: sites that the bundle is for; the hub speaks for no other.
+            wait: waits for the answer.
+            asked: sites that the bundle was for; the hub speaks for no other.
             are_summed: whether a parcel may be of several sites.
         """
         try:
-            answer = self.links[hub](bundle, seconds)
+            answer = wait()
             if answer is None:
                 _LOG.warning("hub %s did not answer in time", hub)
                 return [], 0
             parcels = unpack_bundle(answer, hub)[1]
-        except FlareSparseError as error:
+        # Nothing else: the abort of a job must end it.
+        except WireError as error:
             _LOG.warning("hub %s: %s", hub, error)
             return [], 0
         # One lying hub must not cost sites of others their contribution, nor count one of its own twice.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from nvflare.apis.client import Client
 from nvflare.apis.controller_spec import ClientTask, Task
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode, ServerCommandKey
+from nvflare.apis.fl_constant import FLContextKey, ServerCommandKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -23,15 +23,17 @@ from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
 from ..assemble import build_rules
 from ..checkpoint.writing import write_json
+from ..config import JobConfig
 from ..endpoints.server import Attempt
 from ..errors import ConfigError, FlareSparseError
-from ..federation import Federation, Reply, RoundRecord, SumQuestions
+from ..federation import Federation, Reply, RoundRecord, SumQuestions, Tree
 from ..runs.folder import RunFolder, build_run_facts
 from ..runs.model_files import ENCRYPTED
 from ..runs.progress import format_events, format_progress
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
 from .feed import STATS, TOPIC, RecordFeed
+from .hubs.carrier import HubCarrier
 from .payload import (
     ACKNOWLEDGED,
     HELLO,
@@ -39,8 +41,7 @@ from .payload import (
     SUM,
     TASK,
     extract_hello,
-    extract_sum,
-    get_refusal_code,
+    extract_sum_reply,
     message_to_shareable,
     sum_to_shareable,
 )
@@ -153,20 +154,33 @@ class FederatedController(Controller):
             timeout_s = job.federation.round_s or job.federation.task_timeout_s
             return self._collect_hellos(sites, timeout_s, fl_ctx, abort_signal)
 
+        carrier = HubCarrier(
+            job.hubs,
+            lambda task, clients: self.broadcast(task, fl_ctx, targets=clients, min_responses=0),
+            lambda tasks: self._wait(tasks, abort_signal),
+            partial(_list_clients, fl_ctx),
+            job.federation.round_s or job.federation.task_timeout_s,
+            _to_whole_seconds,
+        )
+        tree = Tree(job.hubs, carrier.links, session.endpoint, exchange, exchange_sum, handshake)
+        behind_hubs = {site for rules in job.hubs.values() for site in rules.sites}
         federation = Federation(
             assembly.method,
             session.endpoint,
             assembly.task.metric,
-            partial(self._list_connected_sites, fl_ctx, job.federation.min_sites),
-            exchange,
+            partial(_list_connected_sites, fl_ctx, job),
+            tree.exchange,
             rules=build_rules(job),
-            handshake=handshake,
+            handshake=tree.shake_hands,
             on_round=commit,
             on_updates=folder.record_updates,
             store=session.store,
             on_excluded=lambda warning: self.logger.warning(str(warning)),
-            returned=lambda sites: self._list_returned(sites, job.federation.task_timeout_s, fl_ctx),
-            sum_transport=exchange_sum,
+            # A site of a hub does not ask the server for work, so it cannot take an invitation.
+            returned=lambda sites: self._list_returned(
+                [site for site in sites if site not in behind_hubs], job.federation.task_timeout_s, fl_ctx
+            ),
+            sum_transport=tree.exchange_sum,
         )
         # resume=True always: FLARE gives a job that is submitted again a new id, and only the checkpoints tell whether
         # it was interrupted. Without checkpoints the run starts from round 0.
@@ -184,12 +198,6 @@ class FederatedController(Controller):
         # The mark comes last, because it promises that the complete result is on disk.
         if session.store is not None:
             mark_job_finished(session.store, get_workspace(fl_ctx), fl_ctx.get_job_id())
-
-    def _list_connected_sites(self, fl_ctx: FLContext, min_sites: int) -> list[str]:
-        names = sorted(client.name for client in fl_ctx.get_engine().get_clients())
-        if not names:
-            raise ConfigError(f"no site is connected; federation.min_sites requires {min_sites}. Start the sites first")
-        return names
 
     def _collect_hellos(
         self, sites: list[str], timeout_s: float, fl_ctx: FLContext, abort_signal: Signal
@@ -290,11 +298,7 @@ class FederatedController(Controller):
 
         # It must not raise, see _collect_hellos. A site that answers with something else has the code E_KIND.
         def receive(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001
-            result, site = client_task.result, client_task.client.name
-            is_refusal = result.get_return_code() != ReturnCode.OK
-            message = None if is_refusal else extract_sum(result)
-            refusal = get_refusal_code(result) if is_refusal else "E_KIND"
-            answers.put((site, refusal if message is None else message))
+            answers.put((client_task.client.name, extract_sum_reply(client_task.result)))
             client_task.result = None
 
         by_message: dict[int, tuple[np.ndarray, list[str]]] = {}
@@ -318,6 +322,19 @@ class FederatedController(Controller):
         self._aggregator.accept(result, fl_ctx)
         # FLARE keeps every result until the task is complete; dropping it here frees its memory.
         client_task.result = None
+
+
+def _list_clients(fl_ctx: FLContext) -> list[str]:
+    return sorted(client.name for client in fl_ctx.get_engine().get_clients())
+
+
+def _list_connected_sites(fl_ctx: FLContext, job: JobConfig) -> list[str]:
+    """Return the connected clients but the hubs, which have no data."""
+    names = [name for name in _list_clients(fl_ctx) if name not in job.hubs]
+    if not names:
+        fewest = job.federation.min_sites
+        raise ConfigError(f"no site is connected; federation.min_sites requires {fewest}. Start the sites first")
+    return names
 
 
 def _to_whole_seconds(seconds: float) -> int:

@@ -15,19 +15,18 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
-from ..errors import CheckpointError, MissingBase, RejectedMessage, WireError, get_failure_code
+from ..errors import CheckpointError, RejectedMessage, WireError, get_failure_code
 from ..federation import Reply
 from .payload import (
     ACKNOWLEDGED,
     EVENTS,
-    MISSING_BASE_HEADER,
     REPLY,
     REQUEST,
     UPDATE,
     build_refusal,
     dxo_to_update,
-    get_refusal_code,
     get_sender,
+    read_refusal,
     shareable_to_message,
     update_to_shareable,
 )
@@ -100,7 +99,7 @@ class DecodeUpdate(Filter):
         if site is None:
             shareable[REPLY] = "E_KIND"
         elif shareable.get_return_code() != ReturnCode.OK:
-            shareable[REPLY] = _read_refusal(shareable, site)
+            shareable[REPLY] = read_refusal(shareable, site)
         else:
             shareable[REPLY] = self._decode(shareable, site, fl_ctx)
         return shareable
@@ -113,10 +112,3 @@ class DecodeUpdate(Filter):
         except WireError as error:
             self.log_warning(fl_ctx, f"update rejected: {error}")
             return error
-
-
-def _read_refusal(shareable: Shareable, site: str) -> Reply:
-    """Return the reply of a refusal, built from codes only: text of a site must not enter the server's records."""
-    if shareable.get_header(MISSING_BASE_HEADER) is True:
-        return MissingBase("E_NOT_HELD", "base", "the base of the message", "nothing", site)
-    return get_refusal_code(shareable)

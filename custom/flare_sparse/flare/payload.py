@@ -21,7 +21,7 @@ from nvflare.apis.fl_constant import ReturnCode, ServerCommandKey
 from nvflare.apis.shareable import Shareable, make_reply
 
 from ..endpoints.events import pack_events
-from ..errors import RejectedMessage
+from ..errors import MissingBase, RejectedMessage
 from ..exchange import Content, Patch, SiteEvent, Update
 from ..params import Layout
 from .named_arrays import NamedArrays, to_named_arrays
@@ -34,6 +34,12 @@ HELLO = "hello"
 
 SUM = "sum"
 """Name of the FLARE task of every step of a sum; also the only key in its data and in its answer."""
+
+BUNDLE = "bundle"
+"""Name of the FLARE task that carries a bundle to a hub; also the only key in its data and in its answer."""
+
+JOIN = "join_hub"
+"""Name of the FLARE task in which a site answers its hub, for as long as the job lasts."""
 
 EVENTS, ACKNOWLEDGED = "events", "acknowledged"
 """Keys beside a message: a site's events with its update, and the site's last known update with a request."""
@@ -102,16 +108,8 @@ def hello_to_shareable(hello: Mapping[str, Any]) -> Shareable:
 
 
 def extract_hello(shareable: Shareable) -> Any:
-    """Return the unchecked content of a hello; None when the shareable is something else.
-
-    It never raises, whatever the site sent: FLARE ends a task for all sites when a callback on one result raises.
-    """
-    try:
-        dxo = from_shareable(shareable)
-        is_hello = isinstance(dxo.data, dict) and list(dxo.data) == [HELLO] and not dxo.meta
-        return dxo.data[HELLO] if is_hello and dxo.data_kind == DataKind.APP_DEFINED else None
-    except Exception:  # noqa: BLE001 - see above
-        return None
+    """Return the unchecked content of a hello; None when the shareable is something else. It never raises."""
+    return _extract(shareable, HELLO)
 
 
 def sum_to_shareable(message: np.ndarray) -> Shareable:
@@ -121,11 +119,37 @@ def sum_to_shareable(message: np.ndarray) -> Shareable:
 
 def extract_sum(shareable: Shareable) -> Any:
     """Return the unchecked message of a sum; None when the shareable is something else. It never raises."""
+    return _extract(shareable, SUM)
+
+
+def extract_sum_reply(result: Shareable) -> Any:
+    """Return the unchecked reply of a site to a step of a sum: a message, or a reason code. It never raises."""
+    if result.get_return_code() != ReturnCode.OK:
+        return get_refusal_code(result)
+    message = extract_sum(result)
+    return "E_KIND" if message is None else message
+
+
+def bundle_to_shareable(bundle: np.ndarray) -> Shareable:
+    """Wrap a bundle of the server or of a hub."""
+    return DXO(DataKind.APP_DEFINED, data={BUNDLE: bundle}).to_shareable()
+
+
+def extract_bundle(shareable: Shareable) -> Any:
+    """Return the unchecked bundle; None when the shareable is something else. It never raises."""
+    return _extract(shareable, BUNDLE)
+
+
+def _extract(shareable: Shareable, key: str) -> Any:
+    """Return the only value of a DXO, which has this key; None when the shareable is something else.
+
+    It never raises, whatever the sender sent: FLARE ends a task for all sites when a callback on one result raises.
+    """
     try:
         dxo = from_shareable(shareable)
-        is_sum = isinstance(dxo.data, dict) and list(dxo.data) == [SUM] and not dxo.meta
-        return dxo.data[SUM] if is_sum and dxo.data_kind == DataKind.APP_DEFINED else None
-    except Exception:  # noqa: BLE001 - see extract_hello
+        has_value = isinstance(dxo.data, dict) and list(dxo.data) == [key] and not dxo.meta
+        return dxo.data[key] if has_value and dxo.data_kind == DataKind.APP_DEFINED else None
+    except Exception:  # noqa: BLE001 - see above
         return None
 
 
@@ -150,6 +174,13 @@ def get_refusal_code(reply: Shareable) -> str:
     return_code = reply.get_return_code()
     is_known = isinstance(return_code, str) and return_code in _RETURN_CODES
     return extract_code(reply) or (return_code if is_known else "E_SITE")
+
+
+def read_refusal(reply: Shareable, site: str) -> MissingBase | str:
+    """Return the reply of a refusal, built from codes only: text of a site must not enter the server's records."""
+    if reply.get_header(MISSING_BASE_HEADER) is True:
+        return MissingBase("E_NOT_HELD", "base", "the base of the message", "nothing", site)
+    return get_refusal_code(reply)
 
 
 def update_to_dxo(update: Update, layout: Layout) -> DXO:

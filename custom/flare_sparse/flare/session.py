@@ -62,16 +62,29 @@ def get_workspace(fl_ctx: FLContext) -> Workspace:
     return fl_ctx.get_engine().get_workspace()
 
 
-def _assemble(fl_ctx: FLContext) -> tuple[JobConfig, Assembly]:
-    job_id = fl_ctx.get_job_id()
+def read_job(fl_ctx: FLContext) -> JobConfig:
+    """Read this participant's copy of the job's settings.
+
+    Raises:
+        ConfigError: the settings are invalid.
+    """
+    task = _find_user_task(fl_ctx)
+    settings = read_yaml(Path(get_workspace(fl_ctx).get_app_config_dir(fl_ctx.get_job_id())) / JOB_FILE)
+    return parse_job(settings, None if task is None else type(task))
+
+
+def _find_user_task(fl_ctx: FLContext) -> Task | None:
     user_task = fl_ctx.get_engine().get_component(TASK_ID)
     task = user_task.task if isinstance(user_task, UserTask) else None
     if task is not None and not isinstance(task, Task):
         raise ConfigError(
             f"component {TASK_ID!r}: expected a subclass of flare_sparse.Task, found {type(task).__name__}"
         )
-    settings = read_yaml(Path(get_workspace(fl_ctx).get_app_config_dir(job_id)) / JOB_FILE)
-    job = parse_job(settings, None if task is None else type(task))
+    return task
+
+
+def _assemble(fl_ctx: FLContext) -> tuple[JobConfig, Assembly]:
+    job, task = read_job(fl_ctx), _find_user_task(fl_ctx)
     # Float sums depend on the number of threads: server and sites must use the same for the same bits.
     torch.set_num_threads(job.torch_threads)
     set_kernel_threads(job.federation.threads)

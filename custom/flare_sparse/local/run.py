@@ -6,6 +6,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,7 @@ def build_tree(
 
     def build_link(rules: HubRules) -> Link:
         hub = Hub(rules, links)
-        return lambda bundle, _: hub.answer(bundle)
+        return lambda bundle, _: partial(hub.answer, bundle)
 
     return Tree(
         hubs,

@@ -1,0 +1,114 @@
+"""The end of a site: it connects to its hub over mutual TLS, fetches questions and hands answers over."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.client import HTTPException, HTTPSConnection
+
+from ...errors import RequestRefused
+from .listener import IDLE_S, NUMBER
+from .tls import read_common_name
+
+_LOG = logging.getLogger(__name__)
+PAUSES_S = (0.2, 5.0)
+"""First and longest pause before a site connects again."""
+STEP_S = 0.2
+"""Seconds between two looks at the signal that stops a pause."""
+
+
+class HubConnection:
+    """A site's connection to its hub, which is opened when it is needed.
+
+    Args:
+        hub: name of the hub; the other end must have its certificate.
+        address: host and port.
+        context: TLS context of the site.
+    """
+
+    def __init__(self, hub: str, address: tuple[str, int], context: ssl.SSLContext):
+        self.hub = hub
+        self._connection = HTTPSConnection(*address, context=context, timeout=IDLE_S)
+        # Opened by _open alone, which checks the other end.
+        self._connection.auto_open = 0
+
+    def exchange(self, number: int, answer: bytes) -> tuple[int, bytes] | None:
+        """Hand an answer over and return the next question with its number; None: there is none now.
+
+        An answer that the hub does not want any more is dropped.
+
+        Args:
+            number: number of the question that is answered.
+            answer: the answer; empty: there is none.
+
+        Raises:
+            RequestRefused: the other end is not the hub, or the hub refuses this site.
+            OSError, HTTPException: the hub cannot be reached; the same call may be made again.
+        """
+        if self._connection.sock is None:
+            self._open()
+        self._connection.request("POST", "/", answer, {NUMBER: str(number), "Content-Length": str(len(answer))})
+        response = self._connection.getresponse()
+        content = response.read()
+        if response.status == HTTPStatus.OK:
+            return int(response.headers.get(NUMBER, "0")), content
+        if response.status == HTTPStatus.FORBIDDEN:
+            raise RequestRefused(
+                f"{self.hub} refuses this site: federation.hubs of its copy of the job does not list it"
+            )
+        if response.status != HTTPStatus.NO_CONTENT:
+            _LOG.warning("%s did not take an answer: status %d", self.hub, response.status)
+        return None
+
+    def close(self) -> None:
+        """Close the connection; the next exchange opens it again."""
+        self._connection.close()
+
+    def _open(self) -> None:
+        self._connection.connect()
+        name = read_common_name(self._connection.sock)
+        # Before a byte is sent: whoever listens there must be the hub that the job names.
+        if name != self.hub:
+            self.close()
+            raise RequestRefused(f"the other end of the connection is {name}, not {self.hub}; correct its address")
+
+
+def serve_hub(
+    connection: HubConnection, answer_question: Callable[[bytes], bytes], is_stopped: Callable[[], bool]
+) -> None:
+    """Answer the questions of a hub until ``is_stopped``; while the hub cannot be reached, try again and again.
+
+    Raises:
+        RequestRefused: the other end is not the hub, or the hub refuses this site.
+    """
+    number, answer, pause = 0, b"", PAUSES_S[0]
+    try:
+        while not is_stopped():
+            try:
+                question = connection.exchange(number, answer)
+            except (OSError, HTTPException) as error:
+                connection.close()
+                _LOG.warning(
+                    "%s cannot be reached: %s; next try in %.1f s", connection.hub, type(error).__name__, pause
+                )
+                _sleep(pause, is_stopped)
+                pause = min(2 * pause, PAUSES_S[1])
+                continue
+            number, answer, pause = 0, b"", PAUSES_S[0]
+            if question is not None:
+                asked_at = time.monotonic()
+                number, answer = question[0], answer_question(question[1])
+                # The hub closes a connection that has been silent for so long.
+                if time.monotonic() - asked_at > IDLE_S / 2:
+                    connection.close()
+    finally:
+        connection.close()
+
+
+def _sleep(seconds: float, is_stopped: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_stopped() and time.monotonic() < deadline:
+        time.sleep(STEP_S)

@@ -1,0 +1,163 @@
+"""The executors of hubs and of their sites.
+
+FLARE 2.9 sends every message between two clients through the server, also where a project sets ``parent`` or relays. A
+hub of that kind would double the traffic at the server. A hub therefore listens for its sites itself. For a site, one
+task of the server, :data:`~flare_sparse.flare.payload.JOIN`, lasts as long as the job: in it the site connects to its
+hub and answers its questions, each as the FLARE task that it would be without the hub, with the site's own filters.
+"""
+
+from __future__ import annotations
+
+import errno
+import ssl
+import time
+from pathlib import Path
+
+from nvflare.apis.event_type import EventType
+from nvflare.apis.executor import Executor
+from nvflare.apis.fl_constant import ReservedKey, ReservedTopic, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
+
+from ...config import JobConfig
+from ...errors import ConfigError, RejectedMessage, get_failure_code
+from ...federation import Hub
+from ..payload import build_refusal, bundle_to_shareable, extract_bundle
+from ..session import get_workspace, read_job, write_site_error
+from .addresses import HUBS_FILE, find_address
+from .connection import HubConnection, serve_hub
+from .listener import HubListener
+from .mailboxes import Mailboxes
+from .messages import bind_mailboxes, build_site_links, pack_answer, pack_failure, read_question
+from .tls import build_context
+
+SITES_SHARE = 0.9
+"""Share of the time of a bundle that a hub gives its sites: its answer must reach the server in time without them."""
+FREE_S, PAUSE_S = 20.0, 0.5
+"""Seconds that a hub waits for its port to become free, and between two tries."""
+
+
+class HubExecutor(Executor):
+    """Answers the bundles of the server, at a client that ``federation.hubs`` names; elsewhere it does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hub: Hub | None = None
+        self._listener: HubListener | None = None
+        self._signal = Signal()
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Listen for the sites from the start of a job to its end."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.START_RUN:
+            try:
+                self._open(fl_ctx)
+            # Not raised: FLARE would log its text, which it may stream to the server. The first bundle is refused.
+            except Exception as error:  # noqa: BLE001
+                _report(self, error, fl_ctx)
+        if event_type == EventType.END_RUN and self._listener is not None:
+            self._listener.close()
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        """Return a bundle with the replies of the hub's sites, or a refusal with an error code. It never raises."""
+        try:
+            self._signal = abort_signal
+            hub = self._hub or self._open(fl_ctx)
+            if hub is None:
+                raise ConfigError(f"federation.hubs: {fl_ctx.get_identity_name()} is no hub of this participant's job")
+            return bundle_to_shareable(hub.answer(extract_bundle(shareable)))
+        except Exception as error:  # noqa: BLE001 - one bundle must not stop the hub's process
+            return build_refusal(_report(self, error, fl_ctx), ReturnCode.EXECUTION_EXCEPTION)
+
+    def _open(self, fl_ctx: FLContext) -> Hub | None:
+        """Listen for the sites of this hub; return None at a client that is no hub."""
+        name, job = fl_ctx.get_identity_name(), read_job(fl_ctx)
+        rules = job.hubs.get(name)
+        if rules is None:
+            return None
+        workspace = get_workspace(fl_ctx)
+        mailboxes = Mailboxes(rules.sites)
+        address = find_address(Path(workspace.get_site_config_dir()), name)
+        context = build_context(Path(workspace.get_startup_kit_dir()), is_hub=True)
+        self._listener = _listen(name, address, mailboxes, context)
+        ask = bind_mailboxes(mailboxes, _get_default_s(job), SITES_SHARE, lambda: self._signal.triggered)
+        self._hub = Hub(rules, build_site_links(ask))
+        self.log_info(fl_ctx, f"hub of {len(rules.sites)} sites, listening on {address[0]}:{address[1]}")
+        return self._hub
+
+
+class HubSiteExecutor(Executor):
+    """Answers the questions of the site's hub from the start of a job to its end."""
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        """Return at the end of the job, or a refusal with an error code before it. It never raises."""
+        try:
+            connection = self._build_connection(fl_ctx)
+            self.log_info(fl_ctx, f"this site answers {connection.hub} from now on")
+            serve_hub(
+                connection,
+                lambda question: self._answer(question, connection.hub, fl_ctx),
+                lambda: abort_signal.triggered,
+            )
+        except Exception as error:  # noqa: BLE001 - as in SparseExecutor
+            return build_refusal(_report(self, error, fl_ctx), ReturnCode.EXECUTION_EXCEPTION)
+        return make_reply(ReturnCode.OK)
+
+    def _build_connection(self, fl_ctx: FLContext) -> HubConnection:
+        name, workspace = fl_ctx.get_identity_name(), get_workspace(fl_ctx)
+        hubs = [hub for hub, rules in read_job(fl_ctx).hubs.items() if name in rules.sites]
+        if not hubs:
+            raise ConfigError(f"federation.hubs: no hub lists {name}; the server and this site have different jobs")
+        # The site's own file decides whether it has dealings with this hub, and where it is: the job names no address.
+        address = find_address(Path(workspace.get_site_config_dir()), hubs[0])
+        return HubConnection(hubs[0], address, build_context(Path(workspace.get_startup_kit_dir()), is_hub=False))
+
+    def _answer(self, content: bytes, hub: str, fl_ctx: FLContext) -> bytes:
+        """Run the FLARE task of a question, as if the server had sent it, and return the answer."""
+        name, engine = fl_ctx.get_identity_name(), fl_ctx.get_engine()
+        try:
+            topic, task, data = read_question(content, name, hub)
+        except RejectedMessage as error:
+            return pack_failure(name, _report(self, error, fl_ctx))
+        data.set_header(ReservedKey.TASK_NAME, task)
+        data.set_header(ReservedKey.TASK_ID, f"{fl_ctx.get_prop(ReservedKey.TASK_ID)}-{hub}")
+        # FLARE's handler of tasks that come as messages: all filters of job and site run, as for a task of the server.
+        data.set_peer_props(fl_ctx.get_peer_context().get_all_public_props())
+        with engine.new_context() as context:
+            result = engine.dispatch(topic=ReservedTopic.DO_TASK, request=data, fl_ctx=context)
+        return pack_answer(topic, name, result)
+
+
+def _listen(name: str, address: tuple[str, int], mailboxes: Mailboxes, context: ssl.SSLContext) -> HubListener:
+    """Return a listener that serves the mailboxes.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    deadline = time.monotonic() + FREE_S
+    while True:
+        try:
+            listener = HubListener(address, mailboxes, context)
+        except OSError as error:
+            # The process of a job that was aborted a moment ago may still hold the port.
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(PAUSE_S)
+                continue
+            place, reason = f"{address[0]}:{address[1]}", error.strerror or error
+            raise ConfigError(f"{HUBS_FILE}: {name}: {place}: {reason}; set an address of this host") from error
+        listener.start()
+        return listener
+
+
+def _get_default_s(job: JobConfig) -> float:
+    """Return the seconds of a bundle for which the server sets none."""
+    return job.federation.round_s or job.federation.task_timeout_s
+
+
+def _report(executor: Executor, error: Exception, fl_ctx: FLContext) -> str:
+    """Write an error to the file of this participant, log its code, and return the code."""
+    code = get_failure_code(error)
+    executor.log_error(fl_ctx, f"{code}: {type(error).__name__}; see site_error.txt in the job's folder at this site")
+    write_site_error(error, code, fl_ctx)
+    return code

@@ -1,0 +1,121 @@
+"""The end of a hub: sites connect to it over mutual TLS, fetch questions and hand answers over.
+
+A request of HTTP/1.1 carries the answer to the last question, if there was one, and its response the next question. The
+number of the question is in the header ``Question``. Sites connect to the hub, so that no site opens a port.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Any
+
+from .mailboxes import Mailboxes, Question
+from .tls import read_common_name
+
+_LOG = logging.getLogger(__name__)
+NUMBER = "Question"
+POLL_S = 5.0
+"""Seconds that a hub waits for a question before it tells a site to ask again."""
+IDLE_S = 60.0
+"""Seconds without a byte after which a connection is closed."""
+
+
+class HubListener(ThreadingTCPServer):
+    """Serves the mailboxes of a hub to its sites, each in a thread of its own.
+
+    Args:
+        address: host and port to listen on; port 0: a free one.
+        mailboxes: questions and answers.
+        context: TLS context of the hub.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], mailboxes: Mailboxes, context: ssl.SSLContext):
+        super().__init__(address, _Handler)
+        self.mailboxes, self.context = mailboxes, context
+
+    def start(self) -> None:
+        """Serve in a thread of its own."""
+        threading.Thread(target=self.serve_forever, name="hub", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.shutdown()
+        self.server_close()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve one connection; the handshake is in its thread, so that a silent one delays no other."""
+        request.settimeout(IDLE_S)
+        with self.context.wrap_socket(request, server_side=True) as connection:
+            super().finish_request(connection, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log that a connection ended with an error; a site connects again."""
+        _LOG.debug("connection of %s ended", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: HubListener
+
+    def do_POST(self) -> None:
+        """Take an answer, and give the next question."""
+        mailboxes = self.server.mailboxes
+        # The certificate names the site. A name in the request would be the sender's own word.
+        site = read_common_name(self.connection)
+        if site is None or site not in mailboxes.sites:
+            _LOG.warning("a participant that is no site of this hub was refused")
+            self._reply(HTTPStatus.FORBIDDEN)
+        elif (refusal := self._read_answer(site)) is not None:
+            self._reply(refusal)
+        else:
+            question = mailboxes.wait_for_question(site, POLL_S)
+            self._reply(HTTPStatus.NO_CONTENT if question is None else HTTPStatus.OK, question)
+
+    def _read_answer(self, site: str) -> HTTPStatus | None:
+        """Read the answer in a request; return why it is refused, or None."""
+        size = self.headers.get("Content-Length", "")
+        if size == "0":
+            return None
+        number, mailboxes = self.headers.get(NUMBER, ""), self.server.mailboxes
+        # At most 20 digits: Python refuses to convert very long ones.
+        if not all(text.isascii() and text.isdecimal() and len(text) <= 20 for text in (size, number)):
+            return HTTPStatus.BAD_REQUEST
+        question = mailboxes.find_question(site, int(number))
+        if question is None:
+            return HTTPStatus.CONFLICT
+        # Before anything is read: a site decides how much it sends, and not how much memory a hub uses.
+        if int(size) > question.max_answer_bytes:
+            _LOG.warning("%s: an answer of %s bytes, at most %d are expected", site, size, question.max_answer_bytes)
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        content = self.rfile.read(int(size))
+        if len(content) != int(size):
+            return HTTPStatus.BAD_REQUEST
+        mailboxes.accept(site, question.number, content)
+        return None
+
+    def _reply(self, status: HTTPStatus, question: Question | None = None) -> None:
+        self.send_response_only(status)
+        if question is not None:
+            self.send_header(NUMBER, str(question.number))
+        if status != HTTPStatus.NO_CONTENT:
+            self.send_header("Content-Length", str(len(question.content) if question else 0))
+        if status not in (HTTPStatus.OK, HTTPStatus.NO_CONTENT):
+            # What follows in the connection is not read, so it cannot go on.
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        self.end_headers()
+        if question is not None:
+            self.wfile.write(question.content)

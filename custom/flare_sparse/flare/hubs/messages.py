@@ -1,0 +1,164 @@
+"""The questions of a hub to a site and their answers, as bytes, and the FLARE tasks that a site makes of them.
+
+Both are bundles (docs/wire-format.md) with one parcel of the site, so that neither end reads more than bytes, JSON and
+names, and both refuse what is malformed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.shareable import Shareable
+
+from ...endpoints.server import Attempt
+from ...errors import RejectedMessage, WireError, abbreviate
+from ...federation import RawReply, SiteLinks, SiteReply, SumQuestions
+from ...federation.hub import EXCHANGE, HELLO, SUM, pack_code, pack_parcel, pack_reply, read_code, unpack_reply
+from ...wire.bundles import Parcel, pack_bundle, unpack_bundle
+from ..payload import (
+    ACKNOWLEDGED,
+    EVENTS,
+    extract_hello,
+    extract_sum_reply,
+    message_to_shareable,
+    read_refusal,
+    shareable_to_message,
+    sum_to_shareable,
+)
+from ..payload import HELLO as HELLO_TASK
+from ..payload import SUM as SUM_TASK
+from ..payload import TASK as EXCHANGE_TASK
+from .mailboxes import Mailboxes
+
+MAX_ANSWER_BYTES = 2**20
+"""Longest answer of a site without values: metrics, keys, shares; an answer with values may be longer by these."""
+Ask = Callable[[Mapping[str, bytes], float | None, int], Mapping[str, bytes]]
+"""Asks sites their questions; the other arguments are the seconds and the longest answer."""
+
+
+def build_site_links(ask: Ask) -> SiteLinks:
+    """Return the links of a hub to its sites, whose bundles ``ask`` carries."""
+    return SiteLinks(partial(_exchange, ask), partial(_exchange_sum, ask), partial(_collect_hellos, ask))
+
+
+def bind_mailboxes(
+    mailboxes: Mailboxes, default_s: float, share: float, is_aborted: Callable[[], bool] = lambda: False
+) -> Ask:
+    """Return what asks the sites of a hub through their mailboxes.
+
+    Args:
+        mailboxes: the hub's mailboxes.
+        default_s: seconds of a question for which the server sets none.
+        share: share of the time that the sites have; the rest is for the way to the server.
+        is_aborted: whether the job was aborted.
+    """
+
+    def ask(contents: Mapping[str, bytes], seconds: float | None, max_answer_bytes: int) -> Mapping[str, bytes]:
+        time_s = share * (default_s if seconds is None else seconds)
+        return mailboxes.ask(contents, time_s, max_answer_bytes, is_aborted)
+
+    return ask
+
+
+def _exchange(ask: Ask, attempt: Attempt) -> dict[str, RawReply]:
+    subject = {"topic": EXCHANGE, "kind": attempt.kind, "round": attempt.round}
+    by_content: dict[tuple[int, int], list[str]] = {}
+    for site, message in attempt.messages.items():
+        by_content.setdefault((id(message), attempt.acknowledged[site]), []).append(site)
+    contents: dict[str, bytes] = {}
+    # Sites with equal questions share one buffer.
+    for (_, acknowledged), sites in by_content.items():
+        parcel = Parcel(tuple(sites), {ACKNOWLEDGED: acknowledged}, attempt.messages[sites[0]])
+        contents.update(dict.fromkeys(sites, pack_bundle(subject, [parcel]).tobytes()))
+    parcels = _read_answers(ask(contents, attempt.seconds, MAX_ANSWER_BYTES))
+    return {site: parcel if isinstance(parcel, str) else unpack_reply(parcel) for site, parcel in parcels.items()}
+
+
+def _exchange_sum(ask: Ask, questions: SumQuestions) -> dict[str, np.ndarray | str]:
+    by_content: dict[int, list[str]] = {}
+    for site, message in questions.messages.items():
+        by_content.setdefault(id(message), []).append(site)
+    contents: dict[str, bytes] = {}
+    for sites in by_content.values():
+        parcel = Parcel(tuple(sites), {}, questions.messages[sites[0]])
+        contents.update(dict.fromkeys(sites, pack_bundle({"topic": SUM}, [parcel]).tobytes()))
+    size = 0 if questions.section is None else questions.section.size
+    parcels = _read_answers(ask(contents, questions.seconds, MAX_ANSWER_BYTES + size))
+    return {site: parcel if isinstance(parcel, str) else _read_message(parcel) for site, parcel in parcels.items()}
+
+
+def _collect_hellos(ask: Ask, names: list[str]) -> dict[str, Any]:
+    content = pack_bundle({"topic": HELLO}, [Parcel(tuple(names))]).tobytes()
+    parcels = _read_answers(ask(dict.fromkeys(names, content), None, MAX_ANSWER_BYTES))
+    return {site: None if isinstance(parcel, str) else parcel.note.get("hello") for site, parcel in parcels.items()}
+
+
+def _read_message(parcel: Parcel) -> np.ndarray | str:
+    return read_code(parcel.note) if parcel.message is None else parcel.message
+
+
+def _read_answers(answers: Mapping[str, bytes]) -> dict[str, Parcel | str]:
+    """Return the parcel in each site's answer, or the code of the error in it."""
+    parcels: dict[str, Parcel | str] = {}
+    for site, answer in answers.items():
+        try:
+            _, found = unpack_bundle(np.frombuffer(answer, np.uint8), site)
+            # A site speaks for itself only; the listener has its name from its certificate.
+            if [parcel.sites for parcel in found] != [(site,)]:
+                raise RejectedMessage("E_KIND", "sites", site, "others", site)
+            parcels[site] = found[0]
+        except WireError as error:
+            parcels[site] = error.code
+    return parcels
+
+
+def read_question(content: bytes, site: str, hub: str) -> tuple[str, str, Shareable]:
+    """Return topic, FLARE task and its data of a hub's question to a site.
+
+    Raises:
+        RejectedMessage: the question is malformed, or not for this site.
+    """
+    subject, parcels = unpack_bundle(np.frombuffer(content, np.uint8), hub)
+    topic = subject.get("topic")
+    if len(parcels) != 1 or site not in parcels[0].sites:
+        raise RejectedMessage("E_KIND", "sites", site, "others", hub)
+    if topic == HELLO:
+        return topic, HELLO_TASK, Shareable()
+    message, note = parcels[0].message, parcels[0].note
+    if message is None:
+        raise RejectedMessage("E_CANON", "parcel", "a message", "none", hub)
+    if topic == SUM:
+        return topic, SUM_TASK, sum_to_shareable(message)
+    if topic == EXCHANGE:
+        meta = {"kind": subject.get("kind"), "round": subject.get("round"), ACKNOWLEDGED: note.get(ACKNOWLEDGED)}
+        return topic, EXCHANGE_TASK, message_to_shareable(message, meta)
+    raise RejectedMessage("E_KIND", "topic", f"{HELLO}, {EXCHANGE} or {SUM}", abbreviate(topic), hub)
+
+
+def pack_answer(topic: str, site: str, result: Shareable) -> bytes:
+    """Return the answer to a hub's question: what a site's FLARE task returned, as it would go to the server."""
+    return pack_bundle({"topic": topic}, [_pack_result(topic, site, result)]).tobytes()
+
+
+def pack_failure(site: str, code: str) -> bytes:
+    """Return the answer to a question that no task was made of."""
+    return pack_bundle({}, [pack_code(site, code)]).tobytes()
+
+
+def _pack_result(topic: str, site: str, result: Shareable) -> Parcel:
+    if topic == HELLO:
+        return pack_parcel(site, {"hello": extract_hello(result)}, code="E_HELLO")
+    if topic == SUM:
+        answer = extract_sum_reply(result)
+        return pack_code(site, answer) if isinstance(answer, str) else pack_parcel(site, {}, answer, code="E_DTYPE")
+    if result.get_return_code() != ReturnCode.OK:
+        return pack_reply(site, read_refusal(result, site))
+    try:
+        message, meta = shareable_to_message(result, site)
+    except WireError as error:
+        return pack_code(site, error.code)
+    return pack_reply(site, SiteReply(message, meta.get("examples"), meta.get("metrics"), meta.get(EVENTS, [])))
