@@ -18,6 +18,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -34,7 +35,7 @@ from flare_sparse.assemble import Assembly, assemble, open_site
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import load_config
 from flare_sparse.exchange import Contribution
-from flare_sparse.federation import RoundRecord, RoundRules
+from flare_sparse.federation import RoundRecord
 from flare_sparse.local.run import run_locally
 from flare_sparse.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.task import VALIDATION, Examples
@@ -66,7 +67,7 @@ OPTIMIZERS = {
 }
 LOGISTIC = {"logistic_local": "logistic regression, each site alone", "logistic_pooled": "logistic regression, pooled"}
 PATIENCE = 20
-"""Rounds without a better AUC on validation stays after which a run ends."""
+"""Rounds without a better AUC on the validation stays of all sites after which a run ends."""
 DIABETES = (
     "{name: mortality, medications: 23, levels: 3, codes: meds, outcome: expired, stay: null, include: first_encounter}"
 )
@@ -74,13 +75,14 @@ DIABETES = (
 
 @dataclass(frozen=True)
 class Cohort:
-    """A data set, its partition into sites, and the longest training."""
+    """A data set, its partition into sites, and the longest training: rounds, epochs a round, examples a minibatch."""
 
     title: str
     file: str
     partition: str
     rounds: int
     epochs: int
+    batch_size: int
     overrides: tuple[str, ...] = ()
 
 
@@ -91,6 +93,7 @@ COHORTS = {
         "kind: natural, column: region",
         150,
         5,
+        32,
     ),
     "diabetes-iid": Cohort(
         "Diabetes 130-US: 71,518 first stays, 23 medicines at three doses, five equal sites",
@@ -98,6 +101,7 @@ COHORTS = {
         "kind: iid",
         100,
         1,
+        256,
         (f"task={DIABETES}", "simulator.sites=5"),
     ),
     "diabetes-age": Cohort(
@@ -106,6 +110,7 @@ COHORTS = {
         "kind: natural, column: age_band",
         100,
         1,
+        256,
         (f"task={DIABETES}",),
     ),
 }
@@ -159,12 +164,18 @@ class EvaluatedMethod:
             self._result.curve.append(self._pooled.evaluate(weights))
             for sent, direction in ((self._result.up, "up"), (self._result.down, "down")):
                 sent.append(sum(line.payload_bytes for line in self._ledger.lines if line.direction == direction))
+            if len(self._result.curve) > self._result.best + PATIENCE:
+                raise Converged
         return new_state
+
+
+class Converged(Exception):
+    """The AUC on validation stays has not risen for a while."""
 
 
 def open_cohort(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> tuple[Assembly, dict[str, Site]]:
     """Return the parts of a job and the sites with their examples."""
-    settings = f"training: {{epochs: {cohort.epochs}, batch_size: 32, {training}}}"
+    settings = f"training: {{epochs: {cohort.epochs}, batch_size: {cohort.batch_size}, {training}}}"
     config = load_config(
         CONFIG,
         [
@@ -193,16 +204,14 @@ def run(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> Ru
     def add_seconds(record: RoundRecord) -> None:
         result.seconds += record.seconds
 
+    for site in sites.values():
+        # The stays of all sites are evaluated together.
+        site.sends_metrics = False
     method_with_curve: Any = EvaluatedMethod(assembly, pooled, result, ledger)
-    run_locally(
-        method_with_curve,
-        assembly.weights,
-        sites,
-        assembly.task.metric,
-        rules=RoundRules(patience=PATIENCE),
-        on_round=add_seconds,
-        ledger=ledger,
-    )
+    with suppress(Converged):
+        run_locally(
+            method_with_curve, assembly.weights, sites, assembly.task.metric, on_round=add_seconds, ledger=ledger
+        )
     up = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
     result.uploaded = sum(line.scalars_sent for line in up) / (len(up) * assembly.layout.size)
     return result
