@@ -55,7 +55,7 @@ def build_cifar_arms(batch: int) -> dict[str, Arm]:
 def build_brain_arms() -> dict[str, Arm]:
     """Return the arms on scan sites. The network is an MLP without channels, so no arm has gates."""
     plain = {"optimizer": "sgd", "batch_size": 32, "clip_norm": 1.0}
-    rates = (0.05, 0.1, 0.2, 0.4, 0.8)
+    rates = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
     by_rate = {f"lr {rate:g}": {"training": {**plain, "lr": rate}} for rate in rates}
     pairs = [(0.1, 0.05), (0.2, 0.02), (0.2, 0.05), (0.2, 0.1), (0.4, 0.05), (0.4, 0.1), (0.8, 0.05)]
     inner = {f"lr {lr:g}, alpha {alpha:g}": {**by_rate[f"lr {lr:g}"], "adapt_lr": alpha} for lr, alpha in pairs}

@@ -215,7 +215,7 @@ def test_what_a_pass_writes_into_buffers_does_not_leave() -> None:
 
 def test_subject_whose_gradient_is_not_finite_counts_as_zero() -> None:
     site, start = open_site(noise_multiplier=1e-9)
-    site._train_examples._examples.tensors[0][3] = float("nan")
+    site.examples.train[3][0].fill_(float("nan"))
     trained = site.train(start, Mask.full(start.numel()), TRAINING, 1)
     assert bool(torch.isfinite(trained).all())
 

@@ -126,6 +126,9 @@ class DrySite(Site):
     def evaluate(self, weights: Tensor) -> dict[str, float]:
         return {}
 
+    def evaluate_validation(self, weights: Tensor) -> dict[str, float]:
+        return {}
+
 
 def _draw_step(layout: Layout, generator: torch.Generator) -> Tensor:
     """Return a typical delta ``(P,)``: normal, divided in each layer by its number of inputs."""

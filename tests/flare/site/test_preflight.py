@@ -75,7 +75,7 @@ def test_data_is_read_as_the_job_would_read_it(kit: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("listed", "mode", "verdict", "detail"),
     [
-        ([*CLASSES], "enforce", "PASS", "the 9 classes"),
+        ([*CLASSES], "enforce", "PASS", "the 11 classes"),
         ([*CLASSES[1:]], "enforce", "FAIL", f"{CLASSES[0]} not in class_allow_list: the site refuses jobs"),
         ([*CLASSES, "flare_sparse.flare."], "enforce", "FAIL", "flare_sparse.flare. in class_allow_list"),
         (["flare_sparse.flare."], "warn", "FAIL", "jobs can call every function below it"),

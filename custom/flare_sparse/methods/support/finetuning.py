@@ -91,7 +91,8 @@ def fine_tune(site: Site, trainable: Mask, trainings: Sequence[TrainingConfig], 
 
 def _measure_validation(site: Site, weights: Tensor) -> float | None:
     """Return the task's metric on the site's validation examples; None if it is not defined there."""
-    return site.evaluate_validation(weights).get(site.task.metric.name)
+    metrics = site.evaluate_validation(weights)
+    return metrics.get(site.task.metric.name) if metrics else None
 
 
 def _set_personal(site: Site, values: Tensor | None) -> None:
