@@ -302,8 +302,9 @@ def format_table(cohort: Cohort, runs: dict[str, tuple[str, list[Run]]], folder:
     lines = [
         f"## {cohort.title}",
         "",
-        f"{cohort.epochs} local epochs, batches of 32, at most {cohort.rounds} rounds. Seeds: {seeds}. Mean ±",
-        "standard deviation, on all test stays together, of the round and the optimiser with the highest AUC on",
+        f"Local epochs a round: {cohort.epochs}; batches of {cohort.batch_size}; at most {cohort.rounds} rounds.",
+        f"Seeds: {seeds}. Metrics of all test stays together",
+        "(with several seeds mean ± standard deviation), of the round and the optimiser with the highest AUC on",
         "validation stays; bytes until this round.",
         "",
         f"| {' | '.join([*columns, 'MB up', 'MB down'])} |",
