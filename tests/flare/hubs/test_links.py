@@ -34,7 +34,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def open_hub(kits: Path) -> Iterator[tuple[Mailboxes, tuple[str, int]]]:
     mailboxes = Mailboxes(SITES)
-    listener = HubListener(("127.0.0.1", 0), mailboxes, build_context(kits / "hub-1", is_hub=True))
+    listener = HubListener(("127.0.0.1", 0), mailboxes, build_context(kits / "hub-1", is_hub=True), "job-1")
     listener.start()
     try:
         yield mailboxes, ("127.0.0.1", int(listener.server_address[1]))
@@ -42,8 +42,10 @@ def open_hub(kits: Path) -> Iterator[tuple[Mailboxes, tuple[str, int]]]:
         listener.close()
 
 
-def connect(kits: Path, address: tuple[str, int], kit: str = "site-1", hub: str = "hub-1") -> HubConnection:
-    return HubConnection(hub, address, build_context(kits / kit, is_hub=False))
+def connect(
+    kits: Path, address: tuple[str, int], kit: str = "site-1", hub: str = "hub-1", job: str = "job-1"
+) -> HubConnection:
+    return HubConnection(hub, address, build_context(kits / kit, is_hub=False), job)
 
 
 @contextmanager
@@ -87,6 +89,20 @@ def test_silent_site_costs_the_others_nothing_but_its_time(kits: Path, monkeypat
         assert asked.result() == {"site-1": b"answer"}
         connection.close()
         handed_over.cancel()
+
+
+def test_site_of_another_job_gets_no_question_and_gives_no_answer(kits: Path) -> None:
+    with open_hub(kits) as (mailboxes, address), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(mailboxes.ask, {"site-1": b"question"}, 2.0, 100)
+        other, own = connect(kits, address, job="job-2"), connect(kits, address)
+        number, _ = own.exchange(0, b"") or (0, b"")
+        for content in (b"", b"answer"):
+            with pytest.raises(ConnectionRefusedError, match="hub-1 serves another job"):
+                other.exchange(number, content)
+            other.close()
+        own.exchange(number, b"right")
+        assert asked.result() == {"site-1": b"right"}
+        own.close()
 
 
 def test_answer_to_a_question_whose_time_is_over_is_dropped(kits: Path) -> None:

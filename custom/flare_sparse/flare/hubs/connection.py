@@ -10,7 +10,7 @@ from http import HTTPStatus
 from http.client import HTTPException, HTTPSConnection
 
 from ...errors import RequestRefused
-from .listener import IDLE_S, NUMBER
+from .listener import IDLE_S, JOB, NUMBER
 from .tls import read_common_name
 
 _LOG = logging.getLogger(__name__)
@@ -27,10 +27,11 @@ class HubConnection:
         hub: name of the hub; the other end must have its certificate.
         address: host and port.
         context: TLS context of the site.
+        job: id of the job in FLARE.
     """
 
-    def __init__(self, hub: str, address: tuple[str, int], context: ssl.SSLContext):
-        self.hub = hub
+    def __init__(self, hub: str, address: tuple[str, int], context: ssl.SSLContext, job: str):
+        self.hub, self._job = hub, job
         self._connection = HTTPSConnection(*address, context=context, timeout=IDLE_S)
         # Opened by _open alone, which checks the other end.
         self._connection.auto_open = 0
@@ -50,7 +51,8 @@ class HubConnection:
         """
         if self._connection.sock is None:
             self._open()
-        self._connection.request("POST", "/", answer, {NUMBER: str(number), "Content-Length": str(len(answer))})
+        headers = {JOB: self._job, NUMBER: str(number), "Content-Length": str(len(answer))}
+        self._connection.request("POST", "/", answer, headers)
         response = self._connection.getresponse()
         content = response.read()
         if response.status == HTTPStatus.OK:
@@ -59,6 +61,8 @@ class HubConnection:
             raise RequestRefused(
                 f"{self.hub} refuses this site: federation.hubs of its copy of the job does not list it"
             )
+        if response.status == HTTPStatus.MISDIRECTED_REQUEST:
+            raise ConnectionRefusedError(f"{self.hub} serves another job; its process may be about to end")
         if response.status != HTTPStatus.NO_CONTENT:
             _LOG.warning("%s did not take an answer: status %d", self.hub, response.status)
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import ssl
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from nvflare.apis.event_type import EventType
@@ -80,7 +81,7 @@ class HubExecutor(Executor):
         mailboxes = Mailboxes(rules.sites)
         address = find_address(Path(workspace.get_site_config_dir()), name)
         context = build_context(Path(workspace.get_startup_kit_dir()), is_hub=True)
-        self._listener = _listen(name, address, mailboxes, context)
+        self._listener = _listen(name, address, mailboxes, context, fl_ctx.get_job_id())
         ask = bind_mailboxes(mailboxes, _get_default_s(job), SITES_SHARE, lambda: self._signal.triggered)
         self._hub = Hub(rules, build_site_links(ask))
         self.log_info(fl_ctx, f"hub of {len(rules.sites)} sites, listening on {address[0]}:{address[1]}")
@@ -111,7 +112,8 @@ class HubSiteExecutor(Executor):
             raise ConfigError(f"federation.hubs: no hub lists {name}; the server and this site have different jobs")
         # The site's own file decides whether it has dealings with this hub, and where it is: the job names no address.
         address = find_address(Path(workspace.get_site_config_dir()), hubs[0])
-        return HubConnection(hubs[0], address, build_context(Path(workspace.get_startup_kit_dir()), is_hub=False))
+        context = build_context(Path(workspace.get_startup_kit_dir()), is_hub=False)
+        return HubConnection(hubs[0], address, context, fl_ctx.get_job_id())
 
     def _answer(self, content: bytes, hub: str, fl_ctx: FLContext) -> bytes:
         """Run the FLARE task of a question, as if the server had sent it, and return the answer."""
@@ -129,7 +131,9 @@ class HubSiteExecutor(Executor):
         return pack_answer(topic, name, result)
 
 
-def _listen(name: str, address: tuple[str, int], mailboxes: Mailboxes, context: ssl.SSLContext) -> HubListener:
+def _listen(
+    name: str, address: tuple[str, int], mailboxes: Mailboxes, context: ssl.SSLContext, job: str
+) -> HubListener:
     """Return a listener that serves the mailboxes.
 
     Raises:
@@ -138,7 +142,7 @@ def _listen(name: str, address: tuple[str, int], mailboxes: Mailboxes, context: 
     deadline = time.monotonic() + FREE_S
     while True:
         try:
-            listener = HubListener(address, mailboxes, context)
+            listener = HubListener(address, mailboxes, context, job)
         except OSError as error:
             # The process of a job that was aborted a moment ago may still hold the port.
             if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
@@ -159,5 +163,7 @@ def _report(executor: Executor, error: Exception, fl_ctx: FLContext) -> str:
     """Write an error to the file of this participant, log its code, and return the code."""
     code = get_failure_code(error)
     executor.log_error(fl_ctx, f"{code}: {type(error).__name__}; see site_error.txt in the job's folder at this site")
-    write_site_error(error, code, fl_ctx)
+    # A full disk must not cost the answer.
+    with suppress(OSError):
+        write_site_error(error, code, fl_ctx)
     return code

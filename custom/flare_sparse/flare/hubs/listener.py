@@ -1,7 +1,8 @@
 """The end of a hub: sites connect to it over mutual TLS, fetch questions and hand answers over.
 
 A request of HTTP/1.1 carries the answer to the last question, if there was one, and its response the next question. The
-number of the question is in the header ``Question``. Sites connect to the hub, so that no site opens a port.
+number of the question is in the header ``Question``, the id of the job in the header ``Job``. Sites connect to the hub,
+so that no site opens a port.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .mailboxes import Mailboxes, Question
 from .tls import read_common_name
 
 _LOG = logging.getLogger(__name__)
-NUMBER = "Question"
+NUMBER, JOB = "Question", "Job"
 POLL_S = 5.0
 """Seconds that a hub waits for a question before it tells a site to ask again."""
 IDLE_S = 60.0
@@ -32,6 +33,7 @@ class HubListener(ThreadingTCPServer):
         address: host and port to listen on; port 0: a free one.
         mailboxes: questions and answers.
         context: TLS context of the hub.
+        job: id of the job in FLARE. A site of another job, such as one that waits for the end of this one, gets nothing.
 
     Raises:
         OSError: the address cannot be listened on.
@@ -41,9 +43,9 @@ class HubListener(ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], mailboxes: Mailboxes, context: ssl.SSLContext):
+    def __init__(self, address: tuple[str, int], mailboxes: Mailboxes, context: ssl.SSLContext, job: str):
         super().__init__(address, _Handler)
-        self.mailboxes, self.context = mailboxes, context
+        self.mailboxes, self.context, self.job = mailboxes, context, job
 
     def start(self) -> None:
         """Serve in a thread of its own."""
@@ -78,6 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
         if site is None or site not in mailboxes.sites:
             _LOG.warning("a participant that is no site of this hub was refused")
             self._reply(HTTPStatus.FORBIDDEN)
+        elif self.headers.get(JOB) != self.server.job:
+            self._reply(HTTPStatus.MISDIRECTED_REQUEST)
         elif (refusal := self._read_answer(site)) is not None:
             self._reply(refusal)
         else:
