@@ -33,7 +33,7 @@ class HubListener(ThreadingTCPServer):
         address: host and port to listen on; port 0: a free one.
         mailboxes: questions and answers.
         context: TLS context of the hub.
-        job: id of the job in FLARE. A site of another job, such as one that waits for the end of this one, gets nothing.
+        job: id of the job in FLARE. A site of another job, such as one that waits for the end of this one, gets none.
 
     Raises:
         OSError: the address cannot be listened on.
