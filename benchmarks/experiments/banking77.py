@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 from banking77_report import METHOD_LABELS, update_docs
-from runs import CONFIGS, claim, write_json
+from runs import CONFIGS, claim
 from torch.utils.data import TensorDataset
 
-from flare_sparse.assemble import Assembly, assemble, build_rules, open_checkpoints
+from flare_sparse.assemble import Assembly, assemble, open_checkpoints
+from flare_sparse.checkpoint.writing import write_json
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import RunConfig, load_config
 from flare_sparse.federation import Outcome
-from flare_sparse.local.run import run_locally
+from flare_sparse.runs.local import run_assembly
 from flare_sparse.task import Examples
 from flare_sparse.training import Site
 
@@ -69,13 +70,10 @@ def run(name: str, rank: int, seed: int, options: argparse.Namespace, checkpoint
     data = prepare_site_data(config, assembly.task, Path())
     examples = {site: assembly.task.load(where, seed) for site, where in data.items()}
     label = f"{name} rank {rank} seed {seed}"
-    outcome, ledger = run_locally(
-        assembly.method,
-        assembly.weights,
+    outcome, ledger = run_assembly(
+        config,
+        assembly,
         {site: build_site(site, own, assembly, seed) for site, own in examples.items()},
-        assembly.task.metric,
-        run=assembly.run_id,
-        rules=build_rules(config),
         on_round=lambda record: print(
             f"{label} round {record.round}: {record.evaluation.overall}, {record.seconds:.0f} s", flush=True
         ),

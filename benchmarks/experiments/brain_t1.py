@@ -22,15 +22,17 @@ import numpy as np
 import torch
 from brain_t1_arms import LADDER, LINEAR, MAIN, MORE, Arm
 from brain_t1_report import update_docs
-from runs import CONFIGS, claim, run_rounds, write_json
+from runs import CONFIGS, claim
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
 from flare_sparse.assemble import Assembly, assemble
+from flare_sparse.checkpoint.writing import write_json
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import RunConfig, load_config
 from flare_sparse.federation import Outcome
 from flare_sparse.runs.baselines import BaselineData, SiteRows, fit_baselines
+from flare_sparse.runs.local import run_assembly
 from flare_sparse.structure.scaling import InputScaler
 from flare_sparse.task import Examples, Task
 from flare_sparse.training import Site
@@ -115,7 +117,7 @@ def run(arm: Arm, seed: int, fold: int, data: Path, volumes: Volumes) -> dict[st
         groups = {"all": {"pooled": Site("pooled", assembly.task, Examples(train, first.test), assembly.layout, seed)}}
     began, rows, sent, dense = time.monotonic(), list[dict[str, Any]](), 0, 0
     for group in groups.values():
-        outcome, ledger = run_rounds(config, assembly, group)
+        outcome, ledger = run_assembly(config, assembly, group)
         sent += sum(line.payload_bytes for line in ledger.lines)
         dense += sum(line.dense_bytes for line in ledger.lines)
         if arm.sites == "pooled":

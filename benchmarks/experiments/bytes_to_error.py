@@ -27,11 +27,12 @@ from statistics import mean
 from typing import Any
 
 import torch
-from runs import CONFIGS, claim, run_rounds
+from runs import CONFIGS, claim
 
 from flare_sparse.assemble import assemble
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import load_config
+from flare_sparse.runs.local import run_assembly
 from flare_sparse.training import Site
 
 
@@ -109,7 +110,7 @@ def run(experiment: Experiment, method: str, values: str, seed: int, data: Path)
         name: Site(name, assembly.task, assembly.task.load(where, seed), assembly.layout, seed)
         for name, where in site_data.items()
     }
-    outcome, ledger = run_rounds(config, assembly, sites)
+    outcome, ledger = run_assembly(config, assembly, sites)
     requests, updates = defaultdict(int), defaultdict(int)
     for line in ledger.lines:
         (requests if line.direction == "down" else updates)[line.round] += line.payload_bytes

@@ -23,14 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 from cohorts_report import update_docs
-from runs import CONFIGS, claim, run_rounds, write_json
+from runs import CONFIGS, claim
 from torch.utils.data import ConcatDataset
 
 from flare_sparse.assemble import Assembly, assemble, open_site
+from flare_sparse.checkpoint.writing import write_json
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import RunConfig, load_config
 from flare_sparse.local.pooled import train_pooled
 from flare_sparse.runs.baselines import BaselineData, SiteRows, fit_baselines
+from flare_sparse.runs.local import run_assembly
 from flare_sparse.structure.scaling import build_statistics_mask
 from flare_sparse.task import Examples, SiteData
 from flare_sparse.training import Site
@@ -98,7 +100,7 @@ def run_fold(cohort: str, label: str, seed: int, fold: int, data: Path) -> dict[
         for site in sites.values():
             site.evaluate(weights)
     else:
-        _, ledger = run_rounds(config, assembly, sites)
+        _, ledger = run_assembly(config, assembly, sites)
         sent = sum(line.payload_bytes for line in ledger.lines)
     return {"bytes": sent, "sites": {name: predict(site) for name, site in sites.items() if site.num_test_examples}}
 
@@ -167,13 +169,13 @@ def run_left_out(cohort: str, left_out: str, label: str, seed: int, data: Path) 
     count = len(own.subset)
     share = f"task.split={{test: {(count - FIRST) / count}, validation: {4 / count}}}"
     adapted = open_newcomer(load_arm(ARMS[label], cohort, data, seed, share), own)
-    outcome, _ = run_rounds(config, assembly, sites)
+    outcome, _ = run_assembly(config, assembly, sites)
     adapted.weights = outcome.weights.clone()
     adapted.evaluate(assembly.method.adapt(adapted, outcome.mask))
     alone_config = load_arm(ARMS["local network"], cohort, data, seed, share)
     alone_assembly = assemble(alone_config)
     alone = {left_out: open_site(alone_assembly, own)}
-    run_rounds(alone_config, alone_assembly, alone)
+    run_assembly(alone_config, alone_assembly, alone)
     plain = load_arm(ARMS["FedAvg"], cohort, data, seed, share)
     rows = {left_out: tabulate(open_site(assemble(plain), own))}
     ridge = fit_baselines("regression", rows)

@@ -28,12 +28,11 @@ from hippocampus_report import draw_cases, print_report
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from flare_sparse.assemble import Assembly, assemble, build_rules, open_checkpoints, open_site
+from flare_sparse.assemble import Assembly, assemble, open_checkpoints, open_site
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import RunConfig, load_config
-from flare_sparse.federation import Outcome
-from flare_sparse.local.run import run_locally
 from flare_sparse.runs.folder import RunFolder, build_run_facts, sum_traffic
+from flare_sparse.runs.local import run_assembly
 from flare_sparse.task import Examples
 from flare_sparse.tasks.case_metrics import name_metrics
 from flare_sparse.tasks.segmentation import Segmentation
@@ -142,25 +141,22 @@ def pool(assembly: Assembly, sites: dict[str, Site], setting: Setting) -> Site:
 
 def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder: Path) -> tuple[Tensor, int, float]:
     """Run the method over the sites, from its newest checkpoint; return the weights, the bytes and the seconds."""
-    ledger, rules = Ledger(), build_rules(config)
+    ledger = Ledger()
     record = RunFolder(folder, build_run_facts(config, assembly), assembly.layout, ledger)
 
     def commit(line: Any) -> None:
         record.commit(line)
         print(f"{time.strftime('%H:%M:%S')} {folder.name}: round {line.round}, {line.seconds:.0f} s", flush=True)
 
-    outcome: Outcome = run_locally(
-        assembly.method,
-        assembly.weights,
+    outcome, _ = run_assembly(
+        config,
+        assembly,
         sites,
-        assembly.task.metric,
-        run=assembly.run_id,
-        rules=rules,
         on_round=commit,
         ledger=ledger,
         stores=lambda end: open_checkpoints(config.job, assembly, folder / "checkpoints", end),
         resume=True,
-    )[0]
+    )
     record.finish(outcome)
     sent = sum(int(part["payload_bytes"]) for part in sum_traffic(ledger).values())
     return outcome.weights, sent, sum(line.seconds for line in outcome.rounds)

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from metagater_arms import SETTINGS, Setting
 from metagater_sites import load_sites
-from runs import claim, write_json
+from runs import claim
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from flare_sparse.assemble import build_initial_model
+from flare_sparse.checkpoint.writing import write_json
 from flare_sparse.exchange import Contribution, Patch, Request
 from flare_sparse.federation import Evaluation
 from flare_sparse.local.run import run_locally

@@ -26,13 +26,13 @@ from typing import Any
 
 import pandas as pd
 import torch
-from runs import run_rounds
 from scipy.stats import t as student
 
 from flare_sparse.assemble import assemble, open_site
 from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config import RunConfig, load_config
 from flare_sparse.privacy.account import PrivacyAccount
+from flare_sparse.runs.local import run_assembly
 
 CONFIG = Path(__file__).resolve().parents[2] / "app_configs" / "dp_morphometry_age.yaml"
 TABLES = ("destrieux_fcon1000", "destrieux_openneuro", "destrieux_abide1")
@@ -147,7 +147,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         account = PrivacyAccount()
         account.secret = hashlib.sha256(f"{config.seed} {name}".encode()).digest()
         sites[name] = open_site(assembly, where, account)
-    outcome, _ = run_rounds(config, assembly, sites)
+    outcome, _ = run_assembly(config, assembly, sites)
     first = next(iter(sites.values()))
     return {
         "mae": outcome.evaluation.overall["mae"],

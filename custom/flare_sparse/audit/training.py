@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from ..assemble import Assembly, assemble, build_rules, open_site
+from ..assemble import Assembly, assemble, open_site
 from ..config import RunConfig, load_task
-from ..local.run import run_locally
+from ..runs.local import run_assembly
 from ..seeds import derive_seed
 from ..task import Examples, SiteData
 
@@ -49,16 +49,7 @@ class Retraining:
         config = self.config.model_copy(update={"seed": seed, "federation": federation})
         assembly = assemble(config, load_task(config, self.run))
         sites = {name: self._open_site(assembly, name, dataset) for name, dataset in datasets.items()}
-        weights = run_locally(
-            assembly.method,
-            assembly.weights,
-            sites,
-            assembly.task.metric,
-            values=config.wire.values,
-            run=assembly.run_id,
-            rules=build_rules(config),
-            thread_count=config.federation.threads,
-        )[0].weights
+        weights = run_assembly(config, assembly, sites, thread_count=config.federation.threads)[0].weights
         return build_network(assembly, weights)
 
     def _open_site(self, assembly: Assembly, name: str, dataset: Dataset[Any]) -> Any:

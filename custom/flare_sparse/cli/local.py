@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..assemble import Assembly, assemble, build_rules, open_checkpoints, open_script_site, open_site
+from ..assemble import Assembly, assemble, open_checkpoints, open_script_site, open_site
 from ..config import RunConfig, list_user_code, load_task
 from ..config.user_tasks import find_script
 from ..errors import ConfigError, format_site_error
 from ..federation import RoundRecord
 from ..kernels.threads import limit_kernel_threads
-from ..local.run import run_locally
 from ..privacy.account import PRIVACY_FOLDER, PrivacyAccount
 from ..report.card import write_card
 from ..runs.continuation import keep_final_checkpoints
 from ..runs.folder import RunFolder, build_run_facts
+from ..runs.local import run_assembly
 from ..runs.model_files import save_site_model
 from ..runs.progress import ProgressFormatter
 from ..runs.results import RunResult
@@ -92,14 +92,10 @@ def run_config_locally(
 
     try:
         with limit_kernel_threads(config.federation.threads):
-            outcome = run_locally(
-                assembly.method,
-                assembly.weights,
+            outcome = run_assembly(
+                config,
+                assembly,
                 sites,
-                assembly.task.metric,
-                values=config.wire.values,
-                run=assembly.run_id,
-                rules=build_rules(config),
                 on_round=commit,
                 on_updates=folder.record_updates,
                 ledger=ledger,

@@ -1,0 +1,36 @@
+"""A run of a configuration in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..assemble import Assembly, build_rules
+from ..config import RunConfig
+from ..federation import Outcome
+from ..local.run import run_locally
+from ..training import Site
+from ..wire.ledger import Ledger
+
+
+def run_assembly(
+    config: RunConfig, assembly: Assembly, sites: Mapping[str, Site | Exception], **options: Any
+) -> tuple[Outcome, Ledger]:
+    """Run the rounds of a configuration in this process, over the real messages.
+
+    Args:
+        config: the configuration.
+        assembly: what :func:`flare_sparse.assemble.assemble` built from it.
+        sites: sites by name.
+        **options: further arguments of :func:`flare_sparse.local.run.run_locally`.
+    """
+    return run_locally(
+        assembly.method,
+        assembly.weights,
+        sites,
+        assembly.task.metric,
+        values=config.wire.values,
+        run=assembly.run_id,
+        rules=build_rules(config),
+        **options,
+    )
