@@ -133,7 +133,7 @@ def without_allow_lists(federation: Path) -> Iterator[None]:
 
 
 def restart(kit: Path) -> None:
-    """Stop a site as its ``stop_fl.sh`` does, then start it again."""
+    """Stop a site as its ``stop_fl.sh`` does, start it again and wait until it is connected."""
     (kit / "shutdown.fl").touch()
     for _ in range(60):
         if subprocess.run(["pgrep", "-f", "--", f"-m {kit} "], capture_output=True, check=False).returncode:
@@ -141,8 +141,16 @@ def restart(kit: Path) -> None:
         time.sleep(1)
     else:
         raise TimeoutError(f"{kit} does not stop")
-    with (kit / "process.log").open("a") as log:
+    output = kit / "process.log"
+    earlier = output.stat().st_size
+    with output.open("a") as log:
         subprocess.run([kit / "startup" / "start.sh"], cwd=kit, env=ENVIRONMENT, stdout=log, stderr=log, check=True)
+    # FLARE schedules a job without the sites that are not connected, so a test must not submit one before that.
+    for _ in range(60):
+        if b"Successfully registered client" in output.read_bytes()[earlier:]:
+            return
+        time.sleep(1)
+    raise TimeoutError(f"{kit} does not connect to the server")
 
 
 def list_server_files(federation: Path) -> list[Path]:
