@@ -5,11 +5,12 @@ r"""FLARE's example scripts with the methods of this package, beside the same sc
     python benchmarks/exchange/scripts.py --json cells.jsonl --docs
 
 The examples are those of NVIDIA/NVFlare, read from ``--examples`` and never changed there. What the benchmark changes
-in its own copy, paths of the data, it shows as a patch, and refuses one of more than six lines. Accuracy is that of the
-final model on the test images, or mean Dice on the test volumes; *measured* bytes are those of the loopback interface
-in a network namespace of the job's own (``unshare``, Linux); *ledger* bytes are the lengths of the messages. A cell
-that is in the file is not run again. ``hello-lightning`` needs ``pip install pytorch-lightning``, ``monai-spleen``
-``pip install pytorch-ignite``; ``stand_in/`` takes the place of torchvision, which has no build for torch without CUDA.
+in its own copy, paths of the data, it shows as a patch, and refuses one of more than six lines. A cell of FLARE's
+recipe that fails keeps the first error of its sites. Accuracy is that of the final model on the test images, or mean
+Dice on the test volumes; *measured* bytes are those of the loopback interface in a network namespace of the job's own
+(``unshare``, Linux); *ledger* bytes are the lengths of the messages. A cell that is in the file is not run again.
+``hello-lightning`` needs ``pip install pytorch-lightning``, ``monai-spleen`` ``pip install pytorch-ignite``;
+``stand_in/`` takes the place of torchvision, which has no build for torch without CUDA.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def build_path() -> str:
 
 
 def run_cell(example: Example, data: Path, exchange: str, *, external: bool) -> dict[str, Any]:
-    """Run one job in the working folder and return its bytes and seconds.
+    """Run one job in the working folder; return its bytes and seconds, or why FLARE's own recipe failed.
 
     Raises:
-        SystemExit: there is no final model; the text is the end of the job's output.
+        SystemExit: a method of this package ended without a model; the text is the end of the job's output.
     """
     job = [example.model, example.args.format(data=data), str(example.rounds), *(["external"] if external else [])]
     command = [sys.executable, str(FOLDER / "scripts.py"), "--job", *job]
@@ -94,12 +95,22 @@ def run_cell(example: Example, data: Path, exchange: str, *, external: bool) -> 
     )
     seconds = time.monotonic() - started
     if find_model() is None:
+        if exchange == RECIPE and (reason := find_failure()):
+            return {"failure": reason}
         raise SystemExit(f"{exchange}: no model\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return {
         "measured": int(Path("bytes").read_text().split()[1]),
         "ledger": read_ledger(),
         "seconds": round(seconds),
     }
+
+
+def find_failure() -> str:
+    """Return the first error in the sites' logs of FLARE's recipe in the working folder; empty when they hold none."""
+    logs = [file.read_text() for file in sorted(Path("workspace/job").glob("site-*/error_log.txt"))]
+    return next(
+        (line.split(" - ERROR - ", 1)[1] for log in logs for line in log.splitlines() if " - ERROR - " in line), ""
+    )
 
 
 def find_model() -> Path | None:
@@ -139,12 +150,13 @@ def measure_cell(options: argparse.Namespace, script: str, exchange: str, mode: 
         os.chdir(folder)
         try:
             figures = run_cell(example, data, exchange, external=mode == MODES[1])
-            accuracy = compute_accuracy(example, data)
+            if "failure" not in figures:
+                figures["accuracy"] = compute_accuracy(example, data)
         finally:
             os.chdir(here)
     patch = patch.replace(str(data), "DATA")
     names = {"script": script, "exchange": exchange, "mode": mode, "rounds": example.rounds}
-    return {**names, "accuracy": accuracy, **figures, "changed": count_lines(patch.splitlines()), "patch": patch}
+    return {**names, **figures, "changed": count_lines(patch.splitlines()), "patch": patch}
 
 
 def main() -> None:

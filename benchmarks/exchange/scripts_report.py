@@ -28,8 +28,11 @@ def format_table(cells: list[dict[str, Any]], script: str) -> str:
         if cell is None:
             rows.append(f"| {exchange} | {mode} | not run | | | | |")
             continue
+        if "failure" in cell:
+            rows.append(f"| {exchange} | {mode} | fails: {cell['failure']} | | | | |")
+            continue
         difference, share = "", ""
-        if dense and dense is not cell:
+        if dense and dense is not cell and "failure" not in dense:
             difference = f"{cell['accuracy'] - dense['accuracy']:+.3f}"
             share = f"{cell['measured'] / dense['measured']:.2f}"
         ledger = "" if cell["ledger"] is None else f"{cell['ledger']:,}"
