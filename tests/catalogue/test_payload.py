@@ -5,12 +5,14 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 import zstandard
+from local_federation import LocalFederation, Upload
+from toy import Toy, ToyBench
 
 from flare_sparse.errors import RejectedMessage, RoundFailed, WireError
 from flare_sparse.exchange import Patch
@@ -18,6 +20,7 @@ from flare_sparse.federation import RoundRules
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout, TensorSpec, compute_digest
 from flare_sparse.wire.envelope import HEADER_BYTES
+from flare_sparse.wire.plan import ValueType
 from flare_sparse.wire.versions import CURRENT_VERSION, VERSIONS
 
 # The encodings of version 1, which float32 jobs use; test_coded.py has what version 2 adds.
@@ -430,3 +433,29 @@ def test_unknown_versions_and_flags_are_rejected(wire: Any, encoding: str) -> No
         ("E_VERSION", lambda sent: sent.with_header(content=9)),
         ("E_VERSION", lambda sent: sent.with_header(base=9)),
     )
+
+
+@pytest.mark.parametrize("values", get_args(ValueType))
+@pytest.mark.row(52)
+def test_running_variance_below_zero_is_read_as_zero(values: Any) -> None:
+    """A site that makes them up has the effect of one that sends zeros."""
+    outcomes = [run_with_variances(values, variance) for variance in (-1e3, 0.0)]
+    assert all(record.rejected == {} for outcome in outcomes for record in outcome.rounds)
+    assert compute_digest(outcomes[0].weights) == compute_digest(outcomes[1].weights)
+    assert outcomes[0].evaluation.overall == outcomes[1].evaluation.overall
+
+
+def run_with_variances(values: Any, variance: float) -> Any:
+    """Return the outcome of FedAvg in which one site sends the same number as every running variance."""
+    federation = LocalFederation(
+        "fedavg", ToyBench(Toy()), values=values, rounds=2, rules=RoundRules(max_norm_ratio=None)
+    )
+    variances = federation.method.layout.select(lambda spec: spec.name.endswith("running_var"))
+
+    def change(upload: Upload) -> Upload:
+        if upload.site != "site-2" or upload.update.content != "weights":
+            return upload
+        return upload.with_values(upload.update.patch.values.masked_fill(variances, variance))
+
+    federation.change_update = change
+    return federation.run()

@@ -1,4 +1,4 @@
-"""DisPFL (docs/algorithms.md, section 5.8) and top-k with error feedback (section 7.4)."""
+"""DisPFL (docs/algorithms.md, section 5.8)."""
 
 from __future__ import annotations
 
@@ -127,31 +127,3 @@ def test_erk_densities_average_to_the_overall_density(bench: Any) -> None:
     sizes = {e.name: e.size for e in bench.layout.tensors if e.role != "buffer"}
     assert sum(densities[n] * sizes[n] for n in sizes) == pytest.approx(0.4 * pool.count)
     assert all(0 < d <= 1 for d in densities.values())
-
-
-def test_top_k_keeps_the_residual(bench: Any) -> None:
-    """Sent entries plus residual equal the delta plus the previous residual, in every round."""
-    method = bench.method("topk_ef", fraction=0.1)
-    state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
-    residual = torch.zeros(bench.layout.size)
-    for _ in range(3):
-        request = method.ask(state, ["site-1"])["site-1"].request
-        site.weights = state.weights.clone()
-        delta = site.train(site.weights, request.trainable, method.config.training, request.round) - site.weights
-        update = Contribution.from_update("site-1", method.answer(request, site))
-        assert update.patch.mask.count == int(0.1 * bench.layout.size)
-        assert torch.equal(update.patch.to_vector() + site.memory["residual"], delta + residual)
-        residual = site.memory["residual"]
-        state = method.learn(state, [update])
-
-
-def test_sites_that_missed_a_round_receive_the_full_model(bench: Any) -> None:
-    outcome, ledger = bench.run("topk_ef", fraction=0.05, participation=0.67, rounds=6)
-    down = [line for line in ledger.lines if line.direction == "down" and line.kind == "train"]
-    last_received: dict[str, int] = {}
-    for line in down:
-        is_current = last_received.get(line.site) == line.sequence - 1
-        assert (line.scalars_sent < bench.layout.size) == is_current
-        last_received[line.site] = line.sequence
-    assert any(line.scalars_sent < bench.layout.size for line in down)
-    assert outcome.rounds[-1].round == 7

@@ -1,14 +1,15 @@
-"""The base that a site holds, and the plans of a request and its update."""
+"""The base that a site holds, the plans of a request and its update, and what a receiver makes of a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from ..exchange import Patch, Request
 from ..mask import Mask
 from ..params import Layout
+from ..structure.norms import clip_variances
 from ..wire.plan import CiphertextFormat, Plan
 
 
@@ -39,6 +40,16 @@ def compute_site_vector(received: Patch, base: SiteBase | None) -> Tensor:
     assert base is not None, "a patch over the previous model is for a site with a base"
     assert base.vector is not None, "the server keeps the vectors of a job with quantized values"
     return received.write_into(base.vector.clone())
+
+
+def correct_variances(patch: Patch, layout: Layout) -> Patch:
+    """Return a patch of a model with 0 in place of each running variance below 0.
+
+    Error feedback adds the rounding residual of a large variance to a small one, and a sender may send anything. From a
+    variance below 0, every result of the network would be NaN.
+    """
+    values = clip_variances(patch.values, patch.mask, layout)
+    return patch if values is patch.values else replace(patch, source=values)
 
 
 def plan_request(

@@ -19,7 +19,7 @@ from ..wire.ledger import Ledger
 from ..wire.messages import Decoded, Encoded
 from ..wire.plan import ValueType
 from ..wire.values import is_quantized, is_representable
-from .bases import SiteBase, compute_site_vector, plan_request, plan_update
+from .bases import SiteBase, compute_site_vector, correct_variances, plan_request, plan_update
 from .encrypted import aggregate_ciphertexts, find_sites_with_wrong_key, find_underweight_sites
 from .events import parse_events
 from .reported import validate_metrics, validate_num_examples
@@ -182,9 +182,11 @@ class ServerEndpoint:
             raise RejectedMessage("E_KIND", "base", "an update, with base zeros", "a request", site)
         self._check_values(message, assignment.expected, site)
         _check_selection(message, assignment.expected, site)
+        is_model = message.content == "weights"
+        patch = correct_variances(message.patch, self.layout) if is_model else message.patch
         contribution = Contribution(
             site,
-            self.updates.keep(message.patch, assignment.expected.mask),
+            self.updates.keep(patch, assignment.expected.mask),
             message.content,
             validate_num_examples(examples, site),
             validate_metrics(metrics, site),

@@ -20,7 +20,7 @@ from ..wire.codec import decode, encode, read_sequence
 from ..wire.messages import Decoded, Encoded
 from ..wire.plan import Plan, ValueType
 from ..wire.values import is_quantized
-from .bases import SiteBase, plan_request, plan_update
+from .bases import SiteBase, correct_variances, plan_request, plan_update
 from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, describe_event
 from .model_change import ChangeLimit
 from .request_checks import check_kind, check_trainable, is_training
@@ -104,7 +104,7 @@ class SiteEndpoint:
             raise RejectedMessage("E_KIND", "trainable", "a request", "an update", "server")
         request_id = RequestId(message.kind, message.round)
         check_kind(self.method, request_id)
-        patch = self.decrypt(message.patch)
+        patch = correct_variances(self.decrypt(message.patch), self.site.layout)
         previous = self._trainable or (self._state.base.mask if self._state.base else message.trainable)
         base = self._apply(patch, message.sequence)
         self._state = self._state.receive(request_id, base)

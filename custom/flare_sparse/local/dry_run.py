@@ -18,6 +18,7 @@ from ..params import Layout
 from ..secure_aggregation.limits import SumRules
 from ..seeds import make_generator
 from ..structure import narrow_network
+from ..structure.scaling import build_statistics_mask
 from ..task import Metric
 from ..training import SampleUsage, Site, TrainingConfig
 from ..training.site import OBSERVED_BATCH
@@ -137,6 +138,8 @@ def _draw_step(layout: Layout, generator: torch.Generator) -> Tensor:
     for tensor, start in zip(layout.tensors, layout.offsets, strict=False):
         if len(tensor.shape) > 1 and tensor.size:
             step[start : start + tensor.size] /= tensor.size // tensor.shape[0]
+    # Training leaves the statistics of inputs as they are.
+    step[build_statistics_mask(layout).bits] = 0
     return step
 
 

@@ -1,6 +1,10 @@
 """Top-k with error feedback (Stich et al. 2018), Algorithm 1 (Mem-SGD): large entries are sent, the rest is kept.
 
 "Sparsified SGD with Memory", arXiv 1809.07599; docs/algorithms.md, section 7.4.
+
+Buffers are exchanged whole. Memory is for gradients, whose sum over rounds is a long step in the right direction. A
+running statistic moves to the site's own value in every round, so that the sum of its deltas leads past that value, and
+a variance below 0.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from torch import Tensor
 from ..aggregation.weighted import weigh_by_examples, weighted_sum
 from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..mask import Mask, floor_fraction, top_k
+from ..structure.norms import clip_variances
 from ..training import Site
 from .method import TRAIN, Method, MethodConfig
 from .support.masks import unite_masks
@@ -22,7 +27,12 @@ from .traffic import MessageFacts, SelectionBounds
 
 
 class Config(MethodConfig):
-    fraction: float = Field(0.1, gt=0, le=1, description="share of all entries that a site uploads in a round")
+    fraction: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="share of all entries that a site uploads in a round, running statistics not included",
+    )
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class State:
 
 @final
 class TopKEF(Method[Config, State]):
-    """Sites receive the changed entries and return the largest ``fraction`` of delta plus residual."""
+    """Sites receive the changed entries and return the largest ``fraction`` of delta plus residual, and all buffers."""
 
     name = "topk_ef"
     Config = Config
@@ -65,30 +75,39 @@ class TopKEF(Method[Config, State]):
 
     @property
     def _upload_size(self) -> int:
-        """Number of entries of an update."""
-        return floor_fraction(self.config.fraction, self.layout.size)
+        """Number of parameters in an update."""
+        return min(floor_fraction(self.config.fraction, self.layout.size), self.layout.trainable_size)
 
     def answer(self, request: Request, site: Site) -> Update:
         training = self.config.get_training(request.round)
         trained = site.train(site.weights, request.trainable, training, request.round)
         delta = trained - site.weights
+        parameters = slice(self.layout.trainable_size)
         if "residual" in site.memory:
-            delta += site.memory["residual"]
-        mask = top_k(delta.abs(), self._upload_size)
+            delta[parameters] += site.memory["residual"][parameters]
+        # Of the buffers those that training has changed: statistics of inputs stay as they are.
+        bits = delta != 0
+        bits[parameters] = top_k(delta[parameters].abs(), self._upload_size).bits
+        mask = Mask(bits)
         site.memory["residual"] = delta * ~mask.bits
         return Update(Patch.from_vector(delta, mask), self.update_content, site.num_examples)
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         weights = state.weights + weighted_sum(contributions, weigh_by_examples)
+        # A mean of variances, unless a short number format has rounded the deltas, or a site makes them up.
+        weights = clip_variances(weights, self.full_mask, self.layout)
         return State(state.round + 1, weights, unite_masks(contribution.patch.mask for contribution in contributions))
 
     def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        size = self._upload_size
+        num_buffers = self.layout.size - self.layout.trainable_size
         if message.direction == "up":
-            return message.fix_count("the sites' deltas decide which entries are uploaded")
+            reason = "the sites' deltas decide which entries are uploaded"
+            return SelectionBounds(size, max(size + num_buffers, message.count), reason)
         if message.round == 1 or message.kind != TRAIN:
             return None
         # The union of the sites' uploads; a site that did not take part in the round before receives all entries.
-        size, most = self._upload_size, min(self.layout.size, message.num_sites * self._upload_size)
+        most = min(self.layout.size, message.num_sites * size + num_buffers)
         return SelectionBounds(size, max(most, message.count), "the overlap of the uploads decides what is sent down")
 
     def model(self, state: State) -> Patch:

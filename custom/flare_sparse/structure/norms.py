@@ -1,10 +1,14 @@
-"""Normalisation layers in which one example changes the gradient of another, and group normalisation in their place."""
+"""Batch normalisation: layers in which examples change each other's gradient, and the variances that they keep."""
 
 from __future__ import annotations
 
 from typing import TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from ..mask import Mask
+from ..params import Layout
 
 
 def mixes_examples(module: nn.Module) -> TypeGuard[nn.modules.batchnorm._NormBase]:
@@ -41,3 +45,24 @@ def choose_groups(channels: int) -> int:
     (32, 24, 8, 1)
     """
     return next(groups for groups in range(max(min(32, channels // 2), 1), 0, -1) if channels % groups == 0)
+
+
+def clip_variances(values: Tensor, mask: Mask, layout: Layout) -> Tensor:
+    """Return values with running variances of at least 0; ``values`` themselves if none is below.
+
+    Args:
+        values: ``(mask.count,)`` values of a model, in the order of the layout.
+        mask: entries of the values.
+        layout: layout of the model.
+    """
+    clipped = values
+    for spec, start in zip(layout.tensors, layout.offsets, strict=False):
+        if spec.role != "buffer" or spec.name.rpartition(".")[2] != "running_var":
+            continue
+        bounds = torch.tensor([start, start + spec.size])
+        first, end = bounds.tolist() if mask.is_full else torch.searchsorted(mask.indices, bounds).tolist()
+        if bool((clipped[first:end] < 0).any()):
+            # The values may be those of a message: one buffer for all sites, which another attempt may read again.
+            clipped = clipped.clone() if clipped is values else clipped
+            clipped[first:end].clamp_(min=0)
+    return clipped

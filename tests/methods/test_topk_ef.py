@@ -1,0 +1,110 @@
+"""Top-k with error feedback (docs/algorithms.md, section 7.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from local_federation import LocalFederation, Upload
+from torch import nn
+from toy import Toy, ToyBench
+
+from flare_sparse.exchange import Contribution
+from flare_sparse.federation import RoundRules
+from flare_sparse.structure.scaling import InputScaler
+
+LAYOUT = ToyBench(Toy()).layout
+PARAMETERS, BUFFERS = slice(LAYOUT.trainable_size), slice(LAYOUT.trainable_size, None)
+VARIANCES = LAYOUT.select(lambda spec: spec.name.endswith("running_var"))
+TRAINING = {"optimizer": "sgd", "lr": 0.01, "epochs": 3}
+
+
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int8", "int4", "int2"])
+def test_running_variances_of_small_activations_stay_positive(values: Any) -> None:
+    """A sum of their deltas over rounds led below 0, and every metric was NaN."""
+    bench = ToyBench(Toy())
+    bench.layout.unflatten(bench.weights)["0.weight"].mul_(0.1)
+    federation = LocalFederation("topk_ef", bench, values=values, rounds=6, fraction=0.02, training=TRAINING)
+    variances: list[torch.Tensor] = []
+
+    def record(upload: Upload) -> Upload:
+        variances.append(upload.endpoint.site.weights[VARIANCES])
+        return upload
+
+    federation.change_update = record
+    outcome = federation.run()
+    assert len(variances) == 3 * 7
+    assert 0 < torch.stack(variances).min() < 0.1
+    assert outcome.evaluation.overall["mse"] > 0
+
+
+def test_buffers_of_the_next_model_are_the_mean_of_the_sites(bench: Any) -> None:
+    method, names = bench.method("topk_ef", fraction=0.02), ["site-1", "site-2"]
+    state, trained, updates = method.init(bench.weights, names), [], []
+    for index, name in enumerate(names, start=1):
+        request, site = method.ask(state, names)[name].request, bench.site(index)
+        site.weights = state.weights.clone()
+        trained.append(site.train(site.weights, request.trainable, method.config.training, 1)[BUFFERS])
+        updates.append(Contribution.from_update(name, method.answer(request, site)))
+        assert not site.memory["residual"][BUFFERS].any()
+    assert torch.allclose(method.learn(state, updates).weights[BUFFERS], sum(trained) / 2, atol=1e-7)
+
+
+class Scaled(Toy):
+    def model(self) -> nn.Module:
+        return nn.Sequential(InputScaler([True] * 12), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 1))
+
+
+def test_statistics_of_inputs_are_not_sent_again() -> None:
+    """They are buffers that training does not change."""
+    bench = ToyBench(Scaled())
+    _, ledger = bench.run("topk_ef", fraction=0.1)
+    sent = {line.scalars_sent for line in ledger.lines if line.kind == "train" and line.direction == "up"}
+    assert sent == {int(0.1 * bench.layout.size)}
+
+
+def test_invented_variances_do_not_reach_below_zero() -> None:
+    federation = LocalFederation("topk_ef", ToyBench(Toy()), fraction=0.1)
+
+    def invent(upload: Upload) -> Upload:
+        if upload.site != "site-2" or upload.update.content != "delta":
+            return upload
+        invented = torch.zeros(LAYOUT.size).masked_fill(VARIANCES, -1e6)
+        return upload.with_values(upload.update.patch.mask.take(upload.update.patch.to_vector() + invented))
+
+    federation.change_update = invent
+    # The bound on norms would reject the update.
+    federation.rules = RoundRules(max_norm_ratio=None)
+    outcome = federation.run()
+    assert (outcome.weights[VARIANCES] >= 0).all()
+    assert outcome.evaluation.overall["mse"] < float("inf")
+
+
+def test_sent_entries_plus_residual_equal_the_delta_plus_the_previous_residual(bench: Any) -> None:
+    method = bench.method("topk_ef", fraction=0.1)
+    state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
+    residual = torch.zeros(bench.layout.size)
+    for _ in range(3):
+        request = method.ask(state, ["site-1"])["site-1"].request
+        site.weights = state.weights.clone()
+        delta = site.train(site.weights, request.trainable, method.config.training, request.round) - site.weights
+        update = Contribution.from_update("site-1", method.answer(request, site))
+        sent = update.patch.mask.bits
+        assert int(sent[PARAMETERS].sum()) == int(0.1 * bench.layout.size)
+        assert sent[BUFFERS].all()
+        assert torch.equal(update.patch.to_vector() + site.memory["residual"], delta + residual)
+        residual = site.memory["residual"]
+        state = method.learn(state, [update])
+
+
+def test_sites_that_missed_a_round_receive_the_full_model(bench: Any) -> None:
+    outcome, ledger = bench.run("topk_ef", fraction=0.05, participation=0.67, rounds=6)
+    down = [line for line in ledger.lines if line.direction == "down" and line.kind == "train"]
+    last_received: dict[str, int] = {}
+    for line in down:
+        is_current = last_received.get(line.site) == line.sequence - 1
+        assert (line.scalars_sent < bench.layout.size) == is_current
+        last_received[line.site] = line.sequence
+    assert any(line.scalars_sent < bench.layout.size for line in down)
+    assert outcome.rounds[-1].round == 7
