@@ -134,7 +134,7 @@ def test_failing_sites_are_rejected_as_in_a_local_run_and_only_a_code_leaves_the
 
 
 def test_waiting_site_polls_less_and_less_often(tmp_path: Path) -> None:
-    """Another site trains for three seconds in each of two rounds."""
+    """Another site trains for six seconds in each of two rounds."""
     file = configuration(tmp_path / "config", {"name": "fedavg", "rounds": 2, "training": {"batch_size": 8}})
     (file.parent / "waiting_task.py").write_text((HERE / "waiting_task.py").read_text())
     content = yaml.safe_load(file.read_text())

@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse import Examples, Metric, SiteData, Task
 
-TRAINING_S = 3.0
+# Several times as long as the server holds a request.
+TRAINING_S = 6.0
 
 
 class WaitingTask(Task):

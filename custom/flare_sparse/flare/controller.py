@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -111,14 +112,15 @@ class FederatedController(Controller):
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         try:
-            self._run(abort_signal, fl_ctx)
+            with ExitStack() as cleanup:
+                self._run(cleanup, abort_signal, fl_ctx)
         except Aborted:
             self.log_info(fl_ctx, "the job was aborted; the last committed round is on disk")
         except FlareSparseError as error:
             # FLARE would report an exception raised here as an error of its own, without the error code.
             self.system_panic(f"{error.code}: {error}", fl_ctx)
 
-    def _run(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+    def _run(self, cleanup: ExitStack, abort_signal: Signal, fl_ctx: FLContext) -> None:
         session = get_server_session(fl_ctx)
         session.build(fl_ctx)
         job, assembly = session.job, session.assembly
@@ -128,7 +130,8 @@ class FederatedController(Controller):
         app_dir = Path(get_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
         folder = RunFolder(app_dir / RESULTS, facts, assembly.layout, session.ledger)
 
-        self._polling = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
+        polling = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
+        self._polling = cleanup.enter_context(closing(polling))
 
         self._feed = feed = RecordFeed(session.ledger.lines)
         fl_ctx.get_engine().register_app_command(TOPIC, feed.answer)
@@ -156,7 +159,7 @@ class FederatedController(Controller):
 
         carrier = HubCarrier(
             job.hubs,
-            lambda task, clients: self.broadcast(task, fl_ctx, targets=clients, min_responses=0),
+            lambda task, clients: self._offer(task, clients, fl_ctx),
             lambda tasks: self._wait(tasks, abort_signal),
             partial(_list_clients, fl_ctx),
             job.federation.round_s or job.federation.task_timeout_s,
@@ -213,7 +216,7 @@ class FederatedController(Controller):
 
         task = Task(name=HELLO, data=Shareable(), timeout=_to_whole_seconds(timeout_s), result_received_cb=receive)
         self._polling.restart()
-        self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
+        self._offer(task, sites, fl_ctx)
         self._wait([task], abort_signal)
         return dict(hellos)
 
@@ -231,12 +234,18 @@ class FederatedController(Controller):
             # Nothing waits for an invitation: a site takes it when it polls again, after a pause of any length.
             if site not in returned and (task is None or task.completion_status is not None):
                 task = Task(HELLO, Shareable(), timeout=_to_whole_seconds(timeout_s), result_received_cb=receive)
-                self.broadcast(task, fl_ctx, targets=[site], min_responses=0)
+                self._offer(task, [site], fl_ctx)
                 self._invitations[site] = task
         for site in returned:
             self._returned.discard(site)
             self._invitations.pop(site, None)
         return returned
+
+    def _offer(self, task: Task, sites: Sequence[str], fl_ctx: FLContext) -> None:
+        """Start a FLARE task for some sites, and let the requests that wait for one find it."""
+        # With min_responses=0 FLARE waits for every target until the timeout.
+        self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
+        self._polling.announce()
 
     def _wait(self, tasks: list[Task], abort_signal: Signal) -> None:
         """Wait until all tasks are complete.
@@ -280,11 +289,10 @@ class FederatedController(Controller):
         for (_, acknowledged), (message, sites) in sites_by_message.items():
             meta = {"kind": attempt.kind, "round": attempt.round, ACKNOWLEDGED: acknowledged}
             data = message_to_shareable(message, meta)
-            # With min_responses=0 FLARE waits for every target until the timeout.
             task = Task(
                 name=TASK, data=data, timeout=_to_whole_seconds(timeout_s), result_received_cb=self._receive_result
             )
-            self.broadcast(task, fl_ctx, targets=list(sites), min_responses=0)
+            self._offer(task, sites, fl_ctx)
             tasks.append(task)
         self._wait(tasks, abort_signal)
         replies: dict[str, Reply] = self._aggregator.aggregate(fl_ctx)[REPLY]
@@ -309,7 +317,7 @@ class FederatedController(Controller):
         for message, sites in by_message.values():
             data, seconds = sum_to_shareable(message), _to_whole_seconds(timeout_s)
             task = Task(name=SUM, data=data, timeout=seconds, result_received_cb=receive)
-            self.broadcast(task, fl_ctx, targets=sites, min_responses=0)
+            self._offer(task, sites, fl_ctx)
             tasks.append(task)
         for _ in self._wait_in_steps(tasks, abort_signal):
             while not answers.empty():
