@@ -16,7 +16,7 @@ from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.secure_aggregation.limits import SumRules
 
 FIXED = ("wire.aggregation=fixed_point", "method={name: fedsparsify}")
-HUBS = "federation.hubs={north: {sites: [site-1, site-2], min_sites: 2}, south: {sites: [site-3]}}"
+HUBS = "federation.hubs={north: {sites: [site-1, site-2], min_sites: 2, fetch_s: 9}, south: {sites: [site-3]}}"
 
 
 @pytest.fixture
@@ -35,8 +35,10 @@ def refuse(file: Path, *overrides: str) -> str:
 
 def test_hubs_travel_with_the_job_and_a_job_without_them_is_as_before(file: Path) -> None:
     job = load_config(file, [*FIXED, HUBS]).job
-    expected = {"north": HubRules(("site-1", "site-2"), 2), "south": HubRules(("site-3",), 1)}
+    expected = {"north": HubRules(("site-1", "site-2"), 2, 9.0), "south": HubRules(("site-3",), 1, 60.0)}
     assert parse_job(serialize_job(job)).hubs == expected
+    # A job with hubs that does not set it keeps its run id.
+    assert serialize_job(job)["federation"]["hubs"]["south"] == {"sites": ["site-3"], "min_sites": 1}
     assert "hubs" not in serialize_job(load_config(file).job)["federation"]
     assert load_config(file).hubs == {}
 

@@ -19,7 +19,7 @@ from flare_sparse.endpoints.sums import build_ring, compute_shares
 from flare_sparse.errors import ConfigError, FlareSparseError, MissingBase, RejectedMessage, RoundFailed
 from flare_sparse.exchange import Patch
 from flare_sparse.federation import Hub, HubReply, HubRules, Outcome, RoundRules, SiteLinks, SumQuestions
-from flare_sparse.federation.hub import MAX_SECTION_BYTES, SiteReply, pack_reply, unpack_reply
+from flare_sparse.federation.parcels import MAX_SECTION_BYTES, SiteReply, pack_reply, unpack_reply
 from flare_sparse.federation.tree import sum_link_bytes
 from flare_sparse.local.run import run_locally
 from flare_sparse.mask import Mask
@@ -104,6 +104,25 @@ def test_lost_hub_loses_its_sites_and_the_round_is_that_of_the_others(topic: str
     else:
         flat.is_sum_lost = lambda site, step: site in ("site-5", "site-6", "site-7", "site-8")
     assert torch.equal(outcome.weights, flat.run().weights)
+
+
+@pytest.mark.parametrize("topic", ["exchange", "sum"])
+def test_bundle_to_a_hub_that_is_not_there_is_not_counted(topic: str) -> None:
+    """A bundle that a hub receives and does not answer was sent, one to no hub was not."""
+    sent = {}
+    for name in ("is_hub_gone", "change_bundle"):
+        tree = build(CLEAR, build_hubs(), settings={"rounds": 1})
+        if name == "is_hub_gone":
+            tree.is_hub_gone = lambda hub, current: (hub, current) == ("hub-2", topic)
+        else:
+            tree.change_bundle = lambda hub, current, answer: None if (hub, current) == ("hub-2", topic) else answer
+        tree.run()
+        assert tree.records[0].timed_out == [f"site-{n}" for n in range(5, 9)]
+        lines = [line for line in tree.ledger.lines if line.direction == "down" and line.round == 1]
+        sent[name] = {hub: sum(line.site == hub for line in lines) for hub in ("hub-1", "hub-2")}
+    # The request and the question of the sum; a hub without replies has nothing to be asked for in the sum.
+    assert sent["is_hub_gone"] == {"hub-1": 2, "hub-2": 0 if topic == "exchange" else 1}
+    assert sent["change_bundle"] == {"hub-1": 2, "hub-2": 1 if topic == "exchange" else 2}
 
 
 def test_run_with_hubs_resumes_after_a_kill_and_ends_in_the_bits_of_the_flat_run(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ class LocalFederation:
         change_question: changes the server's question to a site in a sum.
         sum_messages: (site, step, message) of every reply of a sum that a site sent, to the server or to its hub.
         change_bundle: changes a hub's answer, given its topic; None: the answer is lost.
+        is_hub_gone: whether a hub is not there when a bundle is to be sent to it, given its topic.
         bundles: (hub, topic, answer) of every answer of a hub that the server received.
         returned: returns those of the given quarantined sites that have sent another hello.
         restarts: (sequence, site) pairs: the site loses its memory before it receives this attempt.
@@ -148,6 +149,7 @@ class LocalFederation:
         self.change_question: Callable[[str, Any], Any] = lambda site, question: question
         self.sum_messages: list[tuple[str, Step, Any]] = []
         self.hubs = hubs or {}
+        self.is_hub_gone: Callable[[str, str], bool] = lambda hub, topic: False
         self.change_bundle: Callable[[str, str, Any], Any] = lambda hub, topic, answer: answer
         self.bundles: list[tuple[str, str, Any]] = []
         self.returned: Callable[[list[str]], list[str]] = lambda sites: []
@@ -253,14 +255,17 @@ class LocalFederation:
         def build_link(name: str) -> Callable[[Any, float | None], Any]:
             hub = Hub(self.hubs[name], SiteLinks(collect, self.deliver_sum, self.build_hellos))
 
-            def carry(bundle: Any) -> Any:
-                topic = unpack_bundle(bundle, "server")[0]["topic"]
+            def carry(topic: str, bundle: Any) -> Any:
                 answer = self.change_bundle(name, topic, hub.answer(bundle))
                 if answer is not None:
                     self.bundles.append((name, topic, answer))
                 return answer
 
-            return lambda bundle, _: partial(carry, bundle)
+            def send(bundle: Any, seconds: float | None) -> Any:
+                topic = unpack_bundle(bundle, "server")[0]["topic"]
+                return None if self.is_hub_gone(name, topic) else partial(carry, topic, bundle)
+
+            return send
 
         links = {name: build_link(name) for name in self.hubs}
         return Tree(self.hubs, links, self.server, self.deliver, self.yield_sum_replies, self.build_hellos)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import ConfigError
-from ..federation import HubRules
+from ..federation import FETCH_S, HubRules
 from ..methods import METHODS, MethodConfig
 from ..privacy.config import PrivacyConfig
 from ..secure_aggregation.limits import FEWEST_SITES, SumRules
@@ -81,6 +81,15 @@ class HubConfig(Section):
     sites: tuple[str, ...] = Field(description="names of the sites that the hub serves")
     min_sites: int = Field(
         1, ge=1, description="quorum of the hub: with values of fewer of its sites, it passes none on"
+    )
+    # Left out at its default: a job with hubs keeps its run id.
+    fetch_s: float = Field(
+        FETCH_S,
+        gt=0,
+        allow_inf_nan=False,
+        exclude_if=lambda value: value == FETCH_S,
+        description="seconds in which a site fetches a question from its hub; the hub goes on without one that does "
+        "not, until it fetches again",
     )
 
     @model_validator(mode="after")
@@ -482,7 +491,7 @@ class JobConfig(Section):
     @property
     def hubs(self) -> dict[str, HubRules]:
         """Rules of each hub; empty: the server reaches every site directly."""
-        return {name: HubRules(hub.sites, hub.min_sites) for name, hub in self.federation.hubs.items()}
+        return {name: HubRules(hub.sites, hub.min_sites, hub.fetch_s) for name, hub in self.federation.hubs.items()}
 
     @property
     def is_masked(self) -> bool:

@@ -3,8 +3,9 @@
 from .census import Handshake
 from .evaluation import BestModel, Evaluation
 from .events import Event
-from .hub import Hub, HubRules, RawReply, SiteLinks, SiteReply
+from .hub import FETCH_S, Hub, HubRules, SiteLinks
 from .loop import Federation, OnUpdates
+from .parcels import RawReply, SiteReply
 from .progress import Snapshot
 from .records import Outcome, RoundRecord
 from .replies import HubReply, Reply, SumQuestions, SumReply, SumTransport, Transport
@@ -12,6 +13,7 @@ from .rules import RoundRules
 from .tree import Link, Tree
 
 __all__ = [
+    "FETCH_S",
     "BestModel",
     "Evaluation",
     "Event",

@@ -19,14 +19,17 @@ from ..secure_aggregation.rings import SectionFormat
 from ..wire.bundles import Parcel, pack_bundle, unpack_bundle
 from ..wire.ledger import LedgerLine
 from .census import Handshake
-from .hub import EXCHANGE, HELLO, SUM, HubRules, SiteReply, read_code, unpack_reply
+from .hub import HubRules
+from .parcels import EXCHANGE, HELLO, SUM, SiteReply, read_code, unpack_reply
 from .replies import HubReply, Reply, SumQuestions, SumReply, SumTransport, Transport
 
 _LOG = logging.getLogger(__name__)
 Wait = Callable[[], np.ndarray | None]
 """Waits for the answer of a hub; None: none came in time."""
-Link = Callable[[np.ndarray, float | None], Wait]
-"""Sends a bundle to a hub, and returns at once what waits for the answer. The number is that of the seconds."""
+Link = Callable[[np.ndarray, float | None], Wait | None]
+"""Sends a bundle to a hub, and returns at once what waits for the answer; None: the hub is not there, nothing was sent.
+
+The number is that of the seconds."""
 
 
 class Tree:
@@ -71,8 +74,9 @@ class Tree:
         # All hubs and the sites without one work at the same time: each bundle is sent before any answer is awaited.
         for hub, messages in by_hub.items():
             bundle = pack_bundle(subject, [_acknowledge(parcel, attempt) for parcel in group_messages(messages)])
-            self._requests[hub] = self._record_sent(hub, bundle, messages)
-            waits[hub] = self.links[hub](bundle, attempt.seconds)
+            if wait := self.links[hub](bundle, attempt.seconds):
+                self._requests[hub] = self._record_sent(hub, bundle, messages)
+                waits[hub] = wait
         replies = dict(self.direct(replace(attempt, messages=direct))) if direct else {}
         for hub, wait in waits.items():
             for parcel in self._receive(hub, wait, by_hub[hub]):
@@ -93,8 +97,9 @@ class Tree:
         waits: dict[str, Wait] = {}
         for hub, messages in by_hub.items():
             bundle = pack_bundle(subject, group_messages(messages))
-            self._record_sent(hub, bundle, messages)
-            waits[hub] = self.links[hub](bundle, questions.seconds)
+            if wait := self.links[hub](bundle, questions.seconds):
+                self._record_sent(hub, bundle, messages)
+                waits[hub] = wait
         if direct:
             yield from self.direct_sum(replace(questions, messages=direct))
         for hub, wait in waits.items():
@@ -107,8 +112,9 @@ class Tree:
         """Return the hello of each site that sends one, not yet validated."""
         direct, by_hub = self._split(dict.fromkeys(sites))
         waits = {
-            hub: self.links[hub](pack_bundle({"topic": HELLO}, [Parcel(tuple(names))]), None)
+            hub: wait
             for hub, names in by_hub.items()
+            if (wait := self.links[hub](pack_bundle({"topic": HELLO}, [Parcel(tuple(names))]), None))
         }
         hellos = dict(self.direct_handshake(list(direct))) if direct else {}
         for hub, wait in waits.items():

@@ -161,6 +161,7 @@ class FederatedController(Controller):
             job.hubs,
             lambda task, clients: self._offer(task, clients, fl_ctx),
             lambda tasks: self._wait(tasks, abort_signal),
+            self._polling.restart,
             partial(_list_clients, fl_ctx),
             job.federation.round_s or job.federation.task_timeout_s,
             _to_whole_seconds,
@@ -218,6 +219,7 @@ class FederatedController(Controller):
         self._polling.restart()
         self._offer(task, sites, fl_ctx)
         self._wait([task], abort_signal)
+        self._polling.restart()
         return dict(hellos)
 
     def _list_returned(self, sites: list[str], timeout_s: float, fl_ctx: FLContext) -> set[str]:
@@ -270,7 +272,6 @@ class FederatedController(Controller):
                 raise Aborted("the job was aborted")
             yield
             time.sleep(POLL_S)
-        self._polling.restart()
         yield
 
     def _exchange(
@@ -295,6 +296,7 @@ class FederatedController(Controller):
             self._offer(task, sites, fl_ctx)
             tasks.append(task)
         self._wait(tasks, abort_signal)
+        self._polling.restart()
         replies: dict[str, Reply] = self._aggregator.aggregate(fl_ctx)[REPLY]
         return replies
 
@@ -322,6 +324,7 @@ class FederatedController(Controller):
         for _ in self._wait_in_steps(tasks, abort_signal):
             while not answers.empty():
                 yield answers.get()
+        self._polling.restart()
 
     def _receive_result(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         result = client_task.result
@@ -337,8 +340,10 @@ def _list_clients(fl_ctx: FLContext) -> list[str]:
 
 
 def _list_connected_sites(fl_ctx: FLContext, job: JobConfig) -> list[str]:
-    """Return the connected clients but the hubs, which have no data."""
-    names = [name for name in _list_clients(fl_ctx) if name not in job.hubs]
+    """Return the connected clients but the hubs, which have no data, and but the sites of a hub that is not there."""
+    clients = _list_clients(fl_ctx)
+    unreachable = {site for hub, rules in job.hubs.items() if hub not in clients for site in rules.sites}
+    names = [name for name in clients if name not in job.hubs and name not in unreachable]
     if not names:
         fewest = job.federation.min_sites
         raise ConfigError(f"no site is connected; federation.min_sites requires {fewest}. Start the sites first")

@@ -27,10 +27,12 @@ class Server:
     clients: list[str] = field(default_factory=lambda: ["hub-1", "hub-2", "site-1", "site-3", "site-9"])
     sent: list[tuple[Task, list[str]]] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
 
     def wait(self, tasks: list[Task]) -> None:
         for task in tasks:
             (hub,) = next(clients for sent, clients in self.sent if sent is task)
+            self.log.append(f"{hub} has answered")
             if hub in self.results:
                 self.deliver(task, hub, self.results[hub])
 
@@ -41,7 +43,13 @@ class Server:
 
     def build_carrier(self) -> HubCarrier:
         return HubCarrier(
-            HUBS, lambda task, clients: self.sent.append((task, clients)), self.wait, lambda: self.clients, 90.0, round
+            HUBS,
+            lambda task, clients: self.sent.append((task, clients)),
+            self.wait,
+            lambda: self.log.append("fast polling"),
+            lambda: self.clients,
+            90.0,
+            round,
         )
 
     def list_sent(self) -> list[tuple[str, list[str], int]]:
@@ -59,7 +67,8 @@ def test_bundle_is_sent_at_once_and_its_answer_is_awaited_later() -> None:
         (BUNDLE, ["hub-2"], 90),
     ]
     assert extract_bundle(server.sent[1][0].data) is BUNDLE_BYTES
-    first, second = (wait() for wait in waits)
+    assert all(waits)
+    first, second = (wait() for wait in waits if wait)
     assert first is not None
     assert first.tolist() == BUNDLE_BYTES[::-1].tolist()
     assert second is None
@@ -81,12 +90,25 @@ def test_site_is_asked_to_join_once_and_again_after_it_has_left_or_connected() -
 
 def test_hub_that_is_not_connected_has_no_answer_and_its_sites_are_not_asked() -> None:
     server = Server(clients=["hub-2", "site-1"])
-    assert server.build_carrier().links["hub-1"](BUNDLE_BYTES, 1.0)() is None
+    assert server.build_carrier().links["hub-1"](BUNDLE_BYTES, 1.0) is None
     assert server.sent == []
+
+
+def test_idle_clients_poll_fast_at_both_ends_of_an_exchange_and_not_after_each_hub() -> None:
+    server = Server()
+    carrier = server.build_carrier()
+    for _ in range(2):
+        waits = [carrier.links[hub](BUNDLE_BYTES, 1.0) for hub in ("hub-1", "hub-2")]
+        for wait in waits:
+            assert wait is not None
+            wait()
+    assert server.log == ["fast polling", "hub-1 has answered", "hub-2 has answered", "fast polling"] * 2
 
 
 @pytest.mark.parametrize("result", [build_refusal("E_CONFIG", ReturnCode.EXECUTION_EXCEPTION), Shareable()])
 def test_refusal_of_a_hub_is_no_answer(result: Shareable, caplog: pytest.LogCaptureFixture) -> None:
     server = Server(results={"hub-1": result})
-    assert server.build_carrier().links["hub-1"](BUNDLE_BYTES, 1.0)() is None
+    wait = server.build_carrier().links["hub-1"](BUNDLE_BYTES, 1.0)
+    assert wait is not None
+    assert wait() is None
     assert "hub hub-1 refused" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,12 +16,12 @@ import numpy as np
 import pytest
 from hub_kits import Authority
 from nvflare.apis.event_type import EventType
-from nvflare.apis.fl_constant import ReservedTopic, ReturnCode
+from nvflare.apis.fl_constant import ReservedKey, ReservedTopic, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from flare_sparse.federation.hub import HELLO
+from flare_sparse.federation.parcels import HELLO
 from flare_sparse.flare.hubs import executors
 from flare_sparse.flare.hubs.addresses import HUBS_FILE
 from flare_sparse.flare.hubs.executors import HubExecutor, HubSiteExecutor
@@ -174,6 +175,20 @@ def test_hub_waits_for_a_port_that_an_aborted_job_still_holds(
         hub.handle_event(EventType.START_RUN, clients["hub-1"].build_context())
     assert hub._listener is not None
     hub.handle_event(EventType.END_RUN, clients["hub-1"].build_context())
+
+
+def test_aborted_job_does_not_wait_for_its_port(clients: dict[str, Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "FREE_S", 60.0)
+    aborted, context = Signal(), clients["hub-1"].build_context()
+    context.get_prop = {ReservedKey.RUN_ABORT_SIGNAL: aborted}.get
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        set_port(clients, int(holder.getsockname()[1]))
+        threading.Timer(0.2, aborted.trigger, [True]).start()
+        start = time.monotonic()
+        HubExecutor().handle_event(EventType.START_RUN, context)
+    assert 0.2 <= time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize("data", [Shareable(), bundle_to_shareable(np.arange(9, dtype=np.uint8))])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
@@ -33,7 +37,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def open_hub(kits: Path) -> Iterator[tuple[Mailboxes, tuple[str, int]]]:
-    mailboxes = Mailboxes(SITES)
+    mailboxes = Mailboxes(SITES, 60.0)
     listener = HubListener(("127.0.0.1", 0), mailboxes, build_context(kits / "hub-1", is_hub=True), "job-1")
     listener.start()
     try:
@@ -157,22 +161,179 @@ def test_site_waits_for_a_hub_that_is_not_there(kits: Path) -> None:
     assert len(tries) > 3
 
 
-def test_mailboxes_stop_waiting_when_the_job_is_aborted() -> None:
-    assert Mailboxes(SITES).ask({"site-1": b"question"}, 3600, 100, lambda: True) == {}
+def open_socket(kits: Path, address: tuple[str, int], kit: str = "site-1") -> ssl.SSLSocket:
+    """Return a connection of a participant that sends what a test writes to it."""
+    return build_context(kits / kit, is_hub=False).wrap_socket(socket.create_connection(address, 5))
 
 
-def test_first_answer_counts_and_a_number_fits_one_question_only() -> None:
-    mailboxes = Mailboxes(SITES)
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(mailboxes.ask, dict.fromkeys(SITES, b"question"), 0.5, 100)
-        first, second = (mailboxes.wait_for_question(site, 5.0) for site in SITES)
-        assert first is not None
-        assert second is not None
-        assert first.number != second.number
-        mailboxes.accept("site-2", first.number, b"of another site")
-        mailboxes.accept("site-1", first.number, b"first")
-        mailboxes.accept("site-1", first.number, b"second")
-        assert asked.result() == {"site-1": b"first"}
+def send_head(connection: ssl.SSLSocket, number: int, size: int) -> None:
+    head = f"POST / HTTP/1.1\r\nJob: job-1\r\nQuestion: {number}\r\nContent-Length: {size}\r\n\r\n"
+    connection.sendall(head.encode())
+
+
+def read_status(connection: ssl.SSLSocket) -> int:
+    response = HTTPResponse(connection)
+    response.begin()
+    return response.status
+
+
+def is_ended(connection: socket.socket, seconds: float) -> bool:
+    """Whether the other end closes a connection within so many seconds, without a byte."""
+    connection.settimeout(seconds)
+    try:
+        return not connection.recv(1)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_silent_connections_are_limited_and_end_soon_and_sites_stay_connected(
+    kits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flare_sparse.flare.hubs.open_connections.MAX_UNIDENTIFIED", 3)
+    monkeypatch.setattr("flare_sparse.flare.hubs.listener.HANDSHAKE_S", 1.0)
+    monkeypatch.setattr("flare_sparse.flare.hubs.listener.POLL_S", 0.01)
+    with open_hub(kits) as (_, address), ExitStack() as stack:
+        connection = connect(kits, address)
+        assert connection.exchange(0, b"") is None
+        threads, start = threading.active_count(), time.monotonic()
+        silent = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(20)]
+        assert [is_ended(one, 0.3) for one in silent[3:]] == [True] * 17
+        assert threading.active_count() <= threads + 3
+        # The site is served all the time; a new one only after the silent ends have had their time.
+        assert connection.exchange(0, b"") is None
+        assert [is_ended(one, 3.0) for one in silent[:3]] == [True] * 3
+        assert time.monotonic() - start < 4
+        other = connect(kits, address, "site-2")
+        assert other.exchange(0, b"") is None
+        connection.close()
+        other.close()
+
+
+def test_participant_that_is_no_site_keeps_no_connection(kits: Path) -> None:
+    with open_hub(kits) as (_, address), open_socket(kits, address, "site-9") as connection:
+        connection.sendall(b"P")
+        assert read_status(connection) == 403
+        assert is_ended(connection, 1.0)
+
+
+def test_site_with_too_many_connections_loses_its_oldest_one(kits: Path) -> None:
+    with open_hub(kits) as (_, address), ExitStack() as stack:
+        own = [stack.enter_context(open_socket(kits, address)) for _ in range(5)]
+        other = stack.enter_context(open_socket(kits, address, "site-2"))
+        assert is_ended(own[0], 2.0)
+        assert not is_ended(own[1], 0.2)
+        assert not is_ended(other, 0.2)
+
+
+def test_second_copy_of_an_answer_is_refused_before_it_is_read(kits: Path) -> None:
+    with open_hub(kits) as (mailboxes, address), ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        asked = pool.submit(mailboxes.ask, {"site-1": b"question"}, 10.0, 10**9)
+        first, second = (stack.enter_context(open_socket(kits, address)) for _ in range(2))
+        send_head(first, 0, 0)
+        response = HTTPResponse(first)
+        response.begin()
+        number = int(response.headers["Question"])
+        response.read()
+        send_head(first, number, 6)
+        first.sendall(b"ans")
+        time.sleep(0.2)
+        send_head(second, number, 10**9)
+        assert read_status(second) == 429
+        # A site that lost its connection tries again until the hub has noticed.
+        third = connect(kits, address)
+        with pytest.raises(ConnectionRefusedError, match="still reads this answer"):
+            third.exchange(number, b"answer")
+        third.close()
+        first.sendall(b"wer")
+        assert asked.result() == {"site-1": b"answer"}
+
+
+def test_transfer_of_an_answer_ends_with_its_question(kits: Path) -> None:
+    with open_hub(kits) as (mailboxes, address), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(mailboxes.ask, {"site-1": b"question"}, 0.5, 100, 0.3)
+        with open_socket(kits, address) as connection:
+            send_head(connection, 0, 0)
+            response = HTTPResponse(connection)
+            response.begin()
+            number = int(response.headers["Question"])
+            response.read()
+            send_head(connection, number, 10)
+            connection.sendall(b"12345")
+            assert asked.result() == {}
+            connection.sendall(b"6")
+            assert read_status(connection) == 409
+
+
+def test_large_answer_that_nothing_wants_any_more_does_not_stop_a_site(
+    kits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub refuses it by closing the connection, which a site cannot tell from a lost one."""
+    monkeypatch.setattr("flare_sparse.flare.hubs.listener.POLL_S", 0.05)
+    late = threading.Event()
+    contents: list[bytes] = []
+
+    def answer(question: bytes) -> bytes:
+        contents.append(question)
+        if len(contents) == 1:
+            late.wait(5)
+            return b"late" * 10**7
+        return b"in time"
+
+    with open_hub(kits) as (mailboxes, address), serve(connect(kits, address), answer):
+        assert mailboxes.ask({"site-1": b"first"}, 0.5, 10**9) == {}
+        late.set()
+        assert mailboxes.ask({"site-1": b"second"}, 10.0, 10**9) == {"site-1": b"in time"}
+    assert contents == [b"first", b"second"]
+
+
+def test_answer_that_was_lost_is_sent_again_without_another_training(
+    kits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flare_sparse.flare.hubs.listener.POLL_S", 0.05)
+    exchange = HubConnection.exchange
+    contents: list[bytes] = []
+
+    def lose_first(self: HubConnection, number: int, content: bytes) -> tuple[int, bytes] | None:
+        contents.append(content)
+        if content and contents.count(content) == 1:
+            raise ConnectionResetError
+        return exchange(self, number, content)
+
+    monkeypatch.setattr(HubConnection, "exchange", lose_first)
+    with open_hub(kits) as (mailboxes, address):
+        connection = connect(kits, address)
+        with serve(connection, lambda question: question + str(len(contents)).encode()):
+            answers = mailboxes.ask({"site-1": b"question"}, 10.0, 100)
+    sent = [content for content in contents if content]
+    assert sent == [answers["site-1"]] * 2
+
+
+def test_site_does_not_hurry_a_hub_that_never_makes_it_wait(kits: Path) -> None:
+    connection, times = connect(kits, ("127.0.0.1", 1)), []
+    connection.exchange = lambda number, answer: times.append(time.monotonic())  # type: ignore[method-assign]
+    deadline = time.monotonic() + 1.0
+    serve_hub(connection, lambda question: question, lambda: time.monotonic() > deadline)
+    assert 2 <= len(times) <= 4
+
+
+def test_closed_hub_leaves_no_thread_and_no_connection(kits: Path) -> None:
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        with open_hub(kits) as (_, address):
+            waiting = stack.enter_context(open_socket(kits, address))
+            send_head(waiting, 0, 0)
+            idle = stack.enter_context(open_socket(kits, address, "site-2"))
+            silent = stack.enter_context(socket.create_connection(address, 5))
+            time.sleep(0.2)
+            assert len(set(threading.enumerate()) - before) == 4
+            start = time.monotonic()
+        # One waits for a question, one for a request, one for a handshake, and one for connections.
+        assert set(threading.enumerate()) <= before
+        assert time.monotonic() - start < 2
+        for connection in (idle, silent):
+            assert is_ended(connection, 0.5)
 
 
 def test_missing_kit_is_an_error_that_names_the_folder(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from nvflare.apis.shareable import Shareable, make_reply
 from flare_sparse.endpoints.server import Attempt
 from flare_sparse.errors import MissingBase, RejectedMessage
 from flare_sparse.federation import Hub, HubRules, SiteLinks, SiteReply, SumQuestions
-from flare_sparse.federation.hub import EXCHANGE, HELLO, SUM
+from flare_sparse.federation.parcels import EXCHANGE, HELLO, SUM
 from flare_sparse.flare.hubs.messages import (
     MAX_ANSWER_BYTES,
+    RECEIVER,
     build_site_links,
     pack_answer,
     pack_failure,
@@ -50,7 +51,7 @@ def build_links(answer: Answer, asked: list[Any] | None = None) -> SiteLinks:
             asked.append((dict(contents), seconds, max_answer_bytes))
         answers = {}
         for site, content in contents.items():
-            topic, task, data = read_question(content, site, "hub-1")
+            topic, task, data = read_question(content, "hub-1")
             answers[site] = pack_answer(topic, site, answer(site, task, data))
         return answers
 
@@ -96,6 +97,18 @@ def test_sites_with_one_request_share_one_buffer() -> None:
         attempt
     )
     assert len({id(content) for content in asked[0][0].values()}) == 1
+
+
+def test_question_to_a_site_names_no_other_site() -> None:
+    asked: list[Any] = []
+    names = ["north", "south"]
+    links = build_links(lambda site, task, data: build_refusal("E_DATA", ReturnCode.EXECUTION_EXCEPTION), asked)
+    links.handshake(names)
+    links.exchange(Attempt(4, "train", 2, dict.fromkeys(names, MESSAGE), dict.fromkeys(names, 3), None))
+    links.exchange_sum(SumQuestions(dict.fromkeys(names, MESSAGE), 5.0, SectionFormat(8, 1008), "00" * 16))
+    contents = [content for contents, _, _ in asked for content in contents.values()]
+    assert len(contents) == 6
+    assert not [content for content in contents if b"north" in content or b"south" in content]
 
 
 def test_refusal_is_passed_on_as_its_code_and_a_lost_base_as_such() -> None:
@@ -153,16 +166,17 @@ def test_answer_that_is_none_costs_its_site_alone(answer: bytes, code: str) -> N
     [
         b"",
         pack_bundle({"topic": HELLO}, []).tobytes(),
-        pack_bundle({"topic": HELLO}, [Parcel(("site-2",))]).tobytes(),
-        pack_bundle({"topic": SUM}, [Parcel(("site-1",))]).tobytes(),
-        pack_bundle({"topic": EXCHANGE}, [Parcel(("site-1",))]).tobytes(),
-        pack_bundle({"topic": "shell"}, [Parcel(("site-1",), {}, MESSAGE)]).tobytes(),
-        pack_bundle({"topic": [1]}, [Parcel(("site-1",), {}, MESSAGE)]).tobytes(),
+        pack_bundle({"topic": HELLO}, [Parcel(("site-1",))]).tobytes(),
+        pack_bundle({"topic": SUM}, [Parcel((RECEIVER,))]).tobytes(),
+        pack_bundle({"topic": EXCHANGE}, [Parcel((RECEIVER,))]).tobytes(),
+        pack_bundle({"topic": "shell"}, [Parcel((RECEIVER,), {}, MESSAGE)]).tobytes(),
+        pack_bundle({"topic": [1]}, [Parcel((RECEIVER,), {}, MESSAGE)]).tobytes(),
+        pack_bundle({"topic": SUM}, [Parcel((RECEIVER,), {}, MESSAGE)] * 2).tobytes(),
     ],
 )
 def test_site_makes_no_task_of_a_malformed_question(question: bytes) -> None:
     with pytest.raises(RejectedMessage):
-        read_question(question, "site-1", "hub-1")
+        read_question(question, "hub-1")
 
 
 def test_site_that_sends_something_else_than_an_update_has_a_code() -> None:

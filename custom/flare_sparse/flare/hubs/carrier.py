@@ -26,6 +26,7 @@ class HubCarrier:
         hubs: rules of each hub.
         broadcast: starts a FLARE task for the clients of these names.
         wait: waits until FLARE tasks are complete.
+        restart_polling: begins again at the shortest interval between two requests of idle clients for work.
         list_clients: returns the names of the connected clients.
         timeout_s: seconds of a bundle for which the server sets none.
         to_timeout: converts seconds to a timeout of FLARE.
@@ -36,25 +37,28 @@ class HubCarrier:
         hubs: Mapping[str, HubRules],
         broadcast: Callable[[Task, list[str]], None],
         wait: Callable[[list[Task]], None],
+        restart_polling: Callable[[], None],
         list_clients: Callable[[], Sequence[str]],
         timeout_s: float,
         to_timeout: Callable[[float], int],
     ):
         self.hubs = hubs
         self._broadcast, self._wait, self._list_clients = broadcast, wait, list_clients
+        self._restart_polling = restart_polling
         self._timeout_s, self._to_timeout = timeout_s, to_timeout
         self._joins: dict[str, Task] = {}
+        self._awaited: set[str] = set()
 
     @property
     def links(self) -> dict[str, Link]:
         """How each hub is reached."""
         return {hub: partial(self._send, hub) for hub in self.hubs}
 
-    def _send(self, hub: str, bundle: np.ndarray, seconds: float | None) -> Wait:
+    def _send(self, hub: str, bundle: np.ndarray, seconds: float | None) -> Wait | None:
         clients = set(self._list_clients())
         if hub not in clients:
             _LOG.warning("hub %s is not connected", hub)
-            return lambda: None
+            return None
         self._let_join(hub, clients)
         answers: list[np.ndarray] = []
 
@@ -69,10 +73,18 @@ class HubCarrier:
 
         timeout = self._to_timeout(self._timeout_s if seconds is None else seconds)
         task = Task(BUNDLE, bundle_to_shareable(bundle), timeout=timeout, result_received_cb=receive)
+        if not self._awaited:
+            self._restart_polling()
+        self._awaited.add(hub)
         self._broadcast(task, [hub])
 
         def wait() -> np.ndarray | None:
             self._wait([task])
+            self._awaited.discard(hub)
+            # After the last hub only: an answer of one hub brings no work, and each restart costs every idle client
+            # some 100 requests.
+            if not self._awaited:
+                self._restart_polling()
             return answers[0] if answers else None
 
         return wait

@@ -63,6 +63,9 @@ class HubConnection:
             )
         if response.status == HTTPStatus.MISDIRECTED_REQUEST:
             raise ConnectionRefusedError(f"{self.hub} serves another job; its process may be about to end")
+        if response.status == HTTPStatus.TOO_MANY_REQUESTS:
+            # An earlier connection broke, and the hub has not noticed; it keeps the question until then.
+            raise ConnectionRefusedError(f"{self.hub} still reads this answer from another connection")
         if response.status != HTTPStatus.NO_CONTENT:
             _LOG.warning("%s did not take an answer: status %d", self.hub, response.status)
         return None
@@ -89,8 +92,10 @@ def serve_hub(
         RequestRefused: the other end is not the hub, or the hub refuses this site.
     """
     number, answer, pause = 0, b"", PAUSES_S[0]
+    unsent: tuple[int, bytes] | None = None
     try:
         while not is_stopped():
+            start = time.monotonic()
             try:
                 question = connection.exchange(number, answer)
             except (OSError, HTTPException) as error:
@@ -98,18 +103,35 @@ def serve_hub(
                 _LOG.warning(
                     "%s cannot be reached: %s; next try in %.1f s", connection.hub, type(error).__name__, pause
                 )
-                _sleep(pause, is_stopped)
-                pause = min(2 * pause, PAUSES_S[1])
+                # Not sent again at once: the hub may have refused it by closing the connection, and the site would
+                # never learn that. A question that is still open comes again.
+                unsent = (number, answer) if answer else unsent
+                number, answer = 0, b""
+                pause = _pause(pause, is_stopped)
                 continue
-            number, answer, pause = 0, b"", PAUSES_S[0]
-            if question is not None:
-                asked_at = time.monotonic()
+            number, answer = 0, b""
+            if question is None:
+                unsent = None
+                # A hub makes a site wait for a question; one that does not must not make it busy.
+                pause = _pause(pause, is_stopped) if time.monotonic() - start < PAUSES_S[0] else PAUSES_S[0]
+                continue
+            pause, asked_at = PAUSES_S[0], time.monotonic()
+            if unsent is not None and unsent[0] == question[0]:
+                number, answer = unsent
+            else:
                 number, answer = question[0], answer_question(question[1])
-                # The hub closes a connection that has been silent for so long.
-                if time.monotonic() - asked_at > IDLE_S / 2:
-                    connection.close()
+            unsent = None
+            # The hub closes a connection that has been silent for so long.
+            if time.monotonic() - asked_at > IDLE_S / 2:
+                connection.close()
     finally:
         connection.close()
+
+
+def _pause(seconds: float, is_stopped: Callable[[], bool]) -> float:
+    """Wait until ``is_stopped``, or for so many seconds; return the seconds of the next pause."""
+    _sleep(seconds, is_stopped)
+    return min(2 * seconds, PAUSES_S[1])
 
 
 def _sleep(seconds: float, is_stopped: Callable[[], bool]) -> None:

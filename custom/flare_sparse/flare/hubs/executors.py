@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import ssl
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +34,11 @@ from .mailboxes import Mailboxes
 from .messages import bind_mailboxes, build_site_links, pack_answer, pack_failure, read_question
 from .tls import build_context
 
-SITES_SHARE = 0.9
-"""Share of the time of a bundle that a hub gives its sites: its answer must reach the server in time without them."""
+SHARES = (0.9, 0.05)
+"""Share of the time of a bundle in which answers of sites must begin to arrive, and the next one, in which they end.
+
+The rest is for the hub's own answer, which must reach the server in time without the sites that are late.
+"""
 FREE_S, PAUSE_S = 20.0, 0.5
 """Seconds that a hub waits for its port to become free, and between two tries."""
 
@@ -53,6 +57,7 @@ class HubExecutor(Executor):
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.START_RUN:
             try:
+                self._signal = fl_ctx.get_prop(ReservedKey.RUN_ABORT_SIGNAL) or self._signal
                 self._open(fl_ctx)
             # Not raised: FLARE would log its text, which it may stream to the server. The first bundle is refused.
             except Exception as error:  # noqa: BLE001
@@ -78,11 +83,15 @@ class HubExecutor(Executor):
         if rules is None:
             return None
         workspace = get_workspace(fl_ctx)
-        mailboxes = Mailboxes(rules.sites)
+        mailboxes = Mailboxes(rules.sites, rules.fetch_s)
         address = find_address(Path(workspace.get_site_config_dir()), name)
         context = build_context(Path(workspace.get_startup_kit_dir()), is_hub=True)
-        self._listener = _listen(name, address, mailboxes, context, fl_ctx.get_job_id())
-        ask = bind_mailboxes(mailboxes, _get_default_s(job), SITES_SHARE, lambda: self._signal.triggered)
+
+        def is_aborted() -> bool:
+            return bool(self._signal.triggered)
+
+        self._listener = _listen(name, address, mailboxes, context, fl_ctx.get_job_id(), is_aborted)
+        ask = bind_mailboxes(mailboxes, _get_default_s(job), SHARES, is_aborted)
         self._hub = Hub(rules, build_site_links(ask))
         self.log_info(fl_ctx, f"hub of {len(rules.sites)} sites, listening on {address[0]}:{address[1]}")
         return self._hub
@@ -119,7 +128,7 @@ class HubSiteExecutor(Executor):
         """Run the FLARE task of a question, as if the server had sent it, and return the answer."""
         name, engine = fl_ctx.get_identity_name(), fl_ctx.get_engine()
         try:
-            topic, task, data = read_question(content, name, hub)
+            topic, task, data = read_question(content, hub)
         except RejectedMessage as error:
             return pack_failure(name, _report(self, error, fl_ctx))
         data.set_header(ReservedKey.TASK_NAME, task)
@@ -132,7 +141,12 @@ class HubSiteExecutor(Executor):
 
 
 def _listen(
-    name: str, address: tuple[str, int], mailboxes: Mailboxes, context: ssl.SSLContext, job: str
+    name: str,
+    address: tuple[str, int],
+    mailboxes: Mailboxes,
+    context: ssl.SSLContext,
+    job: str,
+    is_aborted: Callable[[], bool],
 ) -> HubListener:
     """Return a listener that serves the mailboxes.
 
@@ -145,7 +159,7 @@ def _listen(
             listener = HubListener(address, mailboxes, context, job)
         except OSError as error:
             # The process of a job that was aborted a moment ago may still hold the port.
-            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline and not is_aborted():
                 time.sleep(PAUSE_S)
                 continue
             place, reason = f"{address[0]}:{address[1]}", error.strerror or error

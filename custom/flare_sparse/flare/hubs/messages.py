@@ -1,7 +1,7 @@
 """The questions of a hub to a site and their answers, as bytes, and the FLARE tasks that a site makes of them.
 
-Both are bundles (docs/wire-format.md) with one parcel of the site, so that neither end reads more than bytes, JSON and
-names, and both refuse what is malformed.
+Both are bundles (docs/wire-format.md) with one parcel, so that neither end reads more than bytes, JSON and names, and
+both refuse what is malformed. A question names no site: the connection says who it is for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nvflare.apis.shareable import Shareable
 from ...endpoints.server import Attempt
 from ...errors import RejectedMessage, WireError, abbreviate
 from ...federation import RawReply, SiteLinks, SiteReply, SumQuestions
-from ...federation.hub import EXCHANGE, HELLO, SUM, pack_code, pack_parcel, pack_reply, read_code, unpack_reply
+from ...federation.parcels import EXCHANGE, HELLO, SUM, pack_code, pack_parcel, pack_reply, read_code, unpack_reply
 from ...wire.bundles import Parcel, pack_bundle, unpack_bundle
 from ..payload import (
     ACKNOWLEDGED,
@@ -36,6 +36,11 @@ from .mailboxes import Mailboxes
 
 MAX_ANSWER_BYTES = 2**20
 """Longest answer of a site without values: metrics, keys, shares; an answer with values may be longer by these."""
+RECEIVER = "*"
+"""Stands in a question for the site that fetches it.
+
+A site learns no names of others from it, and sites with equal questions share one buffer.
+"""
 Ask = Callable[[Mapping[str, bytes], float | None, int], Mapping[str, bytes]]
 """Asks sites their questions; the other arguments are the seconds and the longest answer."""
 
@@ -46,20 +51,24 @@ def build_site_links(ask: Ask) -> SiteLinks:
 
 
 def bind_mailboxes(
-    mailboxes: Mailboxes, default_s: float, share: float, is_aborted: Callable[[], bool] = lambda: False
+    mailboxes: Mailboxes,
+    default_s: float,
+    shares: tuple[float, float],
+    is_aborted: Callable[[], bool] = lambda: False,
 ) -> Ask:
     """Return what asks the sites of a hub through their mailboxes.
 
     Args:
         mailboxes: the hub's mailboxes.
         default_s: seconds of a question for which the server sets none.
-        share: share of the time that the sites have; the rest is for the way to the server.
+        shares: share of the time in which answers must begin to arrive, and further share in which they must end; the
+            rest is for the way to the server.
         is_aborted: whether the job was aborted.
     """
 
     def ask(contents: Mapping[str, bytes], seconds: float | None, max_answer_bytes: int) -> Mapping[str, bytes]:
-        time_s = share * (default_s if seconds is None else seconds)
-        return mailboxes.ask(contents, time_s, max_answer_bytes, is_aborted)
+        begin_s, transfer_s = (share * (default_s if seconds is None else seconds) for share in shares)
+        return mailboxes.ask(contents, begin_s, max_answer_bytes, transfer_s, is_aborted)
 
     return ask
 
@@ -72,7 +81,7 @@ def _exchange(ask: Ask, attempt: Attempt) -> dict[str, RawReply]:
     contents: dict[str, bytes] = {}
     # Sites with equal questions share one buffer.
     for (_, acknowledged), sites in by_content.items():
-        parcel = Parcel(tuple(sites), {ACKNOWLEDGED: acknowledged}, attempt.messages[sites[0]])
+        parcel = Parcel((RECEIVER,), {ACKNOWLEDGED: acknowledged}, attempt.messages[sites[0]])
         contents.update(dict.fromkeys(sites, pack_bundle(subject, [parcel]).tobytes()))
     parcels = _read_answers(ask(contents, attempt.seconds, MAX_ANSWER_BYTES))
     return {site: parcel if isinstance(parcel, str) else unpack_reply(parcel) for site, parcel in parcels.items()}
@@ -84,7 +93,7 @@ def _exchange_sum(ask: Ask, questions: SumQuestions) -> dict[str, np.ndarray | s
         by_content.setdefault(id(message), []).append(site)
     contents: dict[str, bytes] = {}
     for sites in by_content.values():
-        parcel = Parcel(tuple(sites), {}, questions.messages[sites[0]])
+        parcel = Parcel((RECEIVER,), {}, questions.messages[sites[0]])
         contents.update(dict.fromkeys(sites, pack_bundle({"topic": SUM}, [parcel]).tobytes()))
     size = 0 if questions.section is None else questions.section.size
     parcels = _read_answers(ask(contents, questions.seconds, MAX_ANSWER_BYTES + size))
@@ -92,7 +101,7 @@ def _exchange_sum(ask: Ask, questions: SumQuestions) -> dict[str, np.ndarray | s
 
 
 def _collect_hellos(ask: Ask, names: list[str]) -> dict[str, Any]:
-    content = pack_bundle({"topic": HELLO}, [Parcel(tuple(names))]).tobytes()
+    content = pack_bundle({"topic": HELLO}, [Parcel((RECEIVER,))]).tobytes()
     parcels = _read_answers(ask(dict.fromkeys(names, content), None, MAX_ANSWER_BYTES))
     return {site: None if isinstance(parcel, str) else parcel.note.get("hello") for site, parcel in parcels.items()}
 
@@ -116,16 +125,16 @@ def _read_answers(answers: Mapping[str, bytes]) -> dict[str, Parcel | str]:
     return parcels
 
 
-def read_question(content: bytes, site: str, hub: str) -> tuple[str, str, Shareable]:
+def read_question(content: bytes, hub: str) -> tuple[str, str, Shareable]:
     """Return topic, FLARE task and its data of a hub's question to a site.
 
     Raises:
-        RejectedMessage: the question is malformed, or not for this site.
+        RejectedMessage: the question is malformed.
     """
     subject, parcels = unpack_bundle(np.frombuffer(content, np.uint8), hub)
     topic = subject.get("topic")
-    if len(parcels) != 1 or site not in parcels[0].sites:
-        raise RejectedMessage("E_KIND", "sites", site, "others", hub)
+    if [parcel.sites for parcel in parcels] != [(RECEIVER,)]:
+        raise RejectedMessage("E_KIND", "sites", RECEIVER, "others", hub)
     if topic == HELLO:
         return topic, HELLO_TASK, Shareable()
     message, note = parcels[0].message, parcels[0].note
