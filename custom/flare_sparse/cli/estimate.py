@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from ..assemble import Assembly, assemble, plan_sampling, validate_site_settings
 from ..config import RunConfig, load_task
@@ -22,8 +21,9 @@ from ..privacy.forecast import Forecast
 from ..runs.folder import sum_traffic
 from ..runs.progress import compare_with_dense, format_bytes
 from ..task import SiteData, Task
-from ..wire.ledger import LedgerLine
+from ..wire.ledger import Ledger, LedgerLine
 from .console import out as stdout
+from .estimate_tables import build_links_table, build_rounds_table, sum_tree
 from .options import ConfigFile, Overrides, load_with_options
 
 Message = tuple[LedgerLine, BytesRange, str]
@@ -51,6 +51,9 @@ def estimate(
     All figures hold for sites that answer every request at the first attempt. They are bytes of messages: the
     connections carry more (docs/wire-format.md).
 
+    With federation.hubs, in the configuration or by --set, the bytes of each link of the tree follow: what the server
+    and each hub send and receive, and what each site does (--json).
+
     With a privacy section, epsilon of the whole job is printed with each site's sampling rate, steps and noise. It does
     not depend on values of the data, only on the number of subjects.
 
@@ -61,6 +64,8 @@ def estimate(
         flare-sparse estimate app_configs/topk_ef_brain_age.yaml --sites 8 --rounds 100
 
         flare-sparse estimate app_configs/dp_morphometry_age.yaml --subjects 100 --json
+
+        flare-sparse estimate app_configs/masked_brain_age.yaml --set 'federation.hubs={north: {sites: [site-1]}}'
     """
     resolved = load_with_options(config, sites, rounds, None, set_)
     figures = compute_figures(resolved, config)
@@ -91,22 +96,25 @@ def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
         config.wire.values,
         encrypted=config.encrypted,
         sum_rules=config.sum_rules,
+        hubs=config.hubs,
     )
-    messages = list(bound_messages(assembly.method, ledger.lines, sites))
+    # Without the bundles of hubs, which carry these messages: with hubs and without, a run has the same messages.
+    own = Ledger([line for line in ledger.lines if line.site in sites])
+    messages = list(bound_messages(assembly.method, own.lines, sites))
     by_attempt = [list(group) for _, group in groupby(messages, key=lambda message: message[0].sequence)]
     rounds = [
         {
             "round": record.round,
             "kind": record.kind,
-            "bytes_down": record.bytes_down,
-            "bytes_up": record.bytes_up,
-            "dense_bytes": record.dense_bytes,
+            "bytes_down": sum(line.payload_bytes for line, _, _ in attempt if line.direction == "down"),
+            "bytes_up": sum(line.payload_bytes for line, _, _ in attempt if line.direction == "up"),
+            "dense_bytes": sum(line.dense_bytes for line, _, _ in attempt),
             "sparsity": record.sparsity,
             "bytes": _sum_ranges(attempt),
         }
         for record, attempt in zip(outcome.rounds, by_attempt, strict=True)
     ]
-    training = [line for line in ledger.lines if line.kind == "train" and line.content in ("weights", "delta")]
+    training = [line for line in own.lines if line.kind == "train" and line.content in ("weights", "delta")]
     total, stopping = _sum_ranges(messages), config.federation.early_stopping
     reasons = list(dict.fromkeys(reason for _, _, reason in messages if reason))
     if stopping is not None and stopping.patience + 1 < config.method.config.rounds:
@@ -132,8 +140,9 @@ def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
         "exact": all(size.is_exact for _, size, _ in messages) and total["total"]["least"] == total["total"]["most"],
         "depends_on": reasons,
         "bytes": total,
-        "traffic": sum_traffic(ledger),
+        "traffic": sum_traffic(own),
         "per_round": rounds,
+        **(sum_tree(ledger.lines, config.hubs, sites) if config.hubs else {}),
     }
 
 
@@ -236,7 +245,7 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
         f"{figures['name']}: {figures['method']}, {figures['parameters']:,} parameters, {figures['sites']} sites, "
         f"{figures['rounds']} rounds"
     )
-    console.print(_build_table(figures))
+    console.print(build_rounds_table(figures))
     total = figures["bytes"]["total"]
     dense = sum(figures["traffic"][direction]["dense_bytes"] for direction in ("down", "up"))
     sent = total["typical"]
@@ -257,6 +266,9 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
             console.print(f"  {reason}", markup=False)
     else:
         console.print("exact: the settings decide every message, so that a run's ledger has the same bytes")
+    if "links" in figures:
+        console.print(build_links_table(figures))
+        console.print("a bundle of a hub also has the metrics of its sites as text, which are not counted here")
     if "epsilon" in figures:
         _show_privacy(console, figures)
 
@@ -273,22 +285,3 @@ def _show_privacy(console: Console, figures: dict[str, Any]) -> None:
             f"noise {site['noise_multiplier']:.2f} * clip, epsilon {site['epsilon']:.2f}",
             markup=False,
         )
-
-
-def _build_table(figures: dict[str, Any]) -> Table:
-    table = Table()
-    columns = ("round", "request", "down", "up", "dense", "live")
-    bounds = () if figures["exact"] else ("least", "most")
-    for column in (*columns, *bounds):
-        table.add_column(column, justify="right")
-    for line in figures["per_round"]:
-        table.add_row(
-            str(line["round"]),
-            line["kind"],
-            format_bytes(line["bytes_down"]),
-            format_bytes(line["bytes_up"]),
-            format_bytes(line["dense_bytes"]),
-            f"{1 - line['sparsity']:.1%}",
-            *(format_bytes(line["bytes"]["total"][name]) for name in bounds),
-        )
-    return table

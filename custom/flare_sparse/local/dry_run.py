@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..encryption import KeyContexts
 from ..errors import TaskFailed
-from ..federation import Outcome
+from ..federation import HubRules, Outcome
 from ..mask import Mask
 from ..methods import Method
 from ..params import Layout
@@ -170,10 +170,12 @@ def dry_run(
     *,
     encrypted: bool = False,
     sum_rules: SumRules | None = None,
+    hubs: Mapping[str, HubRules] | None = None,
 ) -> tuple[Outcome, Ledger]:
     """Count the messages of a whole run over given dry sites, whose ``usages`` then hold the usage per update.
 
-    Args and returned values are those of :func:`estimate_traffic`; ``sum_rules`` are those of fixed-point sums.
+    Args and returned values are those of :func:`estimate_traffic`; ``sum_rules`` are those of fixed-point sums, and
+    ``hubs`` those of each hub, whose bundles the ledger then lists, too.
     """
     contexts = KeyContexts.generate() if encrypted else None
     metric = Metric("none", "", "min")
@@ -185,6 +187,7 @@ def dry_run(
         values=values,
         contexts=contexts,
         sum_rules=sum_rules,
+        hubs=hubs,
         on_site_error=_raise_site_error,
     )
 

@@ -37,6 +37,7 @@ from .allow_list import (
 )
 from .authorizer import find_missing_guard
 from .byoc import list_code_senders, read_permissions
+from .hub_checks import check_hub_role
 
 Verdict = Literal["PASS", "WARN", "FAIL"]
 FLARE_SERIES = "2.9"
@@ -116,10 +117,7 @@ def _check_kit(kit: Path) -> tuple[Verdict, str]:
         name for name in ("fed_client.json", "client.crt", "client.key", "rootCA.pem") if not (startup / name).is_file()
     ]
     if missing:
-        return (
-            "FAIL",
-            f"{startup}: {', '.join(missing)} missing; unpack the kit from the coordinating centre again",
-        )
+        return "FAIL", f"{startup}: {', '.join(missing)} missing; unpack the kit from the coordinating centre again"
     return "PASS", str(kit)
 
 
@@ -134,10 +132,7 @@ def _check_allow_list(kit: Path) -> tuple[Verdict, str]:
             f"'*' in {LIST}: jobs can call everything that is installed. Remove it, then run: {ALLOW_COMMAND} {kit}",
         )
     if resources.get(MODE) == "warn":
-        return (
-            "WARN",
-            f"{MODE} is 'warn': jobs can call everything that is installed; FLARE only logs it. Set it to 'enforce'",
-        )
+        return "WARN", f"{MODE} is 'warn': jobs can call everything installed; FLARE only logs it. Set it to 'enforce'"
     if missing := [name for name in CLASSES if name not in listed]:
         return "FAIL", f"{', '.join(missing)} not in {LIST}: the site refuses jobs. {remedy}"
     return "PASS", f"the {len(CLASSES)} classes of the package are in {LIST}"
@@ -145,10 +140,8 @@ def _check_allow_list(kit: Path) -> tuple[Verdict, str]:
 
 def _check_code(kit: Path) -> tuple[Verdict, str]:
     if roles := list_code_senders(read_permissions(find_local_folder(kit))):
-        return (
-            "WARN",
-            f"{', '.join(roles)} may send code to this site (BYOC). To refuse it, run: flare-sparse site no-code {kit}",
-        )
+        may = f"{', '.join(roles)} may send code to this site (BYOC)"
+        return "WARN", f"{may}. To refuse it, run: flare-sparse site no-code {kit}"
     return "PASS", "no role may send code to this site"
 
 
@@ -180,6 +173,11 @@ def _check_job(
     kit: Path, job: JobConfig, user_task: Task | None, environment: Mapping[str, str], *, is_guarded: bool
 ) -> Iterator[Finding]:
     """Read the site's data as the job would; if data and policy can be read, check the job against the policy."""
+    if job.hubs:
+        yield _attempt("hub", lambda: check_hub_role(kit, _read_site_name(kit), job.hubs))
+        # A hub has no data and no examples.
+        if _is_hub(kit, job):
+            return
     loaded: list[tuple[Assembly, int, int]] = []
 
     def read_data() -> tuple[Verdict, str]:
@@ -234,11 +232,9 @@ def _check_policy_allows(
 def _check_disk(kit: Path) -> tuple[Verdict, str]:
     free = shutil.disk_usage(kit).free
     detail = f"{free / 1e9:.1f} GB free"
-    return (
-        ("PASS", detail)
-        if free >= DISK_NEEDED
-        else ("WARN", f"{detail}; logs and models may need {DISK_NEEDED / 1e9:.0f} GB")
-    )
+    if free < DISK_NEEDED:
+        return "WARN", f"{detail}; logs and models may need {DISK_NEEDED / 1e9:.0f} GB"
+    return "PASS", detail
 
 
 def _check_server(kit: Path) -> tuple[Verdict, str]:
@@ -263,10 +259,7 @@ def _check_server(kit: Path) -> tuple[Verdict, str]:
     except ssl.SSLError as error:
         return "FAIL", f"{target} refuses the TLS handshake: {error.reason}. {_WRONG_KIT}"
     except (OSError, ValueError) as error:
-        return (
-            "FAIL",
-            f"{target} cannot be reached: {error}. Allow outgoing TCP connections to it, or start the server",
-        )
+        return "FAIL", f"{target} cannot be reached: {error}. Allow outgoing connections to it, or start the server"
 
 
 def _is_closed_by_server(secure: ssl.SSLSocket) -> bool:
@@ -287,6 +280,13 @@ def _is_closed_by_server(secure: ssl.SSLSocket) -> bool:
 
 def _read_site_name(kit: Path) -> str:
     return str(_read_client(kit)["client"].get("fqsn") or kit.resolve().name)
+
+
+def _is_hub(kit: Path, job: JobConfig) -> bool:
+    try:
+        return _read_site_name(kit) in job.hubs
+    except ConfigError:
+        return False
 
 
 def _read_client(kit: Path) -> dict[str, Any]:

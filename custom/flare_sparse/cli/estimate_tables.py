@@ -1,0 +1,74 @@
+"""The tables of ``flare-sparse estimate``: bytes of each round, and of each link of a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..federation import HubRules
+from ..federation.tree import sum_link_bytes
+from ..runs.progress import format_bytes
+from ..wire.ledger import LedgerLine
+
+
+def sum_tree(lines: Sequence[LedgerLine], hubs: Mapping[str, HubRules], sites: Iterable[str]) -> dict[str, Any]:
+    """Return the bytes of each link of a tree, as they are in a figure of an estimate.
+
+    Args:
+        lines: ledger of a dry run with hubs.
+        hubs: rules of each hub.
+        sites: names of all sites.
+
+    Returns:
+        ``links`` as in ``summary.json``: the bytes of the server, and of each hub and its sites; ``hubs``: names of the
+        sites of each hub; ``per_site``: the bytes of each site.
+    """
+    per_site = {site: {"down": 0, "up": 0} for site in sites}
+    for line in lines:
+        if line.site in per_site:
+            per_site[line.site][line.direction] += line.payload_bytes
+    return {
+        "links": sum_link_bytes(lines, hubs),
+        "hubs": {name: list(rules.sites) for name, rules in sorted(hubs.items())},
+        "per_site": per_site,
+    }
+
+
+def build_links_table(figures: Mapping[str, Any]) -> Table:
+    """Return the table of the links; a site of a hub shows the largest bytes of one."""
+    table = Table()
+    table.add_column("link")
+    for column in ("down", "up", "most down to a site", "most up from a site"):
+        table.add_column(column, justify="right")
+    hubs, per_site = figures["hubs"], figures["per_site"]
+    behind_hubs = {site for sites in hubs.values() for site in sites}
+    direct = [site for site in per_site if site not in behind_hubs]
+    for name, size in figures["links"].items():
+        sites = hubs.get(name, direct)
+        with_sites = f"{len(sites)} sites" if name in hubs else f"{len(hubs)} hubs, {len(sites)} sites"
+        most = [format_bytes(max(per_site[site][way] for site in sites)) if sites else "-" for way in ("down", "up")]
+        table.add_row(f"{escape(name)} and {with_sites}", format_bytes(size["down"]), format_bytes(size["up"]), *most)
+    return table
+
+
+def build_rounds_table(figures: Mapping[str, Any]) -> Table:
+    """Return the table of the rounds, with bounds where the data decides the bytes."""
+    table = Table()
+    columns = ("round", "request", "down", "up", "dense", "live")
+    bounds = () if figures["exact"] else ("least", "most")
+    for column in (*columns, *bounds):
+        table.add_column(column, justify="right")
+    for line in figures["per_round"]:
+        table.add_row(
+            str(line["round"]),
+            line["kind"],
+            format_bytes(line["bytes_down"]),
+            format_bytes(line["bytes_up"]),
+            format_bytes(line["dense_bytes"]),
+            f"{1 - line['sparsity']:.1%}",
+            *(format_bytes(line["bytes"]["total"][name]) for name in bounds),
+        )
+    return table
