@@ -199,11 +199,11 @@ def test_silent_connections_are_limited_and_end_soon_and_sites_stay_connected(
         assert connection.exchange(0, b"") is None
         threads, start = threading.active_count(), time.monotonic()
         silent = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(20)]
-        assert [is_ended(one, 0.3) for one in silent[3:]] == [True] * 17
-        assert threading.active_count() <= threads + 3
+        assert [is_ended(one, 0.3) for one in silent[5:]] == [True] * 15
+        assert threading.active_count() <= threads + 5
         # The site is served all the time; a new one only after the silent ends have had their time.
         assert connection.exchange(0, b"") is None
-        assert [is_ended(one, 3.0) for one in silent[:3]] == [True] * 3
+        assert [is_ended(one, 3.0) for one in silent[:5]] == [True] * 5
         assert time.monotonic() - start < 4
         other = connect(kits, address, "site-2")
         assert other.exchange(0, b"") is None

@@ -53,7 +53,8 @@ class HubListener(TCPServer):
     def __init__(self, address: tuple[str, int], mailboxes: Mailboxes, context: ssl.SSLContext, job: str):
         super().__init__(address, _Handler)
         self.mailboxes, self.context, self.job = mailboxes, context, job
-        self._connections = OpenConnections()
+        self._connections = OpenConnections(len(mailboxes.sites))
+        self._has_warned = False
         self._thread = threading.Thread(target=self.serve_forever, name="hub", daemon=True)
 
     def start(self) -> None:
@@ -71,7 +72,10 @@ class HubListener(TCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a new connection in a thread of its own, or close it."""
         if not self._connections.start(request, partial(self._serve, request, client_address)):
-            _LOG.warning("too many connections without a certificate of a site; a new one was closed")
+            # Once: who fills the port must not fill the disk, too.
+            if not self._has_warned:
+                _LOG.warning("too many connections without a certificate of a site; new ones are closed")
+                self._has_warned = True
             self.shutdown_request(request)
 
     def _serve(self, request: Any, client_address: Any, connection: OpenConnection) -> None:

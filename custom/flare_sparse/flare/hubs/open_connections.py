@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 MAX_UNIDENTIFIED = 32
-"""Most connections whose other end has not yet shown the certificate of a site of the hub."""
+"""Most connections, besides one for each site, whose other end has not yet shown the certificate of a site."""
 MAX_PER_SITE = 4
 """Most connections of a site. It needs one; those that it has lost stay open until the hub notices."""
 JOIN_S = 10.0
@@ -35,9 +35,13 @@ class OpenConnections:
 
     Whoever reaches the port may open connections, so those without a site's certificate have a limit of their own:
     they can keep new connections out, but not break those of sites, and not exhaust the memory of the hub.
+
+    Args:
+        num_sites: number of the hub's sites, which may all connect at the same time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_sites: int) -> None:
+        self._max_unidentified = MAX_UNIDENTIFIED + num_sites
         self._lock = threading.Lock()
         # In the order of their start.
         self._threads: dict[OpenConnection, threading.Thread] = {}
@@ -56,7 +60,7 @@ class OpenConnections:
 
         with self._lock:
             unidentified = sum(one.site is None for one in self._threads)
-            if self._is_closed or unidentified >= MAX_UNIDENTIFIED:
+            if self._is_closed or unidentified >= self._max_unidentified:
                 return False
             thread = threading.Thread(target=run, name="hub connection", daemon=True)
             self._threads[connection] = thread
