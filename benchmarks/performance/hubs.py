@@ -1,7 +1,7 @@
 """Bytes at the server of 1,000 sites, flat and through 8 hubs of 125 sites, and whether both end in the same bits.
 
 Sites without data (training adds noise that differs from site to site) use the real wire in one process: every
-request, reply, bundle and sum is encoded, checked and decoded. The bytes are those of the ledger.
+request, reply, collection and sum is encoded, checked and decoded. The bytes are those of the ledger.
 
     python benchmarks/performance/hubs.py [--hubs 8] [--sites 125] [--rounds 1] [--sparsity 0.9]
 

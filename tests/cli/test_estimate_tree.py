@@ -30,7 +30,7 @@ def write(folder: Path) -> Path:
     return file
 
 
-def test_links_of_a_tree_are_those_of_the_ledger_but_the_metrics_in_bundles(tmp_path: Path) -> None:
+def test_links_of_a_tree_are_those_of_the_ledger_but_the_metrics_in_collections(tmp_path: Path) -> None:
     file = write(tmp_path)
     config = load_config(file, ["wire.aggregation=fixed_point", HUBS])
     figures = compute_figures(config, file)

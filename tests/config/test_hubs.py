@@ -105,4 +105,4 @@ def test_only_a_job_with_hubs_names_their_executors(file: Path, tmp_path: Path, 
     executors = json.loads(client.read_text())["executors"]
     paths = [entry["executor"]["path"] for entry in executors]
     assert sum("flare.hubs.executors" in path for path in paths) == tasks
-    assert [entry["tasks"] for entry in executors][-tasks:] == [["bundle"], ["join_hub"]] if tasks else True
+    assert [entry["tasks"] for entry in executors][-tasks:] == [["collection"], ["join_hub"]] if tasks else True

@@ -27,7 +27,7 @@ from flare_sparse.secure_aggregation.limits import SumRules
 from flare_sparse.secure_aggregation.messages import HEADER_BYTES, Step, pack_message, unpack_message
 from flare_sparse.secure_aggregation.pads import SumId
 from flare_sparse.secure_aggregation.rings import SectionFormat
-from flare_sparse.wire.bundles import Parcel, pack_bundle, unpack_bundle
+from flare_sparse.wire.collection import Parcel, pack_collection, unpack_collection
 
 SGD = {"optimizer": "sgd", "lr": 0.01}
 CLEAR, MASKED = SumRules(8.0, is_padded=False), SumRules(8.0)
@@ -95,7 +95,7 @@ def test_silent_site_and_site_that_lost_its_base_are_those_of_the_flat_run() -> 
 @pytest.mark.parametrize("topic", ["exchange", "sum"])
 def test_lost_hub_loses_its_sites_and_the_round_is_that_of_the_others(topic: str) -> None:
     tree = build(CLEAR, build_hubs(), settings={"rounds": 1})
-    tree.change_bundle = lambda hub, current, answer: None if (hub, current) == ("hub-2", topic) else answer
+    tree.change_collection = lambda hub, current, answer: None if (hub, current) == ("hub-2", topic) else answer
     outcome = tree.run()
     assert tree.records[0].timed_out == [f"site-{n}" for n in range(5, 9)]
     flat = build(CLEAR, None, settings={"rounds": 1})
@@ -107,22 +107,22 @@ def test_lost_hub_loses_its_sites_and_the_round_is_that_of_the_others(topic: str
 
 
 @pytest.mark.parametrize("topic", ["exchange", "sum"])
-def test_bundle_to_a_hub_that_is_not_there_is_not_counted(topic: str) -> None:
-    """A bundle that a hub receives and does not answer was sent, one to no hub was not."""
+def test_collection_to_a_hub_that_is_not_there_is_not_counted(topic: str) -> None:
+    """A collection that a hub receives and does not answer was sent, one to no hub was not."""
     sent = {}
-    for name in ("is_hub_gone", "change_bundle"):
+    for name in ("is_hub_gone", "change_collection"):
         tree = build(CLEAR, build_hubs(), settings={"rounds": 1})
         if name == "is_hub_gone":
             tree.is_hub_gone = lambda hub, current: (hub, current) == ("hub-2", topic)
         else:
-            tree.change_bundle = lambda hub, current, answer: None if (hub, current) == ("hub-2", topic) else answer
+            tree.change_collection = lambda hub, current, answer: None if (hub, current) == ("hub-2", topic) else answer
         tree.run()
         assert tree.records[0].timed_out == [f"site-{n}" for n in range(5, 9)]
         lines = [line for line in tree.ledger.lines if line.direction == "down" and line.round == 1]
         sent[name] = {hub: sum(line.site == hub for line in lines) for hub in ("hub-1", "hub-2")}
     # The request and the question of the sum; a hub without replies has nothing to be asked for in the sum.
     assert sent["is_hub_gone"] == {"hub-1": 2, "hub-2": 0 if topic == "exchange" else 1}
-    assert sent["change_bundle"] == {"hub-1": 2, "hub-2": 1 if topic == "exchange" else 2}
+    assert sent["change_collection"] == {"hub-1": 2, "hub-2": 1 if topic == "exchange" else 2}
 
 
 def test_run_with_hubs_resumes_after_a_kill_and_ends_in_the_bits_of_the_flat_run(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_run_with_hubs_resumes_after_a_kill_and_ends_in_the_bits_of_the_flat_run
             raise Killed
         return answer
 
-    killed.change_bundle = kill
+    killed.change_collection = kill
     with pytest.raises(Killed):
         killed.run()
     resumed = build(CLEAR, build_hubs(2, 2), "neurosfl", 4, stores=open_store).run(resume=True)
@@ -148,7 +148,7 @@ def test_run_with_hubs_resumes_after_a_kill_and_ends_in_the_bits_of_the_flat_run
 
 def test_lost_hub_ends_the_run_below_the_quorum_of_the_server() -> None:
     tree = build(CLEAR, build_hubs(), rules=RoundRules(min_sites=9, retries=1))
-    tree.change_bundle = lambda hub, topic, answer: None if (hub, topic) == ("hub-2", "exchange") else answer
+    tree.change_collection = lambda hub, topic, answer: None if (hub, topic) == ("hub-2", "exchange") else answer
     with pytest.raises(RoundFailed, match=r"8 of 12 sites contributed .* 9 are needed"):
         tree.run()
 
@@ -158,11 +158,11 @@ def test_masked_attempt_without_a_whole_hub_fails_and_the_next_one_ends() -> Non
     tree = build(MASKED, build_hubs(), settings={"rounds": 1})
 
     def lose(hub: str, topic: str, answer: Any) -> Any:
-        has_section = unpack_bundle(answer, hub)[0].get("section") is not None
+        has_section = unpack_collection(answer, hub)[0].get("section") is not None
         is_lost = has_section or tree.server._state.sequence > 1
         return None if hub == "hub-2" and is_lost else answer
 
-    tree.change_bundle = lose
+    tree.change_collection = lose
     tree.run()
     record = tree.records[0]
     assert record.attempts == 2
@@ -212,7 +212,7 @@ def test_hub_holds_values_of_single_sites_in_fixed_point_runs_and_only_padded_on
 def test_server_receives_one_message_with_values_of_each_hub() -> None:
     tree = build(CLEAR, build_hubs(), settings={"rounds": 1})
     tree.run()
-    answers = [unpack_bundle(answer, hub)[1] for hub, topic, answer in tree.bundles if topic == "sum"]
+    answers = [unpack_collection(answer, hub)[1] for hub, topic, answer in tree.collections if topic == "sum"]
     assert [len(parcels) for parcels in answers] == [1, 1, 1]
     assert [parcels[0].sites for parcels in answers] == [tuple(sorted(r.sites)) for r in build_hubs().values()]
     sections = read_sections(tree)
@@ -229,7 +229,7 @@ def test_ledger_lists_the_servers_links_and_the_links_of_each_hub() -> None:
     # The hubs' links carry what the server's carry without them.
     for direction in ("down", "up"):
         assert sum(of_tree[hub][direction] for hub in hubs) == of_flat["server"][direction]
-    received = [answer.size for _, topic, answer in tree.bundles if topic != "hello"]
+    received = [answer.size for _, topic, answer in tree.collections if topic != "hello"]
     assert of_tree["server"]["up"] == sum(received)
     values = [line for line in tree.ledger.lines if line.site in hubs and line.direction == "up" and line.scalars_sent]
     assert [(line.site, line.round) for line in values] == [(hub, t) for t in (1, 2) for hub in hubs]
@@ -258,7 +258,7 @@ def answer_sum(replies: dict[str, Any], min_sites: int = 1) -> list[Parcel]:
     hub = Hub(HubRules(("site-1", "site-2"), min_sites), links)
     subject = {"topic": "sum", "seconds": None, "section": [8, 16], "selection": SELECTION}
     question = Parcel(("site-1", "site-2"), {}, pack_message(Step.TERMS, SUM_ID, b""))
-    return unpack_bundle(hub.answer(pack_bundle(subject, [question])), "hub-1")[1]
+    return unpack_collection(hub.answer(pack_collection(subject, [question])), "hub-1")[1]
 
 
 def build_reply(section: np.ndarray, **changes: Any) -> np.ndarray:
@@ -275,18 +275,18 @@ def test_site_that_missed_a_round_needs_no_copy_of_the_request() -> None:
 
     tree = build(CLEAR, build_hubs(1, 3), sites=3).build_tree()
     hub = Hub(HubRules(("site-1", "site-2", "site-3")), SiteLinks(record, lambda questions: {}, lambda names: {}))
-    bundles: list[Any] = []
+    collections: list[Any] = []
 
-    def carry(bundle: Any, _seconds: float | None) -> Any:
-        bundles.append(bundle)
-        return lambda: hub.answer(bundle)
+    def carry(collection: Any, _seconds: float | None) -> Any:
+        collections.append(collection)
+        return lambda: hub.answer(collection)
 
     tree.links = {"hub-1": carry}
     message, acknowledged = np.arange(200, dtype=np.uint8), {"site-1": 4, "site-2": 2, "site-3": 4}
     tree._record_sent = lambda *arguments: None  # type: ignore[assignment, method-assign, return-value]
     tree._record_received = lambda *arguments: None  # type: ignore[method-assign]
     tree.exchange(Attempt(5, "train", 3, dict.fromkeys(acknowledged, message), acknowledged, 2.0))
-    assert bundles[0].tobytes().count(message.tobytes()) == 1
+    assert collections[0].tobytes().count(message.tobytes()) == 1
     assert (received[0].sequence, received[0].kind, received[0].round, received[0].seconds) == (5, "train", 3, 2.0)
     assert received[0].acknowledged == acknowledged
     assert all(part.tobytes() == message.tobytes() for part in received[0].messages.values())
@@ -322,7 +322,7 @@ def test_hub_rejects_a_reply_of_another_length_and_passes_codes_on() -> None:
     assert [parcel.note for parcel in parcels] == [{"code": "E_LEN"}, {"code": "E_RANGE"}]
 
 
-def test_hub_refuses_a_bundle_for_sites_of_others_and_malformed_subjects() -> None:
+def test_hub_refuses_a_collection_for_sites_of_others_and_malformed_subjects() -> None:
     hub = Hub(HubRules(("site-1",)), SiteLinks(lambda attempt: {}, lambda questions: {}, lambda names: {}))
     message = np.zeros(4, np.uint8)
     exchange = {"topic": "exchange", "kind": "train", "round": 1, "sequence": 1, "seconds": None}
@@ -342,19 +342,19 @@ def test_hub_refuses_a_bundle_for_sites_of_others_and_malformed_subjects() -> No
         ),
     ):
         with pytest.raises(RejectedMessage):
-            hub.answer(pack_bundle(subject, parcels))
+            hub.answer(pack_collection(subject, parcels))
 
 
 def test_server_ignores_a_hub_that_speaks_for_sites_of_another() -> None:
     tree = build(CLEAR, build_hubs(2, 2), sites=4, settings={"rounds": 1}, rules=RoundRules(min_sites=1))
 
     def speak(hub: str, topic: str, answer: Any) -> Any:
-        subject, parcels = unpack_bundle(answer, hub)
+        subject, parcels = unpack_collection(answer, hub)
         if (hub, topic) != ("hub-2", "exchange"):
             return answer
-        return pack_bundle(subject, [*parcels, Parcel(("site-1",), {"code": "E_SITE"})])
+        return pack_collection(subject, [*parcels, Parcel(("site-1",), {"code": "E_SITE"})])
 
-    tree.change_bundle = speak
+    tree.change_collection = speak
     tree.run()
     assert tree.records[0].sites_contributed == ["site-1", "site-2"]
     assert tree.records[0].timed_out == ["site-3", "site-4"]
@@ -364,14 +364,14 @@ def test_server_rejects_a_sum_of_a_hub_that_has_other_entries() -> None:
     tree = build(CLEAR, build_hubs(2, 2), sites=4, settings={"rounds": 1}, rules=RoundRules(min_sites=1))
 
     def change(hub: str, topic: str, answer: Any) -> Any:
-        subject, parcels = unpack_bundle(answer, hub)
+        subject, parcels = unpack_collection(answer, hub)
         if (hub, topic) != ("hub-2", "sum"):
             return answer
         step, _, payload = unpack_message(parcels[0].message, hub)
         forged = pack_message(step, SumId(RUN, "train", 1, 1), bytes(16) + payload[16:])
-        return pack_bundle(subject, [Parcel(parcels[0].sites, {}, forged)])
+        return pack_collection(subject, [Parcel(parcels[0].sites, {}, forged)])
 
-    tree.change_bundle = change
+    tree.change_collection = change
     tree.run()
     assert tree.records[0].rejected == {"site-3": "E_MASK", "site-4": "E_MASK"}
 
@@ -380,17 +380,17 @@ def test_only_steps_with_values_may_be_answered_for_several_sites() -> None:
     tree = build(MASKED, build_hubs(1, 4), sites=4, settings={"rounds": 1})
 
     def merge(hub: str, topic: str, answer: Any) -> Any:
-        subject, parcels = unpack_bundle(answer, hub)
+        subject, parcels = unpack_collection(answer, hub)
         if topic != "sum" or subject["section"] is not None:
             return answer
-        return pack_bundle(subject, [Parcel(tuple(p.sites[0] for p in parcels), {}, parcels[0].message)])
+        return pack_collection(subject, [Parcel(tuple(p.sites[0] for p in parcels), {}, parcels[0].message)])
 
-    tree.change_bundle = merge
+    tree.change_collection = merge
     with pytest.raises(RoundFailed):
         tree.run()
 
 
-def test_reply_of_a_site_survives_the_bundle_and_text_of_a_site_does_not() -> None:
+def test_reply_of_a_site_survives_the_collection_and_text_of_a_site_does_not() -> None:
     lost = unpack_reply(pack_reply("site-1", MissingBase("E_NOT_HELD", "base", 1, 2, "site-1")))
     assert isinstance(lost, MissingBase)
     assert unpack_reply(pack_reply("site-1", "E_RANGE")) == "E_RANGE"
@@ -435,13 +435,13 @@ for _ in range(600):
         ("E_DTYPE", {"message": MESSAGE.astype(np.float32)}),
     ],
 )
-def test_reply_that_no_bundle_can_hold_costs_its_site_alone(code: str, changes: dict[str, Any]) -> None:
+def test_reply_that_no_collection_can_hold_costs_its_site_alone(code: str, changes: dict[str, Any]) -> None:
     honest = SiteReply(MESSAGE, 3, {"mse": 0.5}, [])
     hostile = replace(honest, **changes)
     links = SiteLinks(lambda attempt: {"site-1": hostile, "site-2": honest}, lambda questions: {}, lambda names: {})
     subject = {"topic": "exchange", "kind": "train", "round": 1, "sequence": 1, "seconds": None}
-    question = pack_bundle(subject, [Parcel(("site-1", "site-2"), {"acknowledged": 0}, MESSAGE)])
-    _, (first, second) = unpack_bundle(Hub(HubRules(("site-1", "site-2")), links).answer(question), "hub-1")
+    question = pack_collection(subject, [Parcel(("site-1", "site-2"), {"acknowledged": 0}, MESSAGE)])
+    _, (first, second) = unpack_collection(Hub(HubRules(("site-1", "site-2")), links).answer(question), "hub-1")
     assert (first.note, first.message) == ({"code": code}, None)
     reply = unpack_reply(second)
     assert isinstance(reply, SiteReply)
@@ -466,16 +466,16 @@ def test_malformed_report_or_code_of_a_site_costs_no_update_of_others() -> None:
 
 
 @pytest.mark.parametrize("hello", [object(), {"version": "x" * 2**16}, DEEP])
-def test_hello_that_no_bundle_can_hold_costs_its_site_alone(hello: Any) -> None:
+def test_hello_that_no_collection_can_hold_costs_its_site_alone(hello: Any) -> None:
     tree = build(CLEAR, build_hubs(1, 2), sites=2).build_tree()
     links = SiteLinks(lambda attempt: {}, lambda questions: {}, lambda names: {"site-1": hello, "site-2": {"a": 1}})
     hub = Hub(HubRules(("site-1", "site-2")), links)
-    tree.links = {"hub-1": lambda bundle, _: lambda: hub.answer(bundle)}
+    tree.links = {"hub-1": lambda collection, _: lambda: hub.answer(collection)}
     assert tree.shake_hands(["site-1", "site-2"]) == {"site-1": None, "site-2": {"a": 1}}
 
 
-def forge_bundle(*parts: bytes) -> np.ndarray:
-    """Return a bundle with any parts, and a correct checksum."""
+def forge_collection(*parts: bytes) -> np.ndarray:
+    """Return a collection with any parts, and a correct checksum."""
     content = b"".join(struct.pack("<I", len(part)) + part for part in parts)
     header = struct.pack("<4sHHQI", b"FSPB", 1, 0, len(content), zlib.crc32(content))
     return np.frombuffer(header + content, np.uint8)
@@ -484,15 +484,15 @@ def forge_bundle(*parts: bytes) -> np.ndarray:
 @pytest.mark.parametrize(
     "answer",
     [
-        forge_bundle(b"{}", b"[" * 10**6, b"{}", b""),
-        forge_bundle(b"{}", b'["site-1"]', b'{"hello":' * 7000, b""),
-        forge_bundle(b"{}", b'["site-1"]', b'{"hello":' + b"9" * 60000 + b"}", b""),
-        forge_bundle(b"{}", b"[[]]", b"{}", b""),
-        forge_bundle(b"{}", b"[{}]", b"{}", b""),
-        forge_bundle(b"{}", b"[]", b"{}", b""),
-        forge_bundle(b"{}", b'["site-1","site-2"]', b"{}", b""),
-        forge_bundle(b"{}", b'["site-1"]', b"\xff\xfe", b""),
-        forge_bundle(b"{}", b'["site-1"]'),
+        forge_collection(b"{}", b"[" * 10**6, b"{}", b""),
+        forge_collection(b"{}", b'["site-1"]', b'{"hello":' * 7000, b""),
+        forge_collection(b"{}", b'["site-1"]', b'{"hello":' + b"9" * 60000 + b"}", b""),
+        forge_collection(b"{}", b"[[]]", b"{}", b""),
+        forge_collection(b"{}", b"[{}]", b"{}", b""),
+        forge_collection(b"{}", b"[]", b"{}", b""),
+        forge_collection(b"{}", b'["site-1","site-2"]', b"{}", b""),
+        forge_collection(b"{}", b'["site-1"]', b"\xff\xfe", b""),
+        forge_collection(b"{}", b'["site-1"]'),
         b"FSPB",
         {"topic": "hello"},
         np.zeros(3, np.float64),
@@ -500,7 +500,7 @@ def forge_bundle(*parts: bytes) -> np.ndarray:
 )
 def test_hostile_answer_of_a_hub_is_one_that_did_not_come(answer: Any) -> None:
     tree = build(CLEAR, build_hubs(1, 2), sites=2).build_tree()
-    tree.links = {"hub-1": lambda bundle, _: lambda: answer}
+    tree.links = {"hub-1": lambda collection, _: lambda: answer}
     assert tree.shake_hands(["site-1", "site-2"]) == {}
 
 
@@ -512,15 +512,15 @@ def test_abort_of_a_job_while_a_hub_works_is_not_taken_for_a_lost_hub() -> None:
         raise Aborted("the job was aborted")
 
     tree = build(CLEAR, build_hubs(1, 2), sites=2).build_tree()
-    tree.links = {"hub-1": lambda bundle, _: abort}
+    tree.links = {"hub-1": lambda collection, _: abort}
     with pytest.raises(Aborted):
         tree.shake_hands(["site-1", "site-2"])
 
 
-def test_section_is_no_longer_than_a_bundle_can_hold() -> None:
+def test_section_is_no_longer_than_a_collection_can_hold() -> None:
     hub = Hub(HubRules(("site-1",)), SiteLinks(lambda attempt: {}, lambda questions: {}, lambda names: {}))
     subject = {"topic": "sum", "seconds": None, "section": [0, 2**32], "selection": SELECTION}
     question = Parcel(("site-1",), {}, pack_message(Step.TERMS, SUM_ID, b""))
     with pytest.raises(RejectedMessage, match="section"):
-        hub.answer(pack_bundle(subject, [question]))
+        hub.answer(pack_collection(subject, [question]))
     assert MAX_SECTION_BYTES + HEADER_BYTES + len(SELECTION) // 2 < 2**32

@@ -36,7 +36,7 @@ from flare_sparse.methods import Method
 from flare_sparse.secure_aggregation.limits import SumRules
 from flare_sparse.secure_aggregation.messages import Step, unpack_message
 from flare_sparse.training import Site
-from flare_sparse.wire.bundles import unpack_bundle
+from flare_sparse.wire.collection import unpack_collection
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
 
@@ -100,9 +100,9 @@ class LocalFederation:
         is_sum_lost: whether a site drops out of a sum before it answers a step.
         change_question: changes the server's question to a site in a sum.
         sum_messages: (site, step, message) of every reply of a sum that a site sent, to the server or to its hub.
-        change_bundle: changes a hub's answer, given its topic; None: the answer is lost.
-        is_hub_gone: whether a hub is not there when a bundle is to be sent to it, given its topic.
-        bundles: (hub, topic, answer) of every answer of a hub that the server received.
+        change_collection: changes a hub's answer, given its topic; None: the answer is lost.
+        is_hub_gone: whether a hub is not there when a collection is to be sent to it, given its topic.
+        collections: (hub, topic, answer) of every answer of a hub that the server received.
         returned: returns those of the given quarantined sites that have sent another hello.
         restarts: (sequence, site) pairs: the site loses its memory before it receives this attempt.
         order: order in which the sites are listed and replies arrive; None: by name.
@@ -150,8 +150,8 @@ class LocalFederation:
         self.sum_messages: list[tuple[str, Step, Any]] = []
         self.hubs = hubs or {}
         self.is_hub_gone: Callable[[str, str], bool] = lambda hub, topic: False
-        self.change_bundle: Callable[[str, str, Any], Any] = lambda hub, topic, answer: answer
-        self.bundles: list[tuple[str, str, Any]] = []
+        self.change_collection: Callable[[str, str, Any], Any] = lambda hub, topic, answer: answer
+        self.collections: list[tuple[str, str, Any]] = []
         self.returned: Callable[[list[str]], list[str]] = lambda sites: []
         self.restarts: set[tuple[int, str]] = set()
         self.order: Sequence[str] | None = None
@@ -255,15 +255,15 @@ class LocalFederation:
         def build_link(name: str) -> Callable[[Any, float | None], Any]:
             hub = Hub(self.hubs[name], SiteLinks(collect, self.deliver_sum, self.build_hellos))
 
-            def carry(topic: str, bundle: Any) -> Any:
-                answer = self.change_bundle(name, topic, hub.answer(bundle))
+            def carry(topic: str, collection: Any) -> Any:
+                answer = self.change_collection(name, topic, hub.answer(collection))
                 if answer is not None:
-                    self.bundles.append((name, topic, answer))
+                    self.collections.append((name, topic, answer))
                 return answer
 
-            def send(bundle: Any, seconds: float | None) -> Any:
-                topic = unpack_bundle(bundle, "server")[0]["topic"]
-                return None if self.is_hub_gone(name, topic) else partial(carry, topic, bundle)
+            def send(collection: Any, seconds: float | None) -> Any:
+                topic = unpack_collection(collection, "server")[0]["topic"]
+                return None if self.is_hub_gone(name, topic) else partial(carry, topic, collection)
 
             return send
 

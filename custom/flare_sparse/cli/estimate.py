@@ -98,7 +98,7 @@ def compute_figures(config: RunConfig, file: Path) -> dict[str, Any]:
         sum_rules=config.sum_rules,
         hubs=config.hubs,
     )
-    # Without the bundles of hubs, which carry these messages: with hubs and without, a run has the same messages.
+    # Without the collections of hubs, which carry these messages: with hubs and without, a run has the same messages.
     own = Ledger([line for line in ledger.lines if line.site in sites])
     messages = list(bound_messages(assembly.method, own.lines, sites))
     by_attempt = [list(group) for _, group in groupby(messages, key=lambda message: message[0].sequence)]
@@ -268,7 +268,7 @@ def _show(console: Console, figures: dict[str, Any]) -> None:
         console.print("exact: the settings decide every message, so that a run's ledger has the same bytes")
     if "links" in figures:
         console.print(build_links_table(figures))
-        console.print("a bundle of a hub also has the metrics of its sites as text, which are not counted here")
+        console.print("a collection of a hub also has the metrics of its sites as text, which are not counted here")
     if "epsilon" in figures:
         _show_privacy(console, figures)
 

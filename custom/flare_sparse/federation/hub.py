@@ -18,7 +18,7 @@ from ..errors import RejectedMessage, WireError
 from ..secure_aggregation.messages import FINGERPRINT_BYTES, pack_message, unpack_message
 from ..secure_aggregation.pads import read_sum_id
 from ..secure_aggregation.rings import SectionFormat
-from ..wire.bundles import Parcel, pack_bundle, unpack_bundle
+from ..wire.collection import Parcel, pack_collection, unpack_collection
 from .parcels import EXCHANGE, HELLO, SUM, RawReply, pack_code, pack_parcel, pack_reply, read_attempt, read_questions
 from .replies import SumQuestions
 
@@ -57,7 +57,7 @@ class SiteLinks:
 
 
 class Hub:
-    """Answers the bundles of the server.
+    """Answers the collections of the server.
 
     Args:
         rules: the hub's sites and its quorum.
@@ -68,12 +68,12 @@ class Hub:
         self.rules, self.links = rules, links
 
     def answer(self, data: Any) -> np.ndarray:
-        """Pass the parcels of a bundle on, and return one bundle with the replies that arrive in time.
+        """Pass the parcels of a collection on, and return one collection with the replies that arrive in time.
 
         Raises:
-            RejectedMessage: the bundle is malformed, or has a parcel for a site that is not this hub's.
+            RejectedMessage: the collection is malformed, or has a parcel for a site that is not this hub's.
         """
-        subject, parcels = unpack_bundle(data, "server")
+        subject, parcels = unpack_collection(data, "server")
         sites = [site for parcel in parcels for site in parcel.sites]
         # The site list of the job counts: a server must not make this hub speak to sites that are not its own.
         if not set(sites) <= set(self.rules.sites) or len(set(sites)) != len(sites):
@@ -83,16 +83,16 @@ class Hub:
             hellos = self.links.handshake(sites)
             # The server excludes a site without a hello, as one whose hello is malformed.
             packed = [pack_parcel(site, {"hello": hello}, code="E_HELLO") for site, hello in sorted(hellos.items())]
-            return pack_bundle(subject, packed)
+            return pack_collection(subject, packed)
         if topic == EXCHANGE:
             replies = self.links.exchange(read_attempt(subject, parcels))
-            return pack_bundle(subject, [pack_reply(site, reply) for site, reply in sorted(replies.items())])
+            return pack_collection(subject, [pack_reply(site, reply) for site, reply in sorted(replies.items())])
         if topic == SUM:
             questions = read_questions(subject, parcels)
             answers = self.links.exchange_sum(questions)
             section = questions.section
             passed_on = _list_answers(answers) if section is None else self._add(questions, section, answers)
-            return pack_bundle(subject, passed_on)
+            return pack_collection(subject, passed_on)
         raise RejectedMessage("E_KIND", "topic", f"{HELLO}, {EXCHANGE} or {SUM}", topic, "server")
 
     def _add(

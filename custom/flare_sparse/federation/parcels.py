@@ -1,4 +1,4 @@
-"""What the bundles of server and hub hold: topics, the replies of sites as parcels, and the questions of the server.
+"""What the collections of server and hub hold: topics, replies of sites as parcels, and the questions of the server.
 
 A hub and the server read nothing of each other, and nothing of a site, without a check.
 """
@@ -18,19 +18,19 @@ from ..endpoints.server import Attempt
 from ..errors import MissingBase, RejectedMessage, abbreviate
 from ..secure_aggregation.messages import FINGERPRINT_BYTES
 from ..secure_aggregation.rings import SectionFormat
-from ..wire.bundles import MAX_NOTE_BYTES, Parcel
+from ..wire.collection import MAX_NOTE_BYTES, Parcel
 from ..wire.envelope import is_kind
 from .replies import SumQuestions
 
 _CODE = re.compile("[A-Z][A-Z_]{0,23}")
-# Room for what a bundle adds to a note.
+# Room for what a collection adds to a note.
 _NOTE_MARGIN = 64
 # A value with so few is nested no deeper, and the server's parser can read it.
 _MAX_BRACKETS = 500
 HELLO, EXCHANGE, SUM = "hello", "exchange", "sum"
-"""Topics of bundles: the handshake, the requests of an attempt, the questions of a step of a sum."""
+"""Topics of collections: the handshake, the requests of an attempt, the questions of a step of a sum."""
 MAX_SECTION_BYTES = 2**32 - 2**10
-"""Longest section that a hub allocates; with its header, its length is one of 32 bits in a bundle."""
+"""Longest section that a hub allocates; with its header, its length is one of 32 bits in a collection."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def pack_reply(site: str, reply: RawReply) -> Parcel:
 
 
 def pack_parcel(site: str, note: dict[str, Any], message: np.ndarray | None = None, *, code: str) -> Parcel:
-    """Return a parcel of one site or, where a bundle cannot hold it, one with a reason code.
+    """Return a parcel of one site or, where a collection cannot hold it, one with a reason code.
 
-    A bundle is read or refused as a whole: without this check, one site could cost all sites of the hub their
+    A collection is read or refused as a whole: without this check, one site could cost all sites of the hub their
     contribution.
 
     Args:
@@ -122,7 +122,7 @@ def read_code(note: Mapping[str, Any]) -> str:
 
 
 def read_attempt(subject: Mapping[str, Any], parcels: Sequence[Parcel]) -> Attempt:
-    """Return the attempt that a bundle of the server is about.
+    """Return the attempt that a collection of the server is about.
 
     Raises:
         RejectedMessage: the subject is malformed.
@@ -141,7 +141,7 @@ def read_attempt(subject: Mapping[str, Any], parcels: Sequence[Parcel]) -> Attem
 
 
 def read_questions(subject: Mapping[str, Any], parcels: Sequence[Parcel]) -> SumQuestions:
-    """Return the questions that a bundle of the server holds.
+    """Return the questions that a collection of the server holds.
 
     Raises:
         RejectedMessage: the subject is malformed.

@@ -1,4 +1,4 @@
-"""The server's side of hubs: one bundle to each hub in place of a message to each of its sites, and one back.
+"""The server's side of hubs: one collection to each hub in place of a message to each of its sites, and one back.
 
 A tree is a transport: :class:`~flare_sparse.federation.loop.Federation` sees the sites, their replies and one sum, as
 without hubs.
@@ -16,7 +16,7 @@ import numpy as np
 from ..endpoints.server import Attempt, ServerEndpoint
 from ..errors import WireError
 from ..secure_aggregation.rings import SectionFormat
-from ..wire.bundles import Parcel, pack_bundle, unpack_bundle
+from ..wire.collection import Parcel, pack_collection, unpack_collection
 from ..wire.ledger import LedgerLine
 from .census import Handshake
 from .hub import HubRules
@@ -27,9 +27,10 @@ _LOG = logging.getLogger(__name__)
 Wait = Callable[[], np.ndarray | None]
 """Waits for the answer of a hub; None: none came in time."""
 Link = Callable[[np.ndarray, float | None], Wait | None]
-"""Sends a bundle to a hub, and returns at once what waits for the answer; None: the hub is not there, nothing was sent.
+"""Sends a collection to a hub, and returns at once what waits for the answer; None: without the hub, nothing was sent.
 
-The number is that of the seconds."""
+The number is that of the seconds.
+"""
 
 
 class Tree:
@@ -40,7 +41,7 @@ class Tree:
     Args:
         hubs: rules of each hub.
         links: how each hub is reached.
-        endpoint: validates the replies of the sites and keeps the ledger, which receives a line per bundle.
+        endpoint: validates the replies of the sites and keeps the ledger, which receives a line per collection.
         direct: transport to the sites without a hub.
         direct_sum: the same for the steps of sums.
         direct_handshake: the same for hellos.
@@ -71,11 +72,13 @@ class Tree:
         }
         direct, by_hub = self._split(attempt.messages)
         waits: dict[str, Wait] = {}
-        # All hubs and the sites without one work at the same time: each bundle is sent before any answer is awaited.
+        # All hubs and the sites without one work at the same time: each collection is sent before an answer is awaited.
         for hub, messages in by_hub.items():
-            bundle = pack_bundle(subject, [_acknowledge(parcel, attempt) for parcel in group_messages(messages)])
-            if wait := self.links[hub](bundle, attempt.seconds):
-                self._requests[hub] = self._record_sent(hub, bundle, messages)
+            collection = pack_collection(
+                subject, [_acknowledge(parcel, attempt) for parcel in group_messages(messages)]
+            )
+            if wait := self.links[hub](collection, attempt.seconds):
+                self._requests[hub] = self._record_sent(hub, collection, messages)
                 waits[hub] = wait
         replies = dict(self.direct(replace(attempt, messages=direct))) if direct else {}
         for hub, wait in waits.items():
@@ -96,9 +99,9 @@ class Tree:
         direct, by_hub = self._split(questions.messages)
         waits: dict[str, Wait] = {}
         for hub, messages in by_hub.items():
-            bundle = pack_bundle(subject, group_messages(messages))
-            if wait := self.links[hub](bundle, questions.seconds):
-                self._record_sent(hub, bundle, messages)
+            collection = pack_collection(subject, group_messages(messages))
+            if wait := self.links[hub](collection, questions.seconds):
+                self._record_sent(hub, collection, messages)
                 waits[hub] = wait
         if direct:
             yield from self.direct_sum(replace(questions, messages=direct))
@@ -114,7 +117,7 @@ class Tree:
         waits = {
             hub: wait
             for hub, names in by_hub.items()
-            if (wait := self.links[hub](pack_bundle({"topic": HELLO}, [Parcel(tuple(names))]), None))
+            if (wait := self.links[hub](pack_collection({"topic": HELLO}, [Parcel(tuple(names))]), None))
         }
         hellos = dict(self.direct_handshake(list(direct))) if direct else {}
         for hub, wait in waits.items():
@@ -157,7 +160,7 @@ class Tree:
         Args:
             hub: name of the hub.
             wait: waits for the answer.
-            asked: sites that the bundle was for; the hub speaks for no other.
+            asked: sites that the collection was for; the hub speaks for no other.
             are_summed: whether a parcel may be of several sites.
         """
         try:
@@ -165,7 +168,7 @@ class Tree:
             if answer is None:
                 _LOG.warning("hub %s did not answer in time", hub)
                 return [], 0
-            parcels = unpack_bundle(answer, hub)[1]
+            parcels = unpack_collection(answer, hub)[1]
         # Nothing else: the abort of a job must end it.
         except WireError as error:
             _LOG.warning("hub %s: %s", hub, error)
@@ -178,19 +181,19 @@ class Tree:
             return [], 0
         return parcels, int(answer.size)
 
-    def _record_sent(self, hub: str, bundle: np.ndarray, messages: Mapping[str, Any]) -> LedgerLine:
-        """Add a line for a bundle to a hub, and return it; each distinct message in it counts once."""
+    def _record_sent(self, hub: str, collection: np.ndarray, messages: Mapping[str, Any]) -> LedgerLine:
+        """Add a line for a collection to a hub, and return it; each distinct message in it counts once."""
         first: dict[int, str] = {}
-        # Equal requests share one buffer, and the bundle holds each buffer once.
+        # Equal requests share one buffer, and the collection holds each buffer once.
         for site, message in messages.items():
             first.setdefault(id(message), site)
         lines = [self._find_request(site) for site in sorted(first.values())]
         line = replace(
             lines[0],
             site=hub,
-            encoding="bundle",
+            encoding="collection",
             scalars_sent=sum(line.scalars_sent for line in lines),
-            payload_bytes=int(bundle.size),
+            payload_bytes=int(collection.size),
             selection_bytes=sum(line.selection_bytes for line in lines),
             dense_bytes=max(line.dense_bytes for line in lines),
             floor_bytes=sum(line.floor_bytes for line in lines),
@@ -204,7 +207,7 @@ class Tree:
         return next(line for line in lines if line.site == site and line.direction == "down")
 
     def _record_received(self, hub: str, size: int, section: SectionFormat | None) -> None:
-        """Add a line for a bundle of a hub; only one with a sum holds values."""
+        """Add a line for a collection of a hub; only one with a sum holds values."""
         request = self._requests[hub]
         values = self._find_request(hub).values
         wide = section.wide_bytes if section else 0

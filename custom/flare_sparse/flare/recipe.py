@@ -28,7 +28,7 @@ from .controller import FederatedController
 from .executor import SparseExecutor
 from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
 from .hubs.executors import HubExecutor, HubSiteExecutor
-from .payload import BUNDLE, HELLO, JOIN, SUM, TASK
+from .payload import COLLECTION, HELLO, JOIN, SUM, TASK
 from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, ServerSession, SiteSession, UserTask
 from .tracking import MlflowTracker
 
@@ -193,7 +193,7 @@ class SparseRecipe(Recipe):
         job.to_clients(SparseExecutor(), tasks=[HELLO, TASK, *([SUM] if has_sums else [])])
         if self._config.hubs:
             # One app for all clients: each finds in the job whether it is a hub, a site of one, or neither.
-            job.to_clients(HubExecutor(), tasks=[BUNDLE])
+            job.to_clients(HubExecutor(), tasks=[COLLECTION])
             job.to_clients(HubSiteExecutor(), tasks=[JOIN])
         job.to_clients(SiteSession(), id=SITE_ID)
         self.add_client_input_filter(DecodeRequest(), tasks=[TASK])

@@ -175,7 +175,7 @@ def dry_run(
     """Count the messages of a whole run over given dry sites, whose ``usages`` then hold the usage per update.
 
     Args and returned values are those of :func:`estimate_traffic`; ``sum_rules`` are those of fixed-point sums, and
-    ``hubs`` those of each hub, whose bundles the ledger then lists, too.
+    ``hubs`` those of each hub, whose collections the ledger then lists, too.
     """
     contexts = KeyContexts.generate() if encrypted else None
     metric = Metric("none", "", "min")

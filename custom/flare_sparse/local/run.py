@@ -156,7 +156,7 @@ def build_tree(
 
     def build_link(rules: HubRules) -> Link:
         hub = Hub(rules, links)
-        return lambda bundle, _: partial(hub.answer, bundle)
+        return lambda collection, _: partial(hub.answer, collection)
 
     return Tree(
         hubs,

@@ -26,21 +26,21 @@ from flare_sparse.flare.hubs import executors
 from flare_sparse.flare.hubs.addresses import HUBS_FILE
 from flare_sparse.flare.hubs.executors import HubExecutor, HubSiteExecutor
 from flare_sparse.flare.payload import (
-    BUNDLE,
+    COLLECTION,
     JOIN,
-    bundle_to_shareable,
-    extract_bundle,
+    collection_to_shareable,
     extract_code,
+    extract_collection,
     hello_to_shareable,
 )
 from flare_sparse.flare.session import JOB_FILE
-from flare_sparse.wire.bundles import Parcel, pack_bundle, unpack_bundle
+from flare_sparse.wire.collection import Parcel, pack_collection, unpack_collection
 
 JOB = (
     "name: hubs\nmethod: {name: fedsparsify}\ntask: {name: morphometry_age}\nwire: {aggregation: fixed_point}\n"
     "federation: {task_timeout_s: 5, hubs: {hub-1: {sites: [site-1]}}}\n"
 )
-HELLO_BUNDLE = pack_bundle({"topic": HELLO}, [Parcel(("site-1",))])
+HELLO_COLLECTION = pack_collection({"topic": HELLO}, [Parcel(("site-1",))])
 
 
 class Client:
@@ -116,7 +116,7 @@ def execute(executor: Any, client: Client, task: str, data: Shareable | None = N
     return reply
 
 
-def test_bundle_reaches_the_site_as_a_task_and_comes_back_with_its_reply(clients: dict[str, Client]) -> None:
+def test_collection_reaches_the_site_as_a_task_and_comes_back_with_its_reply(clients: dict[str, Client]) -> None:
     set_port(clients, find_port())
     hub, site, end = HubExecutor(), clients["site-1"], Signal()
     context = clients["hub-1"].build_context()
@@ -124,12 +124,14 @@ def test_bundle_reaches_the_site_as_a_task_and_comes_back_with_its_reply(clients
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(HubSiteExecutor().execute, JOIN, Shareable(), site.build_context(), end)
         try:
-            answer = extract_bundle(execute(hub, clients["hub-1"], BUNDLE, bundle_to_shareable(HELLO_BUNDLE)))
+            answer = extract_collection(
+                execute(hub, clients["hub-1"], COLLECTION, collection_to_shareable(HELLO_COLLECTION))
+            )
         finally:
             end.trigger(True)
             hub.handle_event(EventType.END_RUN, context)
         assert joined.result(10).get_return_code() == ReturnCode.OK
-    _, (parcel,) = unpack_bundle(answer, "hub-1")
+    _, (parcel,) = unpack_collection(answer, "hub-1")
     assert (parcel.sites, parcel.note) == (("site-1",), {"hello": {"site": "site-1"}})
     # FLARE's own way to run a task that comes as a message, with all filters, as the server's task.
     assert site.tasks == [(ReservedTopic.DO_TASK, "hello", {"run": "job"})]
@@ -148,14 +150,14 @@ def rename(clients: dict[str, Client]) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove_address, remove_key, rename])
-def test_hub_that_cannot_be_opened_refuses_bundles_with_a_code_and_keeps_the_text(
+def test_hub_that_cannot_be_opened_refuses_collections_with_a_code_and_keeps_the_text(
     clients: dict[str, Client], damage: Callable[[dict[str, Client]], None]
 ) -> None:
     set_port(clients, find_port())
     damage(clients)
     hub = HubExecutor()
     hub.handle_event(EventType.START_RUN, clients["hub-1"].build_context())
-    reply = execute(hub, clients["hub-1"], BUNDLE, bundle_to_shareable(HELLO_BUNDLE))
+    reply = execute(hub, clients["hub-1"], COLLECTION, collection_to_shareable(HELLO_COLLECTION))
     assert (reply.get_return_code(), extract_code(reply)) == (ReturnCode.EXECUTION_EXCEPTION, "E_CONFIG")
     assert "hub" in (clients["hub-1"].kit / "job" / "site_error.txt").read_text()
 
@@ -168,7 +170,7 @@ def test_hub_waits_for_a_port_that_an_aborted_job_still_holds(
         holder.listen()
         set_port(clients, int(holder.getsockname()[1]))
         hub = HubExecutor()
-        reply = execute(hub, clients["hub-1"], BUNDLE, bundle_to_shareable(HELLO_BUNDLE))
+        reply = execute(hub, clients["hub-1"], COLLECTION, collection_to_shareable(HELLO_COLLECTION))
         assert extract_code(reply) == "E_CONFIG"
         monkeypatch.setattr(executors, "FREE_S", 10.0)
         threading.Timer(0.3, holder.close).start()
@@ -191,11 +193,11 @@ def test_aborted_job_does_not_wait_for_its_port(clients: dict[str, Client], monk
     assert 0.2 <= time.monotonic() - start < 2
 
 
-@pytest.mark.parametrize("data", [Shareable(), bundle_to_shareable(np.arange(9, dtype=np.uint8))])
-def test_malformed_bundle_is_refused_and_the_hub_goes_on(clients: dict[str, Client], data: Shareable) -> None:
+@pytest.mark.parametrize("data", [Shareable(), collection_to_shareable(np.arange(9, dtype=np.uint8))])
+def test_malformed_collection_is_refused_and_the_hub_goes_on(clients: dict[str, Client], data: Shareable) -> None:
     set_port(clients, find_port())
     hub = HubExecutor()
-    reply = execute(hub, clients["hub-1"], BUNDLE, data)
+    reply = execute(hub, clients["hub-1"], COLLECTION, data)
     assert (reply.get_return_code(), extract_code(reply)) in [
         (ReturnCode.EXECUTION_EXCEPTION, code) for code in ("E_DTYPE", "E_LEN")
     ]

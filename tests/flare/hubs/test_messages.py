@@ -36,7 +36,7 @@ from flare_sparse.flare.payload import (
 )
 from flare_sparse.secure_aggregation.limits import SumRules
 from flare_sparse.secure_aggregation.rings import SectionFormat
-from flare_sparse.wire.bundles import Parcel, pack_bundle
+from flare_sparse.wire.collection import Parcel, pack_collection
 
 MESSAGE = np.arange(9, dtype=np.uint8)
 Answer = Callable[[str, str, Shareable], Shareable]
@@ -146,9 +146,9 @@ def test_step_of_a_sum_returns_messages_and_codes_and_may_be_as_long_as_its_sect
     [
         (b"", "E_LEN"),
         (b"x" * 100, "E_VERSION"),
-        (pack_bundle({}, []).tobytes(), "E_KIND"),
-        (pack_bundle({}, [Parcel(("site-2",), {}, MESSAGE)]).tobytes(), "E_KIND"),
-        (pack_bundle({}, [Parcel(("site-1",), {}, MESSAGE)] * 2).tobytes(), "E_KIND"),
+        (pack_collection({}, []).tobytes(), "E_KIND"),
+        (pack_collection({}, [Parcel(("site-2",), {}, MESSAGE)]).tobytes(), "E_KIND"),
+        (pack_collection({}, [Parcel(("site-1",), {}, MESSAGE)] * 2).tobytes(), "E_KIND"),
         (pack_failure("site-1", "E_SIZE"), "E_SIZE"),
         (pack_failure("site-1", "sub-01"), "E_SITE"),
     ],
@@ -165,13 +165,13 @@ def test_answer_that_is_none_costs_its_site_alone(answer: bytes, code: str) -> N
     "question",
     [
         b"",
-        pack_bundle({"topic": HELLO}, []).tobytes(),
-        pack_bundle({"topic": HELLO}, [Parcel(("site-1",))]).tobytes(),
-        pack_bundle({"topic": SUM}, [Parcel((RECEIVER,))]).tobytes(),
-        pack_bundle({"topic": EXCHANGE}, [Parcel((RECEIVER,))]).tobytes(),
-        pack_bundle({"topic": "shell"}, [Parcel((RECEIVER,), {}, MESSAGE)]).tobytes(),
-        pack_bundle({"topic": [1]}, [Parcel((RECEIVER,), {}, MESSAGE)]).tobytes(),
-        pack_bundle({"topic": SUM}, [Parcel((RECEIVER,), {}, MESSAGE)] * 2).tobytes(),
+        pack_collection({"topic": HELLO}, []).tobytes(),
+        pack_collection({"topic": HELLO}, [Parcel(("site-1",))]).tobytes(),
+        pack_collection({"topic": SUM}, [Parcel((RECEIVER,))]).tobytes(),
+        pack_collection({"topic": EXCHANGE}, [Parcel((RECEIVER,))]).tobytes(),
+        pack_collection({"topic": "shell"}, [Parcel((RECEIVER,), {}, MESSAGE)]).tobytes(),
+        pack_collection({"topic": [1]}, [Parcel((RECEIVER,), {}, MESSAGE)]).tobytes(),
+        pack_collection({"topic": SUM}, [Parcel((RECEIVER,), {}, MESSAGE)] * 2).tobytes(),
     ],
 )
 def test_site_makes_no_task_of_a_malformed_question(question: bytes) -> None:

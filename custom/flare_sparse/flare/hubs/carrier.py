@@ -1,4 +1,4 @@
-"""The server's end of hubs: bundles as FLARE tasks."""
+"""The server's end of hubs: collections as FLARE tasks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nvflare.apis.shareable import Shareable
 
 from ...federation import HubRules, Link
 from ...federation.tree import Wait
-from ..payload import BUNDLE, JOIN, bundle_to_shareable, extract_bundle, get_refusal_code
+from ..payload import COLLECTION, JOIN, collection_to_shareable, extract_collection, get_refusal_code
 
 _LOG = logging.getLogger(__name__)
 
 
 class HubCarrier:
-    """Carries bundles to hubs, and lets their sites join them.
+    """Carries collections to hubs, and lets their sites join them.
 
     Args:
         hubs: rules of each hub.
@@ -28,7 +28,7 @@ class HubCarrier:
         wait: waits until FLARE tasks are complete.
         restart_polling: begins again at the shortest interval between two requests of idle clients for work.
         list_clients: returns the names of the connected clients.
-        timeout_s: seconds of a bundle for which the server sets none.
+        timeout_s: seconds of a collection for which the server sets none.
         to_timeout: converts seconds to a timeout of FLARE.
     """
 
@@ -54,7 +54,7 @@ class HubCarrier:
         """How each hub is reached."""
         return {hub: partial(self._send, hub) for hub in self.hubs}
 
-    def _send(self, hub: str, bundle: np.ndarray, seconds: float | None) -> Wait | None:
+    def _send(self, hub: str, collection: np.ndarray, seconds: float | None) -> Wait | None:
         clients = set(self._list_clients())
         if hub not in clients:
             _LOG.warning("hub %s is not connected", hub)
@@ -65,14 +65,14 @@ class HubCarrier:
         # It must not raise: FLARE would end the task with an error. FLARE passes keyword arguments.
         def receive(client_task: ClientTask, fl_ctx: FLContext) -> None:  # noqa: ARG001
             result, client_task.result = client_task.result, None
-            answer = extract_bundle(result) if result.get_return_code() == ReturnCode.OK else None
+            answer = extract_collection(result) if result.get_return_code() == ReturnCode.OK else None
             if answer is None:
                 _LOG.warning("hub %s refused: %s", hub, get_refusal_code(result))
             else:
                 answers.append(answer)
 
         timeout = self._to_timeout(self._timeout_s if seconds is None else seconds)
-        task = Task(BUNDLE, bundle_to_shareable(bundle), timeout=timeout, result_received_cb=receive)
+        task = Task(COLLECTION, collection_to_shareable(collection), timeout=timeout, result_received_cb=receive)
         if not self._awaited:
             self._restart_polling()
         self._awaited.add(hub)

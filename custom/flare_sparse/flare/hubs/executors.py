@@ -25,7 +25,7 @@ from nvflare.apis.signal import Signal
 from ...config import JobConfig
 from ...errors import ConfigError, RejectedMessage, get_failure_code
 from ...federation import Hub
-from ..payload import build_refusal, bundle_to_shareable, extract_bundle
+from ..payload import build_refusal, collection_to_shareable, extract_collection
 from ..session import get_workspace, read_job, write_site_error
 from .addresses import HUBS_FILE, find_address
 from .connection import HubConnection, serve_hub
@@ -35,7 +35,7 @@ from .messages import bind_mailboxes, build_site_links, pack_answer, pack_failur
 from .tls import build_context
 
 SHARES = (0.9, 0.05)
-"""Share of the time of a bundle in which answers of sites must begin to arrive, and the next one, in which they end.
+"""Share of a collection's time in which answers of sites must begin to arrive, and the next one, in which they end.
 
 The rest is for the hub's own answer, which must reach the server in time without the sites that are late.
 """
@@ -44,7 +44,7 @@ FREE_S, PAUSE_S = 20.0, 0.5
 
 
 class HubExecutor(Executor):
-    """Answers the bundles of the server, at a client that ``federation.hubs`` names; elsewhere it does nothing."""
+    """Answers the collections of the server, at a client that ``federation.hubs`` names; elsewhere it does nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,21 +59,21 @@ class HubExecutor(Executor):
             try:
                 self._signal = fl_ctx.get_prop(ReservedKey.RUN_ABORT_SIGNAL) or self._signal
                 self._open(fl_ctx)
-            # Not raised: FLARE would log its text, which it may stream to the server. The first bundle is refused.
+            # Not raised: FLARE would log its text, which it may stream to the server. The first collection is refused.
             except Exception as error:  # noqa: BLE001
                 _report(self, error, fl_ctx)
         if event_type == EventType.END_RUN and self._listener is not None:
             self._listener.close()
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """Return a bundle with the replies of the hub's sites, or a refusal with an error code. It never raises."""
+        """Return a collection with the replies of the hub's sites, or a refusal with an error code. It never raises."""
         try:
             self._signal = abort_signal
             hub = self._hub or self._open(fl_ctx)
             if hub is None:
                 raise ConfigError(f"federation.hubs: {fl_ctx.get_identity_name()} is no hub of this participant's job")
-            return bundle_to_shareable(hub.answer(extract_bundle(shareable)))
-        except Exception as error:  # noqa: BLE001 - one bundle must not stop the hub's process
+            return collection_to_shareable(hub.answer(extract_collection(shareable)))
+        except Exception as error:  # noqa: BLE001 - one collection must not stop the hub's process
             return build_refusal(_report(self, error, fl_ctx), ReturnCode.EXECUTION_EXCEPTION)
 
     def _open(self, fl_ctx: FLContext) -> Hub | None:
@@ -169,7 +169,7 @@ def _listen(
 
 
 def _get_default_s(job: JobConfig) -> float:
-    """Return the seconds of a bundle for which the server sets none."""
+    """Return the seconds of a collection for which the server sets none."""
     return job.federation.round_s or job.federation.task_timeout_s
 
 

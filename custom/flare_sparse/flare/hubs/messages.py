@@ -1,7 +1,7 @@
 """The questions of a hub to a site and their answers, as bytes, and the FLARE tasks that a site makes of them.
 
-Both are bundles (docs/wire-format.md) with one parcel, so that neither end reads more than bytes, JSON and names, and
-both refuse what is malformed. A question names no site: the connection says who it is for.
+Both are collections (docs/wire-format.md) with one parcel, so that neither end reads more than bytes, JSON and names,
+and both refuse what is malformed. A question names no site: the connection says who it is for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...endpoints.server import Attempt
 from ...errors import RejectedMessage, WireError, abbreviate
 from ...federation import RawReply, SiteLinks, SiteReply, SumQuestions
 from ...federation.parcels import EXCHANGE, HELLO, SUM, pack_code, pack_parcel, pack_reply, read_code, unpack_reply
-from ...wire.bundles import Parcel, pack_bundle, unpack_bundle
+from ...wire.collection import Parcel, pack_collection, unpack_collection
 from ..payload import (
     ACKNOWLEDGED,
     EVENTS,
@@ -46,7 +46,7 @@ Ask = Callable[[Mapping[str, bytes], float | None, int], Mapping[str, bytes]]
 
 
 def build_site_links(ask: Ask) -> SiteLinks:
-    """Return the links of a hub to its sites, whose bundles ``ask`` carries."""
+    """Return the links of a hub to its sites, whose collections ``ask`` carries."""
     return SiteLinks(partial(_exchange, ask), partial(_exchange_sum, ask), partial(_collect_hellos, ask))
 
 
@@ -82,7 +82,7 @@ def _exchange(ask: Ask, attempt: Attempt) -> dict[str, RawReply]:
     # Sites with equal questions share one buffer.
     for (_, acknowledged), sites in by_content.items():
         parcel = Parcel((RECEIVER,), {ACKNOWLEDGED: acknowledged}, attempt.messages[sites[0]])
-        contents.update(dict.fromkeys(sites, pack_bundle(subject, [parcel]).tobytes()))
+        contents.update(dict.fromkeys(sites, pack_collection(subject, [parcel]).tobytes()))
     parcels = _read_answers(ask(contents, attempt.seconds, MAX_ANSWER_BYTES))
     return {site: parcel if isinstance(parcel, str) else unpack_reply(parcel) for site, parcel in parcels.items()}
 
@@ -94,14 +94,14 @@ def _exchange_sum(ask: Ask, questions: SumQuestions) -> dict[str, np.ndarray | s
     contents: dict[str, bytes] = {}
     for sites in by_content.values():
         parcel = Parcel((RECEIVER,), {}, questions.messages[sites[0]])
-        contents.update(dict.fromkeys(sites, pack_bundle({"topic": SUM}, [parcel]).tobytes()))
+        contents.update(dict.fromkeys(sites, pack_collection({"topic": SUM}, [parcel]).tobytes()))
     size = 0 if questions.section is None else questions.section.size
     parcels = _read_answers(ask(contents, questions.seconds, MAX_ANSWER_BYTES + size))
     return {site: parcel if isinstance(parcel, str) else _read_message(parcel) for site, parcel in parcels.items()}
 
 
 def _collect_hellos(ask: Ask, names: list[str]) -> dict[str, Any]:
-    content = pack_bundle({"topic": HELLO}, [Parcel((RECEIVER,))]).tobytes()
+    content = pack_collection({"topic": HELLO}, [Parcel((RECEIVER,))]).tobytes()
     parcels = _read_answers(ask(dict.fromkeys(names, content), None, MAX_ANSWER_BYTES))
     return {site: None if isinstance(parcel, str) else parcel.note.get("hello") for site, parcel in parcels.items()}
 
@@ -115,7 +115,7 @@ def _read_answers(answers: Mapping[str, bytes]) -> dict[str, Parcel | str]:
     parcels: dict[str, Parcel | str] = {}
     for site, answer in answers.items():
         try:
-            _, found = unpack_bundle(np.frombuffer(answer, np.uint8), site)
+            _, found = unpack_collection(np.frombuffer(answer, np.uint8), site)
             # A site speaks for itself only; the listener has its name from its certificate.
             if [parcel.sites for parcel in found] != [(site,)]:
                 raise RejectedMessage("E_KIND", "sites", site, "others", site)
@@ -131,7 +131,7 @@ def read_question(content: bytes, hub: str) -> tuple[str, str, Shareable]:
     Raises:
         RejectedMessage: the question is malformed.
     """
-    subject, parcels = unpack_bundle(np.frombuffer(content, np.uint8), hub)
+    subject, parcels = unpack_collection(np.frombuffer(content, np.uint8), hub)
     topic = subject.get("topic")
     if [parcel.sites for parcel in parcels] != [(RECEIVER,)]:
         raise RejectedMessage("E_KIND", "sites", RECEIVER, "others", hub)
@@ -150,12 +150,12 @@ def read_question(content: bytes, hub: str) -> tuple[str, str, Shareable]:
 
 def pack_answer(topic: str, site: str, result: Shareable) -> bytes:
     """Return the answer to a hub's question: what a site's FLARE task returned, as it would go to the server."""
-    return pack_bundle({"topic": topic}, [_pack_result(topic, site, result)]).tobytes()
+    return pack_collection({"topic": topic}, [_pack_result(topic, site, result)]).tobytes()
 
 
 def pack_failure(site: str, code: str) -> bytes:
     """Return the answer to a question that no task was made of."""
-    return pack_bundle({}, [pack_code(site, code)]).tobytes()
+    return pack_collection({}, [pack_code(site, code)]).tobytes()
 
 
 def _pack_result(topic: str, site: str, result: Shareable) -> Parcel:

@@ -1,6 +1,6 @@
-"""Bundles: what a server and a hub send each other, the messages of several sites in one (docs/wire-format.md).
+"""Collections: what a server and a hub send each other, the messages of several sites in one (docs/wire-format.md).
 
-A bundle holds: magic (4 bytes) | version (uint16) | zero (uint16) | length of the content (uint64) | CRC-32 of the
+A collection holds: magic (4 bytes) | version (uint16) | zero (uint16) | length of the content (uint64) | CRC-32 of the
 content (uint32) | content: the subject, then the parcels. A parcel holds its sites, a note as JSON, and a message; each
 has its length (uint32) before it.
 """
@@ -40,11 +40,11 @@ class Parcel:
     message: np.ndarray | None = None
 
 
-def pack_bundle(subject: dict[str, Any], parcels: Sequence[Parcel]) -> np.ndarray:
-    """Return a bundle, uint8 ``(n,)``.
+def pack_collection(subject: dict[str, Any], parcels: Sequence[Parcel]) -> np.ndarray:
+    """Return a collection, uint8 ``(n,)``.
 
     Args:
-        subject: what the bundle is about, plain JSON values.
+        subject: what the collection is about, plain JSON values.
         parcels: its parcels.
     """
     parts = [_pack_json(subject)]
@@ -57,30 +57,30 @@ def pack_bundle(subject: dict[str, Any], parcels: Sequence[Parcel]) -> np.ndarra
     return np.frombuffer(_HEAD.pack(MAGIC, VERSION, 0, len(content), zlib.crc32(content)) + content, np.uint8)
 
 
-def unpack_bundle(data: Any, sender: str) -> tuple[dict[str, Any], list[Parcel]]:
-    """Return subject and parcels of a bundle, which is not trusted.
+def unpack_collection(data: Any, sender: str) -> tuple[dict[str, Any], list[Parcel]]:
+    """Return subject and parcels of a collection, which is not trusted.
 
     Args:
-        data: the bundle.
+        data: the collection.
         sender: name of the sender, for the error.
 
     Raises:
-        RejectedMessage: the bundle is malformed or damaged.
+        RejectedMessage: the collection is malformed or damaged.
     """
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 1:
-        raise RejectedMessage("E_DTYPE", "bundle", "uint8 (n,)", type(data).__name__, sender)
+        raise RejectedMessage("E_DTYPE", "collection", "uint8 (n,)", type(data).__name__, sender)
     content = data.tobytes()
     if len(content) < _HEAD.size:
-        raise RejectedMessage("E_LEN", "bundle", f"at least {_HEAD.size} bytes", len(content), sender)
+        raise RejectedMessage("E_LEN", "collection", f"at least {_HEAD.size} bytes", len(content), sender)
     magic, version, zero, size, checksum = _HEAD.unpack_from(content)
     if (magic, version, zero) != (MAGIC, VERSION, 0):
         raise RejectedMessage("E_VERSION", "magic, version", (MAGIC, VERSION), (magic, version), sender)
     if len(content) != _HEAD.size + size:
-        raise RejectedMessage("E_LEN", "bundle", _HEAD.size + size, len(content), sender)
+        raise RejectedMessage("E_LEN", "collection", _HEAD.size + size, len(content), sender)
     if zlib.crc32(memoryview(content)[_HEAD.size :]) != checksum:
         raise RejectedMessage("E_CRC", "checksum", "the checksum of the content", "another one", sender)
     parts = _iterate_parts(content, sender)
-    # A missing part is an empty one, which is no JSON: a bundle cut at the border of a part is refused, too.
+    # A missing part is an empty one, which is no JSON: a collection cut at the border of a part is refused, too.
     subject, parcels = _read_json(next(parts, b""), dict, sender), []
     for sites in parts:
         note = _read_json(next(parts, b""), dict, sender)
@@ -96,7 +96,7 @@ def _iterate_parts(content: bytes, sender: str) -> Iterator[bytes]:
         start = position + _LENGTH.size
         (size,) = _LENGTH.unpack(content[position:start].ljust(_LENGTH.size, b"\0"))
         if start + size > len(content):
-            raise RejectedMessage("E_LEN", "part of a bundle", size, len(content) - start, sender)
+            raise RejectedMessage("E_LEN", "part of a collection", size, len(content) - start, sender)
         yield content[start : start + size]
         position = start + size
 

@@ -1,4 +1,4 @@
-"""Bundles: golden bytes, round trip, and refusal of everything that is not one."""
+"""Collections: golden bytes, round trip, and refusal of everything that is not one."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flare_sparse.errors import RejectedMessage
-from flare_sparse.wire.bundles import Parcel, pack_bundle, unpack_bundle
+from flare_sparse.wire.collection import Parcel, pack_collection, unpack_collection
 
 MESSAGE = np.arange(5, dtype=np.uint8)
 
 
 def refuse(data: object) -> str:
-    """Return the code with which a bundle is refused."""
+    """Return the code with which a collection is refused."""
     with pytest.raises(RejectedMessage) as caught:
-        unpack_bundle(data, "hub-1")
+        unpack_collection(data, "hub-1")
     return caught.value.code
 
 
-def test_bundle_begins_with_magic_version_length_and_checksum() -> None:
-    data = pack_bundle({"topic": "sum"}, [Parcel(("site-1",), {"code": "E_LEN"}), Parcel(("a", "é"), {}, MESSAGE)])
+def test_collection_begins_with_magic_version_length_and_checksum() -> None:
+    data = pack_collection({"topic": "sum"}, [Parcel(("site-1",), {"code": "E_LEN"}), Parcel(("a", "é"), {}, MESSAGE)])
     assert data[:8].tobytes() == b"FSPB\x01\x00\x00\x00"
     assert int.from_bytes(data[8:16].tobytes(), "little") == data.size - 20
     assert b'{"topic":"sum"}' in data.tobytes()
@@ -39,7 +39,9 @@ parcels = st.lists(
 
 
 @given(subject=note, content=parcels)
-def test_bundle_means_what_was_packed(subject: dict[str, object], content: list[tuple[list[str], dict, bytes]]) -> None:
+def test_collection_means_what_was_packed(
+    subject: dict[str, object], content: list[tuple[list[str], dict, bytes]]
+) -> None:
     packed = [
         Parcel(
             tuple(sites),
@@ -48,7 +50,7 @@ def test_bundle_means_what_was_packed(subject: dict[str, object], content: list[
         )
         for sites, note, m in content
     ]
-    actual_subject, actual = unpack_bundle(pack_bundle(subject, packed), "hub-1")
+    actual_subject, actual = unpack_collection(pack_collection(subject, packed), "hub-1")
     assert actual_subject == subject
     assert [(p.sites, p.note) for p in actual] == [(p.sites, p.note) for p in packed]
     for read, written in zip(actual, packed, strict=True):
@@ -62,7 +64,7 @@ def test_arbitrary_bytes_are_refused(data: bytes) -> None:
 
 
 def test_every_changed_byte_is_noticed() -> None:
-    data = pack_bundle({"topic": "sum"}, [Parcel(("site-1",), {}, MESSAGE)])
+    data = pack_collection({"topic": "sum"}, [Parcel(("site-1",), {}, MESSAGE)])
     for position in range(data.size):
         changed = data.copy()
         changed[position] ^= 4
@@ -71,6 +73,6 @@ def test_every_changed_byte_is_noticed() -> None:
 
 def test_malformed_content_with_a_valid_checksum_is_refused() -> None:
     assert refuse("text") == "E_DTYPE"
-    assert refuse(pack_bundle({}, [Parcel(())])) == "E_CANON"
-    assert refuse(pack_bundle({}, [Parcel(("a", "a"))])) == "E_CANON"
-    assert refuse(pack_bundle({"x": "y" * 2**16}, [])) == "E_SIZE"
+    assert refuse(pack_collection({}, [Parcel(())])) == "E_CANON"
+    assert refuse(pack_collection({}, [Parcel(("a", "a"))])) == "E_CANON"
+    assert refuse(pack_collection({"x": "y" * 2**16}, [])) == "E_SIZE"
