@@ -5,6 +5,7 @@ The text above the tables is kept.
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def format_table(cells: list[dict[str, Any]], script: str) -> str:
             rows.append(f"| {exchange} | {mode} | not run | | | | |")
             continue
         if "failure" in cell:
-            rows.append(f"| {exchange} | {mode} | fails: {cell['failure']} | | | | |")
+            rows.append(f"| {exchange} | {mode} | fails | | | | |")
             continue
         difference, share = "", ""
         if dense and dense is not cell and "failure" not in dense:
@@ -38,7 +39,10 @@ def format_table(cells: list[dict[str, Any]], script: str) -> str:
         ledger = "" if cell["ledger"] is None else f"{cell['ledger']:,}"
         figures = f"{cell['accuracy']:.3f} | {difference} | {ledger} | {cell['measured']:,} | {share}"
         rows.append(f"| {exchange} | {mode} | {figures} |")
-    return "\n".join(rows)
+    failures = [
+        f"{exchange}, {mode}: `{cell['failure']}`" for (exchange, mode), cell in known.items() if "failure" in cell
+    ]
+    return "\n".join([*rows, *(f"\n{textwrap.fill(failure, 120)}" for failure in failures)])
 
 
 def format_section(cells: list[dict[str, Any]], script: str) -> str:
