@@ -15,7 +15,10 @@ from flare_sparse.config import load_config
 
 ROOT = Path(__file__).parents[2]
 MASKED = ROOT / "app_configs" / "masked_brain_age.yaml"
-HUBS = "federation.hubs={hub-1: {sites: [site-1, site-2]}, hub-2: {sites: [site-3, site-4], min_sites: 2}}"
+HUBS = (
+    "federation.hubs={hub-1: {sites: [site-1, site-2], fetch_s: 300}, "
+    "hub-2: {sites: [site-3, site-4], min_sites: 2, fetch_s: 300}}"
+)
 SMALL = ("method.rounds=2", "method.training.epochs=1", "task.downsample=4", "federation.task_timeout_s=300")
 
 
