@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import ENVIRONMENT
@@ -14,7 +19,10 @@ from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 600.0
+"""Longest wait for a condition; a machine under load takes minutes for what an idle one does in seconds."""
 MASKED = ROOT / "app_configs" / "masked_brain_age.yaml"
+# On a machine with fewer cores than processes, a site may start a minute after its hub.
 HUBS = (
     "federation.hubs={hub-1: {sites: [site-1, site-2], fetch_s: 300}, "
     "hub-2: {sites: [site-3, site-4], min_sites: 2, fetch_s: 300}}"
@@ -63,3 +71,71 @@ def test_provisioned_tree_ends_in_the_bits_of_the_flat_local_run(
         if line["direction"] == "up" and line["scalars_sent"] and line["site"] in of_tree["links"]
     ]
     assert [line["site"] for line in sums].count("hub-1") == [line["site"] for line in sums].count("hub-2") == 3
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not after {PATIENCE_S:.0f} s"
+        time.sleep(0.1)
+
+
+def count_rounds(out: Path) -> int:
+    """Return the number of records so far; the last line may not be whole yet."""
+    file = out / "rounds.jsonl"
+    return file.read_text().count("\n") if file.is_file() else 0
+
+
+def read_rounds(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+
+
+def kill_processes(kit: Path) -> None:
+    """Kill the participant of a startup kit with its job, and not the shell that starts it again."""
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            if str(kit) in words and "python" in words[0]:
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_job_of_a_killed_hub_ends_and_its_resumption_ends_in_the_undisturbed_bits(
+    workspace: Path, tmp_path: Path
+) -> None:
+    # Many short rounds: the kill must come before the last one.
+    rounds = 20
+    data = f"simulator.data={{path: '{workspace / 'data' / '{site}'}'}}"
+    flat = [*SMALL, data, "wire.aggregation=masked", f"method.rounds={rounds}"]
+    flat += ["federation.task_timeout_s=120", "federation.retries=0"]
+    kits, out = workspace / "sparse" / "prod_00", tmp_path / "tree"
+    settings = [word for setting in [*flat, HUBS] for word in ("--set", setting)]
+    line = ["flare-sparse", "run", str(MASKED), "--env", "prod", "--kit", str(kits / "lead@coordination.org")]
+    line += ["--out", str(out), *settings]
+    log = kits / "hub-1" / "process.log"
+    connected = log.read_text().count("Successfully registered client")
+    with (tmp_path / "terminal.txt").open("w") as screen:
+        running = subprocess.Popen(line, env=ENVIRONMENT, stdout=screen, stderr=screen)
+    try:
+        wait_for(lambda: count_rounds(out) >= 2 or running.poll() is not None, "round 1 is committed")
+        kill_processes(kits / "hub-1")
+        # The hub's supervisor starts its client again, but not the job: the next exchange with it times out.
+        code = running.wait(PATIENCE_S)
+    finally:
+        running.kill()
+        running.wait()
+    shown = (tmp_path / "terminal.txt").read_text()
+    assert code != 0, shown
+    assert "is committed at the server" in shown
+    assert "--resume" in shown
+    before = read_rounds(out)
+    assert 2 <= len(before) < rounds
+    wait_for(lambda: log.read_text().count("Successfully registered client") > connected, "the hub is connected again")
+    run_command(*line, "--resume")
+    run_config_locally(load_config(MASKED, flat), MASKED, tmp_path / "flat")
+    of_tree, of_flat = (json.loads((folder / "summary.json").read_text()) for folder in (out, tmp_path / "flat"))
+    assert of_tree["model_sha256"] == of_flat["model_sha256"]
+    # The rounds before the kill were not repeated.
+    after = read_rounds(out)
+    assert [record["committed_at"] for record in after[: len(before)]] == [record["committed_at"] for record in before]
+    assert [record["round"] for record in after] == [record["round"] for record in read_rounds(tmp_path / "flat")]
