@@ -80,10 +80,9 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
-def count_rounds(out: Path) -> int:
-    """Return the number of records so far; the last line may not be whole yet."""
-    file = out / "rounds.jsonl"
-    return file.read_text().count("\n") if file.is_file() else 0
+def list_server_records(kits: Path) -> set[Path]:
+    """Return the records of the jobs at the server, which has them earlier than a command that follows a job."""
+    return set((kits / "localhost").glob("*/app_server/**/rounds.jsonl"))
 
 
 def read_rounds(out: Path) -> list[dict[str, Any]]:
@@ -113,11 +112,16 @@ def test_job_of_a_killed_hub_ends_and_its_resumption_ends_in_the_undisturbed_bit
     line = ["flare-sparse", "run", str(MASKED), "--env", "prod", "--kit", str(kits / "lead@coordination.org")]
     line += ["--out", str(out), *settings]
     log = kits / "hub-1" / "process.log"
-    connected = log.read_text().count("Successfully registered client")
+    connected, earlier = log.read_text().count("Successfully registered client"), list_server_records(kits)
+
+    def has_committed() -> bool:
+        """Return whether round 1 follows the scores; every line but the last is whole."""
+        return any(file.read_text().count("\n") >= 2 for file in list_server_records(kits) - earlier)
+
     with (tmp_path / "terminal.txt").open("w") as screen:
         running = subprocess.Popen(line, env=ENVIRONMENT, stdout=screen, stderr=screen)
     try:
-        wait_for(lambda: count_rounds(out) >= 2 or running.poll() is not None, "round 1 is committed")
+        wait_for(lambda: has_committed() or running.poll() is not None, "round 1 is committed")
         kill_processes(kits / "hub-1")
         # The hub's supervisor starts its client again, but not the job: the next exchange with it times out.
         code = running.wait(PATIENCE_S)
