@@ -171,6 +171,15 @@ def send_head(connection: ssl.SSLSocket, number: int, size: int) -> None:
     connection.sendall(head.encode())
 
 
+def fetch_number(connection: socket.socket) -> int:
+    """Fetch the question to a site, and return its number."""
+    send_head(connection, 0, 0)
+    response = HTTPResponse(connection)
+    response.begin()
+    response.read()
+    return int(response.headers["Question"])
+
+
 def read_status(connection: ssl.SSLSocket) -> int:
     response = HTTPResponse(connection)
     response.begin()
@@ -231,11 +240,7 @@ def test_second_copy_of_an_answer_is_refused_before_it_is_read(kits: Path) -> No
     with open_hub(kits) as (mailboxes, address), ThreadPoolExecutor(1) as pool, ExitStack() as stack:
         asked = pool.submit(mailboxes.ask, {"site-1": b"question"}, 10.0, 10**9)
         first, second = (stack.enter_context(open_socket(kits, address)) for _ in range(2))
-        send_head(first, 0, 0)
-        response = HTTPResponse(first)
-        response.begin()
-        number = int(response.headers["Question"])
-        response.read()
+        number = fetch_number(first)
         send_head(first, number, 6)
         first.sendall(b"ans")
         time.sleep(0.2)
@@ -254,11 +259,7 @@ def test_transfer_of_an_answer_ends_with_its_question(kits: Path) -> None:
     with open_hub(kits) as (mailboxes, address), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(mailboxes.ask, {"site-1": b"question"}, 0.5, 100, 0.3)
         with open_socket(kits, address) as connection:
-            send_head(connection, 0, 0)
-            response = HTTPResponse(connection)
-            response.begin()
-            number = int(response.headers["Question"])
-            response.read()
+            number = fetch_number(connection)
             send_head(connection, number, 10)
             connection.sendall(b"12345")
             assert asked.result() == {}
