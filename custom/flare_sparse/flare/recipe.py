@@ -81,8 +81,8 @@ class SparseRecipe(Recipe):
         tensorboard: bool = False,
         tracker: MlflowTracker | None = None,
     ):
-        # A hub is a client without data. FLARE starts a job only when these are connected, and ends it when one is
-        # lost: without its hub, a site would miss the whole job.
+        # A hub is a client without data. FLARE starts a job only when these are connected: without its hub, a site
+        # would miss the whole job.
         hubs = sorted(config.hubs)
         fewest = config.federation.min_sites + len(hubs)
         job = FedJob(name=config.name, min_clients=fewest, mandatory_clients=hubs or None)

@@ -14,9 +14,11 @@ from ..hubs.tls import build_context, read_common_name
 from .authorizer import find_missing_guard
 
 CONNECT_TIMEOUT_S = 5.0
+Verdict = Literal["PASS", "WARN", "FAIL"]
+"""Verdict of a check before a job."""
 
 
-def check_hub_role(kit: Path, name: str, hubs: dict[str, HubRules]) -> tuple[Literal["PASS", "WARN", "FAIL"], str]:
+def check_hub_role(kit: Path, name: str, hubs: dict[str, HubRules]) -> tuple[Verdict, str]:
     """Return verdict and detail of a participant's part in a job with hubs.
 
     Args:
@@ -35,7 +37,7 @@ def check_hub_role(kit: Path, name: str, hubs: dict[str, HubRules]) -> tuple[Lit
     return _check_site_of_hub(kit, own[0])
 
 
-def _check_hub(kit: Path, name: str, rules: HubRules) -> tuple[Literal["PASS", "WARN", "FAIL"], str]:
+def _check_hub(kit: Path, name: str, rules: HubRules) -> tuple[Verdict, str]:
     host, port = find_address(kit / "local", name)
     build_context(kit / "startup", is_hub=True)
     if not find_missing_guard(kit / "local"):
@@ -51,7 +53,7 @@ def _check_hub(kit: Path, name: str, rules: HubRules) -> tuple[Literal["PASS", "
     return "PASS", f"hub of {len(rules.sites)} sites, without data; open port {port} for connections of {sites}"
 
 
-def _check_site_of_hub(kit: Path, hub: str) -> tuple[Literal["PASS", "WARN", "FAIL"], str]:
+def _check_site_of_hub(kit: Path, hub: str) -> tuple[Verdict, str]:
     host, port = find_address(kit / "local", hub)
     context, address = build_context(kit / "startup", is_hub=False), f"{hub} at {host}:{port}"
     try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...assemble import Assembly, assemble, open_site, plan_sampling
 from ...config import JobConfig
@@ -37,9 +37,8 @@ from .allow_list import (
 )
 from .authorizer import find_missing_guard
 from .byoc import list_code_senders, read_permissions
-from .hub_checks import check_hub_role
+from .hub_checks import Verdict, check_hub_role
 
-Verdict = Literal["PASS", "WARN", "FAIL"]
 FLARE_SERIES = "2.9"
 ALLOW_COMMAND = "flare-sparse site allow"
 DISK_NEEDED = 2 * 10**9
