@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from ports import lock_ports
 from skips import describe_skips, require
 
 from flare_sparse.privacy.secret import SECRET_BYTES
@@ -49,6 +50,13 @@ def shared_data() -> Path:
     reason = f"{SHARED_DATA} is missing; CONTRIBUTING.md lists the public data sets to put there"
     require(SHARED_DATA.is_dir(), reason)
     return SHARED_DATA
+
+
+@pytest.fixture
+def poc_ports() -> Iterator[None]:
+    """Hold the ports 8002 and 8003 of FLARE's POC mode during a test."""
+    with lock_ports("poc"):
+        yield
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

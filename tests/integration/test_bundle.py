@@ -24,8 +24,8 @@ OVERRIDES = (
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("poc_ports")
 def test_bundle_in_the_simulator_and_in_poc_ends_with_the_bits_of_the_local_run(tmp_path: Path) -> None:
-    """Needs the ports 8002 and 8003 of FLARE's POC mode."""
     config = load_config(CONFIG, OVERRIDES)
     local = run_config_locally(config, CONFIG, tmp_path / "local", console=Console(quiet=True))
     simulated = run_in_simulator(config, CONFIG, tmp_path / "sim", Console(quiet=True))

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import ENVIRONMENT
+from ports import lock_ports
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
@@ -57,11 +58,12 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for number, site in enumerate(SITES, start=1):
         rows = [f"{CANARY}-{i},{(i * number) % 7 % 2},{i % 2},{i % 3 % 2},{i % 5 % 2}" for i in range(60)]
         (folder / CANARY / f"{site}.csv").write_text("stay,died,med_a,med_b,med_c\n" + "\n".join(rows) + "\n")
-    try:
-        run_script("up", str(folder / "workspace"), str(folder / CANARY / "{site}.csv"))
-        yield folder
-    finally:
-        run_script("down", str(folder / "workspace"))
+    with lock_ports("provisioned"):
+        try:
+            run_script("up", str(folder / "workspace"), str(folder / CANARY / "{site}.csv"))
+            yield folder
+        finally:
+            run_script("down", str(folder / "workspace"))
 
 
 @pytest.fixture
@@ -311,6 +313,7 @@ def test_job_with_its_own_filter_is_refused_by_the_plan_authorizer(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("poc_ports")
 def test_simulator_poc_and_submitted_folder_end_with_the_same_model(
     config: Path, federation: Path, tmp_path: Path
 ) -> None:
@@ -330,8 +333,8 @@ def test_simulator_poc_and_submitted_folder_end_with_the_same_model(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("poc_ports")
 def test_poc_runs_a_user_task_and_ends_with_the_bits_of_a_local_run(user_task: Path, tmp_path: Path) -> None:
-    """Needs the ports 8002 and 8003 of FLARE's POC mode."""
     done = command("run", str(user_task), "--env", "poc", "--out", str(tmp_path / "poc"))
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "poc" / "summary.json").read_text())
@@ -341,8 +344,9 @@ def test_poc_runs_a_user_task_and_ends_with_the_bits_of_a_local_run(user_task: P
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("poc_ports")
 def test_commands_of_the_poc_page_run_and_the_console_accepts_a_job_folder(tmp_path: Path) -> None:
-    """Run the shell commands of docs/poc.md, then FLARE's admin console. Needs the ports 8002 and 8003."""
+    """Run the shell commands of docs/poc.md, then FLARE's admin console."""
     commands = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "poc.md").read_text(), flags=re.DOTALL)[1]
     assert "nvflare poc prepare" in commands
     (tmp_path / "app_configs").symlink_to(ROOT / "app_configs")

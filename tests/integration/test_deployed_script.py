@@ -96,10 +96,10 @@ def read_digest(out: Path) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("poc_ports")
 def test_script_in_poc_and_provisioned_ends_with_the_model_of_the_simulator(
     config: Path, federation: Any, tmp_path: Path
 ) -> None:
-    """Needs the ports 8002 and 8003 of FLARE's POC mode."""
     kit = str(federation.kits / "lead@coordination.org")
     for environment in (["sim"], ["poc"], ["prod", "--kit", kit]):
         run(federation, str(config), "--env", *environment, "--out", str(tmp_path / environment[0]))

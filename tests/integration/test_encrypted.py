@@ -76,8 +76,8 @@ def test_encrypted_simulator_run_equals_the_plain_run_and_only_its_key_decrypts_
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("poc_ports")
 def test_encrypted_poc_run_uses_the_keys_of_its_kits(config: Path, tmp_path: Path) -> None:
-    """Needs the ports 8002 and 8003 of FLARE's POC mode."""
     run_config_locally(load_config(config), config, tmp_path / "plain")
     out = tmp_path / "poc"
     line = ["flare-sparse", "run", str(config), "--env", "poc", "--set", "wire.encryption=ckks", "--out", str(out)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from commands import ENVIRONMENT
+from ports import lock_ports
 
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
@@ -38,13 +39,14 @@ def run_command(*line: str, timeout_s: float = 900) -> str:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a running federation; it needs the ports 8102, 8103, 8111 and 8112."""
+    """The folder of a running federation with hubs."""
     folder = tmp_path_factory.mktemp("tree") / "workspace"
-    try:
-        run_command(str(ROOT / "poc" / "up"), "--tree", str(folder))
-        yield folder
-    finally:
-        run_command(str(ROOT / "poc" / "down"), str(folder))
+    with lock_ports("provisioned"):
+        try:
+            run_command(str(ROOT / "poc" / "up"), "--tree", str(folder))
+            yield folder
+        finally:
+            run_command(str(ROOT / "poc" / "down"), str(folder))
 
 
 @pytest.mark.long

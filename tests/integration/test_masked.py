@@ -50,8 +50,8 @@ def test_simulator_run_ends_with_the_bits_of_the_local_one(config: Path, tmp_pat
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("poc_ports")
 def test_masked_poc_run_signs_with_the_certificates_of_its_kits(config: Path, tmp_path: Path) -> None:
-    """Needs the ports 8002 and 8003 of FLARE's POC mode."""
     run_config_locally(load_config(config), config, tmp_path / "local")
     out = tmp_path / "poc"
     line = ["flare-sparse", "run", str(config), "--env", "poc", "--out", str(out)]

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ports import find_free_ports
+
 FAULTS = Path(__file__).parents[2] / "benchmarks" / "faults"
-
-
-def find_free_ports(count: int) -> int:
-    """Return the first of ``count`` neighbouring ports that are free."""
-    for first in range(20000, 60000, count):
-        with ExitStack() as stack, suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("localhost", port))
-            return first
-    raise OSError("no free ports")
 
 
 @contextmanager
