@@ -86,6 +86,39 @@ def test_zeros_of_a_large_tensor_are_left_out_and_every_bit_comes_back(
     assert stored == (4 * live + (tensor.numel() + 7) // 8 if share < 0.5 else tensor.nbytes)
 
 
+@dataclass(frozen=True)
+class Model:
+    weights: torch.Tensor
+    masks: tuple[Mask, ...]
+
+
+@given(
+    zeros_inside=st.integers(0, 400),
+    outside=st.booleans(),
+    others=st.lists(st.floats(0.0, 1.0), max_size=3),
+    seed=st.integers(0, 2**16),
+)
+def test_positions_of_a_tensor_are_those_of_a_mask_that_covers_it(
+    zeros_inside: int, outside: bool, others: list[float], seed: int
+) -> None:
+    size, draw = 5000, torch.Generator().manual_seed(seed)
+    mask = Mask(torch.rand(size, generator=draw) < 0.2)
+    weights = mask.put(torch.randn(mask.count, generator=draw), torch.zeros(size))
+    weights[mask.indices[:zeros_inside]] = 0.0
+    # -0.0 equals 0.0, but is written.
+    weights[(~mask).indices[0]] = -0.0 if outside else 0.0
+    masks = (*(Mask(torch.rand(size, generator=draw) < share) for share in others), mask)
+    tensors: dict[str, torch.Tensor] = {}
+    packed = json.loads(json.dumps(pack(Model(weights, masks), tensors)))
+    result = unpack(packed, Model, tensors)
+    assert torch.equal(result.weights.view(torch.int32), weights.view(torch.int32))
+    assert result.masks == masks
+    bits = [part["bits"] for part in packed["masks"]]
+    if not others:
+        assert (packed["weights"]["bits"] == bits[0]) == (not outside)
+    assert len(tensors) == len(bits) + 1 + (packed["weights"]["bits"] not in bits)
+
+
 @pytest.mark.parametrize("value", [{1, 2}, object(), lambda: 0, b"bytes"])
 def test_pack_refuses_other_types(value: Any) -> None:
     if isinstance(value, bytes):

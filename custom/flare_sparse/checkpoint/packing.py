@@ -1,7 +1,8 @@
 """Conversion of dataclasses to JSON with named tensors, and back by declared types.
 
 A file names no class, so loading it cannot run foreign code, as pickle could. A mask takes one bit per entry; of a
-large float32 tensor that is mostly zero, the other values and their positions are written.
+large float32 tensor that is mostly zero, the other values and their positions are written. Where a mask of the same
+content has these positions, they are written once.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ def pack(value: Any, tensors: dict[str, Tensor]) -> Any:
     Raises:
         CheckpointError: a type that no checkpoint may hold.
     """
-    return _Packer(tensors).pack(value)
+    packer = _Packer(tensors)
+    packed = packer.pack(value)
+    packer.pack_sparse_tensors()
+    return packed
 
 
 class _Packer:
     def __init__(self, tensors: dict[str, Tensor]):
         self._tensors = tensors
+        # Packed at the end, when all masks are known: the tensor, the number of its live entries, and where they go.
+        self._sparse: list[tuple[Tensor, int, dict[str, Any]]] = []
         # By the id of the packed object, which is held: a later object must not get the id of a deleted one.
         self._packed: dict[int, tuple[Any, Any]] = {}
 
@@ -65,15 +71,36 @@ class _Packer:
     def _pack_entries(self, value: Mask | Tensor) -> Any:
         if isinstance(value, Mask):
             return {"entries": value.size, "bits": self._add(_to_bytes(value.packed))}
-        live = _find_live(value)
-        if live is None:
+        num_live = _count_live(value)
+        if num_live is None:
             return self._add(value)
-        bits, values = np.packbits(live).tobytes(), value.detach().reshape(-1).numpy()[live]
-        return {
-            "shape": list(value.shape),
-            "bits": self._add(_to_bytes(bits)),
-            "values": self._add(torch.from_numpy(values)),
-        }
+        packed: dict[str, Any] = {}
+        self._sparse.append((value, num_live, packed))
+        return packed
+
+    def pack_sparse_tensors(self) -> None:
+        """Write the tensors of which only some entries are written, with the bits of a mask that covers them."""
+        for tensor, num_live, packed in self._sparse:
+            bits, values = self._select_live(tensor.detach().reshape(-1), num_live)
+            packed |= {"shape": list(tensor.shape), "bits": bits, "values": self._add(values)}
+
+    def _select_live(self, flat: Tensor, num_live: int) -> tuple[str, Tensor]:
+        """Return the name of the bits of the positions to write, and the values there."""
+        for name, mask in self._find_covering_masks(flat.numel(), num_live):
+            values = mask.take(flat)
+            if _count_nonzero(values) == num_live:
+                return name, values
+        live = _view_bits(flat) != 0
+        return self._add(_to_bytes(np.packbits(live).tobytes())), torch.from_numpy(flat.numpy()[live])
+
+    def _find_covering_masks(self, size: int, num_live: int) -> list[tuple[str, Mask]]:
+        """Return names of bits and masks that may have all live entries; few, because each costs a look at a tensor."""
+        masks = [
+            (packed["bits"], value)
+            for value, packed in self._packed.values()
+            if isinstance(value, Mask) and value.size == size and num_live <= value.count <= size // 2
+        ]
+        return sorted(masks, key=lambda pair: pair[1].count)[:2]
 
     def _add(self, tensor: Tensor) -> str:
         name = str(len(self._tensors))
@@ -85,14 +112,22 @@ def _to_bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
 
 
-def _find_live(tensor: Tensor) -> np.ndarray | None:
-    """Return which entries differ from 0.0, as bool ``(n,)``; None where it does not pay to write only those."""
+def _count_live(tensor: Tensor) -> int | None:
+    """Return how many entries differ from 0.0; None where it does not pay to write only those."""
     if tensor.dtype != torch.float32 or tensor.numel() < _LARGE:
         return None
-    # By the bits, because -0.0 equals 0.0.
-    live = tensor.detach().reshape(-1).view(torch.int32).numpy() != 0
-    # numpy counts bools many times faster than torch.
-    return live if np.count_nonzero(live) * 2 <= live.size else None
+    count = _count_nonzero(tensor.detach().reshape(-1))
+    return count if count * 2 <= tensor.numel() else None
+
+
+def _count_nonzero(values: Tensor) -> int:
+    # numpy counts many times faster than torch.
+    return int(np.count_nonzero(_view_bits(values)))
+
+
+def _view_bits(values: Tensor) -> np.ndarray:
+    """Return float32 values ``(n,)`` as integers, because -0.0 equals 0.0."""
+    return values.view(torch.int32).numpy()
 
 
 class _Stored:
