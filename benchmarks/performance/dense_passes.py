@@ -1,6 +1,6 @@
 """Count of the operations that read or write a model's whole vector, by the line of the package that runs them.
 
-    python benchmarks/performance/dense_passes.py [--millions 3] [--sparsity 0.9] [--lines]
+    python benchmarks/performance/dense_passes.py [--millions 3] [--sparsity 0.9] [--values bfloat16] [--lines]
 
 NeuroSFL over four sites in this process, in a round in which the mask does not change: passes at the server and at one
 site, with what runs in each. Gathering or scattering a selection is no pass; views are none. Counted are the operations
@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from flare_sparse.params import Layout
 from flare_sparse.task import SiteData
 from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.wire.ledger import Ledger
+from flare_sparse.wire.plan import ValueType
 
 RUN = "0" * 16
 
@@ -193,19 +194,21 @@ class Round:
         millions: parameters of the network, in millions.
         sparsity: share of them that is off.
         folder: for checkpoints and records.
+        values: number format of the messages.
 
     Attributes:
         counters: passes of the third round: ``server``, and ``site`` for one of the sites.
     """
 
-    def __init__(self, millions: int, sparsity: float, folder: Path):
+    def __init__(self, millions: int, sparsity: float, folder: Path, values: ValueType):
         self.task = IdleTask({"millions": millions})
         network = self.task.model()
         self.layout = Layout.from_module(network)
         self.weights = self.layout.flatten(dict(network.named_parameters()))
         training = TrainingConfig(optimizer="sgd", lr=1e-6)
         self.method = NeuroSFL(Config(rounds=4, sparsity=sparsity, scores="random", training=training), self.layout, 1)
-        self.server = ServerEndpoint(self.layout, RUN, "float32", Ledger())
+        self.values = values
+        self.server = ServerEndpoint(self.layout, RUN, values, Ledger())
         self.store = Store(folder / "server", {})
         self.sites = {name: self._build_site(name, folder) for name in SITES}
         self.counters = {end: PassCounter(self.layout.size) for end in ("server", "site")}
@@ -214,7 +217,7 @@ class Round:
     def _build_site(self, name: str, folder: Path) -> SiteEndpoint:
         site = Site(name, self.task, self.task.load(SiteData(name, folder), 1), self.layout, 1)
         requests = RequestLog(RUN, self.method.count_requests, attempts=1, file=folder / f"{name}.json")
-        return SiteEndpoint(site, self.method, RUN, "float32", Store(folder / name, {}), requests=requests)
+        return SiteEndpoint(site, self.method, RUN, self.values, Store(folder / name, {}), requests=requests)
 
     def run(self) -> None:
         """Run four rounds."""
@@ -262,10 +265,10 @@ class Round:
         return update, endpoint.encode(request, update).data
 
 
-def count_round(millions: int, sparsity: float) -> dict[str, PassCounter]:
+def count_round(millions: int, sparsity: float, values: ValueType = "float32") -> dict[str, PassCounter]:
     """Return the passes of a round in which the mask does not change, at the ``server`` and at a ``site``."""
     with tempfile.TemporaryDirectory() as folder:
-        measured = Round(millions, sparsity, Path(folder))
+        measured = Round(millions, sparsity, Path(folder), values)
         measured.run()
     return measured.counters
 
@@ -274,9 +277,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, default=3)
     parser.add_argument("--sparsity", type=float, default=0.9)
+    parser.add_argument(
+        "--values", choices=get_args(ValueType), default="float32", help="number format of the messages"
+    )
     parser.add_argument("--lines", action="store_true", help="also print the line of each pass")
     arguments = parser.parse_args()
-    for end, counter in count_round(arguments.millions, arguments.sparsity).items():
+    for end, counter in count_round(arguments.millions, arguments.sparsity, arguments.values).items():
         print(f"{end}: {counter.count} passes over {counter.size:,} entries")
         if arguments.lines:
             print(*(f"    {number} {line}" for line, number in sorted(counter.passes.items())), sep="\n")

@@ -213,13 +213,14 @@ def write_page(rows: list[dict[str, Any]]) -> None:
     from dense_passes import count_round
 
     passes = {end: counter.count for end, counter in count_round(1, 0.9).items()}
+    rounding = {end: counter.count for end, counter in count_round(1, 0.9, "bfloat16").items()}
     rows = sorted(rows, key=lambda row: row["parameters"])
     sizes = " ".join(str(row["parameters"] // 1_000_000) for row in rows)
-    text = format_page(rows, passes, f"python benchmarks/performance/round_time.py --millions {sizes} --docs")
+    text = format_page(rows, passes, rounding, f"python benchmarks/performance/round_time.py --millions {sizes} --docs")
     PAGE.write_text(f"{text}\n{MARK}{PAGE.read_text().partition(MARK)[2]}")
 
 
-def format_page(rows: list[dict[str, Any]], passes: dict[str, int], command: str) -> str:
+def format_page(rows: list[dict[str, Any]], passes: dict[str, int], rounding: dict[str, int], command: str) -> str:
     machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
     lines = [
         "# Time of a round",
@@ -254,7 +255,8 @@ def format_page(rows: list[dict[str, Any]], passes: dict[str, int], command: str
         "",
         "`python benchmarks/performance/dense_passes.py` counts operations that read or write the whole vector in a",
         "round whose mask has not changed, checkpoints and records of requests included:",
-        f"{passes['site']} at a site, {passes['server']} at the server, whatever the number of sites.",
+        f"{passes['site']} at a site, {passes['server']} at the server, whatever the number of sites. A format that",
+        f"rounds keeps a residual of the whole vector: {rounding['site']} and {rounding['server']} passes in bfloat16.",
     ]
     return "\n".join(lines) + "\n"
 

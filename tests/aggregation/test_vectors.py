@@ -1,4 +1,4 @@
-"""Vectors of zeros: memory is used again once nobody refers to it, and never before."""
+"""Vectors of zeros: memory is recycled once nothing references it, and never before."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flare_sparse.aggregation.vectors import MIN_REUSED_ENTRIES, VectorPool
+from flare_sparse.aggregation.vectors import MIN_RECYCLED_ENTRIES, VectorPool
 
-SIZES = (MIN_REUSED_ENTRIES, MIN_REUSED_ENTRIES + 1, 10)
+SIZES = (MIN_RECYCLED_ENTRIES, MIN_RECYCLED_ENTRIES + 1, 10)
 
 
-def test_memory_of_the_vector_before_the_last_is_used_again() -> None:
+def test_memory_of_the_vector_before_the_last_is_recycled() -> None:
     pool = VectorPool()
-    first, second = pool.take_zeros(MIN_REUSED_ENTRIES), pool.take_zeros(MIN_REUSED_ENTRIES)
+    first, second = pool.take_zeros(MIN_RECYCLED_ENTRIES), pool.take_zeros(MIN_RECYCLED_ENTRIES)
     address = first.data_ptr()
     first.fill_(7.0)
     del first
-    third = pool.take_zeros(MIN_REUSED_ENTRIES)
+    third = pool.take_zeros(MIN_RECYCLED_ENTRIES)
     assert (third.data_ptr(), int(third.count_nonzero())) == (address, 0)
     assert second.data_ptr() != address
 
 
 def test_view_of_a_vector_keeps_its_memory() -> None:
     pool = VectorPool()
-    vector = pool.take_zeros(MIN_REUSED_ENTRIES)
+    vector = pool.take_zeros(MIN_RECYCLED_ENTRIES)
     views = [vector[5:9], vector.view(torch.int32), vector.numpy()[3:5]]
     address = vector.data_ptr()
     del vector
     while views:
-        assert pool.take_zeros(MIN_REUSED_ENTRIES).data_ptr() != address
+        assert pool.take_zeros(MIN_RECYCLED_ENTRIES).data_ptr() != address
         views.pop()
 
 
 def test_cleared_pool_leaves_vectors_as_they_are() -> None:
     pool = VectorPool()
-    vector = pool.take_zeros(MIN_REUSED_ENTRIES).fill_(3.0)
+    vector = pool.take_zeros(MIN_RECYCLED_ENTRIES).fill_(3.0)
     pool.clear()
-    assert pool.take_zeros(MIN_REUSED_ENTRIES).count_nonzero() == 0
+    assert pool.take_zeros(MIN_RECYCLED_ENTRIES).count_nonzero() == 0
     assert bool((vector == 3.0).all())
 
 

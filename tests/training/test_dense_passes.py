@@ -22,11 +22,23 @@ def passes() -> Iterator[Any]:
     sys.path.remove(str(ROOT / "benchmarks" / "performance"))
 
 
+def list_operations(counter: Any) -> list[str]:
+    return sorted(line.partition(" ")[0] for line in counter.passes.elements())
+
+
 def test_round_with_an_unchanged_mask_makes_no_pass_at_a_site(passes: Any) -> None:
     counters = passes.count_round(1, 0.9)
     assert counters["site"].passes == {}
-    # The checkpoint compares the mask with the entries that are not 0; nothing for each site.
-    assert [line.partition(" ")[0] for line in counters["server"].passes.elements()] == ["count_nonzero"]
+    # The zeros of the sum, and the checkpoint, which counts the entries that are not 0; nothing for each site.
+    assert list_operations(counters["server"]) == ["count_nonzero", "zero_"]
+
+
+@pytest.mark.parametrize("values", ["bfloat16", "int4", "bfloat16_zstd"])
+def test_format_that_rounds_copies_and_stores_its_residual(passes: Any, values: str) -> None:
+    """The residual of weights that do not train is 0, so the checkpoint finds no mask with its positions."""
+    counters = passes.count_round(1, 0.9, values)
+    assert list_operations(counters["site"]) == ["clone", "count_nonzero", "getitem", "not_equal", "packbits"]
+    assert counters["server"].count == 5
 
 
 def test_dense_round_is_counted(passes: Any) -> None:
@@ -47,5 +59,4 @@ def test_counter_counts_passes_of_torch_and_numpy_but_no_gather(passes: Any) -> 
         vector.numpy().astype("<f4", copy=False).tobytes()
         np.count_nonzero(vector.numpy())
         bool((vector != 0).any())
-    operations = sorted(line.partition(" ")[0] for line in counter.passes)
-    assert operations == ["add_", "any", "count_nonzero", "isfinite", "logical_and", "ne", "tobytes"]
+    assert list_operations(counter) == ["add_", "any", "count_nonzero", "isfinite", "logical_and", "ne", "tobytes"]

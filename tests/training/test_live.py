@@ -66,7 +66,11 @@ def train_densely(
             weights.grad.add_(weights.detach() - origin, alpha=proximal)
         weights.grad.masked_fill_(~bits, 0)
         if config.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_([weights], config.clip_norm)
+            # The last bits of a norm depend on the order of its sum, which is that of the trainable entries.
+            live = nn.Parameter(weights.detach()[bits])
+            live.grad = weights.grad[bits]
+            torch.nn.utils.clip_grad_norm_([live], config.clip_norm)
+            weights.grad[bits] = live.grad
         before = weights.detach().clone()
         optimizer.step()
         if scale is not None:

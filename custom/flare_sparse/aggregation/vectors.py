@@ -1,4 +1,4 @@
-"""Memory of large vectors that is used again."""
+"""Recycled memory for large vectors."""
 
 from __future__ import annotations
 
@@ -9,64 +9,62 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MIN_REUSED_ENTRIES = 1 << 18
-"""Smaller vectors come from memory that the process keeps anyway."""
+MIN_RECYCLED_ENTRIES = 1 << 18
+"""The C library itself recycles the memory of smaller vectors."""
 
 
 class VectorPool:
-    """Float32 vectors of zeros; the memory of one that nobody refers to any more is used for the next.
+    """Creates float32 vectors of zeros and recycles the memory of those that are no longer referenced.
 
-    The server makes a vector of the model in every round, and the system clears its pages one by one where they are
-    first written: 200 ms at 30 M entries. To clear memory that the process has takes 10 ms.
+    The server creates a vector of the model in every round. The operating system clears new memory page by page on the
+    first write: 200 ms for 30 M entries. Clearing recycled memory takes 10 ms.
 
     Args:
-        kept: most vectors whose memory is kept: two, since a new model is made while the last one is in use.
+        kept: largest number of vectors whose memory is kept. Two are enough: the last model and the next one.
     """
 
     def __init__(self, kept: int = 2):
         self._kept = kept
-        self._memories: list[_Memory] = []
+        self._buffers: list[_Buffer] = []
         self._lock = Lock()
 
     def take_zeros(self, size: int) -> Tensor:
         """Return a vector ``(size,)`` of zeros."""
-        if size < MIN_REUSED_ENTRIES:
+        if size < MIN_RECYCLED_ENTRIES:
             return torch.zeros(size)
         with self._lock:
-            unused = next((memory for memory in self._memories if memory.is_unused(size)), None)
+            unused = next((buffer for buffer in self._buffers if buffer.is_unused(size)), None)
             if unused is not None:
-                return unused.lend()
-            fresh = _Memory(size)
-            self._memories = [*self._memories, fresh][-self._kept :]
-            return fresh.lend()
+                return unused.lend().zero_()
+            new = _Buffer(size)
+            self._buffers = [*self._buffers, new][-self._kept :]
+            return new.lend()
 
     def clear(self) -> None:
-        """Keep no memory any more; vectors in use are not affected."""
+        """Release all memory of the pool; vectors in use stay valid."""
         with self._lock:
-            self._memories = []
+            self._buffers = []
 
 
-class _Memory:
+class _Buffer:
     """Memory of one vector, and whether a tensor uses it."""
 
     def __init__(self, size: int):
-        # torch would write every zero; numpy takes memory that the system clears, in large pages.
+        # torch.zeros writes every zero; numpy leaves that to the operating system, which clears large pages at once.
         self._array = np.zeros(size, np.float32)
-        self._is_clear = True
         self._lent: weakref.ref[np.ndarray] | None = None
 
     def is_unused(self, size: int) -> bool:
         return self._array.size == size and (self._lent is None or self._lent() is None)
 
     def lend(self) -> Tensor:
-        if not self._is_clear:
-            self._array.fill(0)
-        self._is_clear = False
-        # The storage of a tensor and of all its views refers to this view of the array, and nothing else does.
+        """Return a tensor of this memory, whose values are those of the last use."""
+        # Only the storage that the tensor shares with its views references this view of the array. When the last of
+        # them is deleted, the weak reference is dead.
         view = self._array.view()
         self._lent = weakref.ref(view)
         return torch.from_numpy(view)
 
 
 POOL = VectorPool()
-"""Memory of the models that the server sums."""
+"""Memory of the server's sums."""

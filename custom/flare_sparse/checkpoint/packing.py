@@ -94,12 +94,15 @@ class _Packer:
         return self._add(_to_bytes(np.packbits(live).tobytes())), torch.from_numpy(flat.numpy()[live])
 
     def _find_covering_masks(self, size: int, num_live: int) -> list[tuple[str, Mask]]:
-        """Return names of bits and masks that may have all live entries; few, because each costs a look at a tensor."""
+        """Return names of bits and masks that may select all live entries, the smallest first."""
+        # A zero that such a mask selects is written: together no more bytes than bits of their own would take.
+        most = num_live + size // 32
         masks = [
             (packed["bits"], value)
             for value, packed in self._packed.values()
-            if isinstance(value, Mask) and value.size == size and num_live <= value.count <= size // 2
+            if isinstance(value, Mask) and value.size == size and num_live <= value.count <= most
         ]
+        # Each trial reads the tensor at the mask's entries.
         return sorted(masks, key=lambda pair: pair[1].count)[:2]
 
     def _add(self, tensor: Tensor) -> str:

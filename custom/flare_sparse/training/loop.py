@@ -90,7 +90,7 @@ def train(
                 if proximal_strength:
                     weights.grad.add_(weights - origin, alpha=proximal_strength)
                 if clip_norm is not None:
-                    _clip_gradient(weights, live, model.flat.numel(), clip_norm)
+                    torch.nn.utils.clip_grad_norm_([weights], clip_norm)
             before = None if scale is None else weights.detach().clone()
             optimizer.step()
             step_personal()
@@ -114,28 +114,6 @@ def _select_parameters(vector: Tensor, live: LiveEntries, like: Tensor) -> Tenso
     """Return the values of a vector ``(P,)`` at the trainable parameters."""
     values = vector[: like.numel()] if live.index is None else vector[live.index.cpu()]
     return values.to(like.device)
-
-
-def _clip_gradient(weights: nn.Parameter, live: LiveEntries, size: int, clip_norm: float) -> None:
-    """Shorten the gradient of the trainable parameters to an L2 norm.
-
-    Args:
-        weights: ``(n,)`` trainable parameters.
-        live: their positions.
-        size: number of all parameters.
-        clip_norm: largest norm.
-    """
-    clip = torch.nn.utils.clip_grad_norm_
-    if live.index is None:
-        clip([weights], clip_norm)
-        return
-    # The order of the sum, and with it the last bits of the norm, is that of all parameters with zeros for those that
-    # do not train.
-    assert weights.grad is not None
-    spread = nn.Parameter(torch.zeros(size, device=weights.device))
-    spread.grad = torch.zeros_like(spread).index_copy_(0, live.index, weights.grad)
-    clip([spread], clip_norm)
-    torch.index_select(spread.grad, 0, live.index, out=weights.grad)
 
 
 def _group(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:

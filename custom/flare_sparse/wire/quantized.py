@@ -5,9 +5,10 @@ A section holds: number of exact values (uint64) | exact values (float32) | scal
 negative would give NaN.
 
 With ``b`` bits the code ``q`` of a block with the scale ``s`` means ``(2q - M) * s / M``, ``M = 2^b - 1``: no code is
-unused, as in SparseLoCo (arXiv:2508.15706), whose 2-bit values these are with scales by the largest value. The rounding
-error of a value is below ``2s / M``, two thirds of the block's largest value at 2 bits. So a residual cannot grow
-without bound: it stays below ``2 / (M - 2)`` times the largest value that was ever added to it.
+unused, as in SparseLoCo (arXiv:2508.15706), whose 2-bit values these are with scales by the largest value. A scale is
+that value rounded up to bfloat16, at most ``1 + 2^-7`` times as large. The rounding error of a value is below
+``2s / M``, about two thirds of the block's largest value at 2 bits. So a residual cannot grow without bound: with
+``r = 2 (1 + 2^-7) / M`` it stays below ``r / (1 - r)`` times the largest value that was ever added to it.
 """
 
 from __future__ import annotations
