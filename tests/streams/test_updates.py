@@ -33,9 +33,14 @@ vectors = nps.arrays(np.float32, 20, elements=st.floats(-8, 8, width=16)).map(to
 
 
 def encode(
-    delta: Tensor, settings: StreamSettings, memory: UpdateMemory = EMPTY, missing: Sequence[str] = ()
+    update: Tensor,
+    settings: StreamSettings,
+    memory: UpdateMemory = EMPTY,
+    missing: Sequence[str] = (),
+    *,
+    is_delta: bool = True,
 ) -> SentUpdate:
-    return encode_update(delta, REQUEST, memory, settings, run=RUN, kind="model", is_delta=True, missing=missing)
+    return encode_update(update, REQUEST, memory, settings, run=RUN, kind="model", is_delta=is_delta, missing=missing)
 
 
 def decode(sent: SentUpdate, request: HeldModel = REQUEST, *, is_delta: bool = True) -> Tensor:
@@ -101,6 +106,35 @@ def test_array_that_the_update_does_not_have_keeps_its_residual() -> None:
     sent = encode(delta, StreamSettings(0.5), UpdateMemory(before), missing=["head.bias", "norm.running_var"])
     assert decode(sent).tolist() == [1.0] * 6 + [0.0] * 14
     assert sent.memory.settle(77).residual.tolist() == [0.0] * 6 + [1.0] * 6 + [0.0] * 2 + [5.0] * 6
+
+
+@given(vectors, st.floats(0.01, 1), st.sampled_from(["float32", "bfloat16"]), st.booleans())
+def test_array_that_is_left_out_for_two_rounds_adds_nothing_to_its_residual(
+    before: Any, keep: Any, values: Any, is_delta: Any
+) -> None:
+    head, settings = slice(14, 20), StreamSettings(keep, values, mask=("*",))
+    memory = UpdateMemory(torch.where(BUFFERS, 0.0, before))
+    # As align_arrays fills it: 0 where an array is missing, in weights as in a delta.
+    update = torch.full((20,), 0.5)
+    update[head] = 0
+    for _ in range(2):
+        sent = encode(update, settings, memory, ["head.bias"], is_delta=is_delta)
+        unchanged = torch.zeros(6) if is_delta else REQUEST.vector[head]
+        assert torch.equal(decode(sent, is_delta=is_delta)[head], unchanged)
+        assert torch.equal(sent.memory.residual[head], before[head])
+        assert torch.equal(sent.memory.settle(76).residual[head], before[head])
+        memory = sent.memory.settle(None)
+
+
+def test_array_that_is_sent_again_arrives_as_it_was_trained() -> None:
+    update, settings = REQUEST.vector.clone(), StreamSettings(0.5)
+    update[14:] = 0
+    memory = EMPTY
+    for _ in range(2):
+        memory = encode(update, settings, memory, ["head.bias"], is_delta=False).memory.settle(None)
+    trained = REQUEST.vector + 0.125 * (torch.arange(20) >= 14)
+    received = decode(encode(trained, settings, memory, is_delta=False), is_delta=False)
+    assert torch.equal(received[14:], trained[14:])
 
 
 def test_weights_are_the_model_of_the_receiver_plus_the_delta() -> None:

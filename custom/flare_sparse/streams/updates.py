@@ -114,7 +114,7 @@ def encode_update(
     if settings.is_exact and not is_delta:
         whole = encode(Patch.from_vector(update, candidates), plan, values=settings.values, generator=generator)
         return SentUpdate(whole, plan, UpdateMemory())
-    total = update.clone() if is_delta else update - request.vector
+    total = _compute_delta(update, None if is_delta else request.vector, layout, missing)
     feeds_back = settings.error_feedback and not settings.is_exact
     if feeds_back and memory.residual is not None and memory.residual.shape == total.shape:
         total += memory.residual
@@ -124,6 +124,15 @@ def encode_update(
     if not feeds_back:
         return SentUpdate(encoded, plan, UpdateMemory())
     return SentUpdate(encoded, plan, _remember(total, mask, encoded.residual, request.sequence, layout, settings))
+
+
+def _compute_delta(update: Tensor, received: Tensor | None, layout: Layout, missing: Collection[str]) -> Tensor:
+    """Return a delta, or weights minus those ``received``, ``(P,)``."""
+    delta = update.clone() if received is None else update - received
+    if missing:
+        # The site did not train these arrays to 0. Without this, minus their weights would enter the residual.
+        delta[Mask.from_tensors(layout, lambda spec: spec.name in missing).bits] = 0
+    return delta
 
 
 def _remember(
