@@ -7,20 +7,18 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.job_config.api import FedJob
 from nvflare.recipe import PocEnv, SimEnv
 from nvflare.recipe.spec import ExecEnv, Recipe
-from torch import nn
 
 import flare_sparse
 
-from ..config import JobConfig, list_user_code, parse_job, serialize_job
+from ..config import JobConfig, list_user_code, load_task, parse_job, serialize_job
 from ..errors import ConfigError
-from ..params import Layout
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..training.script_site import WeighBy
 from .aggregator import StagingAggregator
@@ -28,11 +26,22 @@ from .controller import FederatedController
 from .executor import SparseExecutor
 from .filters import DecodeRequest, DecodeUpdate, EncodeUpdate
 from .hubs.executors import HubExecutor, HubSiteExecutor
+from .networks import NetworkSource, describe_network
 from .payload import COLLECTION, HELLO, JOIN, SUM, TASK
 from .session import AGGREGATOR_ID, JOB_FILE, SERVER_ID, SITE_ID, TASK_ID, ServerSession, SiteSession, UserTask
 from .tracking import MlflowTracker
 
 Packaging = Literal["installed", "byoc"]
+
+
+def check_packaging(packaging: str) -> None:
+    """Refuse an unknown packaging.
+
+    Raises:
+        ConfigError: the packaging is none of ``Packaging``.
+    """
+    if packaging not in get_args(Packaging):
+        raise ConfigError(f"packaging: expected one of {', '.join(get_args(Packaging))}, found {packaging!r}")
 
 
 def refuse_hubs(config: JobConfig) -> None:
@@ -65,7 +74,7 @@ class SparseRecipe(Recipe):
         tracker: component that sends the figures to MLflow; the server needs the package ``mlflow``. None: no MLflow.
 
     Raises:
-        ConfigError: there are ``modules`` but the packaging is ``"installed"``.
+        ConfigError: the packaging is unknown; or it is ``"installed"``, and there are ``modules``.
     """
 
     recipe_algorithm = "sparse federated learning"
@@ -81,6 +90,7 @@ class SparseRecipe(Recipe):
         tensorboard: bool = False,
         tracker: MlflowTracker | None = None,
     ):
+        check_packaging(packaging)
         # A hub is a client without data. FLARE starts a job only when these are connected: without its hub, a site
         # would miss the whole job.
         hubs = sorted(config.hubs)
@@ -110,11 +120,12 @@ class SparseRecipe(Recipe):
         cls,
         *,
         train_script: str | Path,
-        model: nn.Module | Mapping[str, Any],
+        model: NetworkSource,
         method: Mapping[str, Any] | str,
         rounds: int,
         name: str = "sparse",
         train_args: str = "",
+        launch: str = "",
         min_clients: int = 1,
         metric: Mapping[str, Any] | str = "accuracy",
         weigh_by: WeighBy = "steps",
@@ -131,32 +142,46 @@ class SparseRecipe(Recipe):
 
         Args:
             train_script: the script; modules beside it that it imports travel with the job.
-            model: the network, or ``{"class_path": "model.Net", "args": {...}}`` if its class needs arguments.
+            model: the network, its class, the dotted path ``"model.Net"`` of the class, or
+                ``{"class_path": "model.Net", "args": {...}}`` if the class needs arguments. The run starts with the
+                weights that the class draws with ``seed``; those of an instance are not used.
             method: name and settings of the method, such as ``{"name": "neurosfl", "sparsity": 0.9}``, or its name.
-            rounds: number of rounds.
+            rounds: number of rounds; not in ``method``.
             name: name of the job.
             train_args: command line of the script.
+            launch: command that starts the script as a process of its own, such as ``python`` or ``torchrun
+                --nproc_per_node=2``; empty: the script runs in the site's process.
             min_clients: quorum of a round.
             metric: key of the metric in what the script sends, or its ``name``, ``mode`` and ``unit``.
             weigh_by: what weighs a site: its ``steps``, its ``examples``, or ``equal``.
             seed: seed of the run.
             packaging: as in the constructor; the script travels with both.
-            sections: further sections of a configuration, such as ``wire={"values": "bfloat16"}``.
+            sections: further sections of a configuration, such as ``wire={"values": "bfloat16"}``; ``task`` is not one
+                of them.
 
         Raises:
             ConfigError: the settings are invalid, or the network cannot be built from its class.
         """
         script = Path(train_script).resolve()
-        class_path, model_args = _describe_network(model)
+        if "task" in sections:
+            raise ConfigError(
+                "task: from_script builds this section from its arguments; give task.args as train_args, and model, "
+                "launch, metric and weigh_by under their own names"
+            )
+        settings = {"name": method} if isinstance(method, str) else dict(method)
+        if "rounds" in settings:
+            raise ConfigError("method.rounds: from_script has an argument rounds; leave rounds out of method")
+        class_path, model_args = describe_network(model)
         data = {
             "name": name,
             "seed": seed,
-            "method": {**({"name": method} if isinstance(method, str) else method), "rounds": rounds},
+            "method": {**settings, "rounds": rounds},
             "task": {
                 "script": script.name,
                 "model": class_path,
                 "model_args": model_args,
                 "args": train_args,
+                "launch": launch,
                 "metric": {"name": metric} if isinstance(metric, str) else dict(metric),
                 "weigh_by": weigh_by,
             },
@@ -164,7 +189,10 @@ class SparseRecipe(Recipe):
         }
         data["federation"] = {"min_sites": min_clients, **sections.get("federation", {})}
         config = parse_job(data, ScriptTask)
-        return cls(config, packaging=packaging, modules=list_user_code(config, script.parent))
+        modules = list_user_code(config, script.parent)
+        # Here and not first in the running job: the path may name no class, or the arguments may not fit it.
+        load_task(config, script.parent)
+        return cls(config, packaging=packaging, modules=modules)
 
     def execute(self, env: ExecEnv, *arguments: Any, **more: Any) -> Any:
         """Run the job in an environment of FLARE.
@@ -230,33 +258,6 @@ class SparseRecipe(Recipe):
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
         for add in (job.add_file_to_server, job.add_file_to_clients):
             add(str(copy), dest_dir=source.name, app_folder_type="custom")
-
-
-def _describe_network(model: nn.Module | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the dotted path of a network's class and the arguments that build it.
-
-    Raises:
-        ConfigError: the class cannot be imported at a site, or needs arguments that are not given.
-    """
-    if not isinstance(model, nn.Module):
-        return str(model["class_path"]), dict(model.get("args", {}))
-    network = type(model)
-    if network.__module__ == "__main__" or "<" in network.__qualname__:
-        raise ConfigError(
-            f"model: {network.__qualname__} is defined in the running script or notebook, which no site can import; "
-            "move its class to a module beside the training script, such as model.py"
-        )
-    class_path = f"{network.__module__}.{network.__qualname__}"
-    try:
-        is_same = Layout.from_module(network()).fingerprint == Layout.from_module(model).fingerprint
-    except TypeError:
-        is_same = False
-    if not is_same:
-        raise ConfigError(
-            f"model: server and sites build the network from its class, and {class_path}() builds another one; give "
-            f'its arguments: model={{"class_path": "{class_path}", "args": {{...}}}}'
-        )
-    return class_path, {}
 
 
 def describe_user_task(config: JobConfig) -> dict[str, Any]:

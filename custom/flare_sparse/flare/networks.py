@@ -1,0 +1,66 @@
+"""The network of a training script, as a Python caller gives it: an instance, a class, or the name of a class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..params import Layout
+
+NetworkSource = nn.Module | type[nn.Module] | Mapping[str, Any] | str
+
+
+def describe_network(model: NetworkSource) -> tuple[str, dict[str, Any]]:
+    """Return the dotted path of a network's class and the arguments that build it.
+
+    Args:
+        model: a network, its class, the dotted path of its class, or ``{"class_path": ..., "args": {...}}``.
+
+    Raises:
+        ConfigError: ``model`` is none of these, its class cannot be imported at a site, or the class needs arguments
+            that are not given.
+    """
+    if isinstance(model, str):
+        return model, {}
+    if isinstance(model, Mapping):
+        return _read_mapping(model)
+    network = model if isinstance(model, type) else type(model)
+    if not issubclass(network, nn.Module):
+        raise _build_form_error(model)
+    if network.__module__ == "__main__" or "<" in network.__qualname__:
+        raise ConfigError(
+            f"model: {network.__qualname__} is defined in the running script or notebook, which no site can import; "
+            "move its class to a module beside the training script, such as model.py"
+        )
+    class_path = f"{network.__module__}.{network.__qualname__}"
+    try:
+        built = network()
+        is_same = isinstance(model, type) or (
+            Layout.from_module(built).fingerprint == Layout.from_module(model).fingerprint
+        )
+    except TypeError:
+        is_same = False
+    if not is_same:
+        effect = "fails" if isinstance(model, type) else "fails or builds another one"
+        raise ConfigError(
+            f"model: server and sites build the network from its class, and {class_path}() {effect}; give "
+            f'its arguments: model={{"class_path": "{class_path}", "args": {{...}}}}'
+        )
+    return class_path, {}
+
+
+def _read_mapping(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    class_path, args = model.get("class_path"), model.get("args", {})
+    if not isinstance(class_path, str) or not isinstance(args, Mapping) or not set(model) <= {"class_path", "args"}:
+        raise _build_form_error(dict(model))
+    return class_path, dict(args)
+
+
+def _build_form_error(model: Any) -> ConfigError:
+    return ConfigError(
+        "model: expected a network such as Net(), its class Net, the class's dotted path 'model.Net', or "
+        f'{{"class_path": "model.Net", "args": {{...}}}}, found {model!r}'
+    )
