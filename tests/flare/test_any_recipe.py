@@ -109,6 +109,13 @@ def test_swarm_codes_the_messages_between_sites_in_both_directions(
     assert server["task_data_filters"] == server["task_result_filters"] == client["task_result_filters"] == []
 
 
+def test_task_may_be_given_as_text(export: Callable[[Recipe], tuple[Any, Any]]) -> None:
+    job = build(FedAvgRecipe)
+    add_sparse_exchange(job, keep=0.1, tasks="train")
+    for config in export(job):
+        assert [row["tasks"] for row in config["task_data_filters"] + config["task_result_filters"]] == [["train"]] * 2
+
+
 def test_package_travels_with_a_byoc_job(export: Callable[[Recipe], tuple[Any, Any]], tmp_path: Path) -> None:
     job = build(FedAvgRecipe)
     add_sparse_exchange(job, keep=0.1, packaging="byoc")
@@ -161,7 +168,15 @@ def test_recipe_without_training_is_refused(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.usefixtures("export")
 @pytest.mark.parametrize(
     ("settings", "field"),
-    [({"keep": 0}, "keep: expected"), ({"values": "float8"}, "values: expected"), ({"mask": []}, "mask: expected")],
+    [
+        ({"keep": 0}, "keep: expected"),
+        ({"values": "float8"}, "values: expected"),
+        ({"mask": []}, "mask: expected"),
+        ({"error_feedback": "no"}, "error_feedback: expected true or false, found 'no'"),
+        ({"tasks": []}, r"tasks: expected names of FLARE tasks, such as \['train'\], found \[\]"),
+        ({"tasks": [""]}, "tasks: expected"),
+        ({"packaging": "boyc"}, "packaging: expected one of installed, byoc, found 'boyc'"),
+    ],
 )
 def test_invalid_setting_is_refused_before_the_job_runs(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from nvflare.apis.client import Client
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.event_type import EventType
 from nvflare.apis.filter import FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType, ReturnCode, ServerCommandKey
 from nvflare.apis.fl_context import FLContext, FLContextManager
@@ -39,7 +40,7 @@ class End:
         is_server = name == "server"
         workspace = SimpleNamespace(get_run_dir=lambda job: str(self.folder))
         stickers = {FLContextKey.PROCESS_TYPE: ProcessType.SERVER_JOB if is_server else ProcessType.CLIENT_JOB}
-        engine = SimpleNamespace(get_workspace=lambda: workspace)
+        engine = SimpleNamespace(get_workspace=lambda: workspace, fire_event=lambda *_: None)
         self.manager = FLContextManager(engine, name, "job", {}, stickers)
         self.settings = settings
 
@@ -224,6 +225,26 @@ def test_controls_of_scaffold_travel_as_streams_of_their_own(ends: tuple[End, En
     assert torch.equal(dxo.meta["scaffold_c_diff"]["conv.weight"], expected)
     assert dxo.meta["NUM_STEPS_CURRENT_ROUND"] == 3
     assert [line["kind"][:5] for line in server.ledger] == ["model", "extra", "model", "extra"]
+
+
+@pytest.mark.parametrize("is_coded", [True, False])
+def test_run_in_which_no_message_was_coded_ends_with_one_warning(
+    ends: tuple[End, End], caplog: pytest.LogCaptureFixture, is_coded: bool
+) -> None:
+    server, _ = ends
+    filters = [SparseExchange(), SparseExchange()]
+    for name in ("train", "validate", "train"):
+        context = server.manager.new_context()
+        context.set_prop(FLContextKey.TASK_NAME, name, private=True, sticky=False)
+        for item in filters:
+            item.handle_event(EventType.BEFORE_TASK_DATA_FILTER, context)
+    if is_coded:
+        server.send_task(MODEL, "site-1")
+    for item in filters:
+        item.handle_event(EventType.END_RUN, server.manager.new_context())
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (0 if is_coded else 1)
+    assert all("no message was coded" in text and "The tasks were train, validate;" in text for text in warnings)
 
 
 def test_messages_without_arrays_pass_unchanged(ends: tuple[End, End]) -> None:

@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nvflare.app_common.ccwf.common import Constant, make_task_name
 from nvflare.app_common.ccwf.swarm_server_ctl import SwarmServerController
@@ -21,6 +21,7 @@ import flare_sparse
 
 from ..errors import ConfigError
 from ..wire.plan import ValueType
+from .recipe import Packaging, check_packaging
 from .sparse_exchange import SparseExchange, describe_filter
 
 _CONTROLLERS = (BaseModelController, ScatterAndGather, CyclicController)
@@ -35,7 +36,7 @@ def add_sparse_exchange(
     values: ValueType = "float32",
     error_feedback: bool = True,
     tasks: Sequence[str] = ("train",),
-    packaging: Literal["installed", "byoc"] = "installed",
+    packaging: Packaging = "installed",
 ) -> None:
     """Send the models and updates of a FLARE recipe as messages of this package.
 
@@ -53,12 +54,17 @@ def add_sparse_exchange(
         mask: patterns of array names, such as ``["head.*"]``: only arrays that match one travel. None: all arrays.
         values: number format, one of :data:`~flare_sparse.wire.plan.ValueType`.
         error_feedback: whether a site adds what it did not send to its next update.
-        tasks: names of the tasks that carry models; not used in the swarm recipe.
+        tasks: names of the tasks that carry models; not used in the swarm recipe. A process that codes no message
+            warns of it at the end of the run, and names the tasks that it saw.
         packaging: ``"installed"``: every site has installed this package; ``"byoc"``: its source travels with the job.
 
     Raises:
         ConfigError: a setting is invalid, or the recipe cannot be served; the text says why.
     """
+    check_packaging(packaging)
+    names = [tasks] if isinstance(tasks, str) else list(tasks)
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"tasks: expected names of FLARE tasks, such as ['train'], found {tasks!r}")
     patterns = None if mask is None else [mask] if isinstance(mask, str) else list(mask)
     settings: dict[str, Any] = {
         "keep": keep, "values": values, "error_feedback": error_feedback, "mask": patterns,
@@ -70,11 +76,11 @@ def add_sparse_exchange(
     if any(isinstance(controller, SwarmServerController) for controller in controllers):
         _add_swarm_filters(recipe, settings)
     elif any(isinstance(entry, _CONTROLLERS) and not isinstance(entry, EvalController) for entry in controllers):
-        _add_filters(recipe, exchange, list(tasks))
+        _add_filters(recipe, exchange, names)
     else:
-        names = ", ".join(type(controller).__name__ for controller in controllers)
+        types = ", ".join(type(controller).__name__ for controller in controllers)
         raise ConfigError(
-            f"{type(recipe).__name__}: its server sends no model that sites train ({names}); a sparse exchange needs a "
+            f"{type(recipe).__name__}: its server sends no model that sites train ({types}); a sparse exchange needs a "
             "recipe such as FedAvg, FedOpt, FedProx, SCAFFOLD, cyclic or swarm"
         )
     if packaging == "byoc":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.event_type import EventType
 from nvflare.apis.filter import Filter, FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import FilterKey, FLContextKey, ProcessType, ReturnCode
 from nvflare.apis.fl_context import FLContext
@@ -37,6 +38,7 @@ MEMORY_FOLDER = "sparse_exchange"
 """Folder in the job's folder of a site: the model that it holds, and what it has not sent."""
 
 _EXCHANGE = "flare_sparse.exchange"
+_WARNING = "flare_sparse.exchange_warning"
 _KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _CREATION = threading.Lock()
 
@@ -71,6 +73,22 @@ class SparseExchange(Filter):
         if content not in ("model", "update", None):
             raise ConfigError(f"content: expected 'model', 'update' or null, found {content!r}")
         self._settings = StreamSettings(keep, values, error_feedback, None if mask is None else tuple(mask))
+        self._tasks: set[str] = set()
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Warn at the end of a run in which this process received or sent tasks but coded no message."""
+        # Fired for all tasks, those without filters among them.
+        if event_type == EventType.BEFORE_TASK_DATA_FILTER:
+            self._tasks.add(str(fl_ctx.get_prop(FLContextKey.TASK_NAME)))
+        # One warning for all filters of the process.
+        elif event_type == EventType.END_RUN and self._tasks and fl_ctx.get_prop(_WARNING) is None:
+            fl_ctx.set_prop(_WARNING, True, private=True, sticky=True)
+            if not _find_folder(fl_ctx).joinpath(LEDGER_FILE).is_file():
+                self.log_warning(
+                    fl_ctx,
+                    "sparse exchange: no message was coded; all models and updates travelled whole. The tasks were "
+                    f"{', '.join(sorted(self._tasks))}; name those that carry models in `tasks` of the filters",
+                )
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Encode or decode a message in place; messages without arrays pass unchanged.
@@ -179,8 +197,7 @@ def _get_exchange(fl_ctx: FLContext) -> Exchange:
 
 
 def _build_exchange(fl_ctx: FLContext) -> Exchange:
-    job = fl_ctx.get_job_id()
-    folder = Path(fl_ctx.get_engine().get_workspace().get_run_dir(job))
+    folder = _find_folder(fl_ctx)
     is_site = fl_ctx.get_process_type() != ProcessType.SERVER_JOB
     ledger = folder / LEDGER_FILE
 
@@ -188,7 +205,13 @@ def _build_exchange(fl_ctx: FLContext) -> Exchange:
         with ledger.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(line)) + "\n")
 
-    return Exchange(str(job), fl_ctx.get_identity_name(), record, folder / MEMORY_FOLDER if is_site else None)
+    memory = folder / MEMORY_FOLDER if is_site else None
+    return Exchange(str(fl_ctx.get_job_id()), fl_ctx.get_identity_name(), record, memory)
+
+
+def _find_folder(fl_ctx: FLContext) -> Path:
+    """Return the job's folder of this process."""
+    return Path(fl_ctx.get_engine().get_workspace().get_run_dir(fl_ctx.get_job_id()))
 
 
 def describe_filter(settings: dict[str, Any], tasks: list[str], content: str) -> dict[str, Any]:

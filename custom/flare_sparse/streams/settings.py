@@ -41,6 +41,9 @@ class StreamSettings:
         if self.values not in formats:
             hint = suggest(str(self.values), formats)
             raise ConfigError(f"values: expected one of {', '.join(formats)}, found {self.values!r}.{hint}")
+        # A text such as "no" counts as true.
+        if not isinstance(self.error_feedback, bool):
+            raise ConfigError(f"error_feedback: expected true or false, found {self.error_feedback!r}")
         if self.mask is not None and not (self.mask and all(isinstance(pattern, str) for pattern in self.mask)):
             raise ConfigError(f"mask: expected patterns of array names, such as 'head.*', found {self.mask!r}")
 
