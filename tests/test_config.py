@@ -216,6 +216,17 @@ def test_each_kind_of_mistake_is_explained(file: Path, assignment: str, expected
     assert expected in "\n".join(load_problems(file, assignment))
 
 
+@pytest.mark.parametrize(
+    ("task", "keys"),
+    [
+        ("{name: toy, script: client.py, model: nets.Net}", "name and script"),
+        ("{name: toy, class: my_tasks.Mine}", "name and class"),
+    ],
+)
+def test_task_with_two_names_is_one_error(file: Path, task: str, keys: str) -> None:
+    assert load_problems(file, f"task={task}") == [f"task: found {keys}; expected one of them"]
+
+
 ENCRYPTED = ("wire.encryption=ckks", "federation.min_sites=2", "method={name: neurosfl}")
 
 

@@ -128,7 +128,7 @@ def test_files_with_other_names_stay_in_the_folder(study: Path) -> None:
 
 
 def test_bundle_and_name_exclude_each_other(study: Path) -> None:
-    with pytest.raises(ConfigError, match="found bundle and name; expected one of them"):
+    with pytest.raises(ConfigError, match="task: found bundle and name; expected one of them"):
         load_config(study, ["task.name=segmentation"])
 
 

@@ -16,7 +16,7 @@ import yaml
 from ..errors import ConfigError, suggest
 from ..tasks.bundles.declaration import encode_json, find_training_file, read_training
 from ..tasks.bundles.task import FILE_NAME, read_configs
-from .choice import KEYS
+from .choice import KEYS, find_conflict
 from .yaml_files import parse_yaml, read_settings
 
 
@@ -34,8 +34,8 @@ def insert_bundle(data: Mapping[str, Any]) -> dict[str, Any]:
     task = data.get("task")
     if not isinstance(task, Mapping) or "bundle" not in task:
         return dict(data)
-    if other := [key for key in KEYS["task"] if key in task]:
-        raise ConfigError(f"task: found bundle and {other[0]}; expected one of them")
+    if conflict := find_conflict(("bundle", *KEYS["task"]), task):
+        raise ConfigError(f"task: {conflict}")
     folder = Path(str(task["bundle"]))
     configs = _read_folder(folder)
     name = find_training_file(configs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -46,6 +46,12 @@ def find_name(section: str, value: Any) -> tuple[str, Any]:
     return (present[0], value[present[0]]) if present else (keys[0], None)
 
 
+def find_conflict(keys: Iterable[str], value: Any) -> str | None:
+    """Return what is wrong with a section that gives its name under two of ``keys``; None: nothing is."""
+    present = [key for key in keys if isinstance(value, Mapping) and key in value]
+    return f"found {' and '.join(present)}; expected one of them" if len(present) > 1 else None
+
+
 def build_choice_validator(default: Callable[[], Mapping[str, type[BaseModel]]]) -> PlainValidator:
     """Return the validator of a field that selects an entry of a registry.
 
@@ -57,6 +63,8 @@ def build_choice_validator(default: Callable[[], Mapping[str, type[BaseModel]]])
             return value
         section = str(info.field_name)
         registry = (info.context or {}).get(section) or default()
+        if conflict := find_conflict(KEYS[section], value):
+            raise _build_error(conflict, (), value)
         key, name = find_name(section, value)
         if not isinstance(name, str) or name not in registry:
             raise _build_unknown_error(key, name, registry, value)
