@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from flare_sparse import load_model
 from flare_sparse.cli import app
+from flare_sparse.cli.bench import time_model
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
+from flare_sparse.errors import ConfigError
+from flare_sparse.training import compute
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +38,7 @@ def test_every_variant_is_timed_and_computes_the_same(run: Path) -> None:
     lines = json.loads(result.stdout)
     assert [(line["batch"], line["threads"]) for line in lines] == [(1, 1), (1, 2), (8, 1), (8, 2)]
     for line in lines:
+        assert line["onnx_missing"] == ""
         assert min(line["dense_s"], line["onnx_s"], line["sparse_s"]) > 0
         assert line["ratio"] == pytest.approx(line["dense_s"] / line["sparse_s"])
         assert 0 <= line["difference"] < 1e-4
@@ -52,3 +58,52 @@ def test_loaded_model_computes_with_sparse_kernels(run: Path) -> None:
         assert torch.allclose(compiled(x), load_model(run)(x), atol=1e-5)
     # The kernels stand in for the forward of each convolution.
     assert any("forward" in vars(part) for part in compiled.modules())
+
+
+def test_missing_numba_names_the_extra_and_no_setting(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["bench", str(run)], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "pip install 'flare-sparse[fast]'" in result.output
+    assert "auto" not in result.output
+
+
+def test_interrupted_run_and_run_without_a_common_model_are_explained(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
+    with pytest.raises(ConfigError, match=r"the run has no model, because it has not ended.*--resume"):
+        load_model(tmp_path)
+    with pytest.raises(ConfigError, match="the run has no best model; leave --best out"):
+        load_model(run, best=True)
+    (tmp_path / "config.yaml").write_text(
+        "name: brains\nmethod: {name: local_only}\ntask: {name: brain_age, downsample: 4}\n"
+    )
+    with pytest.raises(ConfigError, match=r"local_only trains no common model.*use a site's model with --site-model"):
+        load_model(tmp_path)
+
+
+def test_onnx_runtime_that_cannot_compute_a_network_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Refused(Exception):
+        """An exception as ONNX Runtime has them: of no common class."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise Refused("no kernel for this operator")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
+    lines = time_model(nn.Linear(3, 2).eval(), torch.ones(1, 3), 1)
+    assert [line["onnx_s"] for line in lines] == [None] * 4
+    assert all(line["onnx_missing"].endswith("exported to ONNX: no kernel for this operator") for line in lines)
+    assert all(line["dense_s"] > 0 for line in lines)
+
+
+class Pair(nn.Module):
+    """A network with two outputs."""
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return inputs, inputs
+
+
+def test_network_with_two_outputs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="whose output is one tensor, found tuple; time it in Python"):
+        time_model(Pair(), torch.ones(1, 3), 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..runs.load import load_trained_model
 from ..seeds import limit_threads
-from ..training.compute import can_use_kernels
+from ..training.compute import explain_missing_kernels
 from .console import out as console
 from .inputs import load_inputs
 
@@ -37,11 +37,12 @@ def bench(
     """Time predictions of a run's model: torch's dense layers, ONNX Runtime, and sparse kernels.
 
     Batches of 1 and 8 examples, 1 and 2 threads; the variants are timed in turn. Needs the extra fast; ONNX Runtime is
-    timed if the extra onnx is installed.
+    timed if the extra onnx is installed and can compute the network.
 
     [dim]flare-sparse bench runs/neurosfl_brain_age[/]
     """
-    can_use_kernels("sparse", torch.device("cpu"))
+    if obstacle := explain_missing_kernels(torch.device("cpu")):
+        raise ConfigError(f"bench: there are no sparse kernels to time: {obstacle}")
     model, assembly, config = load_trained_model(run)
     examples = load_inputs("bench", config, assembly, run, data, max(BATCHES))
     lines = time_model(model, examples, repeats)
@@ -57,6 +58,8 @@ def bench(
         )  # fmt: skip
     console.print(table)
     console.print(f"largest difference of the outputs: {max(line['difference'] for line in lines):.1e}")
+    for reason in dict.fromkeys(line["onnx_missing"] for line in lines if line["onnx_missing"]):
+        console.print(f"- ONNX Runtime was not timed: {reason}", markup=False)
 
 
 def time_model(model: nn.Module, examples: Tensor, repeats: int) -> list[dict[str, Any]]:
@@ -66,6 +69,9 @@ def time_model(model: nn.Module, examples: Tensor, repeats: int) -> list[dict[st
         model: network in evaluation mode.
         examples: inputs ``(n, ...)``; they are repeated to fill a batch.
         repeats: times that each variant is timed.
+
+    Raises:
+        ConfigError: the network's output is not one tensor.
     """
     from ..kernels.network import compile_network
 
@@ -75,8 +81,13 @@ def time_model(model: nn.Module, examples: Tensor, repeats: int) -> list[dict[st
         for threads in THREADS:
             with limit_threads(threads), torch.no_grad():
                 expected, found = model(inputs), compiled(inputs)
+                if not isinstance(expected, Tensor):
+                    raise ConfigError(
+                        f"bench: expected a network whose output is one tensor, found {type(expected).__name__}; time "
+                        "it in Python, with load_model(run) and load_model(run, compute='auto')"
+                    )
                 compiled(inputs)
-                run_onnx = _open_onnx(model, inputs, threads)
+                run_onnx, onnx_missing = _open_onnx(model, inputs, threads)
                 seconds = _time_in_turn([partial(model, inputs), run_onnx, partial(compiled, inputs)], repeats)
             dense, onnx, sparse = seconds
             lines.append(
@@ -85,6 +96,7 @@ def time_model(model: nn.Module, examples: Tensor, repeats: int) -> list[dict[st
                     "threads": threads,
                     "dense_s": dense,
                     "onnx_s": onnx,
+                    "onnx_missing": onnx_missing,
                     "sparse_s": sparse,
                     "ratio": dense / sparse,
                     "difference": float((found - expected).abs().max() / expected.abs().max().clamp_min(1)),
@@ -105,22 +117,26 @@ def _time_in_turn(variants: list[Callable[[], object] | None], repeats: int) -> 
     return tuple(None if variant is None else best for variant, best in zip(variants, fastest, strict=True))
 
 
-def _open_onnx(model: nn.Module, inputs: Tensor, threads: int) -> Callable[[], object] | None:
-    """Return a function that runs the model in ONNX Runtime; None if that is not installed or cannot run it."""
+def _open_onnx(model: nn.Module, inputs: Tensor, threads: int) -> tuple[Callable[[], object] | None, str]:
+    """Return a function that runs the model in ONNX Runtime, or None and why there is none."""
     try:
         import onnxruntime
 
         from ..runs.onnx_export import export_onnx
-    except ImportError:
-        return None
+    except ImportError as error:
+        return None, f"{error.name} is not installed (pip install 'flare-sparse[onnx]')"
+    feed = {"input": inputs.numpy()}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
         try:
             export_onnx(model, inputs, file)
-        except ConfigError:
-            return None
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    feed = {"input": inputs.numpy()}
-    return lambda: session.run(None, feed)
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = threads
+            session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+            session.run(None, feed)
+        except ConfigError as error:
+            return None, str(error)
+        # The runtime's own exceptions have no common class.
+        except Exception as error:  # noqa: BLE001
+            return None, str(error)[:300]
+    return lambda: session.run(None, feed), ""

@@ -11,7 +11,7 @@ from ..assemble import Assembly, assemble
 from ..config import RunConfig, load_config, load_task
 from ..errors import ConfigError
 from ..training.compute import Compute, can_use_kernels
-from .model_files import read_model
+from .models import read_run_model
 
 
 def load_model(run: str | Path, *, best: bool = False, compute: Compute = "dense") -> nn.Module:
@@ -27,12 +27,20 @@ def load_model(run: str | Path, *, best: bool = False, compute: Compute = "dense
         compute: ``auto`` or ``sparse``: compute with sparse kernels on the CPU, for inference only (docs/compute.md).
 
     Raises:
-        ConfigError: the folder is not a result folder, its model belongs to another network, or ``sparse`` is asked
-            for without numba.
+        ConfigError: the folder is not a result folder, it has no such model, its model belongs to another network, or
+            ``sparse`` is asked for without numba.
     """
-    model = load_trained_model(Path(run), best=best)[0]
-    if not can_use_kernels(compute, torch.device("cpu")):
-        return model
+    return compile_model(load_trained_model(Path(run), best=best)[0], compute, torch.device("cpu"))
+
+
+def compile_model(model: nn.Module, compute: Compute, device: torch.device) -> nn.Module:
+    """Return a network for inference on a device, with sparse kernels where ``compute`` and the device allow them.
+
+    Raises:
+        ConfigError: ``sparse`` is asked for without numba or on a GPU.
+    """
+    if not can_use_kernels(compute, device):
+        return model.eval().to(device)
     # numba is an optional dependency, which takes a second to import.
     from ..kernels.network import compile_network
 
@@ -59,7 +67,7 @@ def load_trained_model(run: Path, *, best: bool = False) -> tuple[nn.Module, Ass
         ConfigError: as :func:`load_model`.
     """
     assembly, config = load_assembly(run)
-    weights = read_model(run / ("best_model.safetensors" if best else "model.safetensors"), assembly.layout)
+    weights = read_run_model(run, assembly, "best" if best else "final")
     model = assembly.task.model()
-    model.load_state_dict(assembly.network.unflatten(assembly.complete(weights)), strict=False)
+    model.load_state_dict(assembly.network.unflatten(weights), strict=False)
     return model.eval(), assembly, config

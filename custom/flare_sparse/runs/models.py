@@ -38,12 +38,17 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
     if not assembly.method.has_global_model:
         raise ConfigError(
             f"{run}: {assembly.method.name} trains no common model: each site's model is "
-            f"{assembly.method.site_model}. Name a site with --site-model, or evaluate every site's model at every "
-            "other site with --matrix"
+            f"{assembly.method.site_model}. flare-sparse evaluate and predict use a site's model with --site-model "
+            "SITE; evaluate --matrix evaluates every site's model at every other site"
         )
     file = run / FILES[name]
-    if name == "best" and not file.is_file() and not (run / f"{ENCRYPTED}{file.name}").is_file():
-        raise ConfigError(f"{file}: the run has no best model; leave --best out to evaluate the final one")
+    if not file.is_file() and not (run / f"{ENCRYPTED}{file.name}").is_file():
+        if name == "best":
+            raise ConfigError(f"{file}: the run has no best model; leave --best out to use the final one")
+        raise ConfigError(
+            f"{file}: the run has no model, because it has not ended; an interrupted run continues with the same "
+            "flare-sparse run command and --resume"
+        )
     return assembly.complete(read_model(file, assembly.layout))
 
 

@@ -41,12 +41,13 @@ def export_onnx(model: nn.Module, inputs: Tensor, path: Path) -> float:
         onnx.checker.check_model(str(part))
         session = onnxruntime.InferenceSession(str(part), providers=["CPUExecutionProvider"])
         difference = max(_measure_difference(model, session, x) for x in (inputs, torch.randn_like(inputs), inputs[:1]))
-    except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
+    # The exporter, the checker and the runtime each have exceptions of their own, without a common class.
+    except Exception as error:
         part.unlink(missing_ok=True)
-        raise ConfigError(f"--onnx: this network cannot be exported: {str(error)[:300]}") from error
+        raise ConfigError(f"this network cannot be exported to ONNX: {str(error)[:300]}") from error
     if difference > TOLERANCE:
         part.unlink()
-        raise ConfigError(f"--onnx: the exported network differs by {difference:.2g}; nothing was written")
+        raise ConfigError(f"the network exported to ONNX differs by {difference:.2g}; no file was written")
     part.replace(path)
     return difference
 
