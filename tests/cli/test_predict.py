@@ -8,11 +8,15 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
+import torch
 import yaml
 from line import call
 
+from flare_sparse import load_model
 from flare_sparse.data.phantom import write_phantoms
+from flare_sparse.kernels import network
 from flare_sparse.runs.results import RunResult
+from flare_sparse.training import compute
 
 SHAPE = (12, 16, 12)
 
@@ -81,6 +85,45 @@ def test_data_set_of_the_run_is_predicted_by_case(finished: tuple[Path, Path], t
     again = call("predict", run, "--data", brains, "--out", tmp_path / "out")
     assert again.exit_code != 0
     assert "is not empty; choose another folder" in again.output
+
+
+def read_labels(folder: Path) -> np.ndarray:
+    return np.stack([np.asarray(nib.load(file).dataobj) for file in sorted(folder.iterdir())])
+
+
+def test_sparse_predictions_agree_with_dense_ones(
+    finished: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, brains = finished
+    monkeypatch.setattr(network.is_sparse_faster, "__code__", (lambda work: True).__code__)
+    built, build = [], network.build_blocks
+    monkeypatch.setattr(network, "build_blocks", lambda *arguments: built.extend(build(*arguments)) or built)
+    for choice in ("dense", "sparse", "auto"):
+        result = call("predict", run, "--data", brains, "--out", tmp_path / choice, "--compute", choice)
+        assert result.exit_code == 0, result.output
+        assert any(block.is_sparse for block in built) == (choice != "dense")
+    dense, sparse, auto = (read_labels(tmp_path / choice) for choice in ("dense", "sparse", "auto"))
+    assert len(np.unique(dense)) > 1
+    assert (dense == sparse).mean() > 0.999
+    assert np.array_equal(sparse, auto)
+    patch = torch.randn(2, 1, 8, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = load_model(run)(patch), load_model(run, compute="sparse")(patch)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_predictions_without_numba_are_dense(
+    finished: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, brains = finished
+    monkeypatch.setattr(compute, "find_spec", lambda name: None)
+    monkeypatch.setattr(network, "compile_network", None)
+    result = call("predict", run, "--data", brains, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    refused = call("predict", run, "--data", brains, "--out", tmp_path / "none", "--compute", "sparse")
+    assert refused.exit_code == 2
+    assert "compute: sparse is not possible: numba is not installed" in refused.output
+    assert "set it to auto or dense" in refused.output
 
 
 def test_report_shows_the_best_the_median_and_the_worst_case_of_each_site(finished: tuple[Path, Path]) -> None:

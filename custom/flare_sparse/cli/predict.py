@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError, DataError
-from ..runs.load import load_assembly
+from ..runs.load import compile_model, load_assembly
 from ..runs.models import read_run_model
 from ..seeds import limit_threads
+from ..training.compute import Compute, can_use_kernels
 from .console import out as console
 
 
@@ -26,6 +27,13 @@ def predict(
     site_model: Annotated[
         str | None, typer.Option(metavar="SITE", help="Use a site's own model instead (of local_only, for one)")
     ] = None,
+    compute: Annotated[
+        Compute,
+        typer.Option(
+            help="How a CPU computes the network: auto: each layer by sparse kernels where these are faster, if "
+            "the extra fast is installed; dense: as torch; sparse: as auto, or an error"
+        ),
+    ] = "auto",
 ) -> None:
     """Write a label map for every image with the model of a segmentation run; no labels are needed.
 
@@ -41,10 +49,13 @@ def predict(
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: is not empty; choose another folder, or remove it first")
     assembly, config = load_assembly(run)
+    device = assembly.method.config.training.torch_device
+    # Before the model is read, which can take a minute.
+    can_use_kernels(compute, device)
     weights = read_run_model(run, assembly, site_model or ("best" if best else "final"))
     model = assembly.task.model()
     model.load_state_dict(assembly.network.unflatten(weights), strict=False)
-    model = model.eval().to(assembly.method.config.training.torch_device)
+    model = compile_model(model, compute, device)
     with limit_threads(config.federation.threads):
         files = list(assembly.task.write_predictions(model, data.resolve(), out))
     console.print(f"{out}: {len(files)} predictions", markup=False)
