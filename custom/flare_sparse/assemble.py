@@ -31,6 +31,7 @@ from .seeds import seed_torch
 from .structure.scaling import build_statistics_mask, find_site_tensors
 from .task import SiteData, Task, load_examples
 from .training import Site
+from .training.compute import can_use_kernels
 from .training.personal import select_personal
 from .training.private import check_private_network
 from .training.script_site import ScriptRunner, ScriptSite, WeighBy
@@ -166,6 +167,15 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
         plan = plan_sampling(method, len(site.subjects))
         site.mechanism = SiteMechanism(assembly.privacy, plan, account, assembly.run_id, assembly.job)
     return site
+
+
+def check_kernels(method: Method[Any, Any]) -> None:
+    """Check before a site trains that this machine has the sparse kernels, if the job demands them.
+
+    Raises:
+        ConfigError: ``training.compute`` is ``sparse``, and numba is missing or the site computes on a GPU.
+    """
+    can_use_kernels(method.config.training.compute, method.config.training.torch_device)
 
 
 def plan_sampling(method: Method[Any, Any], subjects: int) -> SamplingPlan:

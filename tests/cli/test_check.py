@@ -12,6 +12,7 @@ from line import call
 from typer.testing import Result
 
 from flare_sparse.privacy.accounting import Charge, compute_epsilon
+from flare_sparse.training import compute
 
 TASK = """
 import numpy as np
@@ -144,6 +145,23 @@ def test_check_reports_a_diverging_step_of_sound_data(config: Path) -> None:
     assert "FAIL training step at site-1: E_DIVERGED" in result.output
     assert "lower method.training.lr" in result.output
     assert result.exit_code == 1
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_check_names_kernels_that_are_missing_here(
+    config: Path, monkeypatch: pytest.MonkeyPatch, simulated: bool
+) -> None:
+    """This machine tells nothing of the sites of a federation."""
+    assert "PASS sparse kernels: available" in call("check", config, "--set", "method.training.compute=sparse").output
+    monkeypatch.setattr(compute, "find_spec", lambda name: None)
+    if not simulated:
+        text = config.read_text()
+        config.write_text(text[: text.index("simulator:")])
+    result = call("check", config, "--set", "method.training.compute=sparse")
+    assert f"{'FAIL' if simulated else 'WARN'} sparse kernels" in result.output
+    assert "numba is not installed (pip install 'flare-sparse[fast]')" in result.output
+    assert result.exit_code == (2 if simulated else 0)
+    assert "sparse kernels" not in call("check", config).output
 
 
 def test_check_continues_without_a_simulator_section(config: Path) -> None:

@@ -15,10 +15,11 @@ from toy import Toy, ToyBench
 from flare_sparse.assemble import assemble
 from flare_sparse.config import load_config, serialize_job
 from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.errors import PolicyRefusal
+from flare_sparse.errors import ConfigError, PolicyRefusal
 from flare_sparse.flare import session as session_module
 from flare_sparse.flare.session import JOB_FILE, MODELS_FOLDER, SITE_MODELS_VARIABLE, SiteSession
 from flare_sparse.runs.model_files import list_site_models
+from flare_sparse.training import compute
 
 RUN = "a" * 16
 
@@ -86,3 +87,15 @@ def test_site_builds_the_initial_model_of_its_own_copy_of_the_job(tmp_path: Path
     engine = SimpleNamespace(get_workspace=lambda: workspace, get_component=lambda name: None)
     fl_ctx: Any = SimpleNamespace(get_engine=lambda: engine, get_job_id=lambda: "job")
     assert torch.equal(SiteSession().build_initial_weights(fl_ctx), assemble(job).weights)
+
+
+def test_site_without_the_kernels_of_its_job_fails_before_it_reads_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "find_spec", lambda name: None)
+    bench = ToyBench()
+    method = bench.method("fedavg", training={"compute": "sparse"})
+    assembly: Any = SimpleNamespace(method=method, task=bench.task, privacy=None)
+    context: Any = None
+    with pytest.raises(ConfigError, match=r"compute: sparse is not possible: .*flare-sparse\[fast\]"):
+        SiteSession()._open_site(assembly, "site-1", tmp_path / "no-data", context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
@@ -93,6 +94,13 @@ def test_gpu_computes_densely() -> None:
     assert not can_use_kernels("auto", torch.device("cuda"))
     with pytest.raises(ConfigError, match="this site computes on cuda"):
         can_use_kernels("sparse", torch.device("cuda"))
+
+
+def test_kernels_on_a_gpu_are_refused_in_the_configuration_with_both_remedies() -> None:
+    with pytest.raises(ValidationError, match=r"compute: sparse and device: cuda .* set compute to auto or dense, or"):
+        TrainingConfig(compute="sparse", device="cuda")
+    assert TrainingConfig(compute="auto", device="cuda").device == "cuda"
+    assert TrainingConfig(compute="sparse", device="cpu").compute == "sparse"
 
 
 def test_context_of_dense_computation_changes_nothing(site: Site) -> None:

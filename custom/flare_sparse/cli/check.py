@@ -17,6 +17,7 @@ from ..methods import Method
 from ..params import Layout
 from ..privacy.forecast import Forecast
 from ..task import SiteData, Task
+from ..training.compute import can_use_kernels, explain_missing_kernels
 from ..training.personal import select_personal
 from .check_sites import Finding, SiteCheck, build_sites_table, find_federation_problems
 from .console import get_exit_code
@@ -123,6 +124,8 @@ def _check_job(report: Report, settings: RunConfig, file: Path, site_policy: Pat
         data = _locate_sites(report, settings, task, Path(folder))
         if layout is not None:
             report.attempt("method", lambda: _build_method(settings, layout), _describe_method)
+        if settings.method.config.training.compute == "sparse":
+            _check_kernels(report, settings)
         sites = _check_sites(report, settings, task, layout, data)
         if settings.privacy is not None and layout is not None:
             _check_privacy(report, settings, task, sites)
@@ -130,6 +133,19 @@ def _check_job(report: Report, settings: RunConfig, file: Path, site_policy: Pat
             counts = {site.name: site.examples.n_train for site in sites if site.examples is not None}
             subjects = _count_subjects(sites)
             report.attempt("site policy", lambda: _check_policy(settings, task, counts, subjects, site_policy), str)
+
+
+def _check_kernels(report: Report, settings: RunConfig) -> None:
+    """Check that the sites have the sparse kernels, which this machine tells of simulated sites alone."""
+    training = settings.method.config.training
+    obstacle = explain_missing_kernels(training.torch_device)
+    if obstacle and settings.simulator is None:
+        report.warn(
+            "sparse kernels", f"on this machine {obstacle}; method.training.compute: sparse needs them at sites"
+        )
+    else:
+        check = partial(can_use_kernels, training.compute, training.torch_device)
+        report.attempt("sparse kernels", check, lambda _: "available")
 
 
 def _count_subjects(sites: list[SiteCheck]) -> dict[str, int]:

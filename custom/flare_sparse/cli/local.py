@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..assemble import Assembly, assemble, open_checkpoints, open_script_site, open_site
+from ..assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_site, open_site
 from ..config import RunConfig, list_user_code, load_task
 from ..config.user_tasks import find_script
 from ..errors import ConfigError, format_site_error
@@ -69,6 +69,7 @@ def run_config_locally(
         The summary of the run.
     """
     assembly = assemble(config, load_task(config, file.parent))
+    check_kernels(assembly.method)
     checkpoints = prepare_checkpoints(config, assembly, out, resume=resume, step_back=step_back)
     contexts = prepare_key_contexts(config, out, resume=resume)
     data = prepare_site_data(config, assembly.task, out)

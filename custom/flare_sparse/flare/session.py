@@ -14,7 +14,7 @@ from nvflare.apis.signal import Signal
 from nvflare.apis.workspace import Workspace
 from torch import Tensor
 
-from ..assemble import Assembly, assemble, open_checkpoints, open_script_site, open_site
+from ..assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_site, open_site
 from ..capabilities import local_capabilities
 from ..config import JobConfig, parse_job
 from ..config.yaml_files import read_yaml
@@ -222,6 +222,8 @@ class SiteSession(FLComponent):
     def _open_site(self, assembly: Assembly, name: str, local: Path, fl_ctx: FLContext) -> Site:
         task = assembly.task
         if not isinstance(task, ScriptTask):
+            # Before the data is read, and not in the first training, after scores and messages.
+            check_kernels(assembly.method)
             account = None if assembly.privacy is None else _open_account(fl_ctx)
             return open_site(assembly, find_site_data(name, local), account)
         # A script may know itself where its data lies, so a site need not say it.

@@ -56,10 +56,15 @@ class TrainingConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _check_precision(self) -> TrainingConfig:
+    def _check_compute(self) -> TrainingConfig:
         if self.precision != "float32" and self.compute == "sparse":
             raise ValueError(
                 f"precision {self.precision}: the sparse kernels compute in float32; leave compute at auto"
+            )
+        if self.device == "cuda" and self.compute == "sparse":
+            raise ValueError(
+                "compute: sparse and device: cuda exclude each other, because the sparse kernels are for CPUs; set "
+                "compute to auto or dense, or device to cpu"
             )
         return self
 

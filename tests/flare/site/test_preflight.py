@@ -14,6 +14,7 @@ from flare_sparse.flare.site.install import install_guards
 from flare_sparse.flare.site.preflight import Finding, check_site
 from flare_sparse.privacy.account import PRIVACY_FOLDER, PrivacyAccount, build_entry
 from flare_sparse.privacy.accounting import Charge, compute_epsilon
+from flare_sparse.training import compute
 
 
 @pytest.fixture
@@ -70,6 +71,22 @@ def test_data_is_read_as_the_job_would_read_it(kit: Path, tmp_path: Path) -> Non
     job.write_text("name: job\nmethod: {name: fedavg}\ntask: {name: mortality, medications: 5}\n")
     assert check(kit, job)["data"].verdict == "FAIL"
     assert "task.medications is 5" in check(kit, job)["data"].detail
+
+
+def test_kernels_that_a_job_demands_and_the_site_lacks_are_reported(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "".join(f"{i},{i % 2},{i % 3 % 2},1\n" for i in range(20))
+    (tmp_path / "stays.csv").write_text(f"stay,died,med_a,med_b\n{rows}")
+    (kit / "local" / "flare_sparse.yaml").write_text(f"data: {tmp_path / 'stays.csv'}\n")
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: job\nmethod: {name: fedavg, training: {compute: sparse}}\ntask: {name: mortality, medications: 2}\n"
+    )
+    assert check(kit, job)["data"].verdict == "PASS"
+    monkeypatch.setattr(compute, "find_spec", lambda name: None)
+    assert check(kit, job)["data"].verdict == "FAIL"
+    assert "pip install 'flare-sparse[fast]'" in check(kit, job)["data"].detail
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ...assemble import Assembly, assemble, open_site, plan_sampling
+from ...assemble import Assembly, assemble, check_kernels, open_site, plan_sampling
 from ...config import JobConfig
 from ...data.source import find_site_data
 from ...errors import ConfigError, FlareSparseError
@@ -185,6 +185,7 @@ def _check_job(
         if isinstance(assembly.task, ScriptTask):
             loaded.append((assembly, 0, 0))
             return "WARN", f"{data.path} exists; what is in it only the job's script reads"
+        check_kernels(assembly.method)
         site = open_site(assembly, data)
         examples = site.num_examples
         loaded.append((assembly, examples, len(site.subjects)))
