@@ -51,6 +51,15 @@ def test_table_names_the_variants_and_the_difference(run: Path) -> None:
     assert "largest difference of the outputs" in result.output
 
 
+def test_record_has_the_choice_for_each_layer(run: Path) -> None:
+    layers = json.loads((run / "layer_compute.json").read_text())
+    assert list(layers) == ["site-1", "site-2"]
+    assert set(layers["site-1"].values()) <= {"sparse", "dense"}
+    assert "sparse" in layers["site-1"].values()
+    names = {name for name, _ in load_model(run).named_modules()}
+    assert set(layers["site-1"]) <= names
+
+
 def test_loaded_model_computes_with_sparse_kernels(run: Path) -> None:
     x = torch.randn(2, 1, 13, 16, 13, generator=torch.Generator().manual_seed(1))
     compiled = load_model(run, compute="sparse")

@@ -69,6 +69,7 @@ def test_sparse_training_ends_near_dense_training_and_keeps_entries_off(
     assert float((trained["sparse"] - trained["dense"]).abs().max()) < 1e-4
     assert float((trained["dense"] - start).abs().max()) > 1e-2
     assert torch.equal(trained["sparse"][~bits], start[~bits])
+    assert site.layer_compute == {"0": "sparse", "4": "sparse", "8": "sparse"}
 
 
 def test_frozen_weights_that_are_not_zero_are_computed(site: Site) -> None:
@@ -108,6 +109,16 @@ def test_context_of_dense_computation_changes_nothing(site: Site) -> None:
     full = Mask.full(site.layout.size)
     with use_compute("dense", model, torch.zeros(site.layout.size), full):
         assert all("forward" not in vars(part) for part in model.module.modules())
+
+
+def test_choice_of_each_layer_is_known_after_the_training(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: work.is_pooled).__code__)
+    start = torch.randn(site.layout.size, generator=torch.Generator().manual_seed(1))
+    config = TrainingConfig(batch_size=4, compute="dense")
+    site.train(start, Mask.full(site.layout.size), config, 1)
+    assert site.layer_compute == {}
+    site.train(start, Mask.full(site.layout.size), config.model_copy(update={"compute": "auto"}), 1)
+    assert site.layer_compute == {"0": "sparse", "4": "dense", "8": "dense"}
 
 
 def test_personal_norm_between_sparse_layers_trains_as_with_dense_computation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, DiskFull
 from ..runs.continuation import FINAL
-from ..runs.folder import APPENDED_FILES
+from ..runs.folder import APPENDED_FILES, LAYER_COMPUTE
 from ..runs.model_files import delete_models
 from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
 from ..runs.updates import UPDATES
@@ -27,6 +27,7 @@ RECORD = (
     "job_id.txt",
     "evidence.zip",
     AUDIT_FILE,
+    LAYER_COMPUTE,
 )
 """Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
 FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER, UPDATES)

@@ -32,6 +32,8 @@ from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, sa
 
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
 """Files that every commit appends to."""
+LAYER_COMPUTE = "layer_compute.json"
+"""File of the layers that sparse kernels computed, by site; for runs whose sites are on one machine."""
 SUMMARY = "summary.json"
 """File that a run writes last; a folder without it belongs to a run that has not ended."""
 

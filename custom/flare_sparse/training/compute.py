@@ -22,7 +22,12 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def use_compute(
-    compute: Compute, model: FlatModel, start: Tensor, trainable: Mask, support: Mask | None = None
+    compute: Compute,
+    model: FlatModel,
+    start: Tensor,
+    trainable: Mask,
+    support: Mask | None = None,
+    layers: dict[str, str] | None = None,
 ) -> Iterator[None]:
     """Compute the network with sparse kernels, where these are faster, within the context.
 
@@ -32,6 +37,7 @@ def use_compute(
         start: ``(P,)`` weights at the start of training.
         trainable: entries that may change.
         support: entries of ``start`` that may differ from 0; None: unknown.
+        layers: receives ``sparse`` or ``dense`` for each layer that the kernels support, by its name, at the end.
 
     Raises:
         ConfigError: ``sparse`` is asked for without numba or on a GPU.
@@ -53,6 +59,8 @@ def use_compute(
     with install_blocks(blocks):
         yield
         names = [block.chain.name for block in blocks if block.is_sparse]
+        if layers is not None:
+            layers.update((block.chain.name, "sparse" if block.is_sparse else "dense") for block in blocks)
         log.info("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))
 
 

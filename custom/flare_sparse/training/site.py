@@ -51,6 +51,7 @@ class Site:
         support: entries of ``weights`` that may differ from 0; None: unknown.
         memory: tensors that the site keeps between rounds, for its method and of its own; saved in its checkpoints.
         evaluated: layout and vector of the whole network that was evaluated last; None: none.
+        layer_compute: ``sparse`` or ``dense`` by layer, as the last training computed them; empty: all were dense.
         notices: codes of what the server should know about the site's updates (endpoints/events.py).
         site_settings: the method's settings from the site file; None if the job's settings apply.
         mechanism: differential privacy of the training; None: the job does not ask for it.
@@ -79,6 +80,7 @@ class Site:
         self.name, self.task, self.layout, self.seed = name, task, layout, seed
         self.weights = torch.zeros(layout.size)
         self.memory: dict[str, Tensor] = {}
+        self.layer_compute: dict[str, str] = {}
         self.evaluated: tuple[Layout, Tensor] | None = None
         self._received_personal: Tensor | None = None
         self._examples, self._train_examples = examples, CountingDataset(examples.train)
@@ -190,7 +192,7 @@ class Site:
         # The sparse kernels compute in float32, and whole minibatches.
         kernels = config.compute if config.precision == "float32" and self.mechanism is None else "dense"
         support = self.support if start is self.weights else None
-        compute = use_compute(kernels, self._model, start, trainable, support)
+        compute = use_compute(kernels, self._model, start, trainable, support, self.layer_compute)
         private = self._open_private(start, trainable, config, t, steps, changes, (labels, proximal_strength))
         batches: Iterator[Any]
         if private is None:
@@ -411,6 +413,7 @@ class Site:
         site = Site(self.name, self.task, self._examples, Layout.from_module(network), self.seed, device, network)
         site.site_settings, site._train_examples = self.site_settings, self._train_examples
         site.mechanism, site.metric_release = self.mechanism, self.metric_release
+        site.layer_compute = self.layer_compute
         site.sends_metrics = self.sends_metrics
         return site
 
