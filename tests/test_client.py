@@ -22,7 +22,8 @@ from flare_sparse.seeds import make_generator
 from flare_sparse.task import Task
 from flare_sparse.training import TrainingConfig
 from flare_sparse.training.batches import iterate_pass
-from flare_sparse.training.script_site import TRAINABLE, ScriptReply, ScriptSite
+from flare_sparse.training.script_exchange import TRAINABLE, ScriptReply
+from flare_sparse.training.script_site import ScriptSite
 
 
 def receive(net: nn.Module, **meta: Any) -> flare.FLModel:

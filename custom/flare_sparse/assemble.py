@@ -34,7 +34,8 @@ from .training import Site
 from .training.compute import can_use_kernels
 from .training.personal import select_personal
 from .training.private import check_private_network
-from .training.script_site import ScriptRunner, ScriptSite, WeighBy
+from .training.script_exchange import ScriptRunner
+from .training.script_site import ScriptSite, WeighBy
 from .wire.values import is_quantized
 
 

@@ -18,7 +18,7 @@ from .data.source import find_site_data
 from .errors import ConfigError
 from .task import SiteData
 from .training.loop import disable_dropout
-from .training.script_site import GRADIENTS, REQUEST_KIND, TRAINABLE
+from .training.script_exchange import GRADIENTS, REQUEST_KIND, TRAINABLE
 
 
 def site_data(site: str = "") -> SiteData:

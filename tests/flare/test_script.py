@@ -11,7 +11,7 @@ import torch
 
 from flare_sparse.flare.script_process import ScriptProcess
 from flare_sparse.task import SiteData
-from flare_sparse.training.script_site import ScriptFailed, ScriptRequest
+from flare_sparse.training.script_exchange import ScriptFailed, ScriptRequest
 
 SCRIPT = """
 import random, sys, time

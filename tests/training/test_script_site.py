@@ -17,15 +17,16 @@ from flare_sparse.params import Layout
 from flare_sparse.scores.snip import compute_saliency
 from flare_sparse.tasks.script import ScriptTask
 from flare_sparse.training import TrainingConfig
-from flare_sparse.training.script_site import (
+from flare_sparse.training.script_exchange import (
     GRADIENTS,
     NUM_EXAMPLES,
     NUM_STEPS,
     ScriptFailed,
     ScriptReply,
     ScriptRequest,
-    ScriptSite,
+    read_tensors,
 )
+from flare_sparse.training.script_site import ScriptSite
 
 
 class Net(nn.Module):
@@ -104,6 +105,25 @@ def test_tensors_that_are_not_sent_keep_their_values_and_numpy_arrays_are_read()
     assert all(torch.equal(trained[name], before[name]) for name in before if name != "last.bias")
 
 
+def test_names_of_a_distributed_network_are_those_of_the_network() -> None:
+    params = nn.DataParallel(Net()).state_dict()
+    trained = LAYOUT.unflatten(train(site(replying(params=params))))
+    assert all(torch.equal(trained[name], params[f"module.{name}"]) for name in trained)
+
+
+def test_network_with_a_part_that_is_called_module_keeps_its_names() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 1)
+
+    layout = Layout.from_module(Wrapped())
+    task = ScriptTask("client.py", {"model": "tests.Net", "weigh_by": "steps"}, Wrapped())
+    own_site = ScriptSite("site-1", task, layout, 3, FakeScript(), rounds=4, weigh_by="steps")
+    assert own_site.train(torch.zeros(3), Mask.full(3), TrainingConfig(), 1).tolist() == [1.0, 1.0, 1.0]
+    assert read_tensors(nn.DataParallel(Wrapped()).state_dict(), Wrapped()).keys() == Wrapped().state_dict().keys()
+
+
 @pytest.mark.parametrize(
     ("weigh_by", "meta", "expected"),
     [("steps", {NUM_STEPS: 7}, 7), ("steps", {NUM_STEPS: torch.tensor(7)}, 7), ("examples", {NUM_EXAMPLES: 70.0}, 70),
@@ -142,6 +162,19 @@ def test_usage_is_what_the_script_reports_for_the_update() -> None:
         ({"params": None}, "the script sent no params"),
         ({"params": {"head.bias": torch.zeros(1)}}, "params has 'head.bias', which the network Net"),
         ({"params": {"last.bias": torch.zeros(2)}}, r"params\['last.bias'\] has the shape \(2,\)"),
+        # As many entries as the network's 3x2, in another order.
+        (
+            {"params": {"first.weight": torch.zeros(2, 3)}},
+            r"params\['first.weight'\] has the shape \(2, 3\); the network's is \(3, 2\)",
+        ),
+        ({"params": {"last.bias": "x"}}, r"params\['last.bias'\] is str; expected a tensor or an array"),
+        ({"params": {"last.bias": {"value": 1.0}}}, r"params\['last.bias'\] is dict; expected a tensor"),
+        ({"params": {"last.bias": None}}, r"params\['last.bias'\] is NoneType; expected a tensor"),
+        ({"params": {"module.other": torch.zeros(1)}}, "params has 'other', which the network Net"),
+        (
+            {"params": {"module.last.bias": torch.zeros(1), "last.weight": torch.zeros(1, 3)}},
+            "params has 'module.last.bias', which the network Net",
+        ),
     ],
 )
 def test_unusable_replies_are_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
@@ -194,6 +227,13 @@ def test_gradients_of_a_script_are_averaged_by_the_sizes_of_their_minibatches() 
     weights = torch.ones(LAYOUT.size)
     saliency = compute_saliency(site(script), weights, batch_size=8, batches=None, t=0)
     assert torch.allclose(saliency[: LAYOUT.trainable_size], torch.tensor((1.0 * 1 + 3.0 * 0.5) / 1.5))
+
+
+def test_gradients_of_another_shape_are_refused() -> None:
+    gradients = {"first.weight": torch.zeros(1, 2, 3)}
+    script = replying(params=gradients, meta={NUM_STEPS: 1, GRADIENTS: [8]})
+    with pytest.raises(ScriptFailed, match=r"has the shape \(1, 2, 3\); the network's is \(1, 3, 2\)"):
+        compute_saliency(site(script), START, batch_size=8, batches=None, t=0)
 
 
 def test_prescribed_training_smaller_networks_and_examples_are_refused() -> None:

@@ -33,7 +33,7 @@ from nvflare.fuel.data_event.data_bus import DataBus
 from ..data.source import DATA_VARIABLE, SITE_FILE_VARIABLE, write_site_files
 from ..errors import ConfigError
 from ..task import SiteData
-from ..training.script_site import REQUEST_KIND, TRAINABLE, ScriptFailed, ScriptReply, ScriptRequest
+from ..training.script_exchange import REQUEST_KIND, TRAINABLE, ScriptFailed, ScriptReply, ScriptRequest
 
 _THREAD = "client_api_in_process_trainer"
 """Name that FLARE gives to the thread of a script."""

@@ -23,7 +23,7 @@ from nvflare.apis.fl_context import FLContextManager
 from nvflare.apis.signal import Signal
 
 from ..task import SiteData
-from ..training.script_site import ScriptFailed, ScriptReply, ScriptRequest
+from ..training.script_exchange import ScriptFailed, ScriptReply, ScriptRequest
 from .script import FlareScript
 
 STOP_S = 10.0

@@ -2,97 +2,42 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import cycle
-from typing import Any, Literal, Protocol, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from ..errors import ConfigError, FlareSparseError, MetricsError, PolicyRefusal
+from ..errors import ConfigError, MetricsError, PolicyRefusal
 from ..mask import Mask
 from ..params import Layout
 from ..seeds import derive_seed
 from ..task import Examples, Task
 from .config import TrainingConfig
 from .sample_usage import SampleUsage
+from .script_exchange import (
+    GRADIENTS,
+    NUM_EXAMPLES,
+    NUM_STEPS,
+    ScriptFailed,
+    ScriptReply,
+    ScriptRequest,
+    ScriptRunner,
+    check_shape,
+    read_count,
+    read_tensors,
+    to_float,
+)
 from .site import Site
 
 WeighBy = Literal["steps", "examples", "equal"]
 
-NUM_STEPS = "NUM_STEPS_CURRENT_ROUND"
-"""Key of FLARE for the number of optimiser steps of a round, in the meta that a script sends."""
-NUM_EXAMPLES = "num_examples"
-"""Key for the number of training examples of the site."""
-REQUEST_KIND = "flare_sparse_request"
-"""Key of the kind of a request in the meta of a received model."""
-TRAINABLE = "flare_sparse_trainable"
-"""Key of the entries that may change: bool tensors by name; absent where all may."""
-GRADIENTS = "flare_sparse_gradients"
-"""Key under which a script that sends gradients, of shape (batches, *shape), gives the size of each minibatch."""
 WEIGHT = "script_weight"
 """Name of n_k in the site's memory; it must survive a restart, because the server compares it between rounds."""
 SCORES_BY_TRAINING = "scores_by_training"
 """Code of the notice that a site's scores are those of one local training, not of gradients."""
-
-
-class ScriptFailed(FlareSparseError):
-    """The site's training script raised an exception, ended early or sent something unusable."""
-
-    code = "E_SCRIPT"
-
-
-@dataclass(frozen=True)
-class ScriptRequest:
-    """What a script receives.
-
-    Attributes:
-        kind: ``"train"``, ``"evaluate"`` or ``"score"``; a script that knows no scores trains.
-        params: complete state dict of the network.
-        round: 0-based, as FLARE counts.
-        total_rounds: number of rounds.
-        trainable: bool tensors of the entries that may change, by name; empty: all of them.
-        seed: seed of the script's random numbers from here on.
-    """
-
-    kind: Literal["train", "evaluate", "score"]
-    params: Mapping[str, Tensor]
-    round: int
-    total_rounds: int
-    trainable: Mapping[str, Tensor]
-    seed: int
-
-
-@dataclass(frozen=True)
-class ScriptReply:
-    """What a script sent.
-
-    Attributes:
-        params: trained tensors by name; None: none.
-        is_delta: whether ``params`` are trained minus received values.
-        metrics: metrics of the received model.
-        meta: FLARE's meta, such as the number of steps.
-    """
-
-    params: Mapping[str, Any] | None = None
-    is_delta: bool = False
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    meta: Mapping[str, Any] = field(default_factory=dict)
-
-
-class ScriptRunner(Protocol):
-    """Runs a site's script and passes requests to it."""
-
-    def run(self, request: ScriptRequest) -> ScriptReply:
-        """Return the script's reply to a request.
-
-        Raises:
-            ScriptFailed: the script raised an exception or ended.
-        """
 
 
 @final
@@ -234,7 +179,7 @@ class ScriptSite(Site):
         Raises:
             ScriptFailed: the number that weighs the update is missing or is no whole number.
         """
-        steps, examples = (_read_count(reply.meta, key) for key in (NUM_STEPS, NUM_EXAMPLES))
+        steps, examples = (read_count(reply.meta, key) for key in (NUM_STEPS, NUM_EXAMPLES))
         self._usage = SampleUsage(max(self._usage.examples, examples or 0), self._usage.batches + (steps or 0))
         weight = {"steps": steps, "examples": examples, "equal": 1}[self._weigh_by]
         if weight is not None:
@@ -256,7 +201,7 @@ class ScriptSite(Site):
         name = self.task.metric.name
         if name not in sent and name in reply.meta:
             sent[name] = reply.meta[name]
-        numbers_sent = {str(key): _to_float(value) for key, value in sent.items()}
+        numbers_sent = {str(key): to_float(value) for key, value in sent.items()}
         metrics = {key: value for key, value in numbers_sent.items() if value is not None}
         if metrics and name not in metrics:
             raise MetricsError(
@@ -273,63 +218,28 @@ class ScriptSite(Site):
         """
         if not reply.params:
             raise ScriptFailed("the script sent no params for a training task: send flare.FLModel(params=...)")
-        tensors = self._to_tensors(reply.params)
+        tensors = read_tensors(reply.params, self._model.module)
         trained = start.clone()
         for spec, offset in zip(self.layout.tensors, self.layout.offsets, strict=False):
             if spec.name not in tensors:
                 continue
-            value = tensors[spec.name]
-            if value.numel() != spec.size:
-                raise ScriptFailed(
-                    f"params[{spec.name!r}] has the shape {tuple(value.shape)}; the network's is {spec.shape}"
-                )
+            value = check_shape(tensors[spec.name], spec.name, spec.shape)
             part = trained[offset : offset + spec.size]
             part.add_(value.reshape(-1)) if reply.is_delta else part.copy_(value.reshape(-1))
         return trained
 
     def _read_gradients(self, reply: ScriptReply) -> Iterator[Tensor]:
-        tensors = self._to_tensors(reply.params or {})
-        for batch in range(len(reply.meta[GRADIENTS])):
+        tensors = read_tensors(reply.params or {}, self._model.module)
+        batches = len(reply.meta[GRADIENTS])
+        for batch in range(batches):
             gradient = torch.zeros(self.layout.size)
             for spec, offset in zip(self.layout.tensors, self.layout.offsets, strict=False):
                 if spec.role != "buffer" and spec.name in tensors:
-                    gradient[offset : offset + spec.size] = tensors[spec.name][batch].reshape(-1)
+                    values = check_shape(tensors[spec.name], spec.name, (batches, *spec.shape))
+                    gradient[offset : offset + spec.size] = values[batch].reshape(-1)
             yield gradient
-
-    def _to_tensors(self, params: Mapping[str, Any]) -> dict[str, Tensor]:
-        known = {name for name, _ in self._model.module.state_dict(keep_vars=True).items()}
-        if unknown := sorted(set(map(str, params)) - known):
-            raise ScriptFailed(
-                f"params has {unknown[0]!r}, which the network {type(self._model.module).__name__} of task.model does "
-                "not have; is it the network of the script?"
-            )
-        return {name: torch.as_tensor(value).detach().cpu().float() for name, value in params.items()}
 
     @staticmethod
     def _keep_frozen(trained: Tensor, start: Tensor, trainable: Mask) -> Tensor:
         """Return ``trained`` with the bits of ``start`` outside ``trainable``."""
         return trained if trainable.is_full else torch.where(trainable.bits, trained, start)
-
-
-def _read_count(meta: Mapping[str, Any], key: str) -> int | None:
-    """Return a number of steps or examples; None if the script sent none.
-
-    Raises:
-        ScriptFailed: it is no whole number from 0.
-    """
-    value = meta.get(key)
-    if value is None:
-        return None
-    number = _to_float(value)
-    if number is None or number < 0 or number != int(number):
-        raise ScriptFailed(f"meta[{key!r}] is {value!r}; expected a whole number from 0")
-    return int(number)
-
-
-def _to_float(value: Any) -> float | None:
-    """Return a finite number as float; None for anything else."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        return None
-    return float(value)

@@ -1,0 +1,153 @@
+"""What a training script receives and sends, and the reading of what it sent, which may be anything."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FlareSparseError
+
+NUM_STEPS = "NUM_STEPS_CURRENT_ROUND"
+"""Key of FLARE for the number of optimiser steps of a round, in the meta that a script sends."""
+NUM_EXAMPLES = "num_examples"
+"""Key for the number of training examples of the site."""
+REQUEST_KIND = "flare_sparse_request"
+"""Key of the kind of a request in the meta of a received model."""
+TRAINABLE = "flare_sparse_trainable"
+"""Key of the entries that may change: bool tensors by name; absent where all may."""
+GRADIENTS = "flare_sparse_gradients"
+"""Key under which a script that sends gradients, of shape (batches, *shape), gives the size of each minibatch."""
+_WRAPPER = "module."
+"""Prefix of the names of a network that ``DistributedDataParallel`` or ``DataParallel`` wraps."""
+
+
+class ScriptFailed(FlareSparseError):
+    """The site's training script raised an exception, ended early or sent something unusable."""
+
+    code = "E_SCRIPT"
+
+
+@dataclass(frozen=True)
+class ScriptRequest:
+    """What a script receives.
+
+    Attributes:
+        kind: ``"train"``, ``"evaluate"`` or ``"score"``; a script that knows no scores trains.
+        params: complete state dict of the network.
+        round: 0-based, as FLARE counts.
+        total_rounds: number of rounds.
+        trainable: bool tensors of the entries that may change, by name; empty: all of them.
+        seed: seed of the script's random numbers from here on.
+    """
+
+    kind: Literal["train", "evaluate", "score"]
+    params: Mapping[str, Tensor]
+    round: int
+    total_rounds: int
+    trainable: Mapping[str, Tensor]
+    seed: int
+
+
+@dataclass(frozen=True)
+class ScriptReply:
+    """What a script sent.
+
+    Attributes:
+        params: trained tensors by name; None: none.
+        is_delta: whether ``params`` are trained minus received values.
+        metrics: metrics of the received model.
+        meta: FLARE's meta, such as the number of steps.
+    """
+
+    params: Mapping[str, Any] | None = None
+    is_delta: bool = False
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ScriptRunner(Protocol):
+    """Runs a site's script and passes requests to it."""
+
+    def run(self, request: ScriptRequest) -> ScriptReply:
+        """Return the script's reply to a request.
+
+        Raises:
+            ScriptFailed: the script raised an exception or ended.
+        """
+
+
+def read_tensors(params: Mapping[str, Any], network: nn.Module) -> dict[str, Tensor]:
+    """Return what a script sent as float32 tensors on the CPU, by the names of the network.
+
+    Raises:
+        ScriptFailed: a name is not the network's, or a value is no tensor.
+    """
+    known = set(network.state_dict(keep_vars=True))
+    params = _strip_wrapper({str(name): value for name, value in params.items()}, known)
+    if unknown := sorted(params.keys() - known):
+        raise ScriptFailed(
+            f"params has {unknown[0]!r}, which the network {type(network).__name__} of task.model does not have; is it "
+            "the network of the script?"
+        )
+    return {name: _read_tensor(name, value) for name, value in params.items()}
+
+
+def check_shape(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return ``value``.
+
+    Raises:
+        ScriptFailed: it has another shape.
+    """
+    # A transposed layer has as many entries, which would be read in the wrong order.
+    if tuple(value.shape) != shape:
+        raise ScriptFailed(f"params[{name!r}] has the shape {tuple(value.shape)}; the network's is {shape}")
+    return value
+
+
+def read_count(meta: Mapping[str, Any], key: str) -> int | None:
+    """Return a number of steps or examples; None if the script sent none.
+
+    Raises:
+        ScriptFailed: it is no whole number from 0.
+    """
+    value = meta.get(key)
+    if value is None:
+        return None
+    number = to_float(value)
+    if number is None or number < 0 or number != int(number):
+        raise ScriptFailed(f"meta[{key!r}] is {value!r}; expected a whole number from 0")
+    return int(number)
+
+
+def to_float(value: Any) -> float | None:
+    """Return a finite number as float; None for anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _strip_wrapper(params: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
+    """Return params without the prefix of ``DistributedDataParallel``, unless all of their names are the network's."""
+    if not params.keys() <= known and all(name.startswith(_WRAPPER) for name in params):
+        return {name.removeprefix(_WRAPPER): value for name, value in params.items()}
+    return params
+
+
+def _read_tensor(name: str, value: Any) -> Tensor:
+    """Return a value as a float32 tensor on the CPU.
+
+    Raises:
+        ScriptFailed: it is no tensor, array or number.
+    """
+    try:
+        return torch.as_tensor(value).detach().cpu().float()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ScriptFailed(f"params[{name!r}] is {type(value).__name__}; expected a tensor or an array") from error
