@@ -157,6 +157,8 @@ def get_failure_code(error: Exception) -> str:
 def format_site_error(error: Exception, code: str | None = None) -> str:
     """Return the report of a failure for the site's own staff: code and message, and the traceback of a foreign error.
 
+    The notes of an error are part of it, such as the traceback of an exception in another process.
+
     It may name subjects and files, so it must not leave the site.
 
     Args:
@@ -165,7 +167,8 @@ def format_site_error(error: Exception, code: str | None = None) -> str:
     """
     is_expected = isinstance(error, FlareSparseError) and not isinstance(error, TaskFailed)
     text = str(error) if isinstance(error, FlareSparseError) else describe_exception(error)
-    trace = "" if is_expected else "".join(traceback.format_exception(error))
+    notes = "".join(f"{note.rstrip()}\n" for note in getattr(error, "__notes__", ()))
+    trace = notes if is_expected else "".join(traceback.format_exception(error))
     return f"{code or get_failure_code(error)}: {text}\n{trace}"
 
 

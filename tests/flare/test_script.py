@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flare_sparse.errors import format_site_error
 from flare_sparse.flare.script_process import ScriptProcess
 from flare_sparse.task import SiteData
 from flare_sparse.training.script_exchange import ScriptFailed, ScriptRequest
@@ -38,12 +39,21 @@ flare.init()
 print("reads", sparse.site_data().path, sparse.site_data().subset)
 if "end" in sys.argv:
     sys.exit(0)
+if "status" in sys.argv:
+    sys.exit(2)
+if "import" in sys.argv:
+    import helper_missing
 log = SummaryWriter()
 while flare.is_running():
     received = flare.receive()
     if "fail" in sys.argv or ("once" in sys.argv and not Path("failed").exists()):
         Path("failed").touch()
         raise KeyError("subject 4711")
+    if "twice" in sys.argv:
+        assert flare.receive() is received
+    if "forget" in sys.argv:
+        print("forgets send", flush=True)
+        continue
     log.add_scalar("loss", 0.5, received.current_round)
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     metrics = {"accuracy": 0.5, "round": received.current_round, "rounds": received.total_rounds}
@@ -120,12 +130,48 @@ def test_request_right_after_a_result_reaches_a_script_that_is_still_sending(
     assert kinds == ["train", "score"]
 
 
-def test_exception_and_early_end_of_a_script_are_explained(start: Callable[..., ScriptProcess]) -> None:
-    process = start("fail")
-    with pytest.raises(ScriptFailed, match=r"(?s)script client.py: .*client.py.*KeyError: 'subject 4711'"):
+def fail(process: ScriptProcess) -> ScriptFailed:
+    with pytest.raises(ScriptFailed) as raised:
         process.run(request())
-    with pytest.raises(ScriptFailed, match=r"it ended before it sent a result: its loop must go on"):
-        start("end").run(request())
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("args", "first", "last"),
+    [
+        ("fail", "KeyError: 'subject 4711'", "KeyError: 'subject 4711'"),
+        # FLARE reports no ImportError.
+        ("import", "ModuleNotFoundError: No module named 'helper_missing'", "No module named 'helper_missing'"),
+    ],
+)
+def test_exception_of_a_script_is_reported_with_its_line_and_its_traceback(
+    args: str, first: str, last: str, start: Callable[..., ScriptProcess], tmp_path: Path
+) -> None:
+    lines = format_site_error(fail(start(args))).splitlines()
+    assert lines[0] == f"E_SCRIPT: script client.py: {first}"
+    assert lines[1].startswith(f"  at {tmp_path / 'client.py'}:")
+    assert lines[2] == f"its output is in {tmp_path / 'work' / '0' / 'output.log'}"
+    assert lines[3] == "Traceback (most recent call last):"
+    assert lines[-1].endswith(last)
+
+
+def test_early_end_of_a_script_is_explained(start: Callable[..., ScriptProcess]) -> None:
+    ended, refused = str(fail(start("end"))), str(fail(start("status")))
+    assert "it ended before it sent a result: its loop must go on while flare.is_running()" in ended
+    assert "it ended by sys.exit(2): its command line 'status' (task.args) must be one that it accepts" in refused
+
+
+def test_script_that_begins_its_next_turn_without_a_result_fails(
+    start: Callable[..., ScriptProcess], tmp_path: Path
+) -> None:
+    error = fail(start("forget"))
+    assert "the script called flare.receive() again without flare.send()" in str(error)
+    assert (tmp_path / "work" / "0" / "output.log").read_text().count("forgets send") == 1
+
+
+def test_script_may_receive_a_model_twice_before_it_sends(start: Callable[..., ScriptProcess]) -> None:
+    process = start("twice")
+    assert [process.run(request(kind)).metrics["accuracy"] for kind in ("train", "evaluate", "train")] == [0.5] * 3
 
 
 def test_next_request_starts_a_script_again_that_has_failed(start: Callable[..., ScriptProcess]) -> None:

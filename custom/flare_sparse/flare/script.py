@@ -7,14 +7,12 @@ what it sends comes back here before anything is selected, encoded or checked ag
 from __future__ import annotations
 
 import os
-import random
 import shlex
 import threading
-from collections.abc import Callable
+import traceback
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.event_type import EventType
@@ -31,9 +29,10 @@ from nvflare.client.in_process.api import TOPIC_ABORT
 from nvflare.fuel.data_event.data_bus import DataBus
 
 from ..data.source import DATA_VARIABLE, SITE_FILE_VARIABLE, write_site_files
-from ..errors import ConfigError
+from ..errors import ConfigError, describe_exception
 from ..task import SiteData
 from ..training.script_exchange import REQUEST_KIND, TRAINABLE, ScriptFailed, ScriptReply, ScriptRequest
+from .script_calls import ScriptCalls
 
 _THREAD = "client_api_in_process_trainer"
 """Name that FLARE gives to the thread of a script."""
@@ -55,15 +54,27 @@ class FlareScript:
         data: location of the site's data, which the script finds in ``FLARE_SPARSE_DATA``; None: the site has set none.
         folder: receives a copy of the site file, from which ``flare_sparse.client.site_data`` reads.
         launch: command that starts the script as a process of its own, such as ``torchrun``; empty: no process.
+        log: where the script's output is, for messages.
     """
 
-    def __init__(self, script: Path, args: str, data: SiteData | None, folder: Path, launch: str = ""):
+    def __init__(
+        self,
+        script: Path,
+        args: str,
+        data: SiteData | None,
+        folder: Path,
+        launch: str = "",
+        log: str = "the site's log",
+    ):
         self._script, self._args, self._data, self._folder = script, args, data, folder
-        self._launch = launch
+        self._launch, self._log = launch, log
         self._executor: ClientAPIExecutor | None = None
         self._context: FLContext | None = None
         self._abort_signal = Signal()
         self._failure = ""
+        self._errors = _ThreadErrors()
+        # None: no script, or one in a process of its own.
+        self._calls: ScriptCalls | None = None
 
     def attach(self, fl_ctx: FLContext, abort_signal: Signal) -> None:
         """Set FLARE's context and signal of the task that is executed now."""
@@ -80,15 +91,16 @@ class FlareScript:
         if self._executor is None:
             _check_no_script_runs()
             self._executor = self._start(self._context)
-        _prepare_api(request.seed)
+        if self._calls is not None:
+            self._calls.prepare_request(request.seed)
         reply = self._executor.execute(_TASKS[request.kind], _build_task(request), self._context, self._abort_signal)
         if reply.get_return_code(ReturnCode.OK) != ReturnCode.OK:
-            reason = self._explain_failure()
             # FLARE never runs a script again that was aborted or has ended, such as after a round that timed out. Here
             # it is stopped for good, and the next request starts a new one.
             executor, self._executor = self._executor, None
             executor.handle_event(EventType.END_RUN, self._context)
-            raise ScriptFailed(reason)
+            # Explained last: FLARE returns before the script's thread has ended with its exception.
+            raise self._explain_failure()
         return _read_reply(reply)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -116,7 +128,10 @@ class FlareScript:
             params_exchange_format=ExchangeFormat.PYTORCH,
             server_expected_format=ExchangeFormat.PYTORCH,
         )
+        self._errors.install()
         executor.handle_event(EventType.START_RUN, fl_ctx)
+        api = DataBus().get_data(CLIENT_API_KEY)
+        self._calls = None if api is None else ScriptCalls(api)
         return executor
 
     def _describe_execution(self) -> dict[str, Any]:
@@ -136,14 +151,26 @@ class FlareScript:
         # The first cause: FLARE repeats its own messages about it.
         self._failure = self._failure or str(data)
 
-    def _explain_failure(self) -> str:
+    def _explain_failure(self) -> ScriptFailed:
+        """Return the error of a script that failed; the traceback of its exception is a note."""
         if self._abort_signal.triggered:
-            return "the task was aborted while the script worked on it"
-        reason = self._failure or (
-            "it ended before it sent a result: its loop must go on while flare.is_running(), and its command line "
-            f"{self._args!r} (task.args) must be one that it accepts; its output is in the site's log"
-        )
-        return f"script {self._script.name}: {reason}"
+            return ScriptFailed("the task was aborted while the script worked on it")
+        # Not kept: its frames hold the script's data.
+        error, self._errors.error = self._errors.error, None
+        failed = ScriptFailed(f"script {self._script.name}: {self._describe_end(error)}\nits output is in {self._log}")
+        if error is not None and not isinstance(error, SystemExit):
+            failed.add_note("".join(traceback.format_exception(error)))
+        return failed
+
+    def _describe_end(self, error: BaseException | None) -> str:
+        """Return why a script ended, from the exception that ended it."""
+        command = f"its command line {self._args!r} (task.args) must be one that it accepts"
+        if isinstance(error, SystemExit) and error.code not in (None, 0):
+            return f"it ended by sys.exit({error.code!r}): {command}"
+        if error is not None and not isinstance(error, SystemExit):
+            return describe_exception(error)
+        reason = "it ended before it sent a result: its loop must go on while flare.is_running()"
+        return self._failure or (f"{reason}, and {command}" if self._launch else reason)
 
 
 def _check_no_script_runs() -> None:
@@ -151,60 +178,29 @@ def _check_no_script_runs() -> None:
     ScriptFailed: a stopped script still runs; what it sends would be taken for the reply of a new one.
     """
     if any(thread.name == _THREAD and thread.is_alive() for thread in threading.enumerate()):
-        raise ScriptFailed("the script still works on a task that was aborted; it starts again once that has ended")
+        raise ScriptFailed("the script is still running an aborted task; it starts again once that has ended")
 
 
-class _Seeding:
-    """Wraps ``receive`` of FLARE's API: seeds the script's random numbers when it receives a new model.
+class _ThreadErrors:
+    """Hook of ``threading`` that keeps the exception with which a script ends.
 
-    The first numbers after a request then depend on the run's seed, site and round alone, in any environment.
+    FLARE does not report each of them: not an ImportError, nor ``sys.exit``, by which argparse refuses a command line.
     """
 
-    def __init__(self, receive: Callable[..., Any]):
-        self._receive = receive
-        self.seed: int | None = None
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._next = threading.excepthook
 
-    def __call__(self, timeout: float | None = None) -> Any:
-        model = self._receive(timeout)
-        if model is not None and self.seed is not None:
-            # In the script's own thread: while it starts, it may draw numbers at any time.
-            random.seed(self.seed)
-            np.random.seed(self.seed % 2**32)  # noqa: NPY002 - the generator that scripts and libraries draw from
-            torch.manual_seed(self.seed)
-            self.seed = None
-        return model
+    def install(self) -> None:
+        """Forget the last exception; call this hook before the one that is installed."""
+        self.error = None
+        if threading.excepthook is not self:
+            self._next, threading.excepthook = threading.excepthook, self
 
-
-class _Sending:
-    """Wraps ``send`` of FLARE's API, so that the end of a call can be awaited.
-
-    ``send`` hands over the result first and drops the received model last. A request that follows the result at once
-    would put its model in between, and FLARE would drop that one: the script would wait for it without end.
-    """
-
-    def __init__(self, send: Callable[..., None]):
-        self._send = send
-        self._lock = threading.Lock()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        with self._lock:
-            self._send(*args, **kwargs)
-
-    def wait(self) -> None:
-        """Wait until no call is being executed."""
-        with self._lock:
-            pass
-
-
-def _prepare_api(seed: int) -> None:
-    """Wait until the script has finished its last ``send``; seed it when it receives the next model."""
-    api = DataBus().get_data(CLIENT_API_KEY)
-    if api is None:
-        return
-    if not isinstance(api.receive, _Seeding):
-        api.receive, api.send = _Seeding(api.receive), _Sending(api.send)
-    api.send.wait()
-    api.receive.seed = seed
+    def __call__(self, args: threading.ExceptHookArgs) -> None:
+        if args.thread is not None and args.thread.name == _THREAD:
+            self.error = args.exc_value
+        self._next(args)
 
 
 def _build_task(request: ScriptRequest) -> Shareable:

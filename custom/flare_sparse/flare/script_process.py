@@ -26,6 +26,8 @@ from ..task import SiteData
 from ..training.script_exchange import ScriptFailed, ScriptReply, ScriptRequest
 from .script import FlareScript
 
+OUTPUT = "output.log"
+"""File with the output of a script, in its folder."""
 STOP_S = 10.0
 """Seconds after which a script that does not end is killed."""
 
@@ -65,7 +67,7 @@ class ScriptProcess:
             _send(self._requests, request)
             reply = _receive(self._replies)
         except (EOFError, OSError) as error:
-            raise ScriptFailed(f"the script's process died; its output is in {self._folder / 'output.log'}") from error
+            raise ScriptFailed(f"the script's process died; its output is in {self._folder / OUTPUT}") from error
         if isinstance(reply, Exception):
             raise reply
         assert isinstance(reply, ScriptReply), "the process sends replies and errors"
@@ -90,7 +92,7 @@ class ScriptProcess:
         request_end, self_requests = os.pipe()
         self_replies, reply_end = os.pipe()
         path = os.pathsep.join([*self._code, *filter(None, sys.path)])
-        with (self._folder / "output.log").open("ab") as log:
+        with (self._folder / OUTPUT).open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter and a module of this package
                 [sys.executable, "-m", __name__, str(request_end), str(reply_end)],
                 pass_fds=(request_end, reply_end),
@@ -114,7 +116,7 @@ def serve(requests: Connection, replies: Connection) -> None:
     """Run the script and answer requests until there are no more."""
     script_file, args, data, folder, threads = _receive(requests)
     torch.set_num_threads(threads)
-    script = FlareScript(script_file, args, data, folder)
+    script = FlareScript(script_file, args, data, folder, log=str(folder / OUTPUT))
     context = FLContextManager(_Engine(), identity_name=data.site, job_id="local").new_context()
     context.set_prop(FLContextKey.WORKSPACE_OBJECT, _Workspace(script_file.parent), private=True, sticky=False)
     context.set_prop(FLContextKey.CURRENT_JOB_ID, "local", private=False, sticky=True)
