@@ -456,6 +456,8 @@ def test_script_is_a_task_with_settings_of_its_own(file: Path) -> None:
         ("task.script=/etc/client.py", "expected a file such as client.py"),
         ("task.script=client.sh", "expected a file such as client.py"),
         ("task.model=Net", "task.model"),
+        ('task.args=--name "a b', "task.args: '--name \"a b': no closing quotation; expected a command line"),
+        ("task.launch=python 'x", 'task.launch: "python \'x": no closing quotation; expected a command line'),
         ("task.weigh_by=size", "one of steps, examples, equal"),
         ("method.training.lr=0.5", "give the script its settings in task.args"),
         ("method={name: metagater, rounds: 1}", "which a training script does not do"),

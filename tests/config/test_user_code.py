@@ -59,6 +59,13 @@ def test_folder_without_modules_is_no_package(tmp_path: Path) -> None:
     assert set(collect_user_code([tmp_path], modules=["task"])) == {"task", "broken"}
 
 
+def test_data_files_and_modules_with_a_computed_name_stay_behind(tmp_path: Path) -> None:
+    script = "import importlib, study\nimportlib.import_module('plugin')\nopen('table.csv')"
+    write(tmp_path, {"client.py": script, "plugin.py": "", "table.csv": "", "study/__init__.py": ""})
+    code = collect_user_code([tmp_path], files=[tmp_path / "client.py"])
+    assert code == {"study": tmp_path / "study"}
+
+
 def test_module_of_the_same_name_in_another_folder_is_imported_anew(tmp_path: Path) -> None:
     for name in ("first", "second"):
         write(tmp_path / name, {"own_module.py": f"from own_helper import value\nname = {name!r}",

@@ -154,7 +154,7 @@ class FlareScript:
     def _explain_failure(self) -> ScriptFailed:
         """Return the error of a script that failed; the traceback of its exception is a note."""
         if self._abort_signal.triggered:
-            return ScriptFailed("the task was aborted while the script worked on it")
+            return ScriptFailed("the task was aborted while the script was running it")
         # Not kept: its frames hold the script's data.
         error, self._errors.error = self._errors.error, None
         failed = ScriptFailed(f"script {self._script.name}: {self._describe_end(error)}\nits output is in {self._log}")

@@ -6,10 +6,11 @@ trains and evaluates; see :class:`flare_sparse.training.script_site.ScriptSite`.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 
 from ..errors import ConfigError
@@ -45,6 +46,15 @@ class ScriptConfig(TaskConfig):
         description="n_k, the weight of a site: NUM_STEPS_CURRENT_ROUND or num_examples in the meta that the script "
         "sends, or the same for all sites",
     )
+
+    @field_validator("args", "launch")
+    @classmethod
+    def _check_command(cls, value: str) -> str:
+        try:
+            shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"{value!r}: {str(error).lower()}; expected a command line as in a shell") from error
+        return value
 
 
 @final
