@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,7 @@ from torch import nn
 from flare_sparse.data.phantom import write_phantoms
 from flare_sparse.errors import ConfigError, DataError
 from flare_sparse.params import Layout
-from flare_sparse.task import SiteData
+from flare_sparse.task import Examples, SiteData
 from flare_sparse.tasks.bundles.components import CLASSES, read_component, read_transforms
 from flare_sparse.tasks.bundles.declaration import read_declaration, read_training
 from flare_sparse.tasks.bundles.references import MAX_NUMBER, References
@@ -33,6 +34,8 @@ from flare_sparse.tasks.bundles.task import BundleTask
 PAGE = Path(__file__).parents[2] / "docs" / "bundles.md"
 TRAIN: dict[str, Any] = json.loads(PAGE.read_text().partition("```json\n")[2].partition("```")[0])
 SITE_PATCH = (16, 16, 16)
+MIRRORED = np.array([[-1.0, 0, 0, 5], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+"""Affine of a volume ``(6, 6, 6)`` that is stored from right to left."""
 
 
 def resolve(content: dict[str, Any], name: str = "x") -> Any:
@@ -169,8 +172,12 @@ def test_wrong_argument_is_refused_with_those_that_exist() -> None:
         ("validate::key_metric", {"<b>": {"_target_": "MeanDice"}}, r"key_metric: found the name '<b>' of a metric"),
         ("validate::key_metric", {"m" * 65: {"_target_": "MeanDice"}}, "expected 1 to 64 printable characters"),
         ("train::preprocessing::transforms", "@train::random", "expected LoadImaged as the first transform"),
-        ("validate::postprocessing", None, "validate::postprocessing: missing"),
-        ("network_def::out_channels", "$torch.tensor(2)", "the expression"),
+        (
+            "validate::postprocessing",
+            None,
+            "missing; add this item, from which the job reads the transforms that turn the network's output into",
+        ),
+        ("network_def::out_channels", "$torch.tensor(2)", r"found the expression '\$torch\.tensor\(2\)'; "),
     ],
 )
 def test_error_names_file_and_item(path: str, value: Any, message: str) -> None:
@@ -359,6 +366,89 @@ def test_failing_transform_is_named_with_the_case(brains: Path) -> None:
     batch = task.collate([task.load(SiteData("a", brains), seed=0).train[0]])
     with pytest.raises(DataError, match="random transforms of the bundle fail"):
         task.augment(batch, torch.Generator())
+
+
+def write(file: Path, values: np.ndarray, affine: np.ndarray | None = None) -> Path:
+    nib.save(nib.Nifti1Image(values, np.eye(4) if affine is None else affine), file)
+    return file
+
+
+def load_pairs(folder: Path, label: np.ndarray, affine: np.ndarray | None = None, content: Any = TRAIN) -> Examples:
+    """Load two cases of an image ``(6, 6, 6)`` and a label map."""
+    for case in "ab":
+        write(folder / f"{case}_img.nii.gz", np.arange(216, dtype=np.float32).reshape(6, 6, 6))
+        write(folder / f"{case}_seg.nii.gz", label, affine)
+    pairs = {"images": ["{case}_img.nii.gz"], "labels": "{case}_seg.nii.gz"}
+    task = BundleTask({"configs": {"train.json": content}, "pairs": pairs, "split": {"test": 0.5}})
+    return task.load(SiteData("a", folder), seed=0)
+
+
+def make_labels(value: float = 1, shape: tuple[int, ...] = (6, 6, 6)) -> np.ndarray:
+    labels = np.zeros(shape, np.float32)
+    labels[2, 2, 2] = value
+    return labels
+
+
+@pytest.mark.parametrize(
+    ("label", "affine", "message"),
+    [
+        (make_labels(shape=(6, 6, 8)), None, r"a_seg.nii.gz is 6x6x8, a_img.nii.gz is 6x6x6; expected the same grid"),
+        (make_labels(), np.diag([1.0, 1, 2, 1]), r"a_seg.nii.gz lies up to 6.0 mm from a_img.nii.gz; .*same affine"),
+        # The same space, but stored from right to left: no transform turns it.
+        (
+            make_labels(),
+            MIRRORED,
+            r"a_seg.nii.gz lies up to \d.0 mm from the image after the transforms.*add Orientationd",
+        ),
+        (make_labels(7), None, r"a_seg.nii.gz: label 7 after .*; expected 0 to 3, because the network has a channel"),
+        (make_labels(-1), None, r"a_seg.nii.gz: label -1 after .*; expected 0 to 3"),
+        (make_labels(2.5), None, r"a_seg.nii.gz: label 2.5 after .*; expected whole numbers: correct the file"),
+        (make_labels(math.nan), None, r"a_seg.nii.gz: label nan after .*; expected whole numbers"),
+    ],
+)
+def test_label_map_that_does_not_fit_its_image_or_the_network_is_named(
+    tmp_path: Path, label: np.ndarray, affine: np.ndarray | None, message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"2 of 2 subjects cannot be used:\n  a: {message}"):
+        load_pairs(tmp_path, label, affine)
+
+
+def test_files_of_one_space_in_two_orientations_fit_after_orientationd(tmp_path: Path) -> None:
+    turn = {"_target_": "Orientationd", "keys": ["image", "label"], "axcodes": "RAS"}
+    content = change("train::fixed", [*TRAIN["train"]["fixed"], turn])
+    examples = load_pairs(tmp_path, make_labels(), MIRRORED, content)
+    assert torch.nonzero(examples.train[0]["label"]).tolist() == [[0, 3, 2, 2]]
+
+
+def test_transforms_that_separate_image_and_label_are_refused(tmp_path: Path) -> None:
+    crop = {"_target_": "CenterSpatialCropd", "keys": ["image"], "roi_size": [4, 4, 4]}
+    content = change("train::fixed", [*TRAIN["train"]["fixed"], crop])
+    with pytest.raises(DataError, match=r"a_seg.nii.gz is 6x6x6 after the transforms of the bundle, the image 4x4x4"):
+        load_pairs(tmp_path, make_labels(), content=content)
+
+
+@pytest.mark.parametrize(
+    ("loss", "largest"),
+    [
+        ({"_target_": "DiceLoss", "sigmoid": True}, 1),
+        ({"_target_": "CrossEntropyLoss"}, 3),
+        ({"_target_": "monai.losses.TverskyLoss", "to_onehot_y": True}, 3),
+    ],
+)
+def test_largest_label_is_that_of_loss_and_network(tmp_path: Path, loss: dict[str, Any], largest: int) -> None:
+    content = change("loss", loss)
+    assert load_pairs(tmp_path, make_labels(largest), content=content).n_train == 1
+    with pytest.raises(DataError, match=rf"label {largest + 1} .* expected 0 to {largest}"):
+        load_pairs(tmp_path, make_labels(largest + 1), content=content)
+
+
+def test_labels_are_those_that_the_loss_is_given(tmp_path: Path) -> None:
+    """One that the loss ignores is no class, and one that is mapped after a random transform is not yet known."""
+    ignoring = change("loss", {"_target_": "CrossEntropyLoss", "ignore_index": 255})
+    assert load_pairs(tmp_path, make_labels(255), content=ignoring).n_train == 1
+    to_class = {"_target_": "MapLabelValued", "keys": "label", "orig_labels": [9], "target_labels": [1]}
+    mapping = change("train::random", [*TRAIN["train"]["random"], to_class])
+    assert load_pairs(tmp_path, make_labels(9), content=mapping).n_train == 1
 
 
 def test_images_of_different_shapes_need_a_crop(tmp_path: Path) -> None:

@@ -86,6 +86,18 @@ class CaseFiles:
     problem: str = ""
     label_problem: str = ""
 
+    def require_labels(self) -> Path:
+        """Return the label map.
+
+        Raises:
+            DataError: there is not one file of each kind.
+        """
+        if problem := self.problem or self.label_problem:
+            raise DataError(problem)
+        if self.labels is None:
+            raise DataError("missing file: there is no label map")
+        return self.labels
+
 
 def find_cases(
     path: Path, suffixes: Sequence[str] = ("T1w",), derivative: str = "*", pairs: Pairs | None = None

@@ -22,7 +22,7 @@ from .nifti import format_shape, read_nifti
 Normalization = Literal["volume", "nonzero", "none"]
 Item = tuple[Tensor, Tensor, Tensor]
 """Image ``(channels, d, h, w)``, label map ``(d, h, w)`` and size of the label map's voxels in mm ``(3,)``."""
-_AFFINE_TOLERANCE_MM = 0.1
+AFFINE_TOLERANCE_MM = 0.1
 """Largest distance in mm of a label map's voxel from the image's, for images that were registered to each other."""
 
 
@@ -60,9 +60,11 @@ class Preparation:
             channel for file, image in zip(files, images, strict=True) for channel in _list_channels(file, image)
         ]
         if len(channels) != self.channels:
-            raise DataError(f"{files[0].name}: {len(channels)} channels; expected {self.channels}: set task.channels")
+            raise DataError(
+                f"{files[0].name}: {_count_channels(len(channels))}; expected {self.channels}: set task.channels"
+            )
         for file, image in zip(files[1:], images[1:], strict=True):
-            _check_grid(file, image, files[0], images[0])
+            check_grid(file, image, files[0], images[0])
         volume = torch.from_numpy(np.stack(channels))
         if self.window is not None:
             volume = volume.clamp(*self.window)
@@ -75,7 +77,7 @@ class Preparation:
             DataError: the file is damaged, lies elsewhere than the image, or has a value that is no class.
         """
         labels = read_nifti(file, None)
-        _check_grid(file, labels, image_file, image)
+        check_grid(file, labels, image_file, image)
         if len(labels.shape) > 3 and labels.shape[3] != 1:
             raise DataError(f"{file.name}: {format_shape(labels.shape)} voxels; expected one label for each voxel")
         values = _read_values(file, labels).reshape(labels.shape[:3])
@@ -121,6 +123,10 @@ class Preparation:
         return volume
 
 
+def _count_channels(count: int) -> str:
+    return "1 channel" if count == 1 else f"{count} channels"
+
+
 def _list_channels(file: Path, image: Any) -> list[np.ndarray]:
     """Return the channels of an image, float32 ``(d, h, w)``."""
     values = _read_values(file, image)
@@ -142,9 +148,17 @@ def _read_values(file: Path, image: Any) -> np.ndarray:
     return values.reshape(values.shape[:4])
 
 
-def _check_grid(file: Path, image: Any, reference_file: Path, reference: Any) -> None:
-    """Raises:
-    DataError: two images of a case do not have the same voxels.
+def check_grid(file: Path, image: Any, reference_file: Path, reference: Any) -> None:
+    """Check that two images of a case have the same voxels.
+
+    Args:
+        file: file of the image, named in the error.
+        image: the image in RAS+ orientation, as nibabel reads it.
+        reference_file: file of the image that it must fit.
+        reference: that image, likewise.
+
+    Raises:
+        DataError: shape or affine differ.
     """
     shape, expected = image.shape[:3], reference.shape[:3]
     if shape != expected:
@@ -152,13 +166,36 @@ def _check_grid(file: Path, image: Any, reference_file: Path, reference: Any) ->
             f"{file.name} is {format_shape(shape)}, {reference_file.name} is {format_shape(expected)}; expected the "
             "same grid: resample one of them"
         )
-    corners = np.array([[i, j, k, 1] for i in (0, shape[0]) for j in (0, shape[1]) for k in (0, shape[2])])
-    distance = np.abs((image.affine - reference.affine) @ corners.T).max()
-    if distance > _AFFINE_TOLERANCE_MM:
+    distance = measure_distance(shape, image.affine, reference.affine)
+    if distance > AFFINE_TOLERANCE_MM:
         raise DataError(
             f"{file.name} lies up to {distance:.1f} mm from {reference_file.name}; expected the same affine: resample "
             "one of them"
         )
+
+
+def measure_distance(shape: Sequence[int], affine: np.ndarray, reference: np.ndarray) -> float:
+    """Return the largest distance in mm, along an axis, that two affines ``(4, 4)`` put a voxel of a volume apart.
+
+    Args:
+        shape: voxels of the volume ``(d, h, w)``.
+        affine: affine of one image.
+        reference: affine of the other.
+    """
+    corners = np.array([[i, j, k, 1] for i in (0, shape[0]) for j in (0, shape[1]) for k in (0, shape[2])])
+    return float(np.abs((affine - reference) @ corners.T).max())
+
+
+def check_files(files: CaseFiles) -> None:
+    """Check that every file of a case is a complete volume with the voxels of the first image.
+
+    Raises:
+        DataError: a file is missing or damaged, or lies elsewhere than the first image.
+    """
+    labels, (first, *others) = files.require_labels(), files.images
+    reference = read_nifti(first, None)
+    for file in (*others, labels):
+        check_grid(file, read_nifti(file, None), first, reference)
 
 
 def write_labels(file: Path, labels: Tensor, original: Any) -> None:
@@ -205,12 +242,9 @@ def read_volumes(files: CaseFiles, preparation: Preparation) -> Volumes:
     Raises:
         DataError: a file is missing or damaged, or the files do not fit each other.
     """
-    if problem := files.problem or files.label_problem:
-        raise DataError(problem)
-    if files.labels is None:
-        raise DataError("missing file: there is no label map")
+    labels_file = files.require_labels()
     image, first = preparation.read_image(files.images)
-    labels = preparation.read_labels(files.labels, files.images[0], first)
+    labels = preparation.read_labels(labels_file, files.images[0], first)
     spacing = torch.from_numpy(voxel_sizes(first.affine)).float()
     return Volumes(image, preparation.resample_labels(labels, image.shape[1:]), labels, spacing)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...data.cases import Case, CaseFiles
+from ...data.nifti import format_shape
+from ...data.segmentation import AFFINE_TOLERANCE_MM, measure_distance
 from ...errors import DataError, describe_exception
 from .declaration import KEYS
 
@@ -45,14 +47,11 @@ def read_case(files: CaseFiles, transforms: Sequence[Any]) -> Item:
     """Read the files of a case with a bundle's transforms, of which the first one loads them.
 
     Raises:
-        DataError: a file is missing or damaged, or a transform fails.
+        DataError: a file is missing or damaged, a transform fails, or the image and the label map that the transforms
+            give do not have the same voxels.
     """
-    if problem := files.problem or files.label_problem:
-        raise DataError(problem)
-    if files.labels is None:
-        raise DataError("missing file: there is no label map")
-    images = [str(file) for file in files.images]
-    item: Any = {"image": images if len(images) > 1 else images[0], "label": str(files.labels)}
+    labels_file, images = files.require_labels(), [str(file) for file in files.images]
+    item: Any = {"image": images if len(images) > 1 else images[0], "label": str(labels_file)}
     for transform in transforms:
         try:
             item = transform(item)
@@ -62,9 +61,35 @@ def read_case(files: CaseFiles, transforms: Sequence[Any]) -> Item:
     image, label = (item[key] for key in KEYS)
     if not (isinstance(image, Tensor) and isinstance(label, Tensor) and image.ndim == label.ndim):
         raise DataError("the bundle's transforms give no image and label map with one axis of channels each")
+    _check_voxels(image, label, labels_file.name)
     if not bool(torch.isfinite(image).all()):
         raise DataError("voxels of the image are NaN or infinite")
     return {"image": image, "label": label}
+
+
+def _check_voxels(image: Tensor, label: Tensor, file: str) -> None:
+    """Check that transforms gave an image and a label map of the same voxels; ``file`` is named in the error.
+
+    Files of the same space may be stored in different orders of their axes, which only some transforms undo.
+
+    Raises:
+        DataError: the shapes differ, or the affines, where MONAI keeps them.
+    """
+    shape, expected = label.shape[1:], image.shape[1:]
+    if shape != expected:
+        raise DataError(
+            f"{file} is {format_shape(shape)} after the transforms of the bundle, the image {format_shape(expected)}; "
+            "expected the same shape: give both keys, image and label, to Spacingd, Resized and every crop"
+        )
+    affines = [getattr(volume, "affine", None) for volume in (label, image)]
+    if len(shape) != 3 or any(affine is None for affine in affines):
+        return
+    distance = measure_distance(shape, *(affine.cpu().double().numpy() for affine in affines if affine is not None))
+    if distance > AFFINE_TOLERANCE_MM:
+        raise DataError(
+            f"{file} lies up to {distance:.1f} mm from the image after the transforms of the bundle; expected the same "
+            "affine: add Orientationd with both keys, image and label, or store both files in one orientation"
+        )
 
 
 def describe_cause(error: BaseException) -> str:

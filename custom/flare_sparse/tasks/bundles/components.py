@@ -86,8 +86,7 @@ class Component:
         Raises:
             ConfigError: the class takes no such argument, or refuses its value.
         """
-        module, _, name = self.path.rpartition(".")
-        built_class = getattr(importlib.import_module(module), name)
+        built_class, name = self._import_class(), self.path.rpartition(".")[2]
         parameters = inspect.signature(built_class).parameters.values()
         known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         if unknown := sorted(set(self.args) - set(known)):
@@ -101,6 +100,17 @@ class Component:
         # Which errors a constructor raises for a wrong value differs from class to class.
         except Exception as error:
             raise ConfigError(f"{self.location}: {name} cannot be built: {describe_exception(error)}") from error
+
+    def find_argument(self, name: str) -> Any:
+        """Return an argument as it is declared, or else its default; None where the class has neither."""
+        if name in self.args:
+            return self.args[name]
+        parameter = inspect.signature(self._import_class()).parameters.get(name)
+        return None if parameter is None or parameter.default is parameter.empty else parameter.default
+
+    def _import_class(self) -> Any:
+        module, _, name = self.path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
 
 
 def read_component(references: References, name: str, kind: Kind) -> Component:

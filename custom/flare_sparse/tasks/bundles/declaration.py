@@ -98,22 +98,26 @@ def read_declaration(content: Mapping[str, Any], source: str) -> Declaration:
     def require(what: str, *ids: str) -> str:
         name = references.find(*ids)
         if name is None:
-            raise references.refuse(ids[0], f"missing; a federated job needs the {what} of the bundle: add this item")
+            raise references.refuse(ids[0], f"missing; add this item, from which the job reads {what}")
         return name
 
-    preprocessing = require("transforms", "train::preprocessing", "train::dataset::transform")
+    preprocessing = require("the transforms of the training cases", "train::preprocessing", "train::dataset::transform")
     evaluation = references.find("validate::preprocessing", "validate::dataset::transform") or preprocessing
     postprocessing = require(
-        "transforms of predictions", "validate::postprocessing", "validate::evaluator::postprocessing"
+        "the transforms that turn the network's output into predictions",
+        "validate::postprocessing",
+        "validate::evaluator::postprocessing",
     )
     inferer = references.find("validate::inferer", "validate::evaluator::inferer")
     metric_name, metric = _read_metric(
-        references, require("key metric", "validate::key_metric", "validate::evaluator::key_val_metric")
+        references, require("the key metric", "validate::key_metric", "validate::evaluator::key_val_metric")
     )
     source_of_inferer = references if inferer else References({"inferer": {"_target_": "SimpleInferer"}}, source)
     return Declaration(
-        read_component(references, require("network", "network_def", "network", "net"), "network"),
-        read_component(references, require("loss", "loss", "loss_function", "train::trainer::loss_function"), "loss"),
+        read_component(references, require("the network", "network_def", "network", "net"), "network"),
+        read_component(
+            references, require("the loss", "loss", "loss_function", "train::trainer::loss_function"), "loss"
+        ),
         _read_preprocessing(references, preprocessing),
         _read_preprocessing(references, evaluation),
         read_component(source_of_inferer, inferer or "inferer", "inferer"),

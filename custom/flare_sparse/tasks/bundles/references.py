@@ -119,7 +119,7 @@ class References:
         if not text.startswith("$"):
             raise self.refuse(
                 path,
-                f"found {abbreviate(text)!r}; expected the id of an item of this file, such as @train::preprocessing; "
+                f"found {abbreviate(text)}; expected the id of an item of this file, such as @train::preprocessing; "
                 "write its value",
             )
         names: dict[str, str] = {}
@@ -136,7 +136,7 @@ class References:
             return self._compute(tree.body, names, path, depth)
         # What is refused is refused for one reason: it is none of the allowed forms.
         except (SyntaxError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError) as error:
-            raise self.refuse(path, f"found the expression {abbreviate(text)!r}; {_REMEDY}") from error
+            raise self.refuse(path, f"found the expression {abbreviate(text)}; {_REMEDY}") from error
 
     def _compute(self, node: ast.expr, names: Mapping[str, str], path: str, depth: int) -> Any:
         """Return the value of an expression.

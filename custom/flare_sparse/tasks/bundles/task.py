@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ...data.cases import Case, CaseFiles, Derivative, Pairs, Suffixes, find_cases, read_cases, read_cohort, split_cases
+from ...data.segmentation import check_files
 from ...errors import ConfigError, DataError
 from ...task import Cohort, Examples, Metric, SiteData
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
 from .cases import CaseDataset, Item, describe_cause, read_case, strip_metadata
 from .components import LOWER_IS_BETTER, Component
 from .declaration import KEYS, Declaration, encode_json, find_training_file, read_declaration
+from .labels import LabelRange
 
 MAX_CHARACTERS = 400_000
 """Most characters of all configurations of a bundle, as JSON; the larger ones of MONAI's model zoo have 20,000."""
@@ -102,13 +104,21 @@ class BundleTask(AdaptableTask):
         """Read and check every case once; the cases of a subject are in the same part of the split."""
         cases, declaration = self._find_cases(data.path), self._declaration
         fixed, _ = self._training_transforms
+        labels = LabelRange.from_declaration(declaration, declaration.preprocessing[len(fixed) :])
         is_same = declaration.evaluation_preprocessing == declaration.preprocessing[: len(fixed)]
         evaluation = fixed if is_same else _build(declaration.evaluation_preprocessing)
+
+        def read_checked_case(files: CaseFiles) -> Item:
+            check_files(files)
+            item = read_case(files, fixed)
+            if labels is not None:
+                labels.check(item["label"], files.require_labels().name)
+            return item
 
         examples, skipped = read_cases(
             cases,
             cases if data.subset is None else data.subset,
-            lambda files: read_case(files, fixed),
+            read_checked_case,
             cache=self.config.cache,
             skip_bad_subjects=self.config.skip_bad_subjects,
             source=data.path,
