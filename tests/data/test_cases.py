@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from flare_sparse.data.cases import Pairs, find_cases, read_cohort
+from flare_sparse.data.cases import find_cases, find_images, read_cohort
+from flare_sparse.data.pairs import Pairs
 from flare_sparse.errors import DataError
 
 
@@ -106,6 +107,53 @@ def test_identifier_that_stands_twice_in_a_pattern_is_the_same_twice(tmp_path: P
     touch(tmp_path, "p1/p1_ct.nii.gz", "p1/p1_mask.nii.gz", "p2/p3_ct.nii.gz")
     cases = find_cases(tmp_path, pairs=Pairs(images=("{case}/{case}_ct.nii.gz",), labels="{case}/{case}_mask.nii.gz"))
     assert list(cases) == ["p1"]
+
+
+@pytest.mark.parametrize(
+    ("image", "cases"),
+    [("c{case}*.nii.gz", ["10", "11"]), ("{case}.nii.gz", ["c10", "c11"]), ("{case}*", ["c10", "c11"])],
+)
+def test_label_maps_that_match_the_pattern_of_images_are_no_images(
+    tmp_path: Path, image: str, cases: list[str]
+) -> None:
+    touch(tmp_path, *(f"c{number}{kind}.nii.gz" for number in (10, 11) for kind in ("", "_seg")))
+    labels = "c{case}_seg.nii.gz" if image.startswith("c") else "{case}_seg.nii.gz"
+    cases_by_name = find_cases(tmp_path, pairs=Pairs(images=(image,), labels=labels))
+    assert list(cases_by_name) == cases
+    for case, number in zip(cases_by_name.values(), (10, 11), strict=True):
+        assert (case.images, case.problem) == ((tmp_path / f"c{number}.nii.gz",), "")
+        assert case.labels == tmp_path / f"c{number}_seg.nii.gz"
+
+
+def test_pattern_of_label_maps_that_matches_every_image_is_a_problem_of_each_case(tmp_path: Path) -> None:
+    touch(tmp_path, "c1_img.nii.gz", "c1_seg.nii.gz")
+    cases = find_cases(tmp_path, pairs=Pairs(images=("{case}_img.nii.gz",), labels="{case}_*.nii.gz"))
+    assert cases["c1"].label_problem == "2 files c1_*.nii.gz; expected one"
+
+
+def test_prediction_finds_cases_as_training_does(tmp_path: Path) -> None:
+    touch(tmp_path, "c1_img.nii.gz", "c1_seg.nii.gz", "c2_img.nii.gz")
+    pairs = Pairs(images=("{case}_img.nii.gz",), labels="{case}_seg.nii.gz")
+    assert list(find_images(tmp_path, ("T1w",), "*", pairs)) == ["c1", "c2"]
+    assert list(find_images(tmp_path, ("T1w",), "*", None)) == ["c1_img", "c1_seg", "c2_img"]
+    assert list(find_images(tmp_path / "c1_img.nii.gz", ("T1w",), "*", pairs)) == ["c1_img"]
+    with pytest.raises(DataError, match="no cases to segment"):
+        find_images(touch(tmp_path / "empty"), ("T1w",), "*", pairs)
+
+
+def test_prediction_prefers_the_images_of_a_folder_to_data_sets_beside_them(tmp_path: Path) -> None:
+    touch(tmp_path, "scan.nii.gz", "old/sub-1/anat/sub-1_T1w.nii.gz")
+    (tmp_path / "dataset.json").write_text("{}")
+    assert list(find_images(tmp_path, ("T1w",), "*", None)) == ["scan"]
+    (tmp_path / "dataset.json").unlink()
+    (tmp_path / "scan.nii.gz").unlink()
+    assert list(find_images(tmp_path, ("T1w",), "*", None)) == ["old/sub-1"]
+
+
+def test_two_images_that_would_have_one_prediction_are_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "c1.nii", "c1.nii.gz")
+    with pytest.raises(DataError, match=r"c1.nii and c1.nii.gz are images of one case; remove one of them"):
+        find_images(tmp_path, ("T1w",), "*", None)
 
 
 @pytest.mark.parametrize("pattern", ["/etc/{case}.nii.gz", "../{case}.nii.gz", "**/{case}.nii.gz", "image.nii.gz"])

@@ -8,19 +8,19 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Generic, TypeVar
+from pathlib import Path
+from typing import Annotated, Generic, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field
 
 from ..errors import DataError
 from ..split import Split, SplitConfig
 from ..task import Cohort
 from .bids import TABLE, read_rows
+from .pairs import CASE, Pairs, match_files
 from .screening import screen_subjects
 
 T = TypeVar("T")
@@ -34,36 +34,10 @@ Derivative = Annotated[
 ]
 
 DECATHLON = "dataset.json"
-CASE = "{case}"
-"""Part of a pattern that stands for the identifier of a case."""
-_CASE_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*?"
 EXPECTED = (
     f"expected a BIDS data set (sub-*/anat and derivatives/*/sub-*/anat/*_dseg.nii.gz), a folder with {DECATHLON}, or "
     "a folder of such folders; for other names set task.pairs"
 )
-
-
-class Pairs(BaseModel):
-    """Patterns of the files of a case, relative to the site's data; ``{case}`` is its identifier, ``*`` is any text."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    images: tuple[str, ...] = Field(
-        min_length=1, description="image of each channel, such as imagesTr/{case}_0000.nii.gz"
-    )
-    labels: str = Field(description="label map, such as labelsTr/{case}.nii.gz")
-
-    @field_validator("images", "labels")
-    @classmethod
-    def _check_patterns(cls, value: Any) -> Any:
-        for pattern in [value] if isinstance(value, str) else value:
-            path = PurePosixPath(pattern)
-            # The pattern comes with a job, and the files that it may name are those of the site's data folder.
-            if path.is_absolute() or ".." in path.parts or "**" in pattern:
-                raise ValueError(f"{pattern!r}: expected a path inside the data folder, without .. and **")
-            if CASE not in pattern:
-                raise ValueError(f"{pattern!r}: expected {CASE} where the identifier of a case stands")
-        return value
 
 
 @dataclass(frozen=True)
@@ -134,16 +108,32 @@ def find_cases(
 
 
 def find_images(path: Path, suffixes: Sequence[str], derivative: str, pairs: Pairs | None) -> dict[str, CaseFiles]:
-    """Return cases to predict: those of :func:`find_cases`, or each image of a folder, or a single image.
+    """Return cases to predict: a single image, the cases as in training, or else each image of a folder.
 
     Raises:
-        DataError: there is no image.
+        DataError: there is no image, or a folder has two of one name.
     """
-    files = [path] if path.is_file() else [*path.glob("*.nii.gz"), *path.glob("*.nii")]
-    if files:
-        names = {file.name.removesuffix(".gz").removesuffix(".nii"): file for file in sorted(files)}
-        return {name: CaseFiles((file,), None, subject=name) for name, file in names.items()}
-    return find_cases(path, suffixes, derivative, pairs)
+    files = [path] if path.is_file() else sorted([*path.glob("*.nii.gz"), *path.glob("*.nii")])
+    try:
+        cases = _find_in_folder(path, suffixes, derivative, pairs)
+    except DataError:
+        # Other tools put an index of another format beside their images.
+        if not files:
+            raise
+        cases = {}
+    # The images of a folder come before the data sets in the folders beside them.
+    return cases or _build_unlabelled_cases(files) or find_cases(path, suffixes, derivative, pairs)
+
+
+def _build_unlabelled_cases(files: Iterable[Path]) -> dict[str, CaseFiles]:
+    """Return a case for each image, by its name without the extension."""
+    cases: dict[str, CaseFiles] = {}
+    for file in files:
+        name = file.name.removesuffix(".gz").removesuffix(".nii")
+        if name in cases:
+            raise DataError(f"{file.parent}: {name}.nii and {name}.nii.gz are images of one case; remove one of them")
+        cases[name] = CaseFiles((file,), None, subject=name)
+    return cases
 
 
 def read_cohort(cases: Mapping[str, CaseFiles]) -> Cohort:
@@ -291,35 +281,27 @@ def _read_decathlon(folder: Path) -> dict[str, CaseFiles]:
 
 def _find_pairs(folder: Path, pairs: Pairs) -> dict[str, CaseFiles]:
     """Return the cases whose first image matches its pattern."""
-    channels = [_match(folder, pattern) for pattern in pairs.images]
-    labels = _match(folder, pairs.labels)
+    labels = match_files(folder, pairs.labels)
+    maps = {file for files in labels.values() for file in files}
+    channels = [_leave_out(match_files(folder, pattern), maps) for pattern in pairs.images]
     cases = {}
     for name, first in channels[0].items():
-        images, maps = [channel.get(name, []) for channel in channels], labels.get(name, [])
+        images, found = [channel.get(name, []) for channel in channels], labels.get(name, [])
         problems = [
             f"{len(files)} files {pattern.replace(CASE, name)}; expected one"
             for pattern, files in zip(pairs.images, images, strict=True)
             if len(files) != 1
         ]
-        label_problem = f"{len(maps)} files {pairs.labels.replace(CASE, name)}; expected one" if len(maps) > 1 else ""
-        files = tuple(found[0] for found in images if found) or tuple(first)
-        cases[name] = CaseFiles(files, next(iter(maps), None), {}, name, "; ".join(problems), label_problem)
+        label_problem = f"{len(found)} files {pairs.labels.replace(CASE, name)}; expected one" if len(found) > 1 else ""
+        files = tuple(image[0] for image in images if image) or tuple(first)
+        cases[name] = CaseFiles(files, next(iter(found), None), {}, name, "; ".join(problems), label_problem)
     return dict(sorted(cases.items()))
 
 
-def _match(folder: Path, pattern: str) -> dict[str, list[Path]]:
-    """Return the files that match a pattern, by identifier of the case."""
-    parts = re.split(r"(\{case\}|\*)", pattern)
-    # A second {case} must repeat the first one.
-    text, is_first = "", True
-    for part in parts:
-        if part == CASE:
-            text += f"(?P<case>{_CASE_NAME})" if is_first else "(?P=case)"
-            is_first = False
-        else:
-            text += "[^/]*" if part == "*" else re.escape(part)
-    found: dict[str, list[Path]] = {}
-    for file in sorted(folder.glob(pattern.replace(CASE, "*"))):
-        if match := re.fullmatch(text, file.relative_to(folder).as_posix()):
-            found.setdefault(match["case"], []).append(file)
-    return found
+def _leave_out(images: dict[str, list[Path]], maps: Set[Path]) -> dict[str, list[Path]]:
+    """Return images without those that are label maps too, as with ``{case}.nii.gz`` and ``{case}_seg.nii.gz``.
+
+    All of them stay where the pattern of the label maps matches every image.
+    """
+    remaining = {name: [file for file in files if file not in maps] for name, files in images.items()}
+    return {name: files for name, files in remaining.items() if files} or images

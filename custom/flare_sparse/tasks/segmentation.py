@@ -17,7 +17,6 @@ from ..data.augmentation import Augmentation
 from ..data.cases import (
     CaseFiles,
     Derivative,
-    Pairs,
     Suffixes,
     find_cases,
     find_images,
@@ -26,6 +25,7 @@ from ..data.cases import (
     split_cases,
 )
 from ..data.nifti import read_nifti
+from ..data.pairs import Pairs
 from ..data.patches import sample_patch, take_central_patch
 from ..data.segmentation import Item, Normalization, Preparation, SegmentationDataset, read_volumes, write_labels
 from ..errors import ConfigError, DataError

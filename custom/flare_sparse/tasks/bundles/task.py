@@ -16,7 +16,8 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ...data.cases import Case, CaseFiles, Derivative, Pairs, Suffixes, find_cases, read_cases, read_cohort, split_cases
+from ...data.cases import Case, CaseFiles, Derivative, Suffixes, find_cases, read_cases, read_cohort, split_cases
+from ...data.pairs import Pairs
 from ...data.segmentation import check_files
 from ...errors import ConfigError, DataError
 from ...task import Cohort, Examples, Metric, SiteData
