@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
+from line import call
 from torch import nn
 
 from flare_sparse.cli.sites import prepare_site_data
@@ -134,3 +136,22 @@ def test_settings_of_a_partition_match_its_functions_parameters(kind: str) -> No
 
 def test_every_partitioner_can_be_configured() -> None:
     assert set(list_partitions()) == {*PARTITIONERS, "shared"}
+
+
+def test_folder_without_examples_is_named_by_check_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Indexed, "cohort", lambda *_: Cohort(("B/1", "B/2"), {"site": np.array(["B", "B"])}))
+    data = {"path": str(tmp_path / "brains"), "partition": {"kind": "natural"}}
+    for name in ("A", "B", "derivatives"):
+        (tmp_path / "brains" / name).mkdir(parents=True)
+    text = f"{data['path']}: A: no examples found, so that this data is at no site of the run; mount or fill the folder"
+    assert list(prepare_sites(tmp_path, data=data)) == ["B"]
+    assert f"warning: {text}" in capsys.readouterr().err
+    config = {"name": "n", "method": {"name": "fedavg"}, "task": {"name": "indexed"}, "simulator": {"data": data}}
+    (tmp_path / "n.yaml").write_text(yaml.safe_dump(config))
+    # The task has no model.
+    output = call("check", tmp_path / "n.yaml").output
+    assert f"WARN sites: {text}" in output
+    assert "PASS sites: B" in output
+    assert output.splitlines()[-1].endswith("to look at: sites")

@@ -189,7 +189,8 @@ def _locate_sites(report: Report, settings: RunConfig, task: Task, folder: Path)
             "there is no simulator section; flare-sparse site preflight KIT --job CONFIG reads the data at each site",
         )
         return {}
-    return report.attempt("sites", lambda: prepare_site_data(settings, task, folder), ", ".join) or {}
+    warn = partial(report.warn, "sites")
+    return report.attempt("sites", lambda: prepare_site_data(settings, task, folder, warn=warn), ", ".join) or {}
 
 
 def _check_sites(

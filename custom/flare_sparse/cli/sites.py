@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +11,26 @@ from ..config import RunConfig
 from ..config.schema import PhantomConfig, SimulatorConfig
 from ..data.partition import PARTITIONERS, list_renamed_sites
 from ..data.phantom import write_phantoms
+from ..data.site_folders import list_folders_without_examples
 from ..errors import ConfigError, DataError, suggest
 from ..task import SiteData, Task
 from .console import err
 
 
-def prepare_site_data(config: RunConfig, task: Task, folder: Path) -> dict[str, SiteData]:
+def _print_warning(text: str) -> None:
+    err.print(f"warning: {text}", markup=False)
+
+
+def prepare_site_data(
+    config: RunConfig, task: Task, folder: Path, *, warn: Callable[[str], None] = _print_warning
+) -> dict[str, SiteData]:
     """Return the data of every simulated site, in name order.
 
     Args:
         config: configuration whose ``simulator`` section describes sites and data.
         task: reads the index of its data sets.
         folder: phantoms are written to ``folder/phantoms``; phantoms of the same settings are used again.
+        warn: called with the text of a warning, such as that a folder has no examples.
 
     Raises:
         ConfigError: the ``simulator`` section is missing or names settings for an unknown site.
@@ -29,7 +38,7 @@ def prepare_site_data(config: RunConfig, task: Task, folder: Path) -> dict[str, 
     """
     if config.simulator is None:
         raise ConfigError("simulator: missing; add a simulator section that describes the sites and their data")
-    sites, settings = _locate_data(config.simulator, task, folder), config.simulator.site_settings
+    sites, settings = _locate_data(config.simulator, task, folder, warn), config.simulator.site_settings
     if unknown := sorted(set(settings) - set(sites)):
         raise ConfigError(
             f"simulator.site_settings: there is no site {unknown[0]!r}.{suggest(unknown[0], sites)} "
@@ -38,7 +47,9 @@ def prepare_site_data(config: RunConfig, task: Task, folder: Path) -> dict[str, 
     return {name: replace(data, methods=settings.get(name, {})) for name, data in sites.items()}
 
 
-def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path) -> dict[str, SiteData]:
+def _locate_data(
+    simulator: SimulatorConfig, task: Task, folder: Path, warn: Callable[[str], None]
+) -> dict[str, SiteData]:
     data, count = simulator.data, simulator.sites
     if data.has_path_per_site:
         names = [f"site-{i}" for i in range(1, (count or 0) + 1)]
@@ -52,6 +63,11 @@ def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path) -> dict[s
     cohort = task.cohort(path)
     if not cohort.ids:
         raise DataError(f"{path}: there are no examples to partition into sites; expected at least one")
+    if folders := list_folders_without_examples(path, cohort):
+        warn(
+            f"{path}: {', '.join(folders)}: no examples found, so that this data is at no site of the run; mount or "
+            "fill the folder, or remove it"
+        )
     try:
         ids = PARTITIONERS[kind](cohort, count, **settings)
         renamed = list_renamed_sites(cohort, settings.get("column", "site")) if kind == "natural" else {}
