@@ -21,6 +21,7 @@ from kernels import NETWORKS, Bench, infer, time_both
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
+from flare_sparse.kernels.chains import find_chains
 from flare_sparse.kernels.cost import (
     INFERENCE,
     TRAINING,
@@ -29,7 +30,6 @@ from flare_sparse.kernels.cost import (
     count_dense_operations,
     count_sparse_operations,
 )
-from flare_sparse.kernels.network import find_chains
 from flare_sparse.seeds import limit_threads
 
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flare_sparse.kernels import cost
-from flare_sparse.kernels.network import find_chains, use_sparse_kernels
+from flare_sparse.kernels.chains import find_chains
+from flare_sparse.kernels.network import use_sparse_kernels
 from flare_sparse.models.brain_age import brain_age_cnn_3mm
 from flare_sparse.seeds import limit_threads
 

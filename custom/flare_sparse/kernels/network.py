@@ -5,118 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from ..structure.graph import trace
-from ..structure.tracing import Untraceable
 from .block import BlockSpec, Layer, SparseBlock
+from .chains import BATCH_NORMS, INSTANCE_NORMS, Chain, build_tuple, count_axes, find_chains
 from .cost import Work, is_sparse_faster
 from .geometry import Geometry, PaddedVolume, Triple, build_triple
 from .plan import LiveWeights
 
 Decide = Callable[[Work], bool]
 """Returns whether the kernels compute a block."""
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU)
-
-
-@dataclass
-class Chain:
-    """A convolution or linear layer and the layers that are computed together with it.
-
-    Attributes:
-        name: name of the convolution or linear layer in the network.
-        layer: the convolution or linear layer.
-        norm: normalisation of its output.
-        pool: max-pooling whose windows do not overlap.
-        activation: ReLU or leaky ReLU.
-    """
-
-    name: str
-    layer: nn.Module
-    norm: nn.Module | None = None
-    pool: nn.Module | None = None
-    activation: nn.Module | None = None
-
-    @property
-    def followers(self) -> list[nn.Module]:
-        """Layers whose computation is part of the block."""
-        return [part for part in (self.norm, self.pool, self.activation) if part is not None]
-
-
-def find_chains(network: nn.Module) -> list[Chain]:
-    """Return the convolutions and linear layers that the kernels support, with the layers that follow each directly.
-
-    A network whose code cannot be traced yields single layers.
-    """
-    modules = dict(network.named_modules())
-    if is_supported(network):
-        return [Chain("", network)]
-    try:
-        graph = trace(network)
-    except Untraceable:
-        return [Chain(name, module) for name, module in modules.items() if is_supported(module)]
-    calls = [node for node in graph.nodes if node.op == "call_module"]
-    counts = [node.target for node in calls]
-    called_once = {node for node in calls if counts.count(node.target) == 1}
-    chains = []
-    for node in calls:
-        layer = modules[str(node.target)]
-        if is_supported(layer):
-            chain = Chain(str(node.target), layer)
-            if node in called_once and isinstance(layer, _CONVOLUTIONS):
-                _add_followers(chain, node, modules, called_once)
-            chains.append(chain)
-    return list({chain.name: chain for chain in chains}.values())
-
-
-def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], called_once: set[fx.Node]) -> None:
-    while len(node.users) == 1:
-        (node,) = node.users
-        if node not in called_once:
-            return
-        part = modules[str(node.target)]
-        if chain.norm is None and not (chain.pool or chain.activation) and _is_supported_norm(part):
-            chain.norm = part
-        elif chain.pool is None and isinstance(part, _POOLS) and _is_supported_pool(part):
-            chain.pool = part
-        elif chain.activation is None and isinstance(part, _ACTIVATIONS) and getattr(part, "negative_slope", 0) >= 0:
-            chain.activation = part
-        else:
-            return
-
-
-def is_supported(layer: nn.Module) -> bool:
-    """Return whether the kernels compute this layer."""
-    if isinstance(layer, _CONVOLUTIONS):
-        return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-    return type(layer) is nn.Linear
-
-
-def _is_supported_norm(part: nn.Module) -> bool:
-    if isinstance(part, _INSTANCE_NORMS):
-        return not part.track_running_stats
-    # A momentum of None is a cumulative average, which needs the number of batches.
-    return isinstance(part, _BATCH_NORMS) and part.track_running_stats and part.momentum is not None
-
-
-def _is_supported_pool(part: Any) -> bool:
-    kernel, stride = _build_tuple(part.kernel_size), _build_tuple(part.stride)
-    plain = _build_tuple(part.padding) in ((0,), (0, 0), (0, 0, 0)) and set(_build_tuple(part.dilation)) == {1}
-    return kernel == stride and plain and not part.ceil_mode and not part.return_indices
-
-
-def _build_tuple(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (value,) * 3 if isinstance(value, int) else tuple(value)
 
 
 class Block:
@@ -207,14 +109,14 @@ class Block:
         norm, activation = self.chain.norm, self.chain.activation
         pool: Any = self.chain.pool
         kind: Any = "fixed"
-        if isinstance(norm, _INSTANCE_NORMS):
+        if isinstance(norm, INSTANCE_NORMS):
             kind = "instance"
         elif norm is not None:
             kind = "batch" if norm.training else "fixed"
         window = (1, 1, 1)
         if pool is not None:
-            axes = _count_axes(pool)
-            window = build_triple((*(1,) * (3 - axes), *_build_tuple(pool.kernel_size)[:axes]))
+            axes = count_axes(pool)
+            window = build_triple((*(1,) * (3 - axes), *build_tuple(pool.kernel_size)[:axes]))
         slope = 1.0 if activation is None else float(getattr(activation, "negative_slope", 0.0))
         return BlockSpec(kind, float(getattr(norm, "eps", 1e-5)), window, slope, self._border)
 
@@ -230,7 +132,7 @@ class Block:
             return ones, zeros if layer.bias is None else layer.bias
         scale = ones if norm.weight is None else norm.weight
         shift = zeros if norm.bias is None else norm.bias
-        uses_running_statistics = isinstance(norm, _BATCH_NORMS) and not norm.training
+        uses_running_statistics = isinstance(norm, BATCH_NORMS) and not norm.training
         if uses_running_statistics:
             mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
             scale = scale * torch.rsqrt(norm.running_var + norm.eps)
@@ -245,10 +147,6 @@ class Block:
         norm.running_mean.lerp_(mean if bias is None else mean + bias, norm.momentum)
         norm.running_var.lerp_(variance * (count / max(count - 1, 1)), norm.momentum)
         norm.num_batches_tracked.add_(1)
-
-
-def _count_axes(pool: nn.Module) -> int:
-    return next(axes for axes, kind in enumerate(_POOLS, start=1) if isinstance(pool, kind))
 
 
 def _return_input(inputs: Tensor) -> Tensor:

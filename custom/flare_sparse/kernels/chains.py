@@ -1,0 +1,111 @@
+"""Convolutions and linear layers that the kernels compute, each with the layers that follow it directly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from ..structure.graph import trace
+from ..structure.tracing import Untraceable
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU)
+
+
+@dataclass
+class Chain:
+    """A convolution or linear layer and the layers that are computed together with it.
+
+    Attributes:
+        name: name of the convolution or linear layer in the network.
+        layer: the convolution or linear layer.
+        norm: normalisation of its output.
+        pool: max-pooling whose windows do not overlap.
+        activation: ReLU or leaky ReLU.
+    """
+
+    name: str
+    layer: nn.Module
+    norm: nn.Module | None = None
+    pool: nn.Module | None = None
+    activation: nn.Module | None = None
+
+    @property
+    def followers(self) -> list[nn.Module]:
+        """Layers whose computation is part of the block."""
+        return [part for part in (self.norm, self.pool, self.activation) if part is not None]
+
+
+def find_chains(network: nn.Module) -> list[Chain]:
+    """Return the convolutions and linear layers that the kernels support, with the layers that follow each directly.
+
+    A network whose code cannot be traced yields single layers.
+    """
+    modules = dict(network.named_modules())
+    if is_supported(network):
+        return [Chain("", network)]
+    try:
+        graph = trace(network)
+    except Untraceable:
+        return [Chain(name, module) for name, module in modules.items() if is_supported(module)]
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    counts = [node.target for node in calls]
+    called_once = {node for node in calls if counts.count(node.target) == 1}
+    chains = []
+    for node in calls:
+        layer = modules[str(node.target)]
+        if is_supported(layer):
+            chain = Chain(str(node.target), layer)
+            if node in called_once and isinstance(layer, _CONVOLUTIONS):
+                _add_followers(chain, node, modules, called_once)
+            chains.append(chain)
+    return list({chain.name: chain for chain in chains}.values())
+
+
+def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], called_once: set[fx.Node]) -> None:
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node not in called_once:
+            return
+        part = modules[str(node.target)]
+        if chain.norm is None and not (chain.pool or chain.activation) and _is_supported_norm(part):
+            chain.norm = part
+        elif chain.pool is None and isinstance(part, _POOLS) and _is_supported_pool(part):
+            chain.pool = part
+        elif chain.activation is None and isinstance(part, _ACTIVATIONS) and getattr(part, "negative_slope", 0) >= 0:
+            chain.activation = part
+        else:
+            return
+
+
+def is_supported(layer: nn.Module) -> bool:
+    """Return whether the kernels compute this layer."""
+    if isinstance(layer, _CONVOLUTIONS):
+        return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return type(layer) is nn.Linear
+
+
+def _is_supported_norm(part: nn.Module) -> bool:
+    if isinstance(part, INSTANCE_NORMS):
+        return not part.track_running_stats
+    # A momentum of None is a cumulative average, which needs the number of batches.
+    return isinstance(part, BATCH_NORMS) and part.track_running_stats and part.momentum is not None
+
+
+def _is_supported_pool(part: Any) -> bool:
+    kernel, stride = build_tuple(part.kernel_size), build_tuple(part.stride)
+    plain = build_tuple(part.padding) in ((0,), (0, 0), (0, 0, 0)) and set(build_tuple(part.dilation)) == {1}
+    return kernel == stride and plain and not part.ceil_mode and not part.return_indices
+
+
+def build_tuple(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (value,) * 3 if isinstance(value, int) else tuple(value)
+
+
+def count_axes(pool: nn.Module) -> int:
+    return next(axes for axes, kind in enumerate(_POOLS, start=1) if isinstance(pool, kind))
