@@ -143,17 +143,18 @@ class SparseBlock(torch.autograd.Function):
     """Autograd function of a block.
 
     Its inputs are the feature map ``(samples, inputs, depth, height, width)``, the weight, scale and shift of the
-    affine map ``(outputs,)`` each, the :class:`Layer`, the feature map's buffer if it is already padded, and a list
-    that receives the output's buffer. It returns the output, and the mean and variance of the normalisation.
+    affine map ``(outputs,)`` each, the :class:`Layer`, the feature map's buffer if it is already padded, a list that
+    receives the output's buffer, and whether gradients are enabled. It returns the output, and the mean and variance of
+    the normalisation.
     """
 
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, layer: Layer,
-        padded: PaddedVolume | None, buffers: list[PaddedVolume],
+        padded: PaddedVolume | None, buffers: list[PaddedVolume], is_grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return output, mean and variance."""
-        outputs, record = layer.geometry.outputs, any(ctx.needs_input_grad)
+        outputs, record = layer.geometry.outputs, is_grad_enabled and any(ctx.needs_input_grad)
         source = layer.geometry.lay_out(padded or inputs.detach()).numpy().reshape(len(inputs), -1)
         weights = layer.build_weights(weight)
         gamma, beta = scale.detach().numpy(), shift.detach().numpy()
@@ -206,6 +207,7 @@ class SparseBlock(torch.autograd.Function):
             weight_gradient,
             torch.from_numpy(product.sum(0).astype(np.float32)) if needs_scale else None,
             torch.from_numpy(total.sum(0).astype(np.float32)) if needs_shift else None,
+            None,
             None,
             None,
             None,

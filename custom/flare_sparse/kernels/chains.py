@@ -68,16 +68,22 @@ def find_chains(network: nn.Module) -> list[Chain]:
 
 
 def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], called_once: set[fx.Node]) -> None:
+    layer: Any = chain.layer
+    axes = len(layer.kernel_size)
     while len(node.users) == 1:
         (node,) = node.users
         if node not in called_once:
             return
         part = modules[str(node.target)]
-        if chain.norm is None and not (chain.pool or chain.activation) and _is_supported_norm(part):
+        if (
+            chain.norm is None
+            and not (chain.pool or chain.activation)
+            and _is_supported_norm(part, axes, layer.out_channels)
+        ):
             chain.norm = part
-        elif chain.pool is None and isinstance(part, _POOLS) and _is_supported_pool(part):
+        elif chain.pool is None and _is_supported_pool(part, axes):
             chain.pool = part
-        elif chain.activation is None and isinstance(part, _ACTIVATIONS) and getattr(part, "negative_slope", 0) >= 0:
+        elif chain.activation is None and _is_supported_activation(part):
             chain.activation = part
         else:
             return
@@ -85,22 +91,40 @@ def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], c
 
 def is_supported(layer: nn.Module) -> bool:
     """Return whether the kernels compute this layer."""
-    if isinstance(layer, _CONVOLUTIONS):
-        return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    if _computes_as(layer, _CONVOLUTIONS):
+        convolution: Any = layer
+        is_padded_with_zeros = convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
+        return convolution.groups == 1 and is_padded_with_zeros
     return type(layer) is nn.Linear
 
 
-def _is_supported_norm(part: nn.Module) -> bool:
+def _computes_as(part: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether a layer is of one of these kinds, and not of a subclass with a forward pass of its own."""
+    return any(isinstance(part, kind) and type(part).forward is kind.forward for kind in kinds)
+
+
+# torch raises an error where the axes or the channels of two layers do not agree; such layers are left to it.
+
+
+def _is_supported_norm(part: Any, axes: int, channels: int) -> bool:
+    if not _computes_as(part, (INSTANCE_NORMS[axes - 1], BATCH_NORMS[axes - 1])) or part.num_features != channels:
+        return False
     if isinstance(part, INSTANCE_NORMS):
         return not part.track_running_stats
     # A momentum of None is a cumulative average, which needs the number of batches.
-    return isinstance(part, BATCH_NORMS) and part.track_running_stats and part.momentum is not None
+    return part.track_running_stats and part.momentum is not None
 
 
-def _is_supported_pool(part: Any) -> bool:
+def _is_supported_pool(part: Any, axes: int) -> bool:
+    if not _computes_as(part, (_POOLS[axes - 1],)):
+        return False
     kernel, stride = build_tuple(part.kernel_size), build_tuple(part.stride)
     plain = build_tuple(part.padding) in ((0,), (0, 0), (0, 0, 0)) and set(build_tuple(part.dilation)) == {1}
     return kernel == stride and plain and not part.ceil_mode and not part.return_indices
+
+
+def _is_supported_activation(part: nn.Module) -> bool:
+    return _computes_as(part, _ACTIVATIONS) and getattr(part, "negative_slope", 0) >= 0
 
 
 def build_tuple(value: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -364,6 +364,8 @@ def scale_and_activate(
         first: first channel.
         last: channel after the last one.
     """
+    # ReLU of -infinity is 0, but 0 * -infinity is NaN. NaN is not smaller and stays.
+    lowest = np.float32(-3e38) if slope == 0 else np.float32(-np.inf)
     for c in range(first, last):
         scale, shift = scales[c], shifts[c]
         for z in range(shape.depth):
@@ -375,7 +377,8 @@ def scale_and_activate(
                     kept[c, base : base + shape.width] = values
                 for i in range(shape.width):
                     u = scale * values[i] + shift
-                    values[i] = u if u > 0 else slope * u
+                    negative = max(u, lowest)
+                    values[i] = u if u > 0 else slope * negative
 
 
 @_compile

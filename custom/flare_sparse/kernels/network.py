@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .block import BlockSpec, Layer, SparseBlock
 from .chains import BATCH_NORMS, INSTANCE_NORMS, Chain, build_tuple, count_axes, find_chains
@@ -21,83 +24,150 @@ Decide = Callable[[Work], bool]
 """Returns whether the kernels compute a block."""
 
 
+_CACHE_SIZE = 64
+"""Sizes of inputs that a block remembers; a network with inputs of ever new sizes must not fill the memory."""
+
+# The padded buffer of each feature map that a block has written, with the block. An attribute of the tensor would be
+# copied and saved with it.
+_padded_outputs: Any = WeakTensorKeyDictionary()
+
+
 class Block:
     """Computes a chain with sparse kernels; it stands in for the ``forward`` of the chain's first layer.
+
+    What depends on the sizes of the input, the modes of the layers and the gradient mode alone is computed once.
 
     Args:
         chain: layers that it computes.
         live: bool, shape of the layer's weight: the weights that may differ from 0.
-        decide: returns whether the kernels compute the layer.
+        decide: returns whether the kernels compute the layer; it depends on its argument alone.
+        follows_weights: compare the weights with ``live`` in each call; if they have changed, those that are not 0
+            become the live ones.
 
     Attributes:
         is_sparse: whether the kernels computed the last input.
     """
 
-    def __init__(self, chain: Chain, live: Tensor, decide: Decide):
-        self.chain, self.live, self.decide = chain, live, decide
-        self.count = int(live.sum())
+    def __init__(self, chain: Chain, live: Tensor, decide: Decide, *, follows_weights: bool = False):
+        self.chain, self.decide, self.follows_weights = chain, decide, follows_weights
         self.is_sparse = False
         self._border: Triple = (0, 0, 0)
-        self._layers: dict[tuple[Any, ...], Layer] = {}
+        self._parts: list[tuple[Any, nn.Module]] = [
+            (type(part).forward, part) for part in (chain.layer, *chain.followers)
+        ]
+        self._set_live(live)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the chain's output."""
-        if isinstance(self.chain.layer, nn.Linear):
-            return self._compute_linear(inputs)
-        layer: Any = self.chain.layer
-        geometry = Geometry.from_layer(layer, tuple(inputs.shape[2:]))
-        self.is_sparse = inputs.dtype == torch.float32 and self.decide(self._build_work(geometry, len(inputs)))
-        if not self.is_sparse:
+        geometry = self._find_geometry(inputs)
+        if geometry is not None and self.follows_weights and self._has_other_weights():
+            weight: Any = self.chain.layer.weight
+            self._set_live(weight.detach() != 0)
+            geometry = self._find_geometry(inputs)
+        self.is_sparse = geometry is not None
+        if geometry is None:
             return self._compute_densely(inputs)
-        producer, padded = getattr(inputs, "_padded", (None, None))
+        is_linear = isinstance(self.chain.layer, nn.Linear)
+        return self._compute_linear(inputs, geometry) if is_linear else self._compute_convolution(inputs, geometry)
+
+    def _set_live(self, live: Tensor) -> None:
+        self.live, self.count = live, int(live.sum())
+        self._geometries: dict[tuple[Any, ...], Geometry | None] = {}
+        self._layers: dict[tuple[Geometry, BlockSpec], Layer] = {}
+
+    def _has_other_weights(self) -> bool:
+        """Return whether other weights than the live ones differ from 0.
+
+        The values are compared, which takes 0.1 ms for 10^6 weights: an edit through ``weight.data`` leaves the
+        tensor's version as it was.
+        """
+        weight: Any = self.chain.layer.weight
+        return not np.array_equal(weight.detach().numpy() != 0, self.live.numpy())
+
+    def _find_geometry(self, inputs: Tensor) -> Geometry | None:
+        """Return the sizes of the layer; None: torch computes this input."""
+        layer, norm = self.chain.layer, self.chain.norm
+        key = (
+            inputs.shape, inputs.dtype, inputs.device, layer.weight.dtype, layer.training,
+            norm is not None and norm.training, torch.is_grad_enabled(),
+        )  # fmt: skip
+        if key not in self._geometries:
+            geometry = self._build_geometry(tuple(inputs.shape))
+            is_float = inputs.dtype == layer.weight.dtype == torch.float32 and inputs.device.type == "cpu"
+            samples = 1 if isinstance(layer, nn.Linear) else len(inputs) if inputs.dim() else 0
+            if geometry is not None and not (
+                is_float and self._has_values(geometry, samples) and self.decide(self._build_work(geometry, samples))
+            ):
+                geometry = None
+            _remember(self._geometries, key, geometry)
+            return geometry
+        return self._geometries[key]
+
+    def _build_geometry(self, shape: tuple[int, ...]) -> Geometry | None:
+        """Return the sizes of the layer for an input ``shape``; None: it is without a batch, or torch rejects it.
+
+        A linear layer is computed as a 1x1 convolution over the examples.
+        """
+        layer: Any = self.chain.layer
+        if isinstance(layer, nn.Linear):
+            if shape[-1:] != (layer.in_features,):
+                return None
+            one = (1, 1, 1)
+            return Geometry(layer.in_features, layer.out_features, (1, 1, prod(shape[:-1])), one, one, (0, 0, 0), one)
+        if len(shape) != 2 + len(layer.kernel_size) or shape[1] != layer.in_channels:
+            return None
+        return Geometry.from_layer(layer, shape[2:])
+
+    def _has_values(self, geometry: Geometry, samples: int) -> bool:
+        """Return whether there are values to compute, and enough for their statistics; if not, torch may raise."""
+        spec = self._build_spec()
+        pooled = (size // window for size, window in zip(geometry.output_shape, spec.window, strict=True))
+        sizes = (samples, geometry.inputs, geometry.outputs, *geometry.shape, *geometry.output_shape, *pooled)
+        values = prod(geometry.output_shape) * (samples if spec.norm == "batch" else 1)
+        return min(sizes) > 0 and (spec.norm == "fixed" or values > 1)
+
+    def _compute_convolution(self, inputs: Tensor, geometry: Geometry) -> Tensor:
+        reference, padded = _padded_outputs.get(inputs, (None, None))
+        producer = reference() if reference is not None else None
         if producer is not None:
             # From the next pass on, the producer writes its output with the border that this layer needs.
             producer._border = geometry.padding
-        scale, shift = self._build_affine()
         volume = inputs.reshape(len(inputs), geometry.inputs, *geometry.shape)
-        output, buffer = self._apply(volume, scale, shift, self._get_layer(geometry), padded)
+        output, buffer = self._apply(volume, geometry, padded)
         axes = inputs.dim() - 2
         result = output.reshape(*output.shape[:2], *output.shape[5 - axes :]) if axes < 3 else output
-        result._padded = self, buffer  # type: ignore[attr-defined]
+        _padded_outputs[result] = weakref.ref(self), buffer
         return result
 
-    def _apply(
-        self, volume: Tensor, scale: Tensor, shift: Tensor, layer: Layer, padded: PaddedVolume | None
-    ) -> tuple[Tensor, PaddedVolume]:
+    def _compute_linear(self, inputs: Tensor, geometry: Geometry) -> Tensor:
+        rows = geometry.shape[-1]
+        columns = inputs.reshape(rows, geometry.inputs).t().contiguous().view(1, geometry.inputs, 1, 1, rows)
+        output, _ = self._apply(columns, geometry, None)
+        return output.view(geometry.outputs, rows).t().reshape(*inputs.shape[:-1], geometry.outputs)
+
+    def _apply(self, volume: Tensor, geometry: Geometry, padded: PaddedVolume | None) -> tuple[Tensor, PaddedVolume]:
         buffers: list[PaddedVolume] = []
-        weight = self.chain.layer.weight
+        layer = self._get_layer(geometry)
+        scale, shift = self._build_affine()
         apply: Any = SparseBlock.apply
-        output, mean, variance = apply(volume, weight, scale, shift, layer, padded, buffers)
+        # Within the function, the gradient mode is always off.
+        output, mean, variance = apply(
+            volume, self.chain.layer.weight, scale, shift, layer, padded, buffers, torch.is_grad_enabled()
+        )
         if layer.spec.norm == "batch":
-            self._update_running_statistics(mean[0], variance[0], layer.geometry, len(volume))
+            self._update_running_statistics(mean[0], variance[0], geometry, len(volume))
         return output, buffers[0]
 
     def _compute_densely(self, inputs: Tensor) -> Tensor:
-        for part in (self.chain.layer, *self.chain.followers):
-            compute: Any = type(part).forward
+        for compute, part in self._parts:
             inputs = compute(part, inputs)
         return inputs
 
-    def _compute_linear(self, inputs: Tensor) -> Tensor:
-        """Return the output of a linear layer, computed as a 1x1 convolution over the examples."""
-        layer: Any = self.chain.layer
-        rows = inputs.reshape(-1, layer.in_features)
-        one = (1, 1, 1)
-        geometry = Geometry(layer.in_features, layer.out_features, (1, 1, len(rows)), one, one, (0, 0, 0), one)
-        self.is_sparse = inputs.dtype == torch.float32 and self.decide(self._build_work(geometry, 1))
-        if not self.is_sparse:
-            return self._compute_densely(inputs)
-        columns = rows.t().contiguous().view(1, layer.in_features, 1, 1, len(rows))
-        scale, shift = self._build_affine()
-        output, _ = self._apply(columns, scale, shift, self._get_layer(geometry), None)
-        return output.view(layer.out_features, len(rows)).t().reshape(*inputs.shape[:-1], layer.out_features)
-
     def _get_layer(self, geometry: Geometry) -> Layer:
-        key = (geometry, self.chain.layer.training, self._border)
+        key = (geometry, self._build_spec())
         if key not in self._layers:
             live = next((known.live for known in self._layers.values() if known.geometry == geometry), None)
-            live = live or LiveWeights.from_mask(self.live, geometry)
-            self._layers[key] = Layer(geometry, live, self._build_spec())
+            _remember(self._layers, key, Layer(geometry, live or LiveWeights.from_mask(self.live, geometry), key[1]))
         return self._layers[key]
 
     def _build_work(self, geometry: Geometry, samples: int) -> Work:
@@ -149,6 +219,13 @@ class Block:
         norm.num_batches_tracked.add_(1)
 
 
+def _remember(cache: dict[Any, Any], key: object, value: object) -> None:
+    """Store a value; a full cache is emptied first."""
+    if len(cache) >= _CACHE_SIZE:
+        cache.clear()
+    cache[key] = value
+
+
 def _return_input(inputs: Tensor) -> Tensor:
     return inputs
 
@@ -191,23 +268,27 @@ def install_blocks(blocks: Sequence[Block]) -> Iterator[None]:
 def compile_network(network: nn.Module, decide: Decide = is_sparse_faster) -> nn.Module:
     """Return a copy of a network for inference that computes with sparse kernels; weights that are 0 are skipped.
 
+    The copy may be changed as any network, such as by ``load_state_dict``: each call reads the weights anew.
+
     Args:
         network: network on the CPU.
         decide: returns whether the kernels compute a layer.
     """
     compiled = copy.deepcopy(network).eval().requires_grad_(requires_grad=False)
     live = {name: parameter != 0 for name, parameter in compiled.named_parameters() if parameter.dim() > 1}
-    _replace_forward(build_blocks(compiled, live, decide))
+    _replace_forward(build_blocks(compiled, live, decide, follows_weights=True))
     return compiled
 
 
-def build_blocks(network: nn.Module, live: Mapping[str, Tensor], decide: Decide = is_sparse_faster) -> list[Block]:
-    """Return a block for each layer of a network; arguments as of :func:`use_sparse_kernels`."""
+def build_blocks(
+    network: nn.Module, live: Mapping[str, Tensor], decide: Decide = is_sparse_faster, *, follows_weights: bool = False
+) -> list[Block]:
+    """Return a block for each layer of a network; arguments as of :func:`use_sparse_kernels` and :class:`Block`."""
     blocks = []
     for chain in find_chains(network):
         name = f"{chain.name}.weight" if chain.name else "weight"
         if name in live:
-            blocks.append(Block(chain, live[name], decide))
+            blocks.append(Block(chain, live[name], decide, follows_weights=follows_weights))
     return blocks
 
 
