@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -97,7 +98,13 @@ def test_sparse_predictions_agree_with_dense_ones(
     run, brains = finished
     monkeypatch.setattr(network.is_sparse_faster, "__code__", (lambda work: True).__code__)
     built, build = [], network.build_blocks
-    monkeypatch.setattr(network, "build_blocks", lambda *arguments: built.extend(build(*arguments)) or built)
+
+    def record_blocks(*arguments: Any, **settings: Any) -> list[network.Block]:
+        blocks = build(*arguments, **settings)
+        built.extend(blocks)
+        return blocks
+
+    monkeypatch.setattr(network, "build_blocks", record_blocks)
     for choice in ("dense", "sparse", "auto"):
         result = call("predict", run, "--data", brains, "--out", tmp_path / choice, "--compute", choice)
         assert result.exit_code == 0, result.output
