@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import fsum
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..exchange import Contribution
 from ..mask import Mask
-from .vectors import POOL
 
 Weights = Callable[[Sequence[Contribution]], list[float]]
 """Returns the weight of each contribution; receives them in site-name order."""
@@ -162,7 +162,8 @@ def average_over_owners(contributions: Sequence[Contribution], weights: Weights,
 
 def _put_into_zeros(mask: Mask, values: Tensor) -> Tensor:
     """Return a float32 vector ``(P,)`` with the values ``(mask.count,)`` at the positions of a mask, and zeros."""
-    return mask.put(values, POOL.take_zeros(mask.size))
+    # torch writes every zero; numpy takes memory that the system clears, in large pages, where it is first written.
+    return mask.put(values, torch.from_numpy(np.zeros(mask.size, np.float32)))
 
 
 def _compute_sum(

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..aggregation.vectors import POOL
 from ..checkpoint.store import Store
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.server_state import ServerSnapshot
@@ -94,12 +93,6 @@ class Federation:
                 commit is intact.
             CheckpointError: a checkpoint could not be written, or belongs to another run.
         """
-        try:
-            return self._run(weights, resume=resume)
-        finally:
-            POOL.clear()
-
-    def _run(self, weights: Tensor, *, resume: bool) -> Outcome:
         participants = self._admission.admit(Participants(self.method), Roster())
         start = progress = Progress(participants.method.init(weights, participants.sites))
         if self.store is not None:
