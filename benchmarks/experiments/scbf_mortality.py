@@ -29,7 +29,7 @@ import matplotlib as mpl
 import torch
 from runs import claim
 from torch import Tensor
-from torch.utils.data import ConcatDataset
+from torch.utils.data import TensorDataset
 
 from flare_sparse.assemble import Assembly, assemble, open_site
 from flare_sparse.cli.sites import prepare_site_data
@@ -196,8 +196,8 @@ def run(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> Ru
     """Run one method in this process until its validation AUC stays, and return its figures."""
     assembly, sites = open_cohort(cohort, data, method, training, seed)
     parts = [site.examples for site in sites.values()]
-    validation: ConcatDataset[Any] = ConcatDataset([part.validation for part in parts if part.validation is not None])
-    examples = Examples(parts[0].train, ConcatDataset([part.test for part in parts]), validation=validation)
+    validation = pool([part.validation for part in parts if part.validation is not None])
+    examples = Examples(parts[0].train, pool([part.test for part in parts]), validation=validation)
     pooled = Site("pooled", assembly.task, examples, assembly.layout, seed)
     result, ledger = Run(), Ledger()
 
@@ -215,6 +215,11 @@ def run(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> Ru
     up = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
     result.uploaded = sum(line.scalars_sent for line in up) / (len(up) * assembly.layout.size)
     return result
+
+
+def pool(parts: Sequence[Any]) -> TensorDataset:
+    """Return the rows of all parts as one data set, whose minibatches are read at once."""
+    return TensorDataset(*(torch.cat(column) for column in zip(*(part.tensors for part in parts), strict=True)))
 
 
 def run_logistic(cohort: Cohort, data: Path, seed: int) -> dict[str, dict[str, float]]:

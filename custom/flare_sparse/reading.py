@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
-from torch.utils.data import Dataset, TensorDataset
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+
+class StackedExamples(Sequence[tuple[Tensor, ...]]):
+    """The examples of a minibatch as rows of tensors, ready for training.
+
+    Args:
+        columns: tensors of the same length, ``(B, ...)`` each.
+    """
+
+    def __init__(self, columns: list[Tensor]):
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[Tensor, ...]]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[Tensor, ...] | Sequence[tuple[Tensor, ...]]:
+        rows = [column[index] for column in self.columns]
+        return StackedExamples(rows) if isinstance(index, slice) else tuple(rows)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(column.unbind() for column in self.columns), strict=True)
 
 
 class MinibatchReader(Dataset[Any]):
@@ -26,11 +54,16 @@ class MinibatchReader(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         """Return the examples of a minibatch; loaders call this method instead of reading them one by one."""
         dataset = self._dataset
         # A subclass may change what it returns.
         if type(dataset) is TensorDataset and len(indices) > 0:
-            return list(zip(*(rows[list(indices)].unbind() for rows in dataset.tensors), strict=True))
+            return StackedExamples([rows[list(indices)] for rows in dataset.tensors])
         read_all = getattr(dataset, "__getitems__", None)
         return list(read_all(indices)) if read_all else [dataset[index] for index in indices]
+
+
+def stack_examples(examples: Sequence[Any]) -> Any:
+    """Return the minibatch of some examples: each of their tensors stacked, as torch's ``default_collate`` does."""
+    return examples.columns if isinstance(examples, StackedExamples) else default_collate(list(examples))

@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from .errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
-from .reading import MinibatchReader
+from .reading import MinibatchReader, stack_examples
 from .split import Split, SplitConfig
 
 VALIDATION = "validation_"
@@ -311,9 +311,9 @@ class Task(ABC):
             targets: its second results.
         """
 
-    def collate(self, examples: list[Any]) -> Any:
+    def collate(self, examples: Sequence[Any]) -> Any:
         """Return the minibatch of some examples; by default each of their tensors stacked."""
-        return default_collate(examples)
+        return stack_examples(examples)
 
     def iterate_batches(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Any]:
         """Yield the examples of a data set in order, in batches of at most ``batch_size``."""
@@ -477,7 +477,7 @@ def iterate_minibatches(
     dataset: Dataset[Any],
     batch_size: int,
     generator: torch.Generator,
-    collate: Callable[[list[Any]], Any] = default_collate,
+    collate: Callable[[Sequence[Any]], Any] = stack_examples,
 ) -> Iterator[Any]:
     """Yield the minibatches of one pass over the data in random order; the last one may be smaller."""
     yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=generator, collate_fn=collate)

@@ -163,7 +163,7 @@ class Segmentation(AdaptableTask):
         config = self.config
         return find_cases(path, config.suffixes, config.derivative, config.pairs)
 
-    def collate(self, examples: list[Item]) -> tuple[Any, Any, Tensor]:
+    def collate(self, examples: Sequence[Item]) -> tuple[Any, Any, Tensor]:
         """Return a minibatch; images and labels of different shapes stay lists."""
         images, labels, spacings = (list(part) for part in zip(*examples, strict=True))
         return _stack(images), _stack(labels), torch.stack(spacings)

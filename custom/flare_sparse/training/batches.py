@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from ..errors import ConfigError, DataError
+from ..reading import stack_examples
 from ..seeds import seed_torch
 from ..task import Task, iterate_minibatches
 from .flat import FlatModel
@@ -41,7 +42,7 @@ def iterate_pass(
     generator: torch.Generator,
     *,
     joins_last: bool,
-    collate: Callable[[list[Any]], Any] = default_collate,
+    collate: Callable[[Sequence[Any]], Any] = stack_examples,
 ) -> Iterator[Any]:
     """Yield the minibatches of one pass in random order, of the sizes of :func:`plan_batch_sizes`."""
     if not joins_last:

@@ -147,7 +147,7 @@ class BundleTask(AdaptableTask):
         first = next((index for index, random in enumerate(is_random) if random), len(transforms))
         return transforms[:first], Compose(transforms[first:])
 
-    def collate(self, examples: list[Item]) -> tuple[list[Tensor], list[Tensor]]:
+    def collate(self, examples: Sequence[Item]) -> tuple[list[Tensor], list[Tensor]]:
         """Return images and label maps, as they are: their shapes may differ before the random transforms."""
         return [item["image"] for item in examples], [item["label"] for item in examples]
 
