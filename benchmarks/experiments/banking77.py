@@ -43,13 +43,14 @@ SLOTS = 16
 def build_config(name: str, rank: int, seed: int, options: argparse.Namespace) -> RunConfig:
     """Return the configuration of one run, from the published file."""
     ranked = f"rank: {rank}, " if name in ("lora_a2", "flexlora") else ""
-    training = f"epochs: {options.epochs}, batch_size: {options.batch_size}, optimizer: adamw, lr: {options.lr}"
+    training = f"epochs: {options.epochs}, batch_size: {options.batch_size}, optimizer: adamw, lr: {options.lr}, "
+    training += f"weight_decay: 0.01, precision: {options.precision}"
     return load_config(
         CONFIGS / "lora_a2_banking77.yaml",
         [
             f"name=banking77_{name}_{rank}",
             f"seed={seed}",
-            f"method={{name: {name}, {ranked}rounds: {options.rounds}, training: {{{training}, weight_decay: 0.01}}}}",
+            f"method={{name: {name}, {ranked}rounds: {options.rounds}, training: {{{training}}}}}",
             f"task.base={options.base}",
             f"task.adapter.rank={SLOTS if name == 'lora_a2' else rank}",
             f"task.every={options.every}",
@@ -121,7 +122,8 @@ def find_hits(assembly: Assembly, outcome: Outcome, examples: dict[str, Examples
     return hits
 
 
-SETTINGS = ("base", "sites", "alpha", "rounds", "patience", "epochs", "batch_size", "lr", "every", "max_length")
+SETTINGS = ("base", "sites", "alpha", "every", "max_length", "rounds", "patience")
+SETTINGS += ("epochs", "batch_size", "lr", "precision")
 
 
 def main() -> int:
@@ -136,6 +138,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="bfloat16: with AMX")
     parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--max-length", type=int, default=20)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
