@@ -19,9 +19,12 @@ from torch.autograd.function import once_differentiable
 from . import loops
 from .cost import is_storing_faster
 from .geometry import Geometry, PaddedVolume, Triple, allocate_padded
-from .loops import Doubles, Floats
+from .loops import Doubles, Floats, Integers, Part
 from .plan import LiveWeights
 from .threads import run_parts
+
+_WORK_OF_A_VALUE = 32
+"""Multiplications that take as long as to read and write a value of a feature map."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,19 @@ class Layer:
     def records_values(self) -> bool:
         """Whether the backward pass reads the convolution's output; with few live weights, it is computed again."""
         return self.spec.norm != "fixed" and is_storing_faster(self.live.count, self.geometry.outputs)
+
+    def count_work(self, starts: Integers) -> Integers:
+        """Return the multiplications of a sample before each channel, ``(channels + 1,)``.
+
+        Args:
+            starts: ``(channels + 1,)`` first live weight of each channel.
+        """
+        return (starts + _WORK_OF_A_VALUE * np.arange(len(starts))) * self.geometry.extent
+
+    @property
+    def pooled_work(self) -> Integers:
+        """As :meth:`count_work`, of a loop that reads and writes the pooled values once."""
+        return np.arange(self.geometry.outputs + 1) * (_WORK_OF_A_VALUE * prod(self.pooled_shape))
 
     @property
     def window(self) -> loops.Window:
@@ -116,13 +132,12 @@ def convolve(source: Floats, weights: loops.Weights, layer: Layer, signs: Floats
     moments = np.zeros((samples, outputs if spec.norm != "fixed" else 0, 2))
     pivots = np.zeros((samples, outputs), np.float32)
 
-    def convolve_part(sample: int, first: int, last: int) -> None:
+    def convolve_part(part: Part) -> None:
         loops.convolve(
-            source[sample], weights, geometry.grid, layer.window, signs, pivots[sample], moments[sample], flat[sample],
-            target, positions[sample], values[sample], first, last,
-        )  # fmt: skip
+            source, weights, geometry.grid, layer.window, signs, pivots, moments, flat, target, positions, values, part
+        )
 
-    run_parts(outputs, samples, convolve_part)
+    run_parts(layer.count_work(layer.live.starts), samples, convolve_part)
     return ConvolutionResult(output, target, positions, values, *_compute_statistics(layer, moments, pivots))
 
 
@@ -167,13 +182,11 @@ class SparseBlock(torch.autograd.Function):
         kept = np.empty((len(inputs), outputs if record else 0, prod(layer.pooled_shape)), np.float32)
         flat = convolved.output.buffer.flatten(2).numpy()
 
-        def activate_part(sample: int, first: int, last: int) -> None:
-            loops.scale_and_activate(
-                flat[sample], convolved.target, loops.Window(*layer.pooled_shape), scales[sample], shifts[sample],
-                np.float32(layer.spec.slope), kept[sample], first, last,
-            )  # fmt: skip
+        def activate_part(part: Part) -> None:
+            shape, slope = loops.Window(*layer.pooled_shape), np.float32(layer.spec.slope)
+            loops.scale_and_activate(flat, convolved.target, shape, scales, shifts, slope, kept, part)
 
-        run_parts(outputs, len(inputs), activate_part)
+        run_parts(layer.pooled_work, len(inputs), activate_part)
         if record:
             ctx.layer, ctx.source, ctx.weights, ctx.weight_shape = layer, source, weights, weight.shape
             ctx.gamma, ctx.mean, ctx.inverse = gamma, convolved.mean, inverse
@@ -221,13 +234,11 @@ def _differentiate_activation(ctx: Any, gradient: Tensor) -> tuple[Floats, Doubl
     pooled = gradient.clone(memory_format=torch.contiguous_format).view(samples, outputs, -1).numpy()
     moments = np.empty((samples, outputs, 2))
 
-    def differentiate_part(sample: int, first: int, last: int) -> None:
-        loops.differentiate_activation(
-            pooled[sample], ctx.kept[sample], ctx.scales[sample], ctx.shifts[sample],
-            np.float32(ctx.layer.spec.slope), moments[sample], first, last,
-        )  # fmt: skip
+    def differentiate_part(part: Part) -> None:
+        slope = np.float32(ctx.layer.spec.slope)
+        loops.differentiate_activation(pooled, ctx.kept, ctx.scales, ctx.shifts, slope, moments, part)
 
-    run_parts(outputs, samples, differentiate_part)
+    run_parts(ctx.layer.pooled_work, samples, differentiate_part)
     return pooled, moments
 
 
@@ -254,17 +265,16 @@ def _differentiate_block(
     output_gradient = np.zeros((samples, outputs if needs_inputs else 0, width), np.float32)
     products = np.zeros(layer.live.count)
 
-    # One thread adds the samples of a channel in their order: the sum must not depend on the number of threads.
-    def differentiate_part(_: int, first: int, last: int) -> None:
-        for sample in range(samples):
-            norm = loops.Norm(ctx.scales[sample], constants[sample], factors[sample])
-            loops.differentiate_block(
-                ctx.source[sample], ctx.weights, layer.geometry.grid, layer.window, pooled[sample],
-                ctx.positions[sample], ctx.values[sample], norm, products, output_gradient[sample], layer.live.lead,
-                first, last,
-            )  # fmt: skip
+    norm = loops.Norm(ctx.scales, constants, factors)
 
-    run_parts(outputs, 1, differentiate_part)
+    def differentiate_part(part: Part) -> None:
+        loops.differentiate_block(
+            ctx.source, ctx.weights, layer.geometry.grid, layer.window, pooled, ctx.positions, ctx.values, norm,
+            products, output_gradient, layer.live.lead, part,
+        )  # fmt: skip
+
+    # One thread adds the samples of a channel in their order: the sum must not depend on the number of threads.
+    run_parts(layer.count_work(layer.live.starts), samples, differentiate_part, divides_samples=False)
     return products, output_gradient
 
 
@@ -283,8 +293,8 @@ def convolve_back(layer: Layer, output_gradient: Floats, values: Floats) -> Tens
     weights = loops.Weights(live.back_starts, live.back_offsets, values[live.back_order.numpy()])
     count = geometry.plane_size - 2 * live.back_origin
 
-    def convolve_part(sample: int, first: int, last: int) -> None:
-        loops.convolve_back(flat[sample], weights, count, array[sample], live.back_origin, first, last)
+    def convolve_part(part: Part) -> None:
+        loops.convolve_back(flat, weights, count, array, live.back_origin, part)
 
-    run_parts(channels, samples, convolve_part)
+    run_parts(layer.count_work(live.back_starts), samples, convolve_part)
     return geometry.gather(gradient).interior

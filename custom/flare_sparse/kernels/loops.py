@@ -84,8 +84,17 @@ class Target(NamedTuple):
     row: int
 
 
+class Part(NamedTuple):
+    """Samples and channels that one call computes: ``first <= sample < last`` and ``first <= channel < last``."""
+
+    first_sample: int
+    last_sample: int
+    first_channel: int
+    last_channel: int
+
+
 class Norm(NamedTuple):
-    """Per channel, the affine map that the normalisation amounts to, and its derivative.
+    """Per sample and channel, the affine map that the normalisation amounts to, and its derivative.
 
     The gradient of the convolution's output ``y`` is ``scales * g + constants + factors * y``, where ``g`` is the
     gradient of the pooled values at their positions, and 0 elsewhere.
@@ -190,25 +199,39 @@ def count_positions(grid: Grid, planes: int) -> Any:
 @_compile
 def convolve(
     source: Any, weights: Weights, grid: Grid, window: Window, signs: Any, pivots: Any, moments: Any, output: Any,
-    target: Target, positions: Any, values: Any, first: int, last: int,
+    target: Target, positions: Any, values: Any, part: Part,
 ) -> None:  # fmt: skip
-    """Convolve one sample, pool the result, and sum it for normalisation, for the channels ``first <= c < last``.
+    """Convolve the samples and channels of a part, pool the result, and sum it for normalisation.
 
     Args:
-        source: padded, flattened input of all channels.
+        source: ``(samples, positions)`` padded, flattened input of all channels.
         weights: live weights by output channel.
         grid: output positions.
         window: pooling window.
         signs: ``(channels,)`` 1: pool the largest value, -1: pool the smallest one.
-        pivots: ``(channels,)`` receives the value that is subtracted before squaring; it prevents cancellation.
-        moments: ``(channels, 2)`` receives sum and sum of squares, less the pivot; of length 0: not computed.
-        output: ``(channels, positions)`` receives the pooled values; it holds zeros.
+        pivots: ``(samples, channels)`` receives the value that is subtracted before squaring, against cancellation.
+        moments: ``(samples, channels, 2)`` receives sum and sum of squares, less the pivot; without channels: not
+            computed.
+        output: ``(samples, channels, positions)`` receives the pooled values; it holds zeros.
         target: where the pooled values are written.
-        positions: ``(channels, pooled)`` receives the index of each pooled value; of length 0: not recorded.
-        values: ``(channels, positions)`` receives the convolution's output; of length 0: not recorded.
-        first: first channel.
-        last: channel after the last one.
+        positions: ``(samples, channels, pooled)`` receives the index of each pooled value; without channels: not
+            recorded.
+        values: ``(samples, channels, positions)`` receives the convolution's output; without channels: not recorded.
+        part: what is computed.
     """
+    for n in range(part.first_sample, part.last_sample):
+        convolve_sample(
+            source[n], weights, grid, window, signs, pivots[n], moments[n], output[n], target, positions[n], values[n],
+            part.first_channel, part.last_channel,
+        )  # fmt: skip
+
+
+@_compile
+def convolve_sample(
+    source: Any, weights: Weights, grid: Grid, window: Window, signs: Any, pivots: Any, moments: Any, output: Any,
+    target: Target, positions: Any, values: Any, first: int, last: int,
+) -> None:  # fmt: skip
+    """Convolve one sample, for the channels ``first <= c < last``; arguments as of :func:`convolve`."""
     planes = count_slab_planes(grid, window)
     sums = np.empty(planes * grid.plane, np.float32)
     best, best_at = np.empty(grid.width, np.float32), np.empty(grid.width, np.int32)
@@ -349,21 +372,31 @@ def pool_row_positions(best: Any, best_at: Any, window: Window, output: Any, pos
 
 @_compile
 def scale_and_activate(
-    output: Any, target: Target, shape: Window, scales: Any, shifts: Any, slope: float, kept: Any, first: int, last: int
+    output: Any, target: Target, shape: Window, scales: Any, shifts: Any, slope: float, kept: Any, part: Part
 ) -> None:
     """Replace pooled values ``v`` by ``u = scale * v + shift``, times ``slope`` if negative; copy ``v`` to ``kept``.
 
     Args:
-        output: ``(channels, positions)``.
+        output: ``(samples, channels, positions)``.
         target: where the pooled values lie.
         shape: their number per axis.
-        scales: ``(channels,)``.
-        shifts: ``(channels,)``.
+        scales: ``(samples, channels)``.
+        shifts: ``(samples, channels)``.
         slope: 0 for ReLU, 1 for no activation.
-        kept: ``(channels, pooled)``; of length 0: not written.
-        first: first channel.
-        last: channel after the last one.
+        kept: ``(samples, channels, pooled)``; without channels: not written.
+        part: what is computed.
     """
+    for n in range(part.first_sample, part.last_sample):
+        scale_and_activate_sample(
+            output[n], target, shape, scales[n], shifts[n], slope, kept[n], part.first_channel, part.last_channel
+        )
+
+
+@_compile
+def scale_and_activate_sample(
+    output: Any, target: Target, shape: Window, scales: Any, shifts: Any, slope: float, kept: Any, first: int, last: int
+) -> None:
+    """As :func:`scale_and_activate`, for one sample and the channels ``first <= c < last``."""
     # ReLU of -infinity is 0, but 0 * -infinity is NaN. NaN is not smaller and stays.
     lowest = np.float32(-3e38) if slope == 0 else np.float32(-np.inf)
     for c in range(first, last):
@@ -383,20 +416,30 @@ def scale_and_activate(
 
 @_compile
 def differentiate_activation(
-    gradient: Any, pooled: Any, scales: Any, shifts: Any, slope: float, moments: Any, first: int, last: int
+    gradient: Any, pooled: Any, scales: Any, shifts: Any, slope: float, moments: Any, part: Part
 ) -> None:
     """Multiply ``gradient`` by the activation's derivative in place; sum it, and its product with ``pooled``.
 
     Args:
-        gradient: ``(channels, pooled)`` gradient of the block's output.
-        pooled: ``(channels, pooled)`` values before normalisation.
-        scales: ``(channels,)`` scale of the normalisation.
-        shifts: ``(channels,)`` shift of the normalisation.
+        gradient: ``(samples, channels, pooled)`` gradient of the block's output.
+        pooled: ``(samples, channels, pooled)`` values before normalisation.
+        scales: ``(samples, channels)`` scale of the normalisation.
+        shifts: ``(samples, channels)`` shift of the normalisation.
         slope: derivative of the activation for negative values.
-        moments: ``(channels, 2)`` receives the two sums.
-        first: first channel.
-        last: channel after the last one.
+        moments: ``(samples, channels, 2)`` receives the two sums.
+        part: what is computed.
     """
+    for n in range(part.first_sample, part.last_sample):
+        differentiate_activation_sample(
+            gradient[n], pooled[n], scales[n], shifts[n], slope, moments[n], part.first_channel, part.last_channel
+        )
+
+
+@_compile
+def differentiate_activation_sample(
+    gradient: Any, pooled: Any, scales: Any, shifts: Any, slope: float, moments: Any, first: int, last: int
+) -> None:
+    """As :func:`differentiate_activation`, for one sample and the channels ``first <= c < last``."""
     for c in range(first, last):
         scale, shift = scales[c], shifts[c]
         total, product = np.float64(0), np.float64(0)
@@ -416,28 +459,41 @@ def differentiate_activation(
 @_compile
 def differentiate_block(
     source: Any, weights: Weights, grid: Grid, window: Window, gradient: Any, positions: Any, values: Any, norm: Norm,
-    products: Any, output: Any, lead: int, first: int, last: int,
+    products: Any, output: Any, lead: int, part: Part,
 ) -> None:  # fmt: skip
-    """Compute the gradient of a convolution's output, and from it that of the live weights, for one sample.
+    """Compute the gradient of a convolution's output, and from it that of the live weights.
 
     The convolution's output is computed again, slab by slab, if it was not recorded.
 
     Args:
-        source: padded, flattened input of all channels.
+        source: ``(samples, positions)`` padded, flattened input of all channels.
         weights: live weights by output channel.
         grid: output positions.
         window: pooling window.
-        gradient: ``(channels, pooled)`` gradient of the pooled values.
-        positions: ``(channels, pooled)`` index of each pooled value in its slab; of length 0: no pooling.
-        values: ``(channels, positions)`` the convolution's output; of length 0: not recorded.
+        gradient: ``(samples, channels, pooled)`` gradient of the pooled values.
+        positions: ``(samples, channels, pooled)`` index of each pooled value in its slab; without channels: no pooling.
+        values: ``(samples, channels, positions)`` the convolution's output; without channels: not recorded.
         norm: derivative of the normalisation.
         products: ``(live,)`` receives the gradient of the live weights, added to what it holds.
-        output: ``(channels, lead + positions)`` receives the gradient of the convolution's output; of length 0: not
-            written.
+        output: ``(samples, channels, lead + positions)`` receives the gradient of the convolution's output; without
+            channels: not written.
         lead: index of the first position in ``output``.
-        first: first channel.
-        last: channel after the last one.
+        part: what is computed; all samples, because the order in which they are added must not depend on the threads.
     """
+    for n in range(part.first_sample, part.last_sample):
+        differentiate_block_sample(
+            source[n], weights, grid, window, gradient[n], positions[n], values[n],
+            Norm(norm.scales[n], norm.constants[n], norm.factors[n]), products, output[n], lead,
+            part.first_channel, part.last_channel,
+        )  # fmt: skip
+
+
+@_compile
+def differentiate_block_sample(
+    source: Any, weights: Weights, grid: Grid, window: Window, gradient: Any, positions: Any, values: Any, norm: Norm,
+    products: Any, output: Any, lead: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """As :func:`differentiate_block`, for one sample and the channels ``first <= c < last``."""
     planes = count_slab_planes(grid, window)
     sums = np.zeros(planes * grid.plane, np.float32)
     size = (grid.height // window.height) * (grid.width // window.width)
@@ -490,19 +546,20 @@ def add_rows(sums: Any, grid: Grid, depth: int, scale: float, gradient: Any) -> 
 
 
 @_compile
-def convolve_back(gradient: Any, weights: Weights, count: int, output: Any, origin: int, first: int, last: int) -> None:
-    """Write the gradient of the input for the input channels ``first <= c < last`` of one sample.
+def convolve_back(gradient: Any, weights: Weights, count: int, output: Any, origin: int, part: Part) -> None:
+    """Write the gradient of the input for the samples and input channels of a part.
 
     Args:
-        gradient: gradient of the convolution's output, flattened with all channels.
+        gradient: ``(samples, channels * positions)`` gradient of the convolution's output, flattened.
         weights: live weights by input channel.
         count: number of contiguous positions to write.
-        output: ``(channels, positions)``.
+        output: ``(samples, channels, positions)``.
         origin: first position to write.
-        first: first channel.
-        last: channel after the last one.
+        part: what is computed.
     """
-    for start in range(0, count, SLAB):
-        n = min(SLAB, count - start)
-        for c in range(first, last):
-            accumulate(output[c, origin + start : origin + start + n], gradient[start:], weights, c, n)
+    for n in range(part.first_sample, part.last_sample):
+        for start in range(0, count, SLAB):
+            size = min(SLAB, count - start)
+            for c in range(part.first_channel, part.last_channel):
+                sums = output[n, c, origin + start : origin + start + size]
+                accumulate(sums, gradient[n, start:], weights, c, size)
