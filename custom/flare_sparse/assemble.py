@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from .checkpoint.store import Store
 from .config import JobConfig, build_method, build_task, serialize_job
@@ -70,6 +70,12 @@ class Assembly:
         if not self.personal:
             return weights
         return self.network.flatten({**self.layout.unflatten(weights), **self.personal})
+
+    def build_network(self, weights: Tensor) -> nn.Module:
+        """Return the task's network with the weights of its whole model, ``(network.size,)``, in evaluation mode."""
+        model = self.task.model()
+        model.load_state_dict(self.network.unflatten(weights), strict=False)
+        return model.eval()
 
 
 def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | None = None) -> Assembly:

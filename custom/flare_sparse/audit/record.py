@@ -9,7 +9,8 @@ from typing import Any
 from ..assemble import Assembly, open_site
 from ..checkpoint.writing import write_json
 from ..errors import ConfigError, DataError
-from ..runs.load import load_assembly, load_trained_model
+from ..runs.load import load_assembly
+from ..runs.models import read_run_model
 from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, PICTURES, RunResult
 from ..runs.updates import UPDATES
 from ..seeds import limit_threads
@@ -43,7 +44,7 @@ def audit_run(
     started = time.monotonic()
     assembly, config = load_assembly(run.path)
     _check_auditable(run, has_global_model=assembly.method.has_global_model, is_script=config.task.key == "script")
-    model = load_trained_model(run.path)[0]
+    model = assembly.build_network(read_run_model(run.path, assembly, "final"))
     with limit_threads(config.federation.threads):
         examples = _load_examples(run, data, lambda site: open_site(assembly, data[site]).examples)
         retraining = Retraining(run.path, config, data, examples)

@@ -34,7 +34,6 @@ from .inversion import (
     read_linear_layer,
 )
 from .result import AttackResult
-from .training import build_network
 
 BATCH_SIZES = (1, 2, 4, 8)
 """Sizes of the minibatches whose messages are inverted."""
@@ -90,7 +89,7 @@ class ServerAttacks:
 
     def __init__(self, assembly: Assembly, site: Site, others: Dataset[Any], policy: Policy | None, steps: int):
         self._assembly, self._site, self._policy, self._steps = assembly, site, policy, steps
-        self._model = build_network(assembly, assembly.weights)
+        self._model = assembly.build_network(assembly.complete(assembly.weights))
         known = [others[i] for i in range(min(OTHERS, len(others)))]  # type: ignore[arg-type]
         if not known or not self._has_inputs(default_collate(known[:1])):
             raise DataError("inversion needs examples that are tuples whose first part is a tensor of numbers")

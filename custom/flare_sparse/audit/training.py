@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..assemble import Assembly, assemble, open_site
@@ -50,7 +50,7 @@ class Retraining:
         assembly = assemble(config, load_task(config, self.run))
         sites = {name: self._open_site(assembly, name, dataset) for name, dataset in datasets.items()}
         weights = run_assembly(config, assembly, sites, thread_count=config.federation.threads)[0].weights
-        return build_network(assembly, weights)
+        return assembly.build_network(assembly.complete(weights))
 
     def _open_site(self, assembly: Assembly, name: str, dataset: Dataset[Any]) -> Any:
         own = self.examples[name]
@@ -60,13 +60,6 @@ class Retraining:
         # An instance attribute: the site opens these examples as the run opened its own.
         task.load = lambda data, seed: examples  # type: ignore[method-assign]
         return open_site(replace(assembly, task=task), self.data[name])
-
-
-def build_network(assembly: Assembly, weights: Tensor) -> nn.Module:
-    """Return the task's network with a run's weights ``(P,)``, in eval mode."""
-    model = assembly.task.model()
-    model.load_state_dict(assembly.network.unflatten(assembly.complete(weights)), strict=False)
-    return model.eval()
 
 
 def join_examples(examples: Mapping[str, Examples]) -> dict[str, Dataset[Any]]:

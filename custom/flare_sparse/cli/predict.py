@@ -53,9 +53,7 @@ def predict(
     # Before the model is read, which can take a minute.
     can_use_kernels(compute, device)
     weights = read_run_model(run, assembly, site_model or ("best" if best else "final"))
-    model = assembly.task.model()
-    model.load_state_dict(assembly.network.unflatten(weights), strict=False)
-    model = compile_model(model, compute, device)
+    model = compile_model(assembly.build_network(weights), compute, device)
     with limit_threads(config.federation.threads):
         files = list(assembly.task.write_predictions(model, data.resolve(), out))
     console.print(f"{out}: {len(files)} predictions", markup=False)

@@ -67,7 +67,4 @@ def load_trained_model(run: Path, *, best: bool = False) -> tuple[nn.Module, Ass
         ConfigError: as :func:`load_model`.
     """
     assembly, config = load_assembly(run)
-    weights = read_run_model(run, assembly, "best" if best else "final")
-    model = assembly.task.model()
-    model.load_state_dict(assembly.network.unflatten(weights), strict=False)
-    return model.eval(), assembly, config
+    return assembly.build_network(read_run_model(run, assembly, "best" if best else "final")), assembly, config

@@ -59,12 +59,11 @@ def compute_pictures(
         rows = predictions.sites == site
         values = _measure_cases(assembly, predictions.values[RUN][rows], predictions.targets[rows])
         weights = read_run_model(run, assembly, site if assembly.method.site_model and site in own else "final")
-        model = task.model()
-        model.load_state_dict(assembly.network.unflatten(weights), strict=False)
+        model = assembly.build_network(weights)
         test = load_examples(task, sites[site], assembly.method.seed).test
         for rank, index in zip(RANKS, _select_ranks(values, higher_is_better=task.metric.mode == "max"), strict=True):
             batch = next(task.iterate_batches(Subset(test, [index]), 1))
-            if (picture := task.illustrate(model.eval(), batch)) is None:
+            if (picture := task.illustrate(model, batch)) is None:
                 return []
             pictures.append(CasePicture(site, rank, values[index], picture))
     return pictures

@@ -128,7 +128,7 @@ def compute_predictions(
         if name not in recorded or (assembly.method.site_model and name not in own):
             continue
         weights = read_run_model(run, assembly, name if name in own else "final")
-        parts.append(_predict_site(task, assembly.network, weights, name, examples, recorded[name]))
+        parts.append(_predict_site(assembly, weights, name, examples, recorded[name]))
         rows[name] = _tabulate(task, examples)
     parts = [part for part in parts if len(part[0])]
     if not parts:
@@ -148,14 +148,13 @@ def compute_predictions(
 
 
 def _predict_site(
-    task: Task, layout: Layout, weights: Tensor, name: str, examples: Examples, recorded: Mapping[str, float]
+    assembly: Assembly, weights: Tensor, name: str, examples: Examples, recorded: Mapping[str, float]
 ) -> tuple[Tensor, Tensor, np.ndarray, np.ndarray]:
     """Return predictions, targets, subjects and the site's name for each test example of a site."""
     if not examples.n_test:
         return torch.zeros(0), torch.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=str)
-    model = task.model()
-    model.load_state_dict(layout.unflatten(weights), strict=False)
-    predictions, targets = task.measure_all(model, examples.test)
+    task = assembly.task
+    predictions, targets = task.measure_all(assembly.build_network(weights), examples.test)
     metrics = task.metrics(predictions, targets)
     for metric, value in metrics.items():
         expected = recorded.get(metric, value)
