@@ -177,12 +177,17 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
 
 
 def check_kernels(method: Method[Any, Any]) -> None:
-    """Check before a site trains that this machine has the sparse kernels, if the job demands them.
+    """Check before a site trains that this machine has the sparse kernels, and compile them, if the job demands them.
 
     Raises:
         ConfigError: ``training.compute`` is ``sparse``, and numba is missing or the site computes on a GPU.
     """
-    can_use_kernels(method.config.training.compute, method.config.training.torch_device)
+    training = method.config.training
+    if can_use_kernels(training.compute, training.torch_device) and training.compute == "sparse":
+        # numba is an optional dependency, which takes a second to import.
+        from .kernels.preparation import prepare_loops
+
+        prepare_loops()
 
 
 def plan_sampling(method: Method[Any, Any], subjects: int) -> SamplingPlan:

@@ -137,8 +137,14 @@ def test_decision_follows_the_number_of_live_weights() -> None:
     assert [block.is_sparse for block in get_blocks(compiled)] == [True, True]
     fill_in_place(network)
     fill_in_place(compiled)
+    for block in get_blocks(compiled):
+        block.is_sparse = False
     assert torch.equal(compiled(inputs), network(inputs))
     assert [block.is_sparse for block in get_blocks(compiled)] == [False, False]
+    sparse = build_network()
+    compiled.load_state_dict(sparse.state_dict())
+    torch.testing.assert_close(compiled(inputs), sparse(inputs), atol=1e-5, rtol=1e-5)
+    assert [block.is_sparse for block in get_blocks(compiled)] == [True, True]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from flare_sparse.errors import ConfigError
 from flare_sparse.kernels import block as block_module
 from flare_sparse.kernels import network as network_module
 from flare_sparse.kernels.chains import find_chains
@@ -153,14 +154,15 @@ def test_decision_is_made_once_for_inputs_of_a_size() -> None:
 
 
 def test_inputs_of_ever_new_sizes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_module, "_CACHE_SIZE", 4)
+    monkeypatch.setattr(network_module, "_DECISIONS", 6)
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU())
     reference = copy.deepcopy(network)
     with use_kernels(network) as blocks:
         for size in range(5, 20):
             inputs = torch.randn(1, 1, size, 5)
             torch.testing.assert_close(network(inputs), reference(inputs), atol=1e-5, rtol=1e-5)
-            assert max(len(blocks[0]._geometries), len(blocks[0]._layers)) <= 4
+            assert len(blocks[0]._geometries) <= 6
+            assert len(blocks[0]._layers) <= 4
 
 
 class DoublingConv3d(nn.Conv3d):
@@ -171,4 +173,99 @@ class DoublingConv3d(nn.Conv3d):
 
 
 def test_layer_with_a_forward_pass_of_its_own_stays_dense() -> None:
-    assert find_chains(nn.Sequential(DoublingConv3d(1, 2, 3))) == []
+    layer = nn.Conv3d(1, 2, 3)
+    layer.forward = lambda inputs: 2 * inputs  # type: ignore[method-assign]
+    assert find_chains(nn.Sequential(DoublingConv3d(1, 2, 3), layer)) == []
+
+
+class DeepSupervision(nn.Module):
+    """Reads a feature map twice in training, and once in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.last = nn.Conv3d(1, 2, 3), nn.ReLU(), nn.Conv3d(2, 1, 3)
+        self.auxiliary = nn.Conv3d(2, 1, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        features = self.first(inputs)
+        output: torch.Tensor = self.last(self.relu(features))
+        return output + self.auxiliary(features) if self.training else output
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_layers_are_joined_only_if_they_are_neighbours_in_both_modes(is_training: bool) -> None:
+    network = DeepSupervision().train(is_training)
+    chains = {chain.name: chain.followers for chain in find_chains(network)}
+    assert chains == {"first": [], "last": [], "auxiliary": []}
+    assert all(module.training == is_training for module in network.modules())
+    inputs = torch.randn(2, 1, 7, 7, 7)
+    for mode in (True, False):
+        expected = network.train(mode)(inputs)
+        with use_kernels(network.train(is_training)):
+            torch.testing.assert_close(network.train(mode)(inputs), expected, atol=1e-5, rtol=1e-5)
+
+
+class StochasticDepth(nn.Sequential):
+    """Leaves out its activation at random."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        features: torch.Tensor = self[0](inputs)
+        return self[1](features) if torch.rand(()) < 0.5 else features
+
+
+def test_layers_of_a_network_that_draws_random_numbers_are_not_joined() -> None:
+    network, state = StochasticDepth(nn.Conv3d(1, 2, 3), nn.ReLU()), torch.get_rng_state()
+    assert [chain.followers for chain in find_chains(network)] == [[]]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_layers_with_hooks_are_not_joined(part: int) -> None:
+    network = nn.Sequential(nn.Conv3d(1, 2, 3), nn.InstanceNorm3d(2), nn.ReLU())
+    seen: list[torch.Tensor] = []
+    network[part].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    network(inputs := torch.randn(1, 1, 6, 6, 6))
+    with use_kernels(network):
+        network(inputs)
+    torch.testing.assert_close(seen[1], seen[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda y: y.transpose_(2, 3), lambda y: setattr(y, "data", y.data * 2), lambda y: y.mul_(2)]
+)
+@torch.no_grad()
+def test_a_feature_map_that_is_changed_before_the_next_layer_is_read_as_it_is(change: Any) -> None:
+    first, last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+    network = nn.ModuleList([first, last])
+
+    def compute(inputs: torch.Tensor) -> torch.Tensor:
+        features = first(inputs)
+        change(features)
+        output: torch.Tensor = last(features)
+        return output
+
+    inputs = torch.randn(2, 1, 6, 6)
+    expected = compute(inputs)
+    with use_kernels(network):
+        for _ in range(2):
+            torch.testing.assert_close(compute(inputs), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spike", [1e3, 1e5])
+@torch.no_grad()
+def test_an_outlier_in_the_first_voxel_costs_no_digits(spike: float) -> None:
+    network = nn.Sequential(nn.Conv3d(1, 1, 1, bias=False), nn.InstanceNorm3d(1))
+    network[0].weight.fill_(1.0)
+    inputs = torch.randn(1, 1, 40, 40, 40, generator=torch.Generator().manual_seed(0))
+    inputs[0, 0, 0, 0, 0] += spike
+    expected = copy.deepcopy(network).double()(inputs.double()).flatten()[1:]
+    with use_kernels(network):
+        error = (network(inputs).flatten()[1:].double() - expected).abs().max() / expected.abs().max()
+    assert error < 1e-5
+
+
+def test_second_derivatives_are_refused() -> None:
+    network = nn.Sequential(nn.Conv3d(1, 2, 3), nn.ReLU())
+    inputs = torch.randn(1, 1, 5, 5, 5, requires_grad=True)
+    with use_kernels(network), pytest.raises(ConfigError, match=r"second derivative.*training\.compute to dense"):
+        torch.autograd.grad(network(inputs).sum(), inputs, create_graph=True)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flare_sparse.config import load_config
-from flare_sparse.kernels.loops import Part
+from flare_sparse.kernels.arguments import Part
 from flare_sparse.kernels.threads import _LEAST_WORK, divide, limit_kernel_threads, run_parts
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "neurosfl_brain_age.yaml"

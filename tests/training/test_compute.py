@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -176,3 +179,24 @@ def test_sparse_training_ends_in_the_same_bits_with_any_number_of_kernel_threads
             trained.append(site.train(start, mask, config, 1))
     assert torch.equal(trained[0], trained[1])
     assert torch.equal(trained[0], trained[2])
+
+
+def test_a_layer_that_computed_any_minibatch_sparsely_is_recorded_as_sparse(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.is_sparse_faster, "__code__", (lambda work: work.samples > 2).__code__)
+    mask = Mask(torch.rand(site.layout.size, generator=torch.Generator().manual_seed(1)) < 0.3)
+    config = TrainingConfig(epochs=1, optimizer="sgd", lr=1e-2, batch_size=3, compute="sparse")
+    site.train(torch.zeros(site.layout.size), mask, config, 1)
+    # The linear layer is one sample of as many columns as there are examples.
+    assert site.layer_compute == {"0": "sparse", "4": "sparse", "8": "dense"}
+
+
+def test_an_unknown_kind_of_computation_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'spars' is none of auto, dense, sparse"):
+        can_use_kernels("spars", torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_commands_and_jobs_start_without_numba() -> None:
+    code = "import sys; sys.modules['numba'] = None; import flare_sparse.cli, flare_sparse.flare.session"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..errors import ConfigError
 from . import loops
+from .arguments import Doubles, Floats, Integers, Norm, Part, Target, Weights, Window
 from .cost import is_storing_faster
 from .geometry import Geometry, PaddedVolume, Triple, allocate_padded
-from .loops import Doubles, Floats, Integers, Part
 from .plan import LiveWeights
 from .threads import run_parts
 
@@ -80,13 +80,13 @@ class Layer:
         return np.arange(self.geometry.outputs + 1) * (_WORK_OF_A_VALUE * prod(self.pooled_shape))
 
     @property
-    def window(self) -> loops.Window:
+    def window(self) -> Window:
         """Pooling window."""
-        return loops.Window(*self.spec.window)
+        return Window(*self.spec.window)
 
-    def build_weights(self, weight: Tensor) -> loops.Weights:
+    def build_weights(self, weight: Tensor) -> Weights:
         """Return the live weights by output channel, with their values."""
-        return loops.Weights(self.live.starts, self.live.offsets, weight.detach().reshape(-1)[self.live.index].numpy())
+        return Weights(self.live.starts, self.live.offsets, weight.detach().reshape(-1)[self.live.index].numpy())
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ class ConvolutionResult:
     """
 
     output: PaddedVolume
-    target: loops.Target
+    target: Target
     positions: Any
     values: Floats
     mean: Doubles
     variance: Doubles
 
 
-def convolve(source: Floats, weights: loops.Weights, layer: Layer, signs: Floats, *, record: bool) -> ConvolutionResult:
+def convolve(source: Floats, weights: Weights, layer: Layer, signs: Floats, *, record: bool) -> ConvolutionResult:
     """Convolve all samples, pool the result and compute the statistics that the normalisation needs.
 
     Args:
@@ -124,7 +124,7 @@ def convolve(source: Floats, weights: loops.Weights, layer: Layer, signs: Floats
     output = allocate_padded(samples, outputs, layer.pooled_shape, spec.border)
     _, height, width = output.buffer.shape[2:]
     origin = (spec.border[0] * height + spec.border[1]) * width + spec.border[2]
-    target = loops.Target(origin, height * width, width)
+    target = Target(origin, height * width, width)
     flat = output.buffer.flatten(2).numpy()
     recorded = outputs if record and prod(spec.window) > 1 else 0
     positions = np.empty((samples, recorded, prod(layer.pooled_shape)), np.int32)
@@ -183,7 +183,7 @@ class SparseBlock(torch.autograd.Function):
         flat = convolved.output.buffer.flatten(2).numpy()
 
         def activate_part(part: Part) -> None:
-            shape, slope = loops.Window(*layer.pooled_shape), np.float32(layer.spec.slope)
+            shape, slope = Window(*layer.pooled_shape), np.float32(layer.spec.slope)
             loops.scale_and_activate(flat, convolved.target, shape, scales, shifts, slope, kept, part)
 
         run_parts(layer.pooled_work, len(inputs), activate_part)
@@ -200,9 +200,17 @@ class SparseBlock(torch.autograd.Function):
         return convolved.output.interior, mean, variance
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of feature map, weight, scale and shift."""
+        """Return the gradients of feature map, weight, scale and shift.
+
+        Raises:
+            ConfigError: a graph of the gradient is asked for, as by a penalty on gradients.
+        """
+        # Enabled here only with create_graph. The result would be a constant for the second derivative.
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "the sparse kernels have no second derivative, which this loss needs; set training.compute to dense"
+            )
         layer: Layer = ctx.layer
         needs_inputs, needs_weight, needs_scale, needs_shift, *_ = ctx.needs_input_grad
         pooled, moments = _differentiate_activation(ctx, gradient)
@@ -243,7 +251,7 @@ def _differentiate_activation(ctx: Any, gradient: Tensor) -> tuple[Floats, Doubl
 
 
 def _compute_norm_gradient(ctx: Any, layer: Layer, total: Doubles, product: Doubles) -> tuple[Floats, Floats]:
-    """Return constants and factors ``(samples, outputs)`` of :class:`loops.Norm` (Ioffe & Szegedy 2015, section 3)."""
+    """Return constants and factors ``(samples, outputs)`` of :class:`Norm` (Ioffe & Szegedy 2015, section 3)."""
     if layer.spec.norm == "fixed":
         return np.zeros(total.shape, np.float32), np.zeros(total.shape, np.float32)
     count = prod(layer.geometry.output_shape)
@@ -265,7 +273,7 @@ def _differentiate_block(
     output_gradient = np.zeros((samples, outputs if needs_inputs else 0, width), np.float32)
     products = np.zeros(layer.live.count)
 
-    norm = loops.Norm(ctx.scales, constants, factors)
+    norm = Norm(ctx.scales, constants, factors)
 
     def differentiate_part(part: Part) -> None:
         loops.differentiate_block(
@@ -290,7 +298,7 @@ def convolve_back(layer: Layer, output_gradient: Floats, values: Floats) -> Tens
     channels, samples = geometry.inputs * geometry.phases, len(output_gradient)
     gradient = torch.zeros(samples, channels, geometry.plane_size)
     array, flat = gradient.numpy(), output_gradient.reshape(samples, -1)
-    weights = loops.Weights(live.back_starts, live.back_offsets, values[live.back_order.numpy()])
+    weights = Weights(live.back_starts, live.back_offsets, values[live.back_order.numpy()])
     count = geometry.plane_size - 2 * live.back_origin
 
     def convolve_part(part: Part) -> None:

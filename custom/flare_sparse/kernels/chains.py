@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from ..structure.graph import trace
@@ -44,37 +46,76 @@ class Chain:
 def find_chains(network: nn.Module) -> list[Chain]:
     """Return the convolutions and linear layers that the kernels support, with the layers that follow each directly.
 
-    A network whose code cannot be traced yields single layers.
+    A network whose code cannot be traced, or draws random numbers, yields single layers. Layers are joined only if they
+    follow each other in training and in evaluation.
     """
     modules = dict(network.named_modules())
+    singles = [Chain(name, module) for name, module in modules.items() if is_supported(module)]
     if is_supported(network):
-        return [Chain("", network)]
+        return singles
     try:
-        graph = trace(network)
+        traced = [_join_layers(graph, modules) for graph in _trace_modes(network)]
     except Untraceable:
-        return [Chain(name, module) for name, module in modules.items() if is_supported(module)]
+        return singles
+    first, second = traced
+    return [
+        chain if chain == first.get(chain.name) == second.get(chain.name) else Chain(chain.name, chain.layer)
+        for chain in {**second, **first}.values()
+    ]
+
+
+def _trace_modes(network: nn.Module) -> list[fx.Graph]:
+    """Return the graphs of a network in training and in evaluation mode; its own mode stays as it is.
+
+    Raises:
+        Untraceable: the network's code depends on its data, or on random numbers, which differ between calls.
+    """
+    modes = [(module, module.training) for module in network.modules()]
+    states = torch.get_rng_state(), random.getstate()
+    graphs = []
+    try:
+        for is_training in (True, False):
+            for module, _ in modes:
+                module.training = is_training
+            graphs.append(trace(network))
+        if not torch.equal(torch.get_rng_state(), states[0]) or random.getstate() != states[1]:
+            raise Untraceable(f"{type(network).__name__} draws random numbers in its forward pass")
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+    return graphs
+
+
+def _join_layers(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[str, Chain]:
+    """Return the chains of a graph by the names of their first layers."""
     calls = [node for node in graph.nodes if node.op == "call_module"]
     counts = [node.target for node in calls]
     called_once = {node for node in calls if counts.count(node.target) == 1}
-    chains = []
+    chains = {}
     for node in calls:
         layer = modules[str(node.target)]
         if is_supported(layer):
             chain = Chain(str(node.target), layer)
             if node in called_once and isinstance(layer, _CONVOLUTIONS):
                 _add_followers(chain, node, modules, called_once)
-            chains.append(chain)
-    return list({chain.name: chain for chain in chains}.values())
+            chains[chain.name] = chain
+    return chains
 
 
 def _add_followers(chain: Chain, node: fx.Node, modules: dict[str, nn.Module], called_once: set[fx.Node]) -> None:
     layer: Any = chain.layer
     axes = len(layer.kernel_size)
+    if _has_hooks(layer):
+        return
     while len(node.users) == 1:
         (node,) = node.users
         if node not in called_once:
             return
         part = modules[str(node.target)]
+        if _has_hooks(part):
+            return
         if (
             chain.norm is None
             and not (chain.pool or chain.activation)
@@ -95,12 +136,19 @@ def is_supported(layer: nn.Module) -> bool:
         convolution: Any = layer
         is_padded_with_zeros = convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
         return convolution.groups == 1 and is_padded_with_zeros
-    return type(layer) is nn.Linear
+    return type(layer) is nn.Linear and "forward" not in vars(layer)
 
 
 def _computes_as(part: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Return whether a layer is of one of these kinds, and not of a subclass with a forward pass of its own."""
-    return any(isinstance(part, kind) and type(part).forward is kind.forward for kind in kinds)
+    """Return whether a layer is of one of these kinds, without a forward pass of its own in its class or instance."""
+    has_own = "forward" in vars(part)
+    return not has_own and any(isinstance(part, kind) and type(part).forward is kind.forward for kind in kinds)
+
+
+def _has_hooks(part: Any) -> bool:
+    """Return whether hooks read or change a layer's input, output or gradients, which a block does not show them."""
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    return any(map(bool, hooks))
 
 
 # torch raises an error where the axes or the channels of two layers do not agree; such layers are left to it.

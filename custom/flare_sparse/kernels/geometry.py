@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .loops import Grid
+from .arguments import Grid
 
 Triple = tuple[int, int, int]
 

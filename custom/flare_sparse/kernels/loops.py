@@ -13,96 +13,18 @@ of a loop that it calls has.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
-Integers = NDArray[np.int64]
+from .arguments import Grid, Norm, Part, Target, Weights, Window
 
 CHUNK = 1024
 """Positions that are accumulated at a time: 4 kB of sums and of each input stay in the first-level cache."""
 
 SLAB = 16384
 """Positions after which normalisation sums and pooling are done, while the sums are in the second-level cache."""
-
-
-class Grid(NamedTuple):
-    """Output positions of a convolution on the padded, flattened input.
-
-    Attributes:
-        depth: output planes.
-        height: output rows of a plane.
-        width: output positions of a row.
-        plane: flat distance of two planes of the padded input.
-        row: flat distance of two rows of the padded input.
-    """
-
-    depth: int
-    height: int
-    width: int
-    plane: int
-    row: int
-
-
-class Window(NamedTuple):
-    """Size of a pooling window, or of a pooled volume; the window (1, 1, 1) does not pool."""
-
-    depth: int
-    height: int
-    width: int
-
-
-class Weights(NamedTuple):
-    """Live weights of a layer, ordered by the channel that they add to.
-
-    Attributes:
-        starts: int64 ``(channels + 1,)`` first live weight of each channel.
-        offsets: int64 ``(live,)`` flat index, in the values read, of position 0 of the channel written.
-        values: float32 ``(live,)``.
-    """
-
-    starts: Any
-    offsets: Any
-    values: Any
-
-
-class Target(NamedTuple):
-    """Where the pooled values of a channel are written.
-
-    Attributes:
-        origin: flat index of the first value.
-        plane: flat distance of two planes.
-        row: flat distance of two rows.
-    """
-
-    origin: int
-    plane: int
-    row: int
-
-
-class Part(NamedTuple):
-    """Samples and channels that one call computes: ``first <= sample < last`` and ``first <= channel < last``."""
-
-    first_sample: int
-    last_sample: int
-    first_channel: int
-    last_channel: int
-
-
-class Norm(NamedTuple):
-    """Per sample and channel, the affine map that the normalisation amounts to, and its derivative.
-
-    The gradient of the convolution's output ``y`` is ``scales * g + constants + factors * y``, where ``g`` is the
-    gradient of the pooled values at their positions, and 0 elsewhere.
-    """
-
-    scales: Any
-    constants: Any
-    factors: Any
 
 
 def _compile(function: Callable[..., Any]) -> Any:
@@ -247,7 +169,7 @@ def convolve_sample(
                 values[c, z * grid.plane : z * grid.plane + count] = sums[:count]
             if len(moments):
                 if z == 0:
-                    pivots[c] = sums[0]
+                    pivots[c] = average(sums, grid, depth)
                 add_moments(sums, grid, depth, pivots[c], moments[c])
             recorded = positions[c] if len(positions) else best_at[:0]
             for plane in range(depth // window.depth):
@@ -261,6 +183,20 @@ def convolve_sample(
                     if plane and len(recorded):
                         size = (grid.height // window.height) * (grid.width // window.width)
                         recorded[number * size : (number + 1) * size] += plane * window.depth * grid.plane
+
+
+@_compile
+def average(sums: Any, grid: Grid, depth: int) -> float:
+    """Return the mean of a slab's values; a single one could be an outlier."""
+    total = np.float64(0)
+    for z in range(depth):
+        for y in range(grid.height):
+            start = z * grid.plane + y * grid.row
+            s = np.float32(0)
+            for i in range(start, start + grid.width):
+                s += sums[i]
+            total += s
+    return total / (depth * grid.height * grid.width)
 
 
 @_compile

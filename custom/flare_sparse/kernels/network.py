@@ -24,12 +24,18 @@ Decide = Callable[[Work], bool]
 """Returns whether the kernels compute a block."""
 
 
-_CACHE_SIZE = 64
-"""Sizes of inputs that a block remembers; a network with inputs of ever new sizes must not fill the memory."""
+_DECISIONS = 64
+"""Sizes of inputs whose decision a block remembers: inputs of ever new sizes must not fill the memory."""
 
-# The padded buffer of each feature map that a block has written, with the block. An attribute of the tensor would be
-# copied and saved with it.
+_PLANS = 4
+"""Sizes of inputs whose plan a block keeps: 32 bytes for each live weight."""
+
+# The padded buffer of each feature map that a block has written, with the block and the place of the feature map in
+# memory. An attribute of the tensor would be copied and saved with it.
 _padded_outputs: Any = WeakTensorKeyDictionary()
+
+
+_UNKNOWN: Any = object()
 
 
 class Block:
@@ -45,7 +51,7 @@ class Block:
             become the live ones.
 
     Attributes:
-        is_sparse: whether the kernels computed the last input.
+        is_sparse: whether the kernels have computed an input since this was last set.
     """
 
     def __init__(self, chain: Chain, live: Tensor, decide: Decide, *, follows_weights: bool = False):
@@ -60,29 +66,35 @@ class Block:
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the chain's output."""
         geometry = self._find_geometry(inputs)
-        if geometry is not None and self.follows_weights and self._has_other_weights():
+        if self.follows_weights and self._has_other_weights(is_sparse=geometry is not None):
             weight: Any = self.chain.layer.weight
             self._set_live(weight.detach() != 0)
             geometry = self._find_geometry(inputs)
-        self.is_sparse = geometry is not None
         if geometry is None:
             return self._compute_densely(inputs)
+        self.is_sparse = True
         is_linear = isinstance(self.chain.layer, nn.Linear)
         return self._compute_linear(inputs, geometry) if is_linear else self._compute_convolution(inputs, geometry)
 
     def _set_live(self, live: Tensor) -> None:
-        self.live, self.count = live, int(live.sum())
+        weight: Any = self.chain.layer.weight
+        self.live, self.count, self._version = live, int(live.sum()), (weight.data_ptr(), weight._version)
         self._geometries: dict[tuple[Any, ...], Geometry | None] = {}
         self._layers: dict[tuple[Geometry, BlockSpec], Layer] = {}
 
-    def _has_other_weights(self) -> bool:
+    def _has_other_weights(self, *, is_sparse: bool) -> bool:
         """Return whether other weights than the live ones differ from 0.
 
-        The values are compared, which takes 0.1 ms for 10^6 weights: an edit through ``weight.data`` leaves the
-        tensor's version as it was.
+        Where the kernels compute, the values are compared, which takes 0.1 ms for 10^6 weights: an edit through
+        ``weight.data`` leaves the tensor's version as it was. torch's result is right with any weights, so there they
+        are compared only after the version has changed.
         """
         weight: Any = self.chain.layer.weight
-        return not np.array_equal(weight.detach().numpy() != 0, self.live.numpy())
+        version = weight.data_ptr(), weight._version
+        if not is_sparse and version == self._version:
+            return False
+        self._version = version
+        return weight.device.type == "cpu" and not np.array_equal(weight.detach().numpy() != 0, self.live.numpy())
 
     def _find_geometry(self, inputs: Tensor) -> Geometry | None:
         """Return the sizes of the layer; None: torch computes this input."""
@@ -91,7 +103,9 @@ class Block:
             inputs.shape, inputs.dtype, inputs.device, layer.weight.dtype, layer.training,
             norm is not None and norm.training, torch.is_grad_enabled(),
         )  # fmt: skip
-        if key not in self._geometries:
+        # One look-up: another thread may empty the cache at any time.
+        geometry: Geometry | None = self._geometries.get(key, _UNKNOWN)
+        if geometry is _UNKNOWN:
             geometry = self._build_geometry(tuple(inputs.shape))
             is_float = inputs.dtype == layer.weight.dtype == torch.float32 and inputs.device.type == "cpu"
             samples = 1 if isinstance(layer, nn.Linear) else len(inputs) if inputs.dim() else 0
@@ -99,9 +113,8 @@ class Block:
                 is_float and self._has_values(geometry, samples) and self.decide(self._build_work(geometry, samples))
             ):
                 geometry = None
-            _remember(self._geometries, key, geometry)
-            return geometry
-        return self._geometries[key]
+            _remember(self._geometries, key, geometry, _DECISIONS)
+        return geometry
 
     def _build_geometry(self, shape: tuple[int, ...]) -> Geometry | None:
         """Return the sizes of the layer for an input ``shape``; None: it is without a batch, or torch rejects it.
@@ -127,7 +140,10 @@ class Block:
         return min(sizes) > 0 and (spec.norm == "fixed" or values > 1)
 
     def _compute_convolution(self, inputs: Tensor, geometry: Geometry) -> Tensor:
-        reference, padded = _padded_outputs.get(inputs, (None, None))
+        reference, padded, place = _padded_outputs.get(inputs, (None, None, None))
+        if place != _describe_place(inputs):
+            # The tensor has got another shape or other memory since its block has written it.
+            reference = padded = None
         producer = reference() if reference is not None else None
         if producer is not None:
             # From the next pass on, the producer writes its output with the border that this layer needs.
@@ -136,7 +152,7 @@ class Block:
         output, buffer = self._apply(volume, geometry, padded)
         axes = inputs.dim() - 2
         result = output.reshape(*output.shape[:2], *output.shape[5 - axes :]) if axes < 3 else output
-        _padded_outputs[result] = weakref.ref(self), buffer
+        _padded_outputs[result] = weakref.ref(self), buffer, _describe_place(result)
         return result
 
     def _compute_linear(self, inputs: Tensor, geometry: Geometry) -> Tensor:
@@ -165,10 +181,13 @@ class Block:
 
     def _get_layer(self, geometry: Geometry) -> Layer:
         key = (geometry, self._build_spec())
-        if key not in self._layers:
-            live = next((known.live for known in self._layers.values() if known.geometry == geometry), None)
-            _remember(self._layers, key, Layer(geometry, live or LiveWeights.from_mask(self.live, geometry), key[1]))
-        return self._layers[key]
+        layer = self._layers.get(key)
+        if layer is None:
+            # A copy: another thread may add a layer meanwhile.
+            live = next((known.live for known in list(self._layers.values()) if known.geometry == geometry), None)
+            layer = Layer(geometry, live or LiveWeights.from_mask(self.live, geometry), key[1])
+            _remember(self._layers, key, layer, _PLANS)
+        return layer
 
     def _build_work(self, geometry: Geometry, samples: int) -> Work:
         chain = self.chain
@@ -219,11 +238,15 @@ class Block:
         norm.num_batches_tracked.add_(1)
 
 
-def _remember(cache: dict[Any, Any], key: object, value: object) -> None:
+def _remember(cache: dict[Any, Any], key: object, value: object, limit: int) -> None:
     """Store a value; a full cache is emptied first."""
-    if len(cache) >= _CACHE_SIZE:
+    if len(cache) >= limit:
         cache.clear()
     cache[key] = value
+
+
+def _describe_place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _return_input(inputs: Tensor) -> Tensor:
@@ -268,7 +291,8 @@ def install_blocks(blocks: Sequence[Block]) -> Iterator[None]:
 def compile_network(network: nn.Module, decide: Decide = is_sparse_faster) -> nn.Module:
     """Return a copy of a network for inference that computes with sparse kernels; weights that are 0 are skipped.
 
-    The copy may be changed as any network, such as by ``load_state_dict``: each call reads the weights anew.
+    The copy may be changed as any network, such as by ``load_state_dict``: each call reads the weights anew. Hooks are
+    for the network before it is compiled: a hook that is added to the copy sees what a block computes as a whole.
 
     Args:
         network: network on the CPU.

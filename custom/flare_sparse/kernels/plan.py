@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .arguments import Integers
 from .geometry import Geometry
-from .loops import Integers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from .loops import Integers, Part
+from .arguments import Integers, Part
 
 _count: int | None = None
 

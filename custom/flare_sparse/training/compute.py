@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ def use_compute(
         start: ``(P,)`` weights at the start of training.
         trainable: entries that may change.
         support: entries of ``start`` that may differ from 0; None: unknown.
-        layers: receives ``sparse`` or ``dense`` for each layer that the kernels support, by its name, at the end.
+        layers: receives, at the end, ``sparse`` or ``dense`` for each layer that the kernels support, by its name:
+            whether they computed it for any minibatch.
 
     Raises:
         ConfigError: ``sparse`` is asked for without numba or on a GPU.
@@ -47,7 +48,10 @@ def use_compute(
         return
     # numba is an optional dependency, which takes a second to import.
     from ..kernels.network import build_blocks, install_blocks
+    from ..kernels.preparation import prepare_loops
 
+    if not trainable.is_full:
+        prepare_loops()
     # Live are the weights that train, and those that are not 0. With one mask for both, they are those of the mask in
     # every round.
     blocks = model.blocks.get(trainable) if support is trainable else None
@@ -56,6 +60,8 @@ def use_compute(
         blocks = build_blocks(model.module, _view_weights(model, live))
     if support is trainable:
         model.blocks = {trainable: blocks}
+    for block in blocks:
+        block.is_sparse = False
     with install_blocks(blocks):
         yield
         names = [block.chain.name for block in blocks if block.is_sparse]
@@ -68,8 +74,10 @@ def can_use_kernels(compute: Compute, device: torch.device) -> bool:
     """Return whether sparse kernels may be used.
 
     Raises:
-        ConfigError: ``sparse`` is asked for without numba or on a GPU.
+        ConfigError: ``compute`` is none of the three, or ``sparse`` is asked for without numba or on a GPU.
     """
+    if compute not in get_args(Compute):
+        raise ConfigError(f"compute: {compute!r} is none of {', '.join(get_args(Compute))}")
     obstacle = explain_missing_kernels(device)
     if compute == "sparse" and obstacle:
         raise ConfigError(f"compute: sparse is not possible: {obstacle}; set it to auto or dense")
