@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -65,6 +66,15 @@ def test_any_selection_of_up_to_half_of_the_entries_comes_back(data: st.DataObje
     bound = GAPS.compute_min_bytes(Mask(bits), None, layout)
     assert bound is not None
     assert bound <= len(section)
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 5, 8, 16, 1000])
+def test_regular_selections_come_back(step: int) -> None:
+    """Gaps just above a threshold of the width make the longest strings of bits that a sender writes."""
+    regular = Mask(torch.arange(SIZE) % step == step - 1)
+    section = GAPS.encode(regular, None, LAYOUT)
+    assert section is not None
+    assert decode(section) == regular
 
 
 def test_denser_selections_are_left_to_the_bitmap() -> None:
@@ -132,6 +142,33 @@ def test_section_is_that_of_the_format_page() -> None:
 def test_forged_sections_are_refused(forge: Callable[[bytes], bytes], code: str) -> None:
     with pytest.raises(RejectedMessage, match=code):
         decode(forge(SECTION), SMALL)
+
+
+def build_section(count: int, width: int, bits: bytes) -> bytes:
+    return count.to_bytes(8, "little") + bytes([width]) * -(-count // 256) + bits
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        build_section(1000, 0, b"\xff" * (SIZE // 8)),
+        build_section(1000, 0, b"\xff" * SIZE),
+        build_section(1000, 0, bytes(SIZE)),
+        build_section(SIZE // 2, 0, b""),
+        build_section(SIZE // 2, 40, b""),
+        build_section(SIZE // 2, 14, bytes(SIZE // 8 * 7) + b"\xff" * (SIZE // 16)),
+    ],
+    ids=["1 bits", "more 1 bits than entries", "0 bits", "no gaps", "no lowest bits", "wide gaps"],
+)
+def test_number_of_gaps_is_checked_before_anything_is_unpacked(section: bytes) -> None:
+    received = np.frombuffer(section, np.uint8)
+    tracemalloc.start()
+    with pytest.raises(RejectedMessage, match="E_LEN"):
+        GAPS.decode(received, None, LAYOUT)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # The mask alone takes a byte for each entry.
+    assert peak < SIZE
 
 
 def test_another_width_of_a_block_is_not_canonical() -> None:

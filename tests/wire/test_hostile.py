@@ -312,6 +312,17 @@ def test_claimed_sizes_are_refused_without_allocation() -> None:
     assert peak < 200_000
 
 
+def test_csr_section_longer_than_any_of_the_model_is_refused_unread() -> None:
+    layout = Layout((TensorSpec("w", (100, 100), "weight"),))
+    section = np.zeros(4 * (101 + layout.size + 1), np.uint8)
+    tracemalloc.start()
+    with pytest.raises(RejectedMessage, match="int32, 404 to 40404 bytes, found 40408"):
+        ENCODINGS["csr"].decode(section, None, layout)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < section.size
+
+
 def test_message_longer_than_any_of_the_model_is_refused_unread() -> None:
     with pytest.raises(RejectedMessage, match="E_LEN") as error:
         decode(np.zeros(2**24, np.uint8), PLAN)

@@ -35,8 +35,10 @@ class Csr(Encoding):
 
     def decode(self, section: np.ndarray, base_mask: Mask | None, layout: Layout) -> Mask:
         num_pointers = _count_pointers(layout)
-        if section.size % 4 or section.size < 4 * num_pointers:
-            raise RejectedMessage("E_LEN", "selection", f"int32, at least {4 * num_pointers} bytes", section.size)
+        least, most = 4 * num_pointers, 4 * (num_pointers + layout.size)
+        # Widened below, the section takes three times its length in memory.
+        if section.size % 4 or not least <= section.size <= most:
+            raise RejectedMessage("E_LEN", "selection", f"int32, {least} to {most} bytes", section.size)
         # int64: differences and offsets of hostile int32 numbers must not wrap around into the valid range.
         numbers = np.frombuffer(section.tobytes(), "<i4").astype(np.int64)
         pointers, columns = numbers[:num_pointers], numbers[num_pointers:]

@@ -44,7 +44,7 @@ class Gaps(Encoding):
             return head
         gaps = np.diff(mask.indices.numpy(), prepend=-1) - 1
         block_widths = _choose_widths(gaps)
-        widths = _repeat_for_gaps(block_widths, count)
+        widths = np.repeat(block_widths.astype(np.int64), _count_by_block(count))
         low_bits = np.packbits(_write_low_bits(gaps, widths))
         unary = np.zeros(count + int((gaps >> widths).sum()), np.uint8)
         unary[np.cumsum((gaps >> widths) + 1) - 1] = 1
@@ -74,22 +74,23 @@ def _read_gaps(section: np.ndarray, size: int) -> np.ndarray:
         raise RejectedMessage("E_SIZE", "gaps", f"at most {size // 2} entries", count)
     widths_end = _COUNT_BYTES + -(-count // _BLOCK)
     block_widths = section[_COUNT_BYTES:widths_end]
-    # Unpacked, a section takes eight times its length in memory. None is longer than a byte for each entry.
-    if section.size > widths_end + size + 8:
-        raise RejectedMessage("E_LEN", "gaps", f"at most {widths_end + size + 8} bytes", section.size)
     if section.size < widths_end or (block_widths > _LARGEST_WIDTH).any():
         raise RejectedMessage("E_LEN", "gaps", f"{widths_end} bytes, widths up to {_LARGEST_WIDTH}", section.size)
-    widths = _repeat_for_gaps(block_widths, count)
-    num_low_bits = int(widths.sum())
+    num_low_bits = int(np.dot(block_widths.astype(np.int64), _count_by_block(count)))
     unary_start = widths_end + -(-num_low_bits // 8)
-    if section.size < unary_start:
-        raise RejectedMessage("E_LEN", "gaps", f"at least {unary_start} bytes", section.size)
-    low_bits = np.unpackbits(section[widths_end:unary_start])
-    unary = np.unpackbits(section[unary_start:])
-    ends = np.flatnonzero(unary)
+    # Unpacked, bits take eight times their length in memory. With the widths of _choose_widths, neither string of bits
+    # is longer than a bitmap: a block has at most one bit in each for every entry that its gaps pass or select.
+    if num_low_bits > size or not unary_start <= section.size <= unary_start + -(-size // 8):
+        expected = f"strings of at most {size} bits, the first in {widths_end} to {unary_start}"
+        raise RejectedMessage("E_LEN", "gaps", expected, section.size)
+    # Counted while they are packed: the position of a 1 bit takes eight bytes, and there may be any number of them.
+    num_quotients = int(np.bitwise_count(section[unary_start:]).sum())
     # The last 1 bit lies in the last byte: otherwise there are bytes that mean nothing.
-    if ends.size != count or unary.size != (-(-(int(ends[-1]) + 1) // 8) * 8 if count else 0):
-        raise RejectedMessage("E_LEN", "gaps", f"{count} quotients", ends.size)
+    if num_quotients != count or (section.size > unary_start and not section[-1]):
+        raise RejectedMessage("E_LEN", "gaps", f"{count} quotients, the last one in the last byte", num_quotients)
+    widths = np.repeat(block_widths.astype(np.int64), _count_by_block(count))
+    low_bits = np.unpackbits(section[widths_end:unary_start])
+    ends = np.flatnonzero(np.unpackbits(section[unary_start:]))
     quotients = np.diff(ends, prepend=-1) - 1
     # Compared before the shift, which could overflow.
     if (quotients > (size >> widths)).any():
@@ -102,10 +103,9 @@ def _read_gaps(section: np.ndarray, size: int) -> np.ndarray:
 
 def _choose_widths(gaps: np.ndarray) -> np.ndarray:
     """Return the width of each block, uint8: that of a geometric distribution with the mean of the block's gaps."""
-    starts = np.arange(0, gaps.size, _BLOCK)
-    if not starts.size:
+    if not gaps.size:
         return np.zeros(0, np.uint8)
-    counts = np.diff(starts, append=gaps.size)
+    counts, starts = _count_by_block(gaps.size), np.arange(0, gaps.size, _BLOCK)
     # 1 + floor(log2(0.4812 * (mean + 0.5))), 0 if that is negative; in integers, so that both ends agree on it.
     thresholds = 77 * (2 * np.add.reduceat(gaps, starts) + counts) // (320 * counts)
     # frexp gives the number of binary digits: exact, since the thresholds are far below 2^53.
@@ -113,8 +113,9 @@ def _choose_widths(gaps: np.ndarray) -> np.ndarray:
     return digits.astype(np.uint8)
 
 
-def _repeat_for_gaps(block_widths: np.ndarray, count: int) -> np.ndarray:
-    return np.repeat(block_widths.astype(np.int64), _BLOCK)[:count]
+def _count_by_block(count: int) -> np.ndarray:
+    """Return the number of gaps in each block, int64: the last one may be shorter."""
+    return np.diff(np.arange(0, count, _BLOCK), append=count)
 
 
 def _write_low_bits(gaps: np.ndarray, widths: np.ndarray) -> np.ndarray:
