@@ -59,6 +59,18 @@ def test_shared_object_is_written_once() -> None:
     assert unpacked.masks[0] is unpacked.masks[1]
 
 
+def test_shared_sparse_tensor_is_one_object_again_and_the_next_checkpoint_is_as_small() -> None:
+    mask = Mask(torch.arange(5000) % 10 == 0)
+    weights = mask.put(torch.ones(mask.count), torch.zeros(mask.size))
+    first: dict[str, torch.Tensor] = {}
+    packed = pack([Model(weights, (mask,)) for _ in range(20)], first)
+    models = unpack(packed, list[Model], first)
+    assert len({id(model.weights) for model in models}) == 1
+    second: dict[str, torch.Tensor] = {}
+    pack(models, second)
+    assert [part.nbytes for part in first.values()] == [part.nbytes for part in second.values()] == [625, 4 * 500]
+
+
 def test_mask_takes_one_bit_per_entry() -> None:
     tensors: dict[str, torch.Tensor] = {}
     pack(Mask(torch.arange(1001) % 3 == 0), tensors)

@@ -134,11 +134,12 @@ def _view_bits(values: Tensor) -> np.ndarray:
 
 
 class _Stored:
-    """The tensors of a checkpoint; a mask with one name is one object."""
+    """The tensors of a checkpoint. What was written once is one object, as it was before: sixty sites may share it."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = tensors
         self._masks: dict[str, Mask] = {}
+        self._sparse: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
 
     def read_mask(self, packed: Any) -> Mask:
         """Return a mask."""
@@ -151,8 +152,12 @@ class _Stored:
         """Return a tensor."""
         if isinstance(packed, str):
             return self._tensors[packed]
-        mask = Mask.from_packed(self._tensors[packed["bits"]].numpy(), math.prod(packed["shape"]))
-        return mask.put(self._tensors[packed["values"]], torch.zeros(mask.size)).view(packed["shape"])
+        bits, values, shape = packed["bits"], packed["values"], tuple(packed["shape"])
+        if (bits, values, shape) not in self._sparse:
+            mask = Mask.from_packed(self._tensors[bits].numpy(), math.prod(shape))
+            dense = mask.put(self._tensors[values], torch.zeros(mask.size))
+            self._sparse[bits, values, shape] = dense.view(shape)
+        return self._sparse[bits, values, shape]
 
 
 def unpack(packed: Any, kind: Any, tensors: Mapping[str, Tensor], path: str = "content") -> Any:
