@@ -10,7 +10,7 @@ import nvflare.client as flare
 import pytest
 import torch
 from torch import nn
-from toy import Plain, Toy, ToyBench
+from toy import Embedded, Plain, Toy, ToyBench
 
 from flare_sparse import client as sparse
 from flare_sparse.data.source import DATA_VARIABLE
@@ -66,6 +66,18 @@ def test_entries_that_are_off_do_not_move_while_the_block_trains(name: str) -> N
     )
 
 
+def test_sparse_gradient_of_an_embedding_trains_in_the_block() -> None:
+    net = Embedded(nn.Embedding, sparse=True).model()
+    live = {key: torch.rand(value.shape) < 0.5 for key, value in net.named_parameters()}
+    received = receive(net, **{TRAINABLE: live})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with sparse.masked(net, optimizer, received):
+        train(net, optimizer)
+    for key, value in net.state_dict().items():
+        assert torch.equal(value[~live[key]], received.params[key][~live[key]])
+        assert bool((value[live[key]] != received.params[key][live[key]]).any())
+
+
 def test_masked_block_trains_as_the_loop_of_a_task_does() -> None:
     """SGD inside the block and the package's own loop end in the same bits."""
     bench = ToyBench(Plain())
@@ -114,11 +126,13 @@ class ScoringScript:
         return ScriptReply(self.sent[-1].params, meta=self.sent[-1].meta)
 
 
+@pytest.mark.parametrize("task", [Toy(), Embedded(nn.Embedding, sparse=True)], ids=["linear", "embedding"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_scores_of_a_script_are_exactly_those_of_a_task(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_a_script_are_exactly_those_of_a_task(
+    count: int, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[flare.FLModel] = []
     monkeypatch.setattr(flare, "send", sent.append)
-    task = Toy()
     task_site = ToyBench(task).sites(1)["site-1"]
     weights = torch.randn(task_site.layout.size, generator=torch.Generator().manual_seed(5)).abs()
     expected = compute_saliency(task_site, weights, batch_size=8, batches=count, t=0)

@@ -114,7 +114,7 @@ def send_scores(
         sizes.append(_count_examples(batch))
         for name, parameter in net.named_parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[name.removeprefix("module.")].append(gradient.detach().cpu())
+            gradients[name.removeprefix("module.")].append(gradient.detach().to_dense().cpu())
         # The forward pass has updated the running statistics, which the next minibatch must not see.
         for name, value in net.named_buffers():
             value.copy_(buffers[name])
@@ -127,7 +127,13 @@ def send_scores(
 
 
 def _build_gradient_mask(off: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda gradient: gradient.masked_fill(off, 0)
+    def mask_gradient(gradient: Tensor) -> Tensor:
+        if not gradient.is_sparse:
+            return gradient.masked_fill(off, 0)
+        # An embedding with sparse=True: a hook must return a gradient of the same layout.
+        return gradient.to_dense().masked_fill(off, 0).to_sparse(gradient.sparse_dim())
+
+    return mask_gradient
 
 
 def _count_examples(batch: Any) -> int:

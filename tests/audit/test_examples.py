@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from toy import Plain
+from toy import Embedded, Plain
 
 from flare_sparse.audit.examples import (
     MAX_ENTRIES,
@@ -53,6 +53,15 @@ def test_gradients_of_large_layers_are_cut() -> None:
     task = Plain()
     task.model = lambda: nn.Linear(12, 1)  # type: ignore[method-assign]
     assert compute_gradient_features(task, task.model(), build_dataset(2)).shape[1] <= MAX_ENTRIES
+
+
+def test_sparse_gradient_of_an_embedding_has_the_features_of_a_dense_one() -> None:
+    features = []
+    for sparse in (False, True):
+        task = Embedded(nn.EmbeddingBag, sparse)
+        torch.manual_seed(0)
+        features.append(compute_gradient_features(task, task.model(), build_dataset(3)))
+    assert features[1] == pytest.approx(features[0], rel=1e-5, abs=1e-7)
 
 
 def test_training_examples_are_members_and_validation_examples_are_left_out() -> None:

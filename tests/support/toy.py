@@ -50,6 +50,39 @@ class Plain(Toy):
         return nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 1))
 
 
+class Lookup(nn.Module):
+    """Embeds the rounded numbers of an example ``(n, k)`` and returns their sum ``(n, width)``.
+
+    Args:
+        kind: ``nn.Embedding`` or ``nn.EmbeddingBag``.
+        width: values of an embedding.
+        sparse: whether its gradient is a sparse tensor.
+    """
+
+    def __init__(self, kind: Any, width: int, sparse: bool):
+        super().__init__()
+        self.table = kind(8, width, sparse=sparse)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.table((2 * x).long().remainder(8))
+        return rows.sum(1) if rows.dim() == 3 else rows
+
+
+class Embedded(Plain):
+    """The same task, by an embedding of the rounded numbers.
+
+    Args:
+        kind, sparse: those of :class:`Lookup`.
+    """
+
+    def __init__(self, kind: Any, sparse: bool):
+        super().__init__()
+        self.kind, self.sparse = kind, sparse
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Lookup(self.kind, 10, self.sparse), nn.ReLU(), nn.Linear(10, 1))
+
+
 class Adapted(Toy):
     """The same task, by two adapted layers of equal size over a random frozen base; the head trains."""
 

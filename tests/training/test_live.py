@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
-from toy import Plain, Toy
+from toy import Embedded, Plain, Toy
 
 from flare_sparse.assemble import build_initial_model
 from flare_sparse.errors import ConfigError
@@ -187,6 +187,19 @@ def test_gradients_of_trainable_entries_are_collected_and_dropped() -> None:
     expected = torch.cat([torch.full((p.numel(),), 0.0 if n == 1 else float(n)) for n, p in enumerate(parameters)])
     assert torch.equal(live.collect_gradients(parameters, torch.empty(mask.count)), mask.take(expected))
     assert all(parameter.grad is None for parameter in parameters)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_sparse_gradients_of_an_embedding_train_as_dense_ones(kind: type[nn.Module], share: float) -> None:
+    trained = []
+    for sparse in (False, True):
+        site, start = build_site(Embedded(kind, sparse))
+        trainable = Mask(torch.rand(start.numel(), generator=torch.Generator().manual_seed(2)) < share)
+        config = TrainingConfig(optimizer="sgd", lr=0.1, momentum=0.9, clip_norm=0.1, accumulate=2)
+        trained.append(site.train(start, trainable, config, 1))
+        assert not torch.equal(trained[-1], start)
+    torch.testing.assert_close(trained[1], trained[0])
 
 
 def test_negative_zero_of_a_gradient_becomes_zero_as_in_dense_training() -> None:

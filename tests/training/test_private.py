@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from toy import Lookup
 
 from flare_sparse.errors import ConfigError
 from flare_sparse.mask import Mask
@@ -118,7 +119,11 @@ def compute_reference(
     return (gradient / len(records))[mask.bits[: gradient.numel()]]
 
 
-@pytest.mark.parametrize("extra", [(), (Branch(),)], ids=["vectorized", "one record at a time"])
+@pytest.mark.parametrize(
+    "extra",
+    [(), (Branch(),), (Lookup(nn.Embedding, 3, sparse=True),)],
+    ids=["vectorized", "one record at a time", "sparse gradient"],
+)
 @pytest.mark.parametrize("subjects", [(), BY_TWO], ids=["records", "subjects"])
 def test_gradient_of_a_subject_is_that_of_its_own_records_over_the_live_entries(
     extra: tuple[nn.Module, ...], subjects: tuple[str, ...]

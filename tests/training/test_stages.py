@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from toy import Embedded
 
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout
@@ -88,6 +89,16 @@ def test_stage_may_change_part_of_a_tensor() -> None:
     stepped = site.step_in_stages(start, [part_of_entries], step(100))
     assert torch.allclose(stepped, step_one_by_one(site, start, [part_of_entries], 0.1), atol=1e-6)
     assert torch.equal(stepped[~part_of_entries.bits], start[~part_of_entries.bits])
+
+
+def test_sparse_gradient_of_an_embedding_steps_as_a_dense_one() -> None:
+    stepped = []
+    for sparse in (False, True):
+        torch.manual_seed(1)
+        site, start = build_site(Embedded(nn.Embedding, sparse))
+        part_of_entries = Mask(torch.rand(start.numel()) < 0.5)
+        stepped.append(site.step_in_stages(start, [part_of_entries], step(100)))
+    torch.testing.assert_close(stepped[1], stepped[0])
 
 
 @pytest.mark.parametrize(

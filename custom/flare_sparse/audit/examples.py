@@ -106,4 +106,4 @@ def select_last_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def _flatten(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
     values = torch.zeros_like(parameter) if gradient is None else gradient
-    return values.detach().double().flatten()[:MAX_ENTRIES]
+    return values.detach().to_dense().double().flatten()[:MAX_ENTRIES]

@@ -79,14 +79,16 @@ class LiveEntries:
             out: ``(count,)``, on their device.
         """
         for live, parameter in zip(self.parameters, parameters, strict=True):
-            target, gradient = out[live.entries], parameter.grad
+            target = out[live.entries]
+            # Dense already, except that of an embedding with sparse=True.
+            gradient = None if parameter.grad is None else parameter.grad.to_dense().reshape(-1)
             if gradient is None:
                 target.zero_()
             # Adding 0.0 turns -0.0 into 0.0, as autograd does where it adds to a gradient of zeros.
             elif live.index is None:
-                torch.add(gradient.reshape(-1), 0.0, out=target)
+                torch.add(gradient, 0.0, out=target)
             elif live.count:
-                torch.index_select(gradient.reshape(-1), 0, live.index, out=target)
+                torch.index_select(gradient, 0, live.index, out=target)
                 target.add_(0.0)
             parameter.grad = None
         return out

@@ -206,7 +206,7 @@ class PrivateTraining:
                 _LOG.info("gradients are computed one record at a time: %s", type(error).__name__)
                 self._is_vectorized = False
         single = [differentiate(parameters, record) for record in records]
-        return {name: torch.stack([gradients[name] for gradients in single]) for name in parameters}
+        return {name: torch.stack([gradients[name].to_dense() for gradients in single]) for name in parameters}
 
 
 def open_private_training(

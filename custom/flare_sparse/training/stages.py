@@ -76,7 +76,7 @@ def step_in_stages(
         for name, parameter, gradient in zip(stage_names, parameters, gradients, strict=True):
             if gradient is not None:
                 bits = stage.bits[positions[name]].view(parameter.shape).to(model.device)
-                masked.append((parameter, torch.where(bits, gradient, 0.0)))
+                masked.append((parameter, torch.where(bits, gradient.to_dense(), 0.0)))
         scale = 1.0 if clip_norm is None else _compute_clip_scale(masked, clip_norm)
         for tensor, gradient in masked:
             # Through .data, because autograd forbids in-place changes of tensors that its graph still needs.
