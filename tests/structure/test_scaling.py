@@ -99,6 +99,8 @@ def test_clip_bounds_standardised_inputs_only() -> None:
     assert scaler(table).tolist() == table.tolist(), "unknown statistics clip nothing"
     scaler.statistics[:, 0] = torch.tensor([3.0, 0.0, 0.0, 1.0, 0.0])
     assert scaler(table).tolist() == [[0.0, 9.0], [1.0, 9.0], [2.0, 9.0]]
+    scaler.statistics.copy_(scaler.compute_statistics(torch.full((4, 2), 7.0)))
+    assert scaler(table).tolist() == [[-2.0, 9.0], [-2.0, 9.0], [2.0, 9.0]], "a column without deviation is bounded"
 
 
 def test_target_scaler_has_center_and_spread_of_the_targets() -> None:

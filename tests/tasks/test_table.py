@@ -73,6 +73,18 @@ def test_scaling_by_the_site_uses_its_training_rows_only(tmp_path: Path) -> None
         assert inputs[0] == pytest.approx((ages[name] - np.mean(train)) / np.std(train))
 
 
+@pytest.mark.parametrize("constant", ["0.1", "0.7", "36.6", "0", "-1e6"])
+def test_column_that_is_constant_in_training_is_centered_and_not_divided(constant: str, tmp_path: Path) -> None:
+    task = build(features=["dose"], categories={}, id="patient")
+    names = [f"p{i}" for i in range(25)]
+    (other, *_) = task.config.split.assign(names, 1).test
+    rows = [f"{name},{50 if name == other else constant},benign" for name in names]
+    examples = task.load(write(tmp_path, "\n".join(["patient,dose,outcome", *rows])), seed=1)
+    doses = {name: inputs[0] for name, (inputs, _) in collect(examples).items()}
+    assert doses.pop(other) == pytest.approx(50 - float(constant))
+    assert [*doses.values()] == pytest.approx([0] * 24, abs=1e-9)
+
+
 def test_missing_values_are_refused_or_imputed_with_an_indicator(tmp_path: Path) -> None:
     data = write(tmp_path, ROWS.replace("p1,1,60,F", "p1,1,NA,").replace("p4,4,70", "p4,4,"))
     with pytest.raises(DataError) as caught:

@@ -89,14 +89,16 @@ def encode_features(
 
 
 def compute_scale(features: Features, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and standard deviation ``(d,)`` of the numbers over some rows; 0 and 1 where they do not vary."""
+    """Return mean and standard deviation ``(d,)`` of the numbers over some rows; 1 where they do not vary."""
     center, spread = np.zeros(len(features.names)), np.ones(len(features.names))
     for column in np.flatnonzero(features.numbers):
         present = features.values[list(rows), column]
         present = present[np.isfinite(present)]
         if len(present):
-            center[column] = present.mean()
-            spread[column] = present.std() or 1.0
+            center[column], deviation = present.mean(), present.std()
+            # The mean of equal values such as 0.1 is rounded, so that their deviation is about 1e-17 instead of 0.
+            if deviation > 1e-6 * np.abs(present).max():
+                spread[column] = deviation
     return center, spread
 
 

@@ -63,13 +63,14 @@ class InputScaler(StatisticsLayer):
         self.scaled, self.clip = tuple(scaled), clip
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the standardised inputs ``(B, d)``; an input that does not vary becomes 0."""
-        _, mean, mean_rest, deviation, deviation_rest = self.statistics
+        """Return the standardised inputs ``(B, d)``; an input that does not vary is centered only."""
+        count, mean, mean_rest, deviation, deviation_rest = self.statistics
         spread = torch.where(deviation > 0, deviation + deviation_rest, 1.0)
         # The rest is subtracted second: added to the mean first, float32 would round it off again.
         scaled = (inputs - mean - mean_rest) / spread
         if self.clip is not None:
-            is_bounded = (deviation > 0) & torch.tensor(self.scaled, device=deviation.device)
+            # An input that never varied has no unit, but a value far from its center is an outlier all the same.
+            is_bounded = count.any() & torch.tensor(self.scaled, device=count.device)
             scaled = torch.where(is_bounded, scaled.clamp(-self.clip, self.clip), scaled)
         return torch.where(torch.isnan(scaled), 0.0, scaled)
 
