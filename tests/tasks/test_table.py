@@ -103,6 +103,22 @@ def test_missing_values_are_refused_or_imputed_with_an_indicator(tmp_path: Path)
     assert (skipping.skipped, sorted(collect(skipping))) == (2, ["p2", "p3"])
 
 
+@pytest.mark.parametrize("others", ["Mild", "2"], ids=["among text", "among numbers"])
+def test_declared_label_is_no_missing_value(others: str, tmp_path: Path) -> None:
+    rows = [f"p1,None,NA,{others}", f"p2,{others},null,None", f"p3,{others},NA,3", "p4,None,NA,None"]
+    data = write(tmp_path, "\n".join(["patient,smoking,ward,grade", *rows]))
+    task = TableTask(
+        {"kind": "classes", "target": "grade", "classes": ["None", others, "3"], "features": ["smoking", "ward"]}
+        | {"categories": {"smoking": ["None", others], "ward": ["NA", "A"]}, "id": "patient", "missing": "impute"}
+    )
+    assert collect(task.load(data, seed=1)) == {
+        "p1": ([1, 0, 1, 0, 0, 0], [1]),
+        "p2": ([0, 1, 0, 0, 0, 1], [0]),
+        "p3": ([0, 1, 1, 0, 0, 0], [2]),
+        "p4": ([1, 0, 1, 0, 0, 0], [0]),
+    }
+
+
 def test_missing_target_makes_a_row_unusable(tmp_path: Path) -> None:
     data = write(tmp_path, ROWS.replace("benign,5", ",5"))
     with pytest.raises(DataError, match="1: its outcome is missing"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..errors import DataError
-from .tables import MISSING, Table, format_identifier
+from .tables import MISSING, Table
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,16 @@ def compute_scale(features: Features, rows: Sequence[int]) -> tuple[np.ndarray, 
     return center, spread
 
 
-def read_labels(table: Table, name: str) -> list[str]:
-    """Return a column as text, whole numbers without a decimal point; empty where a value is missing."""
-    texts = [format_identifier(value) for value in table.get_column(name).tolist()]
-    return ["" if text.lower() in MISSING else text for text in texts]
+def read_labels(table: Table, name: str, declared: Collection[str] = ()) -> list[str]:
+    """Return a column as text, whole numbers without a decimal point; empty where a value is missing.
+
+    A text such as ``None`` marks a missing value, unless it is among the ``declared`` labels.
+    """
+    return [text if text in declared or text.lower() not in MISSING else "" for text in table.get_texts(name)]
 
 
 def _encode_categories(table: Table, name: str, categories: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    labels = read_labels(table, name)
+    labels = read_labels(table, name, categories)
     if unknown := sorted({label for label in labels if label} - set(categories)):
         raise DataError(
             f"{table.source}: column {name!r} has {unknown[0]!r} (row {labels.index(unknown[0]) + 1}), which is none "

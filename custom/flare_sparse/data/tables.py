@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -15,6 +15,8 @@ from ..errors import DataError, suggest
 from ..task import Cohort
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
+Values = dict[str, list[object]]
+"""Columns as a file has them."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,12 @@ class Table:
     Attributes:
         source: file that the table was read from, named in errors.
         columns: arrays by name; float64 if every value is a number or missing (NaN), else text.
+        marks: texts such as ``None`` that stand for missing values in columns of numbers, by column and row from 0.
     """
 
     source: Path
     columns: dict[str, np.ndarray]
+    marks: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     def get_column(self, name: str) -> np.ndarray:
         """Return a column.
@@ -55,6 +59,15 @@ class Table:
                 f"{self.source}: column {name!r} contains text such as {str(text)!r} (row {row}); expected numbers"
             )
         return column
+
+    def get_texts(self, name: str) -> list[str]:
+        """Return a column as text: whole numbers without a decimal point, missing values as the file spells them.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        marks = self.marks.get(name, {})
+        return [marks.get(row, format_identifier(value)) for row, value in enumerate(self.get_column(name).tolist())]
 
     def get_ids(self, name: str) -> tuple[str, ...]:
         """Return the unique identifiers in a column.
@@ -86,7 +99,9 @@ def read_table(path: Path) -> Table:
         neighbours = [file.name for file in path.parent.glob("*")]
         raise DataError(f"{path}: there is no such file.{suggest(path.name, neighbours)}")
     try:
-        columns = reader(path)
+        values = reader(path)
+        columns = {name: _to_array(column) for name, column in values.items()}
+        marks = {name: _find_marks(column, columns[name]) for name, column in values.items()}
     except DataError:
         raise
     # Whatever a damaged file makes the readers raise, from zlib.error to MemoryError for a damaged shape.
@@ -96,48 +111,48 @@ def read_table(path: Path) -> Table:
         raise DataError(f"{path}: columns differ in length; expected one value per subject in each")
     if not any(len(column) for column in columns.values()):
         raise DataError(f"{path}: the table has no rows; expected one row per subject below the names of the columns")
-    return Table(path, columns)
+    return Table(path, columns, marks)
 
 
-def _read_csv(path: Path) -> dict[str, np.ndarray]:
+def _read_csv(path: Path) -> Values:
     with path.open(newline="", encoding="utf-8-sig") as file:
         return _parse_csv(file)
 
 
-def _read_csv_gz(path: Path) -> dict[str, np.ndarray]:
+def _read_csv_gz(path: Path) -> Values:
     with gzip.open(path, "rt", newline="", encoding="utf-8-sig") as file:
         return _parse_csv(file)
 
 
-def _parse_csv(file: TextIO) -> dict[str, np.ndarray]:
+def _parse_csv(file: TextIO) -> Values:
     header, *rows = list(csv.reader(file)) or [[]]
     if not header or len(set(header)) < len(header):
         raise ValueError("expected a first line with a different name for each column")
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
             raise ValueError(f"line {number} has {len(row)} fields, the first line {len(header)}")
-    return {name: _to_array([row[i] for row in rows]) for i, name in enumerate(header)}
+    return {name: [row[i] for row in rows] for i, name in enumerate(header)}
 
 
-def _read_parquet(path: Path) -> dict[str, np.ndarray]:
+def _read_parquet(path: Path) -> Values:
     try:
         from pyarrow import parquet  # type: ignore[import-untyped]
     except ImportError as error:
         raise DataError(
             f"{path}: Parquet needs pyarrow; pip install 'flare-sparse[parquet]', or convert the file to CSV"
         ) from error
-    return {name: _to_array(values) for name, values in parquet.read_table(path).to_pydict().items()}
+    return dict(parquet.read_table(path).to_pydict())
 
 
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
+def _read_npz(path: Path) -> Values:
     with np.load(path, allow_pickle=False) as arrays:
         columns = {name: arrays[name] for name in arrays.files}
     if tensors := [name for name, values in columns.items() if values.ndim != 1]:
         raise ValueError(f"array {tensors[0]!r} has {columns[tensors[0]].ndim} dimensions; expected one per column")
-    return {name: _to_array(values.tolist()) for name, values in columns.items()}
+    return {name: values.tolist() for name, values in columns.items()}
 
 
-_READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
+_READERS: dict[str, Callable[[Path], Values]] = {
     ".csv": _read_csv,
     ".csv.gz": _read_csv_gz,
     ".parquet": _read_parquet,
@@ -160,6 +175,12 @@ def _to_array(values: Sequence[object]) -> np.ndarray:
         return np.array([np.nan if text.lower() in MISSING else float(text) for text in texts], dtype=np.float64)
     except ValueError:
         return np.array(texts)
+
+
+def _find_marks(values: Sequence[object], column: np.ndarray) -> dict[int, str]:
+    """Return the texts that stand for missing values in a column of numbers, by row; none for a column of text."""
+    rows = np.flatnonzero(np.isnan(column)).tolist() if column.dtype.kind == "f" else []
+    return {row: text for row in rows if isinstance(value := values[row], str) and (text := value.strip())}
 
 
 def format_identifier(value: object) -> str:

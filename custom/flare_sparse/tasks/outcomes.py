@@ -98,7 +98,7 @@ class ClassOutcome(Outcome):
         Raises:
             DataError: a label is none of the known ones.
         """
-        labels = read_labels(table, self._target)
+        labels = read_labels(table, self._target, self._labels)
         found = sorted({label for label in labels if label})
         if set(found) - set(self._labels):
             shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
