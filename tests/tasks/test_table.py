@@ -175,6 +175,8 @@ def test_defect_of_a_table_is_named_with_its_remedy(
         ({"features": ["age", "age"]}, "a column occurs twice"),
         ({"categories": {"ward": ["A"]}}, "'ward' is not among the features"),
         ({"scaling": {"ward": [0, 1]}}, "'ward' is not among the features"),
+        ({"missing": "impute", "scaling": "none"}, r"scaling gives 'age' none; add age: \[center, spread\] to scaling"),
+        ({"missing": "impute", "features": ["age", "x"], "categories": {}, "scaling": {"age": [5, 1]}}, "'x' none"),
         ({"classes": ["a", "b", "c"]}, "classes has 3 labels; expected 2 for binary"),
         ({"classes": [True, False]}, "write labels such as 'yes' in quotes"),
         ({"classes": ["a", "a"]}, "a label occurs twice"),

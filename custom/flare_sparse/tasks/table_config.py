@@ -125,6 +125,14 @@ class TableConfig(TaskConfig):
             raise ValueError("covariates have an effect with scaling combat alone; remove them or set scaling: combat")
         if self.scaling == "combat" and self.missing == "impute":
             raise ValueError("scaling combat needs complete numbers; set missing: refuse with skip_bad_subjects: true")
+        # Means of the training rows would do, but with them one subject would change another's inputs.
+        centered = {*self.categories, *(self.scaling if isinstance(self.scaling, dict) else ())}
+        uncentered = [name for name in self.features if name not in centered]
+        if self.missing == "impute" and uncentered and self.scaling not in ("site", "federated"):
+            raise ValueError(
+                f"missing: impute imputes the center of a column, and scaling gives {uncentered[0]!r} none; add "
+                f"{uncentered[0]}: [center, spread] to scaling, or set scaling: site or federated"
+            )
         if self.kind != "regression" and self.target_scaling != "none":
             raise ValueError(f"target_scaling is for kind regression, not for {self.kind}; remove it")
         return self
