@@ -322,7 +322,7 @@ class Task(ABC):
     def tabulate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the examples of a batch as rows for linear baselines: features ``(B, d)`` and targets ``(B, t)``.
 
-        By default the batch is inputs and targets, and every number of an input is a feature.
+        By default the batch is inputs and targets, and every number of an input is a feature; NaN is a missing one.
 
         Raises:
             NotImplementedError: a linear model of the inputs makes no sense, as with the tokens of a text.

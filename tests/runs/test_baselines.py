@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -40,6 +41,28 @@ def test_pooled_ridge_equals_the_best_of_scikit_learn_on_validation_examples() -
     assert results["ridge_pooled"][:, 0] == pytest.approx(expected)
     means = np.repeat([site.train.y.mean() for site in sites.values()], 30)
     assert results["site_mean"][:, 0] == pytest.approx(means)
+
+
+def test_missing_features_become_the_means_of_the_training_rows() -> None:
+    """They equal the same rows with the means in place: of each site for its own model, of all sites for the pooled."""
+    draw = np.random.default_rng(0)
+    sites = {name: build_site(seed, "regression", validation=0) for seed, name in enumerate("ab")}
+    for site in sites.values():
+        for part in (site.train, site.test):
+            part.x[draw.random(part.x.shape) < 0.2] = np.nan
+            part.x[:, 4] = np.nan
+    results = fit_baselines("regression", sites)
+
+    def predict(train: list[SiteRows], penalty: float) -> np.ndarray:
+        x, y = (np.vstack([getattr(site.train, part) for site in train]) for part in "xy")
+        model = make_pipeline(SimpleImputer(keep_empty_features=True), StandardScaler(), Ridge(alpha=penalty))
+        model.fit(x, y[:, 0])
+        return np.concatenate([model.predict(site.test.x) for site in train])
+
+    local = [np.concatenate([predict([site], penalty) for site in sites.values()]) for penalty in PENALTIES]
+    assert min(np.abs(results["ridge_local"][:, 0] - values).max() for values in local) < 1e-9
+    pooled = [predict([*sites.values()], penalty) for penalty in PENALTIES]
+    assert min(np.abs(results["ridge_pooled"][:, 0] - values).max() for values in pooled) < 1e-9
 
 
 def test_local_models_share_the_penalty_with_the_smallest_loss_over_all_sites() -> None:

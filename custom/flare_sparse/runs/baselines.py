@@ -29,7 +29,7 @@ class BaselineData:
     """Rows of examples.
 
     Attributes:
-        x: features ``(n, d)``.
+        x: features ``(n, d)``; NaN where one is missing.
         y: targets: numbers or classes from 0 ``(n, 1)``, or times and events ``(n, 2)``.
     """
 
@@ -100,19 +100,31 @@ class _Linear:
         return lambda x: np.tile(mean, (len(x), 1))
 
     def fit(self, data: BaselineData, penalty: float) -> Predict:
-        """Return the predictor of a linear model; that of the mean where there is nothing to fit."""
-        scale = data.x.std(axis=0) if len(data.x) else np.zeros(data.x.shape[1])
+        """Return the predictor of a linear model; that of the mean where there is nothing to fit.
+
+        A missing feature becomes the mean of the training examples that have it.
+        """
+        present = ~np.isnan(data.x)
+        means = np.where(present, data.x, 0.0).sum(axis=0) / present.sum(axis=0).clip(min=1)
+
+        def impute(x: np.ndarray) -> np.ndarray:
+            missing = np.isnan(x)
+            # Voxels are never missing, and a copy of theirs would be large.
+            return np.where(missing, means, x) if missing.any() else x
+
+        train = impute(data.x)
+        scale = train.std(axis=0) if len(train) else np.zeros(train.shape[1])
         # Voxels outside the brain and constant columns carry nothing, and would divide by zero. Each column is measured
         # by its own values: a thickness in mm varies a million times less than a volume in mm3.
-        varying = scale > 1e-6 * np.abs(data.x).max(axis=0, initial=1e-30)
+        varying = scale > 1e-6 * np.abs(train).max(axis=0, initial=1e-30)
         # Without an event, a partial likelihood has no minimum.
         targets = data.y[:, -1]
         if len(np.unique(data.y)) < 2 or not varying.any() or (self.kind == "survival" and not targets.any()):
             return self.fit_mean(data)
-        mean, scale = data.x[:, varying].mean(axis=0), scale[varying]
+        mean, scale = train[:, varying].mean(axis=0), scale[varying]
 
         def standardize(x: np.ndarray) -> np.ndarray:
-            return np.asarray((x[:, varying] - mean) / scale)
+            return np.asarray((impute(x)[:, varying] - mean) / scale)
 
         if self.kind == "survival":
             coefficients = fit_cox(standardize(data.x), data.y[:, 0], targets, penalty)

@@ -160,11 +160,6 @@ class TableTask(Task):
         inputs, targets = batch
         return self._outcome.predict(model(inputs)), targets
 
-    def tabulate(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets for linear baselines; a missing number is 0, which its indicator corrects."""
-        features, targets = super().tabulate(batch)
-        return torch.nan_to_num(features), targets
-
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         """Return the metrics of the configured kind."""
         return self._outcome.metrics(predictions, targets)
