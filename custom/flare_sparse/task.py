@@ -145,6 +145,7 @@ class Examples:
         train_subjects: subject of each training example, in order, where a subject may have several; empty: every
             example is a subject of its own.
         test_subjects, validation_subjects: the same of the other examples.
+        notes: what the record of an evaluation on these examples states, such as the rows that inputs are scaled by.
     """
 
     train: Dataset[Any]
@@ -158,6 +159,7 @@ class Examples:
     train_subjects: Sequence[str] = ()
     test_subjects: Sequence[str] = ()
     validation_subjects: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     @property
     def n_train(self) -> int:

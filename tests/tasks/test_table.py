@@ -285,6 +285,27 @@ def test_table_is_federated_without_code(task: str, metric: str, tmp_path: Path)
     assert run["differences"]["site_mean"][metric]["second"] == pytest.approx(0.5, abs=0.01)
 
 
+def test_evaluation_states_which_rows_the_scale_came_from(tmp_path: Path) -> None:
+    header = ROWS.splitlines()[0]
+    for site, count in (("site-1", 40), ("site-2", 40), ("new", 30), ("few", 20)):
+        rows = [f"p{i},{i},{i % 17},{'FM'[i % 2]},A,{'malignant' if i % 3 else 'benign'},1,1" for i in range(count)]
+        (tmp_path / f"{site}.csv").write_text("\n".join([header, *rows]) + "\n")
+    (tmp_path / "job.yaml").write_text(
+        f"name: clinics\nmethod: {{name: fedavg, rounds: 1}}\ntask: {BINARY}\n"
+        "simulator: {sites: 2, data: {path: '{site}.csv'}}\n"
+    )
+    runner, out = CliRunner(), tmp_path / "out"
+    result = runner.invoke(app, ["run", str(tmp_path / "job.yaml"), "--env", "local", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    notes = {}
+    for cohort in ("new", "few"):
+        assert runner.invoke(app, ["evaluate", str(out), "--data", str(tmp_path / f"{cohort}.csv")]).exit_code == 0
+        (notes[cohort],) = json.loads((out / "evaluations" / f"{cohort}.json").read_text())["notes"]
+    scale = "task.scaling: site: numbers are scaled by mean and standard deviation of"
+    assert notes["new"] == f"{scale} 24 rows of this data, those that the split assigns to training"
+    assert notes["few"].startswith(f"{scale} 16 rows of this data: so few rows make the scale inaccurate")
+
+
 def test_atlas_stands_for_its_columns() -> None:
     task = TableTask({"kind": "regression", "target": "age", "features": ["desikan", "sex"]})
     assert task.config.features == (*ATLASES["desikan"], "sex")

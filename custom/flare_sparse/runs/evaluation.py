@@ -31,7 +31,7 @@ class CohortResult:
         skipped: number of unusable examples that the task skipped.
         metrics: the task's metrics.
         intervals: lower and upper bound of the bootstrap interval, by metric.
-        notes: why a metric has no interval.
+        notes: the task's notes on the examples, and why a metric has no interval.
     """
 
     examples: int
@@ -69,6 +69,7 @@ class Cohort:
             raise DataError(f"{data.path}: {_describe(self.task, 'load', error)}") from error
         dataset = _select(examples, split)
         self.size, self.skipped = len(dataset), examples.skipped  # type: ignore[arg-type]
+        self._notes = tuple(examples.notes)
         device = str(assembly.method.config.training.torch_device)
         no_examples = TensorDataset(torch.zeros(0))
         self._site = Site(
@@ -104,7 +105,7 @@ class Cohort:
             del self.task.metrics
         metrics.pop(TEST_EXAMPLES, None)
         intervals, notes = self._compute_intervals(captured, metrics, resamples)
-        return CohortResult(self.size, self.skipped, metrics, intervals, tuple(notes))
+        return CohortResult(self.size, self.skipped, metrics, intervals, (*self._notes, *notes))
 
     def _compute_intervals(
         self, captured: Sequence[tuple[Tensor, Tensor]], metrics: dict[str, float], resamples: int

@@ -23,6 +23,9 @@ from ..structure.scaling import TargetScaler
 from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
 from .table_config import TableConfig
 
+FEW_ROWS = 20
+"""Number of rows below which their scale is inaccurate: the standard error of the deviation of 20 rows is 16 %."""
+
 
 class TableTask(Task):
     """A number, a class or the time of an event from the columns of any table; batches are ``(inputs, targets)``."""
@@ -101,6 +104,8 @@ class TableTask(Task):
             return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
         examples = build_examples(split, build_dataset, skipped, features.names)
+        if config.scaling == "site" and features.numbers.any():
+            examples = replace(examples, notes=(_describe_scale(len(split.train)),))
         if config.group is None:
             return examples
         subject_of = self._get_subjects(table, rows)
@@ -163,6 +168,17 @@ class TableTask(Task):
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         """Return the metrics of the configured kind."""
         return self._outcome.metrics(predictions, targets)
+
+
+def _describe_scale(rows: int) -> str:
+    """Return which rows the scale of the inputs is computed from, with a warning if they are few."""
+    source = f"task.scaling: site: numbers are scaled by mean and standard deviation of {rows} rows of this data"
+    if rows >= FEW_ROWS:
+        return f"{source}, those that the split assigns to training"
+    return (
+        f"{source}: so few rows make the scale inaccurate, and with it the predictions. A model trained with "
+        "task.scaling: federated or constants does not depend on them"
+    )
 
 
 @lru_cache(maxsize=1)
