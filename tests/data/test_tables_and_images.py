@@ -43,11 +43,17 @@ def test_every_table_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
     assert table.to_cohort("subject").columns["icv"].tolist() == [1.5, 2.0]
 
 
+def test_empty_lines_at_the_end_of_a_file_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n\n\r\n")
+    assert read_table(tmp_path / "a.csv").columns["y"].tolist() == [2]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.csv", b"", "expected a first line with a different name for each column"),
         ("a.csv", b"x,x\n1,2\n", "expected a first line with a different name for each column"),
+        ("a.csv", b"x,y\n\n1,2\n", "line 2 has 0 fields, the first line 2"),
         ("a.csv", b"x,y\n1\n", "line 2 has 1 fields, the first line 2"),
         ("a.csv", b"x\n\xff\n", "cannot be read as a table"),
         ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:40], "cannot be read as a table"),

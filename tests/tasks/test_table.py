@@ -145,6 +145,11 @@ def test_missing_target_makes_a_row_unusable(tmp_path: Path) -> None:
             ("", ""),
             r"has the labels benign, malignant, but.*task.classes: \[benign, malignant\]",
         ),
+        (
+            {"target": "sex", "classes": ["0", "1"]},
+            ("F", "no"),
+            r"has the labels M, no, but.*task.classes: \[M, 'no'\]",
+        ),
         ({"features": ["aeg"], "categories": {}}, ("", ""), "no column 'aeg'.*Did you mean 'age'"),
         (
             {"kind": "survival", "target": "months", "event": "visit"},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import yaml
 
 from ..errors import DataError
 from .tables import MISSING, Table
@@ -110,6 +112,12 @@ def read_labels(table: Table, name: str, declared: Collection[str] = ()) -> list
     return [text if text in declared or text.lower() not in MISSING else "" for text in table.get_texts(name)]
 
 
+def format_labels(labels: Sequence[str]) -> str:
+    """Return labels as a YAML list, with quotes around those that YAML would not read as text; at most ten."""
+    text = yaml.safe_dump(list(labels[:10]), default_flow_style=True, width=math.inf, allow_unicode=True).strip()
+    return text if len(labels) <= 10 else f"{text[:-1]}, ...]"
+
+
 def _encode_categories(table: Table, name: str, categories: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     labels = read_labels(table, name, categories)
     if unknown := sorted({label for label in labels if label} - set(categories)):
@@ -127,8 +135,7 @@ def _get_numbers(table: Table, name: str) -> np.ndarray:
     if column.dtype.kind == "f":
         return column
     found = sorted({label for label in read_labels(table, name) if label})
-    more = ", ..." if len(found) > 5 else ""
     raise DataError(
         f"{table.source}: column {name!r} contains text such as {found[0]!r}; expected numbers. If it is a category, "
-        f"set task.categories: {{{name}: [{', '.join(found[:5])}{more}]}} with the categories of all sites"
+        f"set task.categories: {{{name}: {format_labels(found)}}} with the categories of all sites"
     )

@@ -128,6 +128,9 @@ def _parse_csv(file: TextIO) -> Values:
     header, *rows = list(csv.reader(file)) or [[]]
     if not header or len(set(header)) < len(header):
         raise ValueError("expected a first line with a different name for each column")
+    # Editors and spreadsheets leave empty lines at the end.
+    while rows and not rows[-1]:
+        rows.pop()
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
             raise ValueError(f"line {number} has {len(row)} fields, the first line {len(header)}")

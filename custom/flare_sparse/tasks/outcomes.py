@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..data.features import read_labels
+from ..data.features import format_labels, read_labels
 from ..data.tables import Table
 from ..errors import DataError
 from ..task import Kind, Metric
@@ -104,8 +104,8 @@ class ClassOutcome(Outcome):
             shown = ", ".join(found[:10]) + (", ..." if len(found) > 10 else "")
             raise DataError(
                 f"{table.source}: column {self._target!r} has the labels {shown}, but the job knows "
-                f"{', '.join(self._labels)}. Set task.classes: [{shown}] with the labels of all sites, in the same "
-                "order at every site; of two, the second is class 1"
+                f"{', '.join(self._labels)}. Set task.classes: {format_labels(found)} with the labels of all sites, in "
+                "the same order at every site; of two, the second is class 1"
             )
         number = {label: float(index) for index, label in enumerate(self._labels)}
         return np.array([[number.get(label, np.nan)] for label in labels])
