@@ -185,6 +185,8 @@ def test_defect_of_a_table_is_named_with_its_remedy(
         ({"classes": ["a", "b", "c"]}, "classes has 3 labels; expected 2 for binary"),
         ({"classes": [True, False]}, "write labels such as 'yes' in quotes"),
         ({"classes": ["a", "a"]}, "a label occurs twice"),
+        ({"class_weights": [1, 4, 2]}, "class_weights has 3 numbers for 2 classes; give one for each"),
+        ({"kind": "regression", "target": "months", "class_weights": [1, 4]}, "class_weights are for kinds binary and"),
         ({"event": "died"}, "event is for kind survival"),
         ({"kind": "survival", "target": "months"}, "event is missing"),
         ({"kind": "classes", "target": "ward"}, "3 or more for classes"),
@@ -225,6 +227,24 @@ def test_class_1_is_the_second_label_and_several_classes_have_one_output_each(tm
     assert metrics == {"accuracy": 0.75, "balanced_accuracy": pytest.approx(2 / 3)}
     assert (task.metric.name, task.kind) == ("accuracy", "classes")
     assert math.isfinite(task.loss(task.model(), (examples.train[:][0], targets)).item())
+
+
+@pytest.mark.parametrize(
+    ("settings", "errors"),
+    [
+        ({"kind": "binary", "target": "y"}, [math.log(1 + math.e), math.log(1 + math.exp(-2))]),
+        ({"kind": "classes", "target": "y", "classes": ["a", "b", "c"]}, [math.log(1 + 2 / math.e), math.log(3)]),
+    ],
+)
+def test_class_weights_are_those_of_the_examples_in_the_mean(settings: dict[str, Any], errors: list[float]) -> None:
+    is_binary = settings["kind"] == "binary"
+    outputs = torch.tensor([[1.0], [2.0]] if is_binary else [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    batch = (outputs, torch.tensor([[0.0], [1.0]]))
+    for weights in ([], [1, 4] if is_binary else [1, 4, 2]):
+        task = build(**settings, class_weights=weights)
+        first, second = weights[:2] or (1, 1)
+        expected = (first * errors[0] + second * errors[1]) / (first + second)
+        assert task.loss(torch.nn.Identity(), batch).item() == pytest.approx(expected)
 
 
 def test_number_is_predicted_in_its_unit(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ..data.features import format_labels, read_labels
 from ..data.tables import Table
 from ..errors import DataError
 from ..task import Kind, Metric
-from .classes import compute_binary_metrics
+from .classes import compute_binary_metrics, compute_cross_entropy
 
 
 class Outcome(ABC):
@@ -84,8 +84,9 @@ class NumberOutcome(Outcome):
 class ClassOutcome(Outcome):
     """One of some labels: two have one output, the logit of the second; more have one output each."""
 
-    def __init__(self, target: str, labels: Sequence[str]):
+    def __init__(self, target: str, labels: Sequence[str], class_weights: Sequence[float] = ()):
         self._target, self._labels, self._is_binary = target, tuple(labels), len(labels) == 2
+        self._class_weights = class_weights
         self.kind = "binary" if self._is_binary else "classes"
         self.outputs = 1 if self._is_binary else len(labels)
         self.metric = (
@@ -111,10 +112,11 @@ class ClassOutcome(Outcome):
         return np.array([[number.get(label, np.nan)] for label in labels])
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy."""
-        if self._is_binary:
+        """Return the cross-entropy, the mean over examples with their weights."""
+        if self._is_binary and not self._class_weights:
             return functional.binary_cross_entropy_with_logits(outputs, targets)
-        return functional.cross_entropy(outputs, targets[:, 0].long())
+        logits = torch.cat([torch.zeros_like(outputs), outputs], dim=1) if self._is_binary else outputs
+        return compute_cross_entropy(logits, targets[:, 0].long(), self._class_weights)
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return the probability of class 1, or of each class."""

@@ -13,7 +13,11 @@ from ..models.config import require_input
 from ..structure.harmonization import Harmonizer
 from ..structure.scaling import InputScaler, StatisticsLayer
 from ..task import Kind, TaskConfig
+from .classes import check_class_weights
 from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
+
+BINARY_LABELS = ("0", "1")
+"""Labels of kind binary without classes."""
 
 
 def _read_labels(value: Any) -> Any:
@@ -56,6 +60,10 @@ class TableConfig(TaskConfig):
     )
     event: str | None = Field(None, description="survival: column with 1 for an event, 0 for the end of observation")
     classes: Labels = Field((), description="labels of the target for binary and classes; default for binary: 0, 1")
+    class_weights: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (),
+        description="weight of an example in the loss, by label of classes; empty: 1. Constants of the job, as [1, 4]",
+    )
     missing: Literal["refuse", "impute"] = Field(
         "refuse",
         description="missing inputs: refuse the example, or impute the center of the column and add an input per "
@@ -115,6 +123,9 @@ class TableConfig(TaskConfig):
             raise ValueError(
                 f"classes has {len(self.classes)} labels; expected 2 for binary, 3 or more for classes, none for others"
             )
+        if self.class_weights and self.kind not in expected:
+            raise ValueError(f"class_weights are for kinds binary and classes, not for {self.kind}; remove them")
+        check_class_weights(self.class_weights, len(self.classes or BINARY_LABELS))
         return self
 
     @model_validator(mode="after")
@@ -183,4 +194,4 @@ class TableConfig(TaskConfig):
         if self.kind == "survival":
             assert self.event is not None, "checked above"
             return SurvivalOutcome(self.target, self.event)
-        return ClassOutcome(self.target, self.classes or ("0", "1"))
+        return ClassOutcome(self.target, self.classes or BINARY_LABELS, self.class_weights)
