@@ -274,6 +274,7 @@ MASKED = ("wire.aggregation=masked", "federation.min_sites=3", "method={name: ne
         ("task=" + TABLE % ("regression", "site", "null"), "task.scaling: site computes mean", "give constants"),
         ("task=" + TABLE % ("regression", "federated", "null"), "scaling: federated computes", "give constants"),
         ("task=" + TABLE % ("survival", "none", "e"), "the loss compares subjects", "differential-privacy.md"),
+        ("task=" + TABLE % ("binary", "none", "null, class_weights: [1, 4]"), "class_weights cancel out", "leave them"),
         ("privacy.noise_multiplier=1", "set either epsilon", "or noise_multiplier"),
     ],
 )

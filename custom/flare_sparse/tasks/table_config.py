@@ -158,6 +158,8 @@ class TableConfig(TaskConfig):
                 f"task.scaling: {self.scaling} computes mean and standard deviation of all subjects; give constants, "
                 "{age: [50, 15]}, or none"
             )
+        if self.class_weights:
+            return "task.class_weights cancel out: the loss of one record is divided by its own weight; leave them out"
         return "kind survival: the loss compares subjects with each other" if self.kind == "survival" else None
 
     @property
