@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flare_sparse.runs.bootstrap import LEVEL, RESAMPLES, Difference, compare_scores, iterate_resamples
+from flare_sparse.runs.bootstrap import Difference, compare_scores
 from flare_sparse.task import Picture
 
 Row = tuple[str, float]
@@ -46,9 +46,8 @@ def average_cases(lines: list[dict[str, Any]]) -> Cases:
 
 def estimate_interval(values: np.ndarray, sites: np.ndarray) -> tuple[float, float]:
     """Return the 95 % interval of the mean of ``(n,)`` values, by resampling cases within their sites."""
-    drawn = np.concatenate([counts @ values / counts.sum(axis=1) for counts in iterate_resamples(sites, RESAMPLES)])
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+    difference = compare_scores(values, np.zeros_like(values), sites, is_lower_better=False)
+    return difference.low, difference.high
 
 
 def compare_rows(first: Cases, second: Cases, metric: int, *, is_lower_better: bool, site: str = "") -> Difference:

@@ -33,11 +33,31 @@ def test_interval_of_a_mean_is_that_of_the_formula_within_sites() -> None:
     change = first - second
     assert result.value == pytest.approx(change.mean())
     # A resample keeps the sites' sizes, so only the variance within sites counts.
-    variance = sum(change[SITES == site].var() * (SITES == site).sum() for site in ("a", "b")) / 50**2
+    variance = sum(change[SITES == site].var(ddof=1) * (SITES == site).sum() for site in ("a", "b")) / 50**2
     assert (result.high - result.low) / 2 == pytest.approx(1.96 * np.sqrt(variance), rel=0.05)
     assert result.by_site == {
         site: pytest.approx(change[SITES == site].mean()) for site in ("a", "b")
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("sites", "per"), [(200, 2), (300, 1)])
+def test_interval_is_unbiased_with_one_or_two_subjects_at_a_site(sites: int, per: int) -> None:
+    """Drawing both subjects of a site would make the interval 0.7 times as wide; one alone would have none at all."""
+    names, change = np.repeat(np.arange(sites), per), draw(8, sites * per)
+    result = compare_scores(change, np.zeros_like(change), names, is_lower_better=True)
+    strata = names if per > 1 else np.zeros_like(names)
+    spread = [change[strata == stratum].var(ddof=1) * (strata == stratum).sum() for stratum in np.unique(strata)]
+    assert (result.high - result.low) / 2 == pytest.approx(1.96 * np.sqrt(sum(spread)) / len(change), rel=0.05)
+
+
+def test_single_subject_is_resampled_with_the_smallest_other_site_and_alone_decides_nothing() -> None:
+    change = np.array([5.0, 1.0, 3.0, 0.0, 0.0, 0.0])
+    result = compare_scores(change, np.zeros(6), np.array([*"abbccc"]), is_lower_better=True)
+    # Two of 5, 1 and 3 are drawn, each with the weight 3 / 2.
+    assert (result.low, result.high) == (pytest.approx(3 / 6), pytest.approx(15 / 6))
+    assert result.by_site == {"a": 5, "b": 2, "c": 0}
+    alone = compare_scores(np.ones(1), np.zeros(1), np.array(["a"]), is_lower_better=True)
+    assert (alone.value, alone.verdict) == (1, "undecided")
 
 
 def test_equal_predictors_are_undecided_and_a_constant_gain_is_ahead() -> None:
@@ -77,10 +97,9 @@ def test_interval_of_an_auc_equals_one_computed_resample_by_resample() -> None:
     classes = (np.arange(50) % 3 == 0).astype(float)[:, None]
     first, second = draw(5) + classes[:, 0], draw(6)
     result = compare_predictors("binary", AUC, first[:, None], second[:, None], classes, SITES, resamples=300)
-    slow, counts = [], np.concatenate(list(iterate_resamples(SITES, 300)))
-    for count in counts:
-        rows = np.repeat(np.arange(50), count)
-        values = [roc_auc_score(classes[rows], risk[rows]) for risk in (first, second)]
+    slow, counts = [], np.concatenate(list(iterate_resamples(SITES, 300, left_out=1)))
+    for weights in counts * np.where(SITES == "a", 30 / 29, 20 / 19):
+        values = [roc_auc_score(classes, risk, sample_weight=weights) for risk in (first, second)]
         slow.append(values[0] - values[1])
     assert result is not None
     assert (result.low, result.high) == pytest.approx(tuple(np.quantile(slow, [0.025, 0.975])))
@@ -132,3 +151,5 @@ def test_resample_draws_the_subjects_of_each_site_as_often_as_it_has_subjects() 
     # The variance of a binomial count with 30 or 20 draws: nearly 1.
     assert counts.var(axis=0).mean() == pytest.approx(1 - (30 / 30 + 20 / 20) / 50, rel=0.05)
     assert (counts[:500] != counts[500:1000]).any(), "chunks differ"
+    fewer = np.concatenate(list(iterate_resamples(SITES, 600, left_out=1)))
+    assert (fewer[:, SITES == "a"].sum(axis=1) == 29).all()
