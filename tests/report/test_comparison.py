@@ -133,8 +133,18 @@ def test_json_prints_and_writes_no_page(printed: Any, tmp_path: Path) -> None:
     assert "--json prints and writes no page" in result.output
 
 
-def build_run(label: str, method: str, seed: int, fold: int, errors: list[float], subjects: list[int]) -> RunResult:
-    """Return a run of one fold with given absolute errors of given subjects of site a."""
+def build_run(
+    label: str,
+    method: str,
+    seed: int,
+    fold: int,
+    errors: list[float],
+    subjects: list[int],
+    sites: str = "",
+    digests: str = "x",
+    targets: list[float] | None = None,
+) -> RunResult:
+    """Return a run of one fold with given absolute errors of given subjects, of site a unless sites are given."""
     summary = {
         "method": method, "seed": seed, "rounds": 1, "sites": ["a"], "best": {"round": -1, "metrics": {}},
         "metric": {"name": "mae", "unit": "", "mode": "min"},
@@ -144,9 +154,11 @@ def build_run(label: str, method: str, seed: int, fold: int, errors: list[float]
     run = RunResult(label, Path(label), summary, [], [])
     count = len(subjects)
     run.__dict__["config"] = {"seed": seed, "method": method, "task": {"split": {"folds": 2, "fold": fold}}}
+    truth = np.array(targets or [0.0] * count)[:, None]
     run.__dict__["predictions"] = Predictions(
-        "", "regression", np.array(["a"] * count), np.array(subjects), np.zeros((count, 1)),
-        {RUN: np.array(errors)[:, None], "site_mean": np.full((count, 1), 3.0)},
+        "", "regression", np.array([*(sites or "a" * count)]), np.array(subjects), truth,
+        {RUN: truth + np.array(errors)[:, None], "site_mean": truth + 3.0},
+        dict(zip("abc", digests, strict=False)),
     )  # fmt: skip
     return run
 
@@ -173,3 +185,60 @@ def test_subjects_without_identifiers_are_not_taken_for_one_another() -> None:
     runs = [build_run(f"f{seed}", "fedavg", seed, 1, [float(seed), 1.0], [-1, -1]) for seed in (1, 2)]
     group = describe_runs(runs, {})["groups"][0]
     assert group["subjects"] == 4
+
+
+def compare_two(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of the first of two runs of one seed, with three subjects at each of two sites."""
+    common = {"seed": 1, "fold": 1, "subjects": [0, 1, 2] * 2, "sites": "aaabbb", "digests": "xy"}
+    runs = [
+        build_run("f", "fedavg", **{**common, "errors": [1.0] * 3 + [5.0] * 3, **first}),
+        build_run("n", "neurosfl", **{**common, "errors": [0.0] * 6, **second}),
+    ]
+    group: dict[str, Any] = describe_runs(runs, {})["groups"][0]
+    return group
+
+
+def test_sites_with_other_identifiers_or_targets_are_left_out_with_a_note() -> None:
+    same = compare_two({}, {})
+    assert same["notes"] == {}
+    assert same["differences"]["n"]["mae"]["subjects"] == 6
+    for change, reason in (
+        ({"digests": "xz"}, "b left out: the runs do not have the same usable subjects there"),
+        ({"targets": [0.0] * 5 + [1.0]}, "b left out: targets of the same subjects differ"),
+    ):
+        group = compare_two({}, change)
+        assert group["notes"] == {"n": reason}
+        difference = group["differences"]["n"]["mae"]
+        assert (difference["subjects"], difference["by_site"]) == (3, {"a": 1.0})
+    group = compare_two({}, {"digests": "vw"})
+    assert "n" not in group["differences"]
+    assert group["notes"]["n"] == "a, b left out: the runs do not have the same usable subjects there"
+    assert compare_two({"targets": [50.0] * 6}, {"targets": [50.00001] * 6})["notes"] == {}, "rounding"
+
+
+def test_page_says_which_sites_are_left_out() -> None:
+    runs = [
+        build_run("f", "fedavg", 1, 1, [1.0, 2.0], [0, 1], digests="x"),
+        build_run("n", "neurosfl", 1, 1, [1.0, 2.0], [0, 1], digests="y"),
+    ]
+    table = build_group_comparisons(runs)
+    assert table is not None
+    assert table.rows == []
+    assert "f against n: a left out: the runs do not have the same" in table.note
+
+
+def test_runs_of_one_group_with_other_identifiers_have_other_subjects() -> None:
+    runs = [build_run(f"f{seed}", "fedavg", seed, 1, [1.0, 3.0], [0, 1], digests=str(seed)) for seed in (1, 2)]
+    assert describe_runs(runs, {})["groups"][0]["subjects"] == 4
+
+
+def test_predictions_without_digests_are_computed_again(printed: Any) -> None:
+    folder = printed[0]["neurosfl"]
+    file = folder / "evaluations" / "test_predictions.json"
+    content = json.loads(file.read_text())
+    digests = content.pop("digests")
+    file.write_text(json.dumps(content))
+    assert RunResult.read(folder).predictions is None
+    assert call(folder, "--json").exit_code == 0
+    assert json.loads(file.read_text())["digests"] == digests
+    assert digests.keys() == {"site-1", "site-2"}

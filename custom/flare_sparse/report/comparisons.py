@@ -37,14 +37,17 @@ def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
 def build_group_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
     """Return each pair of runs on the test subjects that both have, seeds and folds taken together."""
     groups, rows = describe_groups(runs), []
-    labels = [group["label"] for group in groups]
+    labels, left_out = [group["label"] for group in groups], []
     for number, group in enumerate(groups):
         for other in labels[number + 1 :]:
             for metric, difference in group.get("differences", {}).get(other, {}).items():
                 rows.append([f"{group['label']} against {other}", metric, *_format_difference(difference)])
+            if reason := group.get("notes", {}).get(other):
+                left_out.append(f"{group['label']} against {other}: {reason}.")
     columns = ["comparison", "metric", "first", "second", "difference", "verdict", "sites that gain", "worst site"]
     note = "Every subject counts once, with its mean over the seeds and folds that tested it; intervals as above."
-    return ReportTable("Runs on the same test subjects", columns, rows, note) if rows else None
+    table = ReportTable("Runs on the same test subjects", columns, rows, " ".join([note, *left_out]))
+    return table if rows or left_out else None
 
 
 def _format_difference(difference: Mapping[str, Any]) -> list[str]:

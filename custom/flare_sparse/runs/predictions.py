@@ -1,7 +1,8 @@
 """Predictions of a run's models, and of its baselines, for every test subject of every site on this machine.
 
 A subject is a site and the rank of its identifier among the identifiers of that site: the same in every split, and no
-name. Only a run whose data lies on this machine has such predictions: a deployed site sends metrics, as its policy
+name. Ranks of two runs name the same subjects only where the sites' identifiers are the same, which their digest tells.
+Only a run whose data lies on this machine has such predictions: a deployed site sends metrics, as its policy
 allows, and no prediction of a subject.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for the test subjects of all sites, in the order of the sites' names.
+    """Predictions for the test examples of all sites, in the order of the sites' names.
 
     Attributes:
         identity: run id and digest of the model that the predictions are of.
@@ -45,6 +47,7 @@ class Predictions:
         subjects: ``(n,)`` rank of the subject's identifier at its site; -1: not known.
         targets: ``(n, t)``.
         values: predictions ``(n, k)`` by name: ``"run"`` and the baselines.
+        digests: SHA-256 of each site's identifiers, of the test targets where they are not known.
         pooled: metrics of the run over all test subjects at once.
         note: why baselines are missing; empty where they are not.
     """
@@ -55,6 +58,7 @@ class Predictions:
     subjects: np.ndarray
     targets: np.ndarray
     values: dict[str, np.ndarray]
+    digests: dict[str, str]
     pooled: dict[str, float] = field(default_factory=dict)
     note: str = ""
 
@@ -73,6 +77,7 @@ class Predictions:
             "subjects": self.subjects.tolist(),
             "targets": self.targets.tolist(),
             "predictions": {name: values.tolist() for name, values in self.values.items()},
+            "digests": self.digests,
             "pooled": self.pooled,
             "note": self.note,
         }
@@ -93,6 +98,7 @@ class Predictions:
                 np.array(content["subjects"], dtype=np.int64),
                 np.array(content["targets"], dtype=np.float64).reshape(count, -1),
                 {name: np.array(v, dtype=np.float64).reshape(count, -1) for name, v in content["predictions"].items()},
+                content["digests"],
                 content["pooled"],
                 content["note"],
             )
@@ -121,7 +127,7 @@ def compute_predictions(
         DataError: the data cannot be loaded, or is not that of the run.
     """
     task, own = assembly.task, list_site_models(run) if assembly.method.site_model else {}
-    parts, rows = [], {}
+    parts, rows, digests = [], {}, {}
     for name in sorted(sites):
         examples = load_examples(task, sites[name], assembly.method.seed)
         # A site that never contributed has no model of its own, and no part in a comparison.
@@ -129,6 +135,7 @@ def compute_predictions(
             continue
         weights = read_run_model(run, assembly, name if name in own else "final")
         parts.append(_predict_site(assembly, weights, name, examples, recorded[name]))
+        digests[name] = _compute_digest(examples, parts[-1][1])
         rows[name] = _tabulate(task, examples)
     parts = [part for part in parts if len(part[0])]
     if not parts:
@@ -142,6 +149,7 @@ def compute_predictions(
         subjects=np.concatenate([part[2] for part in parts]),
         targets=_to_rows(targets),
         values={RUN: _to_rows(predictions), **values},
+        digests=digests,
         pooled=task.metrics(predictions, targets),
         note=note,
     )
@@ -167,12 +175,28 @@ def _predict_site(
 
 
 def _rank_subjects(examples: Examples) -> np.ndarray:
-    """Return the rank of each test subject among the site's identifiers; -1 where the task names none."""
-    if len(examples.test_ids) != examples.n_test:
+    """Return the rank of each test example's subject among the site's subjects; -1 where the task names none."""
+    tested = examples.test_subjects or examples.test_ids
+    if len(tested) != examples.n_test:
         return np.full(examples.n_test, -1)
-    ranks = {name: rank for rank, name in enumerate(sorted({*examples.train_ids, *examples.validation_ids,
-                                                            *examples.test_ids}))}  # fmt: skip
-    return np.array([ranks[name] for name in examples.test_ids], dtype=np.int64)
+    ranks = {name: rank for rank, name in enumerate(sorted({subject for subject, _ in _list_names(examples)}))}
+    return np.array([ranks[name] for name in tested], dtype=np.int64)
+
+
+def _compute_digest(examples: Examples, targets: Tensor) -> str:
+    """Return the SHA-256 of a site's sorted identifiers; of its test targets where the task names no subject."""
+    named = sorted(_list_names(examples)) if (_rank_subjects(examples) >= 0).all() else _to_rows(targets).tolist()
+    return sha256(json.dumps(named).encode()).hexdigest()
+
+
+def _list_names(examples: Examples) -> list[tuple[str, str]]:
+    """Return subject and identifier of each example; an example without a subject is one of its own."""
+    parts = (
+        (examples.train_ids, examples.train_subjects),
+        (examples.validation_ids, examples.validation_subjects),
+        (examples.test_ids, examples.test_subjects),
+    )
+    return [pair for ids, subjects in parts for pair in zip(subjects or ids, ids or subjects, strict=True)]
 
 
 def _tabulate(task: Task, examples: Examples) -> SiteRows | None:
