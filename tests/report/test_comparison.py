@@ -158,7 +158,7 @@ def build_run(
     run.__dict__["predictions"] = Predictions(
         "", "regression", np.array([*(sites or "a" * count)]), np.array(subjects), truth,
         {RUN: truth + np.array(errors)[:, None], "site_mean": truth + 3.0},
-        dict(zip("abc", digests, strict=False)),
+        dict(zip("abc", digests, strict=False)), ("ridge_local",),
     )  # fmt: skip
     return run
 

@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from flare_sparse.runs.baselines import PENALTIES, BaselineData, SiteRows, fit_baselines
+from flare_sparse.runs.baselines import PENALTIES, BaselineData, SiteRows, fit_baselines, stack_rows
 from flare_sparse.task import Kind
 
 NONE = BaselineData(np.zeros((0, 1)), np.zeros((0, 1)))
@@ -133,3 +133,23 @@ def test_penalty_is_chosen_by_cross_validation_without_validation_examples() -> 
     train, test = (BaselineData(draw.normal(size=(n, 50)), draw.normal(size=(n, 1))) for n in (10, 40))
     results = fit_baselines("regression", {"a": SiteRows(train, NONE, test)})
     assert results["ridge_local"].std() < 0.1 * train.y.std()
+
+
+def test_cross_validation_holds_out_all_rows_of_a_subject() -> None:
+    """Rows of a subject share features and a target of their own: across folds, the least penalty recalls them."""
+    draw = np.random.default_rng(0)
+    subjects = np.repeat(np.arange(12), 10)
+    x, y = draw.normal(size=(12, 30))[subjects], draw.normal(size=(12, 1))[subjects]
+    x = x + 1e-3 * draw.normal(size=x.shape)
+    test = BaselineData(draw.normal(size=(40, 30)), draw.normal(size=(40, 1)))
+    by_subject = fit_baselines("regression", {"a": SiteRows(BaselineData(x, y, subjects), NONE, test)})
+    by_row = fit_baselines("regression", {"a": SiteRows(BaselineData(x, y), NONE, test)})
+    for name in ("ridge_local", "ridge_pooled"):
+        assert by_subject[name].std() < 0.1 * by_row[name].std()
+
+
+def test_subjects_of_two_sites_are_never_one() -> None:
+    parts = [BaselineData(np.zeros((3, 1)), np.zeros((3, 1)), np.array(numbers)) for numbers in ([5, 2, 5], [2, 2, 7])]
+    assert parts[0].number_subjects().tolist() == [0, 1, 0]
+    stacked = stack_rows([*parts, BaselineData(np.zeros((2, 1)), np.zeros((2, 1))), NONE])
+    assert stacked.number_subjects().tolist() == [0, 1, 0, 2, 2, 3, 4, 5]

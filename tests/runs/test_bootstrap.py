@@ -11,13 +11,17 @@ from sklearn.metrics import roc_auc_score
 from flare_sparse.runs.bootstrap import (
     ACCURACY,
     AUC,
+    C_INDEX,
+    C_INDEX_WITHIN_SITES,
     MAE,
+    PairedMetric,
     build_auc,
     build_c_index,
     compare_predictors,
     compare_scores,
     compute_r2_within_sites,
     iterate_resamples,
+    select_metrics,
 )
 
 SITES = np.array(["a"] * 30 + ["b"] * 20)
@@ -96,7 +100,7 @@ def test_weighted_auc_equals_that_of_scikit_learn(seed: int, decimals: int) -> N
 def test_interval_of_an_auc_equals_one_computed_resample_by_resample() -> None:
     classes = (np.arange(50) % 3 == 0).astype(float)[:, None]
     first, second = draw(5) + classes[:, 0], draw(6)
-    result = compare_predictors("binary", AUC, first[:, None], second[:, None], classes, SITES, resamples=300)
+    result = compare_predictors(AUC, first, second, classes, SITES, np.arange(50), resamples=300)
     slow, counts = [], np.concatenate(list(iterate_resamples(SITES, 300, left_out=1)))
     for weights in counts * np.where(SITES == "a", 30 / 29, 20 / 19):
         values = [roc_auc_score(classes, risk, sample_weight=weights) for risk in (first, second)]
@@ -124,14 +128,62 @@ def test_c_index_counts_the_pairs_of_harrell() -> None:
 
 def test_metric_of_each_kind_scores_subjects() -> None:
     probabilities, classes = np.array([[0.1, 0.9], [0.6, 0.4]]), np.array([[1.0], [1.0]])
-    assert ACCURACY.score is not None
     assert ACCURACY.score(probabilities, classes).tolist() == [1, 0]
     assert ACCURACY.score(probabilities[:, 1:], classes).tolist() == [1, 0]
-    sites, targets = np.array(["a", "a"]), np.array([[10.0], [20.0]])
-    result = compare_predictors("regression", MAE, targets + 1, targets - 3, targets, sites)
+    sites, targets, subjects = np.array(["a", "a"]), np.array([[10.0], [20.0]]), np.arange(2)
+    scores = MAE.score(targets + 1, targets), MAE.score(targets - 3, targets)
+    result = compare_predictors(MAE, *scores, targets, sites, subjects)
     assert result is not None
     assert (result.first, result.second, result.verdict) == (1, 3, "ahead")
-    assert compare_predictors("binary", AUC, targets, targets, classes, sites) is None, "one class has no AUC"
+    risk = AUC.score(probabilities, classes)
+    assert risk.tolist() == [0.9, 0.4]
+    assert compare_predictors(AUC, risk, risk, classes, sites, subjects) is None, "one class has no AUC"
+
+
+@pytest.mark.parametrize("metric", [MAE, AUC])
+def test_examples_of_a_subject_are_drawn_together(metric: PairedMetric) -> None:
+    """Eight copies of every example add no subject, and so do not narrow the interval."""
+    classes = (np.arange(50) % 3 == 0).astype(float)[:, None]
+    first, second = draw(5) + classes[:, 0], draw(6)
+    once = compare_predictors(metric, first, second, classes, SITES, np.arange(50), resamples=500)
+    copied = (np.repeat(part, 8, axis=0) for part in (first, second, classes, SITES, np.arange(50)))
+    copies = compare_predictors(metric, *copied, resamples=500)
+    assert once is not None
+    assert copies is not None
+    assert (copies.value, copies.low, copies.high) == pytest.approx((once.value, once.low, once.high))
+    assert copies.by_site == pytest.approx(once.by_site)
+
+
+def test_two_perfect_rankings_do_not_differ_by_rounding() -> None:
+    classes = (np.arange(50) % 3 == 0).astype(float)[:, None]
+    first, second = (np.abs(draw(seed)) * (2 * classes[:, 0] - 1) for seed in (5, 6))
+    result = compare_predictors(AUC, first, second, classes, SITES, np.arange(50), resamples=500)
+    assert result is not None
+    assert (result.first, result.low, result.high, result.verdict) == (1, 0, 0, "undecided")
+
+
+def test_subjects_count_alike_with_few_and_many_examples() -> None:
+    subjects, scores = np.array([0, 1, 1, 1]), np.array([1.0, 3.0, 4.0, 5.0])
+    zeros = np.zeros(4)
+    result = compare_predictors(MAE, scores, zeros, zeros[:, None], np.array([*"aaaa"]), subjects)
+    assert result is not None
+    assert (result.value, result.low, result.high) == (2.5, 1, 4)
+
+
+def test_c_index_of_models_of_single_sites_compares_pairs_within_sites() -> None:
+    """Both rank each site's subjects alike; only the first knows that the risk is higher at site b."""
+    times = np.concatenate([np.arange(50, 80), np.arange(20)]).astype(float)
+    targets = np.column_stack([times, np.ones(50)])
+    local = np.where(SITES == "a", 99, 0) - times
+    result = compare_predictors(C_INDEX_WITHIN_SITES, -times, local, targets, SITES, np.arange(50), resamples=500)
+    assert result is not None
+    assert (result.first, result.second, result.verdict) == (1, 1, "undecided")
+    shifted = compare_predictors(C_INDEX, -times, local, targets, SITES, np.arange(50), resamples=500)
+    assert shifted is not None
+    assert shifted.verdict == "ahead"
+    assert select_metrics("survival", has_site_models=True) == (C_INDEX_WITHIN_SITES,)
+    assert select_metrics("survival", has_site_models=False) == (C_INDEX,)
+    assert select_metrics("binary", has_site_models=True) == (ACCURACY, AUC)
 
 
 def test_mean_of_each_site_explains_nothing_within_sites() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..runs.bootstrap import METRICS
 from ..runs.comparison import compare_with_baseline, describe_groups
 from ..runs.results import RunResult
 from .tables import ReportTable, format_metric
@@ -16,15 +15,13 @@ def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
     rows = []
     for run in runs:
         predictions = run.predictions
-        if predictions is None or predictions.kind is None:
+        if predictions is None:
             continue
-        for metric in METRICS[predictions.kind]:
-            differences = {name: compare_with_baseline(predictions, name) for name in predictions.baselines}
-            for name, difference in differences.items():
-                if metric.name in difference:
-                    rows.append(
-                        [f"{run.label} against {name}", metric.name, *_format_difference(difference[metric.name])]
-                    )
+        differences = {name: compare_with_baseline(predictions, name) for name in predictions.baselines}
+        for metric in dict.fromkeys(metric for by_metric in differences.values() for metric in by_metric):
+            for name, by_metric in differences.items():
+                if metric in by_metric:
+                    rows.append([f"{run.label} against {name}", metric, *_format_difference(by_metric[metric])])
     columns = ["comparison", "metric", "run", "baseline", "difference", "verdict", "sites that gain", "worst site"]
     note = (
         "On the test subjects of all sites at once; in brackets the 95 % bootstrap interval over subjects within their "

@@ -2,7 +2,7 @@
 
 A network that is worse than these has not learned what a hospital needs. They are fitted on the training examples that
 the run had. The penalty is chosen on the validation examples, or without any by a five-fold cross-validation over the
-training examples; the models of single sites share one penalty, because a site is too small to choose its own.
+training subjects; the models of single sites share one penalty, because a site is too small to choose its own.
 """
 
 from __future__ import annotations
@@ -31,14 +31,23 @@ class BaselineData:
     Attributes:
         x: features ``(n, d)``; NaN where one is missing.
         y: targets: numbers or classes from 0 ``(n, 1)``, or times and events ``(n, 2)``.
+        subjects: ``(n,)`` number of each row's subject; None: every row is a subject of its own.
     """
 
     x: np.ndarray
     y: np.ndarray
+    subjects: np.ndarray | None = None
 
     def take(self, rows: np.ndarray) -> BaselineData:
         """Return some of the rows."""
-        return BaselineData(self.x[rows], self.y[rows])
+        return BaselineData(self.x[rows], self.y[rows], None if self.subjects is None else self.subjects[rows])
+
+    def number_subjects(self) -> np.ndarray:
+        """Return the number ``(n,)`` of each row's subject, from 0 in the order in which they occur."""
+        if self.subjects is None:
+            return np.arange(len(self.x))
+        _, rows, numbers = np.unique(self.subjects, return_index=True, return_inverse=True)
+        return np.argsort(np.argsort(rows))[numbers]
 
 
 @dataclass(frozen=True)
@@ -60,9 +69,9 @@ def fit_baselines(kind: Kind, sites: Mapping[str, SiteRows]) -> dict[str, np.nda
         ImportError: scikit-learn is not installed.
     """
     model = _Linear(kind, _count_classes(kind, sites.values()))
-    pooled = _stack([site.train for site in sites.values()])
+    pooled = stack_rows([site.train for site in sites.values()])
     name = NAMES[kind]
-    strength = _choose_penalty(model, {"all": (pooled, _stack([site.validation for site in sites.values()]))})
+    strength = _choose_penalty(model, {"all": (pooled, stack_rows([site.validation for site in sites.values()]))})
     shared = model.fit(pooled, strength)
     strength = _choose_penalty(model, {key: (site.train, site.validation) for key, site in sites.items()})
     results: dict[str, list[np.ndarray]] = {"site_mean": [], f"{name}_local": [], f"{name}_pooled": []}
@@ -174,19 +183,25 @@ def _choose_penalty(model: _Linear, sets: Mapping[str, tuple[BaselineData, Basel
 
 
 def _iterate_folds(data: BaselineData) -> Iterable[tuple[BaselineData, BaselineData]]:
-    """Yield training and held-out rows; the rows are in the random order of the split."""
-    if len(data.x) < 2:
+    """Yield training and held-out rows, all rows of a subject together; the rows are in the order of the split."""
+    subjects = data.number_subjects()
+    count = len(np.unique(subjects))
+    if count < 2:
         return
-    fold_of = np.arange(len(data.x)) % FOLDS
-    for fold in range(min(FOLDS, len(data.x))):
+    fold_of = subjects % FOLDS
+    for fold in range(min(FOLDS, count)):
         yield data.take(fold_of != fold), data.take(fold_of == fold)
 
 
-def _stack(parts: Iterable[BaselineData]) -> BaselineData:
+def stack_rows(parts: Iterable[BaselineData]) -> BaselineData:
+    """Return the rows of several sites as one table, in which no two sites share a subject."""
     filled = [part for part in parts if len(part.x)]
     if not filled:
         return BaselineData(np.zeros((0, 1)), np.zeros((0, 1)))
-    return BaselineData(np.vstack([part.x for part in filled]), np.vstack([part.y for part in filled]))
+    numbers = [part.number_subjects() for part in filled]
+    starts = np.cumsum([0, *(own.max() + 1 for own in numbers)])
+    subjects = np.concatenate([own + start for own, start in zip(numbers, starts, strict=False)])
+    return BaselineData(np.vstack([part.x for part in filled]), np.vstack([part.y for part in filled]), subjects)
 
 
 def _count_classes(kind: Kind, sites: Iterable[SiteRows]) -> int:

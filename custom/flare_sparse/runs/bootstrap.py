@@ -20,7 +20,8 @@ from ..task import Kind
 RESAMPLES = 10_000
 LEVEL = 0.95
 _CHUNK = 500
-_MOST_PAIRED = 6000
+MOST_PAIRED = 6000
+"""Most examples that a C-index is compared on."""
 Statistic = Callable[[np.ndarray], np.ndarray]
 """Values ``(r,)`` of a metric for weights ``(r, n)`` of the subjects; NaN where it is undefined."""
 
@@ -32,13 +33,16 @@ class PairedMetric:
     Attributes:
         name: name of the metric.
         is_lower_better: whether a lower value is better.
-        score: per-subject scores ``(n,)`` of predictions and targets, of which the metric is the mean; None: the metric
-            compares pairs of subjects.
+        score: scores ``(n,)`` of examples by their predictions and targets: those of which the metric is the mean, or
+            the risks by which it ranks them.
+        build_pairs: builds a metric that compares pairs of examples, from risks, targets and sites; None: the metric is
+            the mean over subjects of the mean score of their examples.
     """
 
     name: str
     is_lower_better: bool
-    score: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    score: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    build_pairs: Callable[[np.ndarray, np.ndarray, np.ndarray], Statistic] | None = None
 
 
 def _compute_absolute_error(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -48,19 +52,6 @@ def _compute_absolute_error(predictions: np.ndarray, targets: np.ndarray) -> np.
 def _compute_hits(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:
     classes = predictions[:, 0] > 0.5 if predictions.shape[1] == 1 else predictions.argmax(axis=1)
     return np.asarray(classes.astype(float) == targets[:, 0], dtype=np.float64)
-
-
-MAE = PairedMetric("mae", is_lower_better=True, score=_compute_absolute_error)
-ACCURACY = PairedMetric("accuracy", is_lower_better=False, score=_compute_hits)
-AUC = PairedMetric("auc", is_lower_better=False)
-C_INDEX = PairedMetric("c_index", is_lower_better=False)
-METRICS: dict[Kind, tuple[PairedMetric, ...]] = {
-    "regression": (MAE,),
-    "binary": (ACCURACY, AUC),
-    "classes": (ACCURACY,),
-    "survival": (C_INDEX,),
-}
-"""Metrics that predictors are compared by, by the kind of the targets."""
 
 
 @dataclass(frozen=True)
@@ -114,27 +105,48 @@ def compare_scores(
 
 
 def compare_predictors(
-    kind: Kind,
     metric: PairedMetric,
     first: np.ndarray,
     second: np.ndarray,
     targets: np.ndarray,
     sites: np.ndarray,
+    subjects: np.ndarray,
     resamples: int = RESAMPLES,
 ) -> Difference | None:
-    """Compare two predictors ``(n, k)`` on the same subjects by a metric; None if it is undefined.
+    """Compare two predictors on the same examples by a metric; None if it is undefined.
 
-    AUC and C-index compare pairs of subjects, across sites too. A C-index of more than 6,000 subjects has no interval
+    AUC and C-index compare pairs of examples, across sites too. A C-index of more than 6,000 examples has no interval
     here, because it compares all pairs in every resample.
+
+    Args:
+        metric: the metric.
+        first: scores ``(n,)`` of the first predictor's examples, see :class:`PairedMetric`.
+        second: those of the second predictor.
+        targets: ``(n, t)``.
+        sites: ``(n,)`` site of each example.
+        subjects: ``(n,)`` number of each example's subject, from 0; the examples of a subject are drawn together.
+        resamples: number of resamples.
     """
-    if metric.score is not None:
-        scores = metric.score(first, targets), metric.score(second, targets)
-        return compare_scores(*scores, sites, is_lower_better=metric.is_lower_better, resamples=resamples)
-    if kind == "survival" and len(targets) > _MOST_PAIRED:
+    if is_too_large(metric, len(targets)):
         return None
-    build = build_auc if kind == "binary" else build_c_index
-    statistics = build(first[:, -1], targets), build(second[:, -1], targets)
-    return _compare(*statistics, sites, is_lower_better=metric.is_lower_better, resamples=resamples)
+    own, other = (build_statistic(metric, scores, targets, sites, subjects) for scores in (first, second))
+    sites_of_subjects = sites[np.unique(subjects, return_index=True)[1]]
+    return _compare(own, other, sites_of_subjects, is_lower_better=metric.is_lower_better, resamples=resamples)
+
+
+def is_too_large(metric: PairedMetric, examples: int) -> bool:
+    """Return whether a metric compares too many pairs of examples for resamples of all of them."""
+    return metric in (C_INDEX, C_INDEX_WITHIN_SITES) and examples > MOST_PAIRED
+
+
+def build_statistic(
+    metric: PairedMetric, scores: np.ndarray, targets: np.ndarray, sites: np.ndarray, subjects: np.ndarray
+) -> Statistic:
+    """Return a metric of scored examples as a function of the weights of their subjects."""
+    if metric.build_pairs is None:
+        return _build_mean(np.bincount(subjects, scores) / np.bincount(subjects))
+    statistic = metric.build_pairs(scores, targets, sites)
+    return lambda weights: statistic(weights[:, subjects])
 
 
 def build_auc(risk: np.ndarray, targets: np.ndarray) -> Statistic:
@@ -161,15 +173,18 @@ def build_auc(risk: np.ndarray, targets: np.ndarray) -> Statistic:
     return compute
 
 
-def build_c_index(risk: np.ndarray, targets: np.ndarray) -> Statistic:
+def build_c_index(risk: np.ndarray, targets: np.ndarray, sites: np.ndarray | None = None) -> Statistic:
     """Return Harrell's C-index as a function of weights; equal risks count half.
 
     Args:
         risk: predicted risk ``(n,)``.
         targets: times and events, ``(n, 2)``.
+        sites: ``(n,)``, to compare pairs within sites only; None: all pairs.
     """
     times, events = targets[:, 0], targets[:, 1] > 0.5
     comparable = (events[:, None] & (times[:, None] < times[None, :])).astype(np.float32)
+    if sites is not None:
+        comparable *= sites[:, None] == sites[None, :]
     gap = risk[:, None] - risk[None, :]
     concordant = comparable * ((gap > 0) + 0.5 * (gap == 0)).astype(np.float32)
 
@@ -179,6 +194,49 @@ def build_c_index(risk: np.ndarray, targets: np.ndarray) -> Statistic:
         return np.asarray(won / np.where(pairs, pairs, np.nan))
 
     return compute
+
+
+def _get_risk(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:  # noqa: ARG001
+    return predictions[:, -1]
+
+
+def _center_risk(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:  # noqa: ARG001
+    # The log-hazards of the models of two seeds or folds have no common zero.
+    return np.asarray(predictions[:, -1] - predictions[:, -1].mean())
+
+
+MAE = PairedMetric("mae", is_lower_better=True, score=_compute_absolute_error)
+ACCURACY = PairedMetric("accuracy", is_lower_better=False, score=_compute_hits)
+AUC = PairedMetric(
+    "auc", is_lower_better=False, score=_get_risk, build_pairs=lambda risk, targets, _: build_auc(risk, targets)
+)
+C_INDEX = PairedMetric(
+    "c_index",
+    is_lower_better=False,
+    score=_center_risk,
+    build_pairs=lambda risk, targets, _: build_c_index(risk, targets),
+)
+C_INDEX_WITHIN_SITES = PairedMetric(
+    "c_index_within_sites", is_lower_better=False, score=_center_risk, build_pairs=build_c_index
+)
+METRICS: dict[Kind, tuple[PairedMetric, ...]] = {
+    "regression": (MAE,),
+    "binary": (ACCURACY, AUC),
+    "classes": (ACCURACY,),
+    "survival": (C_INDEX,),
+}
+"""Metrics that predictors are compared by, by the kind of the targets."""
+
+
+def select_metrics(kind: Kind, *, has_site_models: bool) -> tuple[PairedMetric, ...]:
+    """Return the metrics that two predictors are compared by.
+
+    Args:
+        kind: kind of the targets.
+        has_site_models: whether one of them is another model at each site. The log-hazards of two models have no common
+            zero, so pairs of subjects of two sites mean nothing to it.
+    """
+    return (C_INDEX_WITHIN_SITES,) if kind == "survival" and has_site_models else METRICS[kind]
 
 
 def _build_mean(scores: np.ndarray) -> Statistic:
@@ -197,7 +255,7 @@ def _compare(
     sizes = np.bincount(strata)[strata]
     scale = sizes / np.maximum(sizes - 1, 1)
     resampled = (scale * counts for counts in iterate_resamples(strata, resamples, left_out=1))
-    drawn = np.concatenate([first(weights) - second(weights) for weights in resampled])
+    drawn = np.concatenate([_subtract(first(weights), second(weights)) for weights in resampled])
     # A resample of one class has no AUC.
     low, high = (float(bound) for bound in np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
     names = np.unique(sites)
@@ -228,6 +286,11 @@ def compute_r2_within_sites(predictions: np.ndarray, targets: np.ndarray, sites:
     spread = targets[:, 0] - np.array([means[site] for site in sites])
     total = float((spread**2).sum())
     return 1 - float(((predictions[:, 0] - targets[:, 0]) ** 2).sum()) / total if total else None
+
+
+def _subtract(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return the difference of two statistics; 0 where fractional weights have rounded equal ones differently."""
+    return np.where(np.isclose(first, second, rtol=1e-9, atol=0), 0.0, first - second)
 
 
 def _form_strata(sites: np.ndarray) -> np.ndarray:

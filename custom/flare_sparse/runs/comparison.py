@@ -10,8 +10,17 @@ from typing import Any
 import numpy as np
 
 from ..task import TEST_EXAMPLES, VALIDATION, Kind
-from .bootstrap import METRICS, PairedMetric, compare_predictors, compare_scores, compute_r2_within_sites
-from .predictions import RUN, Predictions
+from .bootstrap import (
+    METRICS,
+    MOST_PAIRED,
+    PairedMetric,
+    build_statistic,
+    compare_predictors,
+    compute_r2_within_sites,
+    is_too_large,
+    select_metrics,
+)
+from .predictions import RUN, Predictions, number_labels
 from .results import RunResult, group_by_seed, label_groups
 
 SIZES = (20, 50, 100, 200)
@@ -22,7 +31,9 @@ DEFINITIONS = {
     "pooled": "over the test subjects of all sites at once; needs their predictions on this machine",
     "differences": "first minus second on the same test subjects, with a 95 % bootstrap interval over 10,000 resamples "
     "of the subjects within their site; ahead and behind: the interval excludes 0",
-    "notes": "sites that a comparison of groups leaves out, because identifiers or targets are not the same in both",
+    "notes": "sites that a comparison of groups leaves out, because identifiers or targets are not the same in both, "
+    "and metrics that it lacks",
+    "c_index_within_sites": "over pairs of subjects of one site, where a predictor is another model at each site",
 }
 Key = tuple[str, str, str, int]
 """Site, digest of its identifiers, subject, and number of the example among those of the subject."""
@@ -47,8 +58,13 @@ def describe_runs(runs: Sequence[RunResult], notes: Mapping[str, str]) -> dict[s
 def describe_groups(runs: Sequence[RunResult]) -> list[dict[str, Any]]:
     """Return the figures of runs that differ by seed and fold only, and their differences from the other groups."""
     groups = group_by_seed(list(runs))
-    labels = label_groups(groups)
-    return [_describe_group(label, group, groups, labels) for label, group in zip(labels, groups, strict=True)]
+    labelled = [
+        (label, ExampleTests.collect(group)) for label, group in zip(label_groups(groups), groups, strict=True)
+    ]
+    return [
+        _describe_group(label, group, tests, [*labelled[:number], *labelled[number + 1 :]])
+        for number, ((label, tests), group) in enumerate(zip(labelled, groups, strict=True))
+    ]
 
 
 def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
@@ -86,11 +102,11 @@ def compare_with_baseline(predictions: Predictions, baseline: str) -> dict[str, 
     """Return the differences between a run and a baseline, by metric."""
     if predictions.kind is None:
         return {}
-    values, differences = predictions.values, {}
-    for metric in METRICS[predictions.kind]:
-        difference = compare_predictors(
-            predictions.kind, metric, values[RUN], values[baseline], predictions.targets, predictions.sites
-        )
+    values, subjects, differences = predictions.values, predictions.number_subjects(), {}
+    has_site_models = not {RUN, baseline}.isdisjoint(predictions.site_models)
+    for metric in select_metrics(predictions.kind, has_site_models=has_site_models):
+        own, other = (metric.score(values[name], predictions.targets) for name in (RUN, baseline))
+        difference = compare_predictors(metric, own, other, predictions.targets, predictions.sites, subjects)
         if difference is not None:
             differences[metric.name] = difference.to_dict()
     return differences
@@ -101,7 +117,7 @@ def _describe_predictor(predictions: Predictions, name: str) -> dict[str, Any]:
     values, targets, sites = predictions.values[name], predictions.targets, predictions.sites
     metrics: dict[str, Any] = {"test_examples": len(sites)}
     for metric in METRICS[predictions.kind] if predictions.kind else ():
-        if metric.score is None:
+        if metric.build_pairs is not None:
             continue
         scores = metric.score(values, targets)
         metrics[metric.name] = float(scores.mean())
@@ -113,35 +129,28 @@ def _describe_predictor(predictions: Predictions, name: str) -> dict[str, Any]:
 
 
 def _describe_group(
-    label: str, group: Sequence[RunResult], groups: Sequence[Sequence[RunResult]], labels: Sequence[str]
+    label: str,
+    group: Sequence[RunResult],
+    tests: ExampleTests | None,
+    other_groups: Sequence[tuple[str, ExampleTests | None]],
 ) -> dict[str, Any]:
     """Return the figures of runs that differ by seed and fold only: every subject with its mean over all tests."""
-    tests = ExampleTests.collect(group)
     description: dict[str, Any] = {"label": label, "runs": [run.label for run in group], "subjects": None}
     if tests is None or tests.kind is None:
         return description
-    metric = METRICS[tests.kind][0]
-    own = tests.average(RUN, metric)
-    if metric.score is None or own is None:
-        return description
-    description |= {"subjects": len(own), metric.name: float(np.mean(list(own.values())))}
-    description |= {"differences": {}, "notes": {}}
+    description |= {"subjects": len({key[:3] for key in tests.rows}), "differences": {}, "notes": {}}
+    for metric in select_metrics(tests.kind, has_site_models=tests.has_site_models(RUN)):
+        description[metric.name] = tests.evaluate(metric)
     others: list[tuple[str, str, ExampleTests | None]] = [(name, name, tests) for name in tests.runs[0].baselines]
-    others += [
-        (other, RUN, ExampleTests.collect(runs))
-        for other, runs in zip(labels, groups, strict=True)
-        if runs is not group
-    ]
+    others += [(other, RUN, other_tests) for other, other_tests in other_groups]
     for other, name, other_tests in others:
-        scores = other_tests.average(name, metric) if other_tests else None
-        if other_tests is None or scores is None or other_tests.kind != tests.kind:
+        if other_tests is None or not other_tests.has_predictor(name) or other_tests.kind != tests.kind:
             continue
-        keys, note = tests.match(other_tests)
+        differences, note = tests.compare(other_tests, name)
         if note:
             description["notes"][other] = note
-        if keys:
-            difference = _compare(keys, own, scores, metric)
-            description["differences"][other] = {metric.name: difference | {"subjects": len(keys)}}
+        if differences:
+            description["differences"][other] = differences
     return description
 
 
@@ -172,12 +181,52 @@ class ExampleTests:
         """Kind of the targets."""
         return self.runs[0].kind
 
-    def average(self, name: str, metric: PairedMetric) -> dict[Key, float] | None:
-        """Return the mean score of a predictor on each example over the tests in all runs; None if a run lacks it."""
-        if metric.score is None or any(name not in run.values for run in self.runs):
-            return None
+    def has_predictor(self, name: str) -> bool:
+        """Return whether all runs have the predictions of a predictor."""
+        return all(name in run.values for run in self.runs)
+
+    def has_site_models(self, name: str) -> bool:
+        """Return whether a predictor is another model at each site."""
+        return any(name in run.site_models for run in self.runs)
+
+    def average(self, name: str, metric: PairedMetric, keys: Sequence[Key]) -> np.ndarray:
+        """Return the mean score ``(n,)`` of a predictor on each example over the tests in all runs."""
         scores = [metric.score(run.values[name], run.targets) for run in self.runs]
-        return {key: float(np.mean([scores[number][row] for number, row in rows])) for key, rows in self.rows.items()}
+        return np.array([np.mean([scores[number][row] for number, row in self.rows[key]]) for key in keys])
+
+    def evaluate(self, metric: PairedMetric) -> float | None:
+        """Return a metric of the runs' mean scores; None if it is undefined."""
+        keys = sorted(self.rows)
+        targets, sites, subjects = self._describe_examples(keys)
+        if is_too_large(metric, len(keys)):
+            return None
+        statistic = build_statistic(metric, self.average(RUN, metric, keys), targets, sites, subjects)
+        value = float(statistic(np.ones((1, subjects.max() + 1)))[0])
+        return value if np.isfinite(value) else None
+
+    def compare(self, other: ExampleTests, name: str) -> tuple[dict[str, Any], str]:
+        """Return the differences of the runs from another predictor by metric, and what is left out."""
+        keys, note = self.match(other)
+        if not keys or self.kind is None:
+            return {}, note
+        examples, notes, differences = self._describe_examples(keys), [note] if note else [], {}
+        has_site_models = self.has_site_models(RUN) or other.has_site_models(name)
+        for metric in select_metrics(self.kind, has_site_models=has_site_models):
+            scores = self.average(RUN, metric, keys), other.average(name, metric, keys)
+            difference = compare_predictors(metric, *scores, *examples)
+            if difference is not None:
+                subjects = int(examples[2].max()) + 1
+                differences[metric.name] = difference.to_dict() | {"subjects": subjects}
+            elif is_too_large(metric, len(keys)):
+                notes.append(f"no {metric.name}: it compares all pairs of at most {MOST_PAIRED:,} examples")
+            else:
+                notes.append(f"no {metric.name}: it is undefined on these subjects")
+        return differences, "; ".join(notes)
+
+    def _describe_examples(self, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return targets ``(n, t)``, sites ``(n,)`` and numbers of the subjects ``(n,)`` of examples."""
+        targets = np.array([self._list_targets(key)[0] for key in keys])
+        return targets, np.array([key[0] for key in keys]), number_labels([key[:3] for key in keys])
 
     def match(self, other: ExampleTests) -> tuple[list[Key], str]:
         """Return the examples that both tested, and which sites are left out because their data differs."""
@@ -191,11 +240,11 @@ class ExampleTests:
         # At a site with changed targets, the equal ones may belong to other subjects, too.
         changed = {key[0] for key in common if not _are_equal([*self._list_targets(key), *other._list_targets(key)])}
         reasons = (
-            (unequal - compared, "the runs do not have the same usable subjects there"),
-            (unequal & compared, "some of the runs do not have the same usable subjects there"),
-            (changed, "targets of the same subjects differ"),
+            (unequal - compared, "left out: the runs do not have the same usable subjects there"),
+            (unequal & compared, "in part left out: some of the runs do not have the same usable subjects there"),
+            (changed, "left out: targets of the same subjects differ"),
         )
-        notes = [f"{', '.join(sorted(sites))} left out: {reason}" for sites, reason in reasons if sites]
+        notes = [f"{', '.join(sorted(sites))} {reason}" for sites, reason in reasons if sites]
         keys = [key for key in common if key[0] not in changed]
         return keys, "; ".join(notes or ([] if keys else ["no subject is tested by both"]))
 
@@ -223,15 +272,6 @@ def _list_keys(run: RunResult) -> list[Key]:
         keys.append((*subject, counts[subject]))
         counts.update([(site,), subject])
     return keys
-
-
-def _compare(
-    keys: Sequence[Key], first: Mapping[Key, float], second: Mapping[Key, float], metric: PairedMetric
-) -> dict[str, Any]:
-    """Return the difference over given examples."""
-    own, other = (np.array([values[key] for key in keys]) for values in (first, second))
-    sites = np.array([key[0] for key in keys])
-    return compare_scores(own, other, sites, is_lower_better=metric.is_lower_better).to_dict()
 
 
 def _describe_sizes(run: RunResult) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ allows, and no prediction of a subject.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -48,6 +48,7 @@ class Predictions:
         targets: ``(n, t)``.
         values: predictions ``(n, k)`` by name: ``"run"`` and the baselines.
         digests: SHA-256 of each site's identifiers, of the test targets where they are not known.
+        site_models: names of the predictors that are another model at each site.
         pooled: metrics of the run over all test subjects at once.
         note: why baselines are missing; empty where they are not.
     """
@@ -59,6 +60,7 @@ class Predictions:
     targets: np.ndarray
     values: dict[str, np.ndarray]
     digests: dict[str, str]
+    site_models: tuple[str, ...] = ()
     pooled: dict[str, float] = field(default_factory=dict)
     note: str = ""
 
@@ -66,6 +68,12 @@ class Predictions:
     def baselines(self) -> list[str]:
         """Names of the baselines."""
         return [name for name in self.values if name != RUN]
+
+    def number_subjects(self) -> np.ndarray:
+        """Return the number ``(n,)`` of each example's subject, from 0; one of its own where the subject is unknown."""
+        unknown = -1 - np.arange(len(self.subjects))
+        keys = zip(self.sites.tolist(), np.where(self.subjects < 0, unknown, self.subjects).tolist(), strict=True)
+        return number_labels(list(keys))
 
     def write(self, file: Path) -> None:
         """Write the predictions as JSON."""
@@ -78,6 +86,7 @@ class Predictions:
             "targets": self.targets.tolist(),
             "predictions": {name: values.tolist() for name, values in self.values.items()},
             "digests": self.digests,
+            "site_models": self.site_models,
             "pooled": self.pooled,
             "note": self.note,
         }
@@ -99,6 +108,7 @@ class Predictions:
                 np.array(content["targets"], dtype=np.float64).reshape(count, -1),
                 {name: np.array(v, dtype=np.float64).reshape(count, -1) for name, v in content["predictions"].items()},
                 content["digests"],
+                tuple(content["site_models"]),
                 content["pooled"],
                 content["note"],
             )
@@ -150,9 +160,20 @@ def compute_predictions(
         targets=_to_rows(targets),
         values={RUN: _to_rows(predictions), **values},
         digests=digests,
+        site_models=(*([RUN] if own else []), *(name for name in values if name.endswith("_local"))),
         pooled=task.metrics(predictions, targets),
         note=note,
     )
+
+
+def number_labels(labels: Sequence[Hashable]) -> np.ndarray:
+    """Return the number ``(n,)`` of each label, from 0 in the order in which they occur.
+
+    >>> number_labels(["b", "a", "b"])
+    array([0, 1, 0])
+    """
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
 
 
 def _predict_site(
@@ -207,7 +228,13 @@ def _tabulate(task: Task, examples: Examples) -> SiteRows | None:
         parts = [task.tabulate_all(part) for part in (examples.train, examples.validation, examples.test)]
     except NotImplementedError:
         return None
-    return SiteRows(*(BaselineData(_to_rows(x), _to_rows(y)) for x, y in parts))
+    owners = (examples.train_subjects, examples.validation_subjects, examples.test_subjects)
+    return SiteRows(
+        *(
+            BaselineData(_to_rows(x), _to_rows(y), number_labels(subjects) if subjects else None)
+            for (x, y), subjects in zip(parts, owners, strict=True)
+        )
+    )
 
 
 def _fit(task: Task, rows: Mapping[str, SiteRows | None]) -> tuple[dict[str, np.ndarray], str]:
