@@ -504,6 +504,12 @@ def test_choice_by_validation_needs_validation_examples(file: Path) -> None:
     load_config(file, ["method={name: fedavg, finetune: {proximal: 0.1}}"])
 
 
+def test_early_stopping_needs_the_validation_examples_of_all_sites_in_every_round(file: Path) -> None:
+    settings = ["federation.early_stopping={patience: 3}", "task.split.validation=0.1"]
+    problem = load_problems(file, *settings, "method.participation=0.5")[0]
+    assert "method.participation 0.5 samples some of them for each round; set participation to 1" in problem
+
+
 def test_early_stopping_waits_for_an_evaluated_model(file: Path) -> None:
     settings = ["federation.early_stopping={patience: 3}", "task.split.validation=0.1"]
     problem = load_problems(file, *settings, "method.evaluate_every=4")[0]

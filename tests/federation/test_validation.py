@@ -84,6 +84,48 @@ def test_run_that_gets_better_is_not_stopped() -> None:
     assert (outcome.stopped_after, outcome.best.round, len(outcome.rounds)) == (None, 4, 5)
 
 
+def build_federation(values: dict[str, list[float]], patience: int | None = None, **settings: float) -> LocalFederation:
+    """Return a federation whose sites report these values for the models of round 0, 1, and so on."""
+    rules = RoundRules(patience=patience, retries=0)
+    rounds = len(values["site-1"]) - 1
+    federation = LocalFederation(
+        "fedavg", ToyBench(validation=4), sites=len(values), rules=rules, rounds=rounds, **settings
+    )
+
+    def claim(upload: Upload) -> Upload:
+        # The last request is that of the round after the last one, also where the run stopped earlier.
+        evaluated = upload.attempt.round - 1
+        return replace(upload, metrics={**upload.metrics, "validation_mse": values[upload.site][evaluated]})
+
+    federation.change_update = claim
+    return federation
+
+
+def test_model_evaluated_at_an_easy_site_alone_is_not_the_best_one() -> None:
+    sampled = build_federation({"site-1": [1.0] * 7, "site-2": [5.0] * 7}, participation=0.5)
+    outcome = sampled.run()
+    assert {tuple(record.sites_asked) for record in outcome.rounds[:-1]} == {("site-1",), ("site-2",)}
+    assert (outcome.best.round, outcome.best.metrics["validation_mse"]) == (6, 3.0), "only the last one met all sites"
+    assert outcome.best.metrics["validation_examples"] == 8
+
+
+def test_model_evaluated_without_a_hard_site_neither_is_the_best_one_nor_ends_the_run() -> None:
+    federation = build_federation({"site-1": [9.0, 8, 1, 1, 1, 7, 6], "site-2": [20.0] * 7}, patience=2)
+    federation.is_silent = lambda site, attempt: site == "site-2" and attempt.round in (3, 4, 5)
+    outcome = federation.run()
+    assert [sorted(record.evaluation.sites) for record in outcome.rounds[2:5]] == [["site-1"]] * 3
+    assert (outcome.stopped_after, outcome.best.round) == (None, 6)
+    assert outcome.best.metrics["validation_mse"] == 13
+
+
+@pytest.mark.parametrize(("last", "best"), [(7.0, 4), (8.5, 1)])
+def test_last_model_is_compared_at_the_remaining_sites_after_the_loss_of_one(last: float, best: int) -> None:
+    federation = build_federation({"site-1": [9.0, 8, 1, 1, last], "site-2": [1.0] * 5}, patience=2)
+    federation.is_silent = lambda site, attempt: site == "site-2" and attempt.round > 2
+    outcome = federation.run()
+    assert (outcome.best.round, outcome.stopped_after) == (best, None)
+
+
 def test_validation_metrics_are_weighted_by_validation_examples() -> None:
     first = {"mse": 1.0, "test_examples": 1.0, "validation_mse": 10.0, "validation_examples": 3.0}
     second = {"mse": 2.0, "test_examples": 3.0, "validation_mse": 20.0, "validation_examples": 1.0}

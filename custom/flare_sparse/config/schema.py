@@ -151,7 +151,7 @@ class FederationConfig(Section):
     early_stopping: EarlyStopping | None = Field(
         None,
         description="end the run when the metric on validation examples no longer improves, {patience: 10}; needs "
-        "task.split.validation; null: run all rounds",
+        "task.split.validation and method.participation 1; null: run all rounds",
     )
     retries: int = Field(2, ge=0, description="number of times a failed round is retried before the run stops")
     request_interval_s: float = Field(
@@ -420,6 +420,12 @@ class JobConfig(Section):
                 "0.1, or give one value"
             )
         if self.federation.early_stopping is not None:
+            if self.method.config.participation < 1:
+                raise ValueError(
+                    "federation.early_stopping compares models on the validation examples of all sites, but "
+                    f"method.participation {self.method.config.participation:g} samples some of them for each round; "
+                    "set participation to 1, or leave early_stopping out"
+                )
             patience, every = self.federation.early_stopping.patience, self.method.config.evaluate_every
             if patience < every:
                 raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -41,7 +41,10 @@ class Evaluation:
             for contribution in contributions
         }
         # No site reports metrics with scores. Otherwise a site without any has no test examples, and stays visible.
-        sites = reported if any(reported.values()) else {}
+        return cls._from_site_metrics(reported if any(reported.values()) else {}, max_share)
+
+    @classmethod
+    def _from_site_metrics(cls, sites: Mapping[str, dict[str, float]], max_share: float) -> Evaluation:
         names = sorted({name for metrics in sites.values() for name in metrics} - set(COUNTS))
         overall = {}
         for name in names:
@@ -54,7 +57,20 @@ class Evaluation:
             present = [metrics for metrics in sites.values() if any(get_count_name(name) == count for name in metrics)]
             if present or (sites and count == TEST_EXAMPLES):
                 overall[count] = sum(_cap_examples(present, count, max_share))
-        return cls(overall, sites)
+        return cls(overall, dict(sites))
+
+    def select_sites(self, sites: Collection[str], max_share: float = 1.0) -> Evaluation:
+        """Return the evaluation at some of the sites."""
+        selected = {site: metrics for site, metrics in self.sites.items() if site in sites}
+        return self._from_site_metrics(selected, max_share)
+
+    def list_sites_with(self, name: str) -> set[str]:
+        """Return the sites that reported a metric."""
+        return {site for site, metrics in self.sites.items() if name in metrics}
+
+    def count_examples(self, name: str) -> float:
+        """Return the number of examples that a metric was computed from, over all sites."""
+        return sum(self.sites[site].get(get_count_name(name), 1.0) for site in self.list_sites_with(name))
 
 
 def _cap_examples(metrics: list[dict[str, float]], count: str, max_share: float) -> list[float]:
@@ -70,17 +86,22 @@ class BestModel:
 
     Attributes:
         round: round of the model; -1: no model was evaluated on validation examples.
-        metrics: overall metrics.
+        evaluation: metrics of the model.
         values: ``(mask.count,)``; NaN where the server cannot read them.
         mask: live entries; all others are zero.
         encrypted: the values, if the server cannot read them.
     """
 
     round: int = -1
-    metrics: dict[str, float] = field(default_factory=dict)
+    evaluation: Evaluation = field(default_factory=lambda: Evaluation({}, {}))
     values: Tensor | None = None
     mask: Mask | None = None
     encrypted: EncryptedValues | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Overall metrics."""
+        return self.evaluation.overall
 
     @property
     def model(self) -> Patch | None:

@@ -187,7 +187,7 @@ class Federation:
         evaluation = self._evaluate(result)
         # A request of another kind evaluates the sites' personal models, which are not candidates for the best model.
         if result.last.attempt.kind == EVALUATE:
-            progress = replace(progress, best=self._select_best(progress, evaluation, method))
+            progress = replace(progress, best=self._select_best(progress, evaluation, method, is_last=True))
         record = self._build_record(result, evaluation, progress, progress.state, method)
         self.on_round(record)
         model = method.model(progress.state)
@@ -231,26 +231,56 @@ class Federation:
     def _evaluate(self, result: RoundResult) -> Evaluation:
         return Evaluation.from_contributions(result.last.accepted, self.rules.max_share)
 
-    def _select_best(self, progress: Progress, evaluation: Evaluation, method: Method[Any, Any]) -> BestModel:
+    def _select_best(
+        self, progress: Progress, evaluation: Evaluation, method: Method[Any, Any], *, is_last: bool = False
+    ) -> BestModel:
         """Return the better of the best model so far and the last committed model."""
         # Each round also evaluates the model that it started from: evaluation needs no extra request, and the best
         # model is known one round later.
-        name, best = f"{VALIDATION}{self.metric.name}", progress.best
-        value = evaluation.overall.get(name)
-        if value is None:
+        best = progress.best
+        if self._validation_name not in evaluation.overall:
             return best
-        if best.round >= 0 and not self.metric.is_better(value, best.metrics[name]):
+        if best.round >= 0 and not self._is_better(evaluation, best.evaluation, is_last=is_last):
             return best
         model = method.model(progress.state)
         encrypted = self._get_encrypted_values()
-        return BestModel(progress.committed, evaluation.overall, model.values, model.mask, encrypted)
+        return BestModel(progress.committed, evaluation, model.values, model.mask, encrypted)
+
+    def _is_better(self, evaluation: Evaluation, best: Evaluation, *, is_last: bool) -> bool:
+        """Return whether a model is better than the best one so far, on the validation examples of the same sites."""
+        name = self._validation_name
+        sites, best_sites = evaluation.list_sites_with(name), best.list_sites_with(name)
+        if sites != best_sites:
+            # Where fewer sites are sampled or reply in time, the metric says more about these sites than about the
+            # model: the widest evaluation so far decides which models are compared.
+            if evaluation.count_examples(name) > best.count_examples(name):
+                return True
+            common = sites & best_sites
+            # The last model is always compared: after the loss of a site, no later model would be.
+            if not is_last or not common:
+                return False
+            evaluation, best = (one.select_sites(common, self.rules.max_share) for one in (evaluation, best))
+        return self.metric.is_better(evaluation.overall[name], best.overall[name])
 
     def _is_stopped(self, progress: Progress) -> bool:
         """Whether so many models in a row were no better on validation examples that the run ends early."""
         if self.rules.patience is None or progress.best.round < 0:
             return False
-        # The last committed model is evaluated in the next round.
-        return progress.committed - 1 - progress.best.round >= self.rules.patience
+        # A model that was evaluated at other sites than the best one is not known to be no better. The last committed
+        # model is evaluated in the next round.
+        comparable = set[str](), progress.best.evaluation.list_sites_with(self._validation_name)
+        later = {
+            record.evaluated_round
+            for record in progress.records
+            if progress.best.round < record.evaluated_round < progress.committed
+            and record.evaluation.list_sites_with(self._validation_name) in comparable
+        }
+        return len(later) >= self.rules.patience
+
+    @property
+    def _validation_name(self) -> str:
+        """Name of the metric that chooses the best model."""
+        return f"{VALIDATION}{self.metric.name}"
 
     def _build_record(
         self, result: RoundResult, evaluation: Evaluation, previous: Progress, state: Any, method: Method[Any, Any]
