@@ -65,6 +65,26 @@ def test_winner_by_validation_becomes_a_configuration_and_finished_runs_are_kept
     assert "holds a run of other settings than this sweep" in other.output
 
 
+def test_setting_that_diverges_is_named_and_ranked_last(job: Path, tmp_path: Path) -> None:
+    out, optimizer = tmp_path / "sweep", ("--set", "method.training.optimizer=sgd")
+    command = (job, "--grid", "method.training.lr=1e20,0.03", "--seeds", "1", "--out", out, *optimizer)
+    result = call(*command)
+    assert result.exit_code == 0, result.output
+    assert "lr=1e20, seed 4 failed: E_QUORUM: round " in result.output
+    record = json.loads((out / "sweep.json").read_text())
+    best, failed = record["results"]
+    assert (best["settings"], best["failed"]) == (["method.training.lr=0.03"], {})
+    assert (failed["settings"], failed["mean"], failed["validation"]) == (["method.training.lr=1e20"], None, {})
+    assert failed["failed"]["4"].startswith("E_QUORUM: round ")
+    assert load_config(out / "best.yaml").method.config.training.lr == 0.03
+    again = call(*command)
+    assert "2 runs, 1 of them finished" in again.output
+    assert "lr=1e20, seed 4 failed" in again.output
+    alone = call(job, "--grid", "method.training.lr=1e20", "--seeds", "1", "--out", tmp_path / "alone", *optimizer)
+    assert alone.exit_code == 2
+    assert "no run of the sweep finished; lr=1e20, seed 4: E_QUORUM: round " in alone.output
+
+
 def test_sweep_needs_validation_examples_and_valid_settings(job: Path, tmp_path: Path) -> None:
     result = call(job, *GRID, "--set", "task.split.validation=0", "--out", tmp_path / "x")
     assert result.exit_code == 2

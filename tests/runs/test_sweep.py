@@ -44,7 +44,7 @@ def test_settings_are_ranked_by_their_mean_on_validation_examples(mode: str, ord
         for name, values in {"b": (1.0, 5.0), "a": (2.0, 3.0)}.items()
         for seed, value in enumerate(values)
     }
-    ranked = rank_settings(results)
+    ranked = rank_settings(results, {})
     assert [result.settings[0] for result in ranked] == order
     best = next(result for result in ranked if result.settings == ("a",))
     assert (best.mean, best.sent, best.values) == (2.5, 30, {0: 2.0, 1: 3.0})
@@ -53,4 +53,19 @@ def test_settings_are_ranked_by_their_mean_on_validation_examples(mode: str, ord
 
 def test_run_without_validation_metric_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"seed 2: no site reported mae on validation examples"):
-        rank_settings({Trial(("a=1",), 2): summarize(None)})
+        rank_settings({Trial(("a=1",), 2): summarize(None)}, {})
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_settings_with_a_failed_run_come_last(mode: str) -> None:
+    results = {Trial((name,), 1): summarize(value, mode) for name, value in {"a": 1.0, "b": 2.0, "c": 3.0}.items()}
+    failures = {Trial(("none",), 1): "E_DATA", Trial(("a",), 2): "E_QUORUM", Trial(("c",), 2): "E_QUORUM"}
+    ranked = rank_settings(results, failures)
+    order = ["a", "c"] if mode == "min" else ["c", "a"]
+    assert [result.settings[0] for result in ranked] == ["b", *order, "none"]
+    assert [result.failures for result in ranked] == [{}, {2: "E_QUORUM"}, {2: "E_QUORUM"}, {1: "E_DATA"}]
+    assert (ranked[-1].mean, ranked[-1].sent, ranked[-1].deviation) == (None, None, None)
+
+
+def test_label_of_a_trial_names_settings_and_seed() -> None:
+    assert Trial(("method.training.lr=1e20", "method.rounds=5"), 1).label == "lr=1e20, rounds=5, seed 1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from io import StringIO
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from ..checkpoint.writing import write_json
 from ..config import RunConfig, dump_config, list_user_code, load_config
-from ..errors import ConfigError
+from ..errors import ConfigError, FlareSparseError
 from ..runs.folder import SUMMARY
 from ..runs.progress import format_bytes
 from ..runs.sweep import SettingsResult, Trial, expand_grid, rank_settings
@@ -50,9 +51,9 @@ def sweep(
     """Run a configuration with all combinations of some settings, and choose by the metric on validation examples.
 
     The runs are local ones (--env local), without FLARE. The same command continues an interrupted sweep: finished runs
-    are kept, others resumed. Writes a table (sweep.json), a figure (sweep.png, with the extra report) and the
-    configuration with the settings that won (best.yaml). Test examples choose nothing; evaluate the winner with
-    flare-sparse report.
+    are kept, others resumed, failed ones too. Settings with a failed run are ranked last. Writes a table (sweep.json),
+    a figure (sweep.png, with the extra report) and the configuration with the settings that won (best.yaml). Test
+    examples choose nothing; evaluate the winner with flare-sparse report.
 
     [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml --grid method.sparsity=0.8,0.9 --set
     task.split.validation=0.1[/]
@@ -71,28 +72,45 @@ def sweep(
     folder.mkdir(parents=True, exist_ok=True)
     start = partial(run_trial, config.resolve(), overrides, folder=folder.resolve())
     if parallel == 1:
-        for trial in pending:
-            console.print(start(trial), markup=False)
+        failures = _print_trials(pending, map(start, pending))
     else:
         # A new interpreter for each worker: torch's threads do not survive a fork.
         with ProcessPoolExecutor(parallel, multiprocessing.get_context("spawn")) as pool:
-            for line in pool.map(start, pending):
-                console.print(line, markup=False)
-    summaries = {trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8")) for trial in trials}
-    ranked, metric = rank_settings(summaries), summaries[trials[0]]["metric"]
+            failures = _print_trials(pending, pool.map(start, pending))
+    finished = [trial for trial in trials if trial not in failures]
+    if not finished:
+        first, reason = next(iter(failures.items()))
+        raise ConfigError(f"no run of the sweep finished; {first.label}: {reason}")
+    summaries = {trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8")) for trial in finished}
+    ranked, metric = rank_settings(summaries, failures), summaries[finished[0]]["metric"]
     _write(ranked, metric, folder, config, overrides)
     console.print(_build_table(ranked, metric["name"]))
     console.print(f"best settings: {folder / WINNER}", markup=False)
 
 
-def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -> str:
-    """Run a trial, or resume it, and return a line of text about it."""
+def _print_trials(trials: Iterable[Trial], results: Iterable[tuple[str, str | None]]) -> dict[Trial, str]:
+    """Print a line for each trial as it ends, and return why the failed ones failed."""
+    failures = {}
+    for trial, (line, failure) in zip(trials, results, strict=True):
+        console.print(line, markup=False)
+        if failure is not None:
+            failures[trial] = failure
+    return failures
+
+
+def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -> tuple[str, str | None]:
+    """Run a trial, or resume it, and return a line of text about it, and why it failed; None if it did not."""
     config, out = _load(file, overrides, trial), folder / trial.folder
-    summary = run_config_locally(config, file, out, resume=has_checkpoint(out), console=Console(file=StringIO()))
+    try:
+        summary = run_config_locally(config, file, out, resume=has_checkpoint(out), console=Console(file=StringIO()))
+    except FlareSparseError as error:
+        # As text: some errors hold what cannot be sent to the process of the sweep.
+        reason = f"{error.code}: {error}"
+        return f"{trial.label} failed: {reason}", reason
     name = summary["metric"]["name"]
     value = summary["final"]["metrics"].get(f"validation_{name}")
     shown = "-" if value is None else f"{value:.4g}"
-    return f"{trial.folder}: validation {name} {shown}, {summary['seconds']:.0f} s"
+    return f"{trial.folder}: validation {name} {shown}, {summary['seconds']:.0f} s", None
 
 
 def _load(file: Path, overrides: list[str], trial: Trial) -> RunConfig:
@@ -123,6 +141,7 @@ def _write(
             "mean": r.mean,
             "deviation": r.deviation,
             "bytes": r.sent,
+            "failed": r.failures,
         }
         for r in ranked
     ]
@@ -131,6 +150,7 @@ def _write(
     lines = [
         f"# Settings that won {won}",
         f"# {metric['name']} on validation examples, mean over the seeds: {best.mean:.4g} {unit}".rstrip(),
+        *(f"# seed {seed} failed with these settings, too" for seed in best.failures),
     ]
     winner = load_config(file, [*overrides, *best.settings])
     copy_user_code(list_user_code(winner, file.parent), folder)
@@ -145,9 +165,12 @@ def _write(
 def _build_table(ranked: list[SettingsResult], metric: str) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("settings", overflow="fold")
-    for column in (f"validation {metric}", "deviation", "sent"):
+    has_failures = any(result.failures for result in ranked)
+    for column in (f"validation {metric}", "deviation", "sent", *(["failed"] if has_failures else [])):
         table.add_column(column, justify="right")
     for result in ranked:
-        deviation = "-" if result.deviation is None else f"{result.deviation:.4g}"
-        table.add_row(", ".join(result.settings), f"{result.mean:.4g}", deviation, format_bytes(result.sent))
+        mean, deviation = ("-" if value is None else f"{value:.4g}" for value in (result.mean, result.deviation))
+        sent = "-" if result.sent is None else format_bytes(result.sent)
+        failed = ", ".join(f"seed {seed}" for seed in result.failures)
+        table.add_row(", ".join(result.settings), mean, deviation, sent, *([failed] if has_failures else []))
     return table

@@ -22,9 +22,15 @@ def write_sweep_figure(ranked: Sequence[SettingsResult], metric: str, file: Path
         for row, result in enumerate(ranked):
             values = list(result.values.values())
             axes.plot(values, [row] * len(values), "o", color=COLOURS[0], alpha=0.6)
-            axes.plot([result.mean], [row], "|", color=COLOURS[1], markersize=16, markeredgewidth=2)
-        axes.set_yticks(range(len(ranked)), [", ".join(result.settings) for result in ranked])
+            if result.mean is not None:
+                axes.plot([result.mean], [row], "|", color=COLOURS[1], markersize=16, markeredgewidth=2)
+        axes.set_yticks(range(len(ranked)), [_label(result) for result in ranked])
         axes.invert_yaxis()
         axes.set(xlabel=f"{metric} on validation examples", title="Settings, best first")
         figure.savefig(file, format="png", dpi=144, metadata={"Software": None})
         plt.close(figure)
+
+
+def _label(result: SettingsResult) -> str:
+    failed = f" ({len(result.failures)} failed)" if result.failures else ""
+    return ", ".join(result.settings) + failed

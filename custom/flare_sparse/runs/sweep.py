@@ -29,10 +29,19 @@ class Trial:
     seed: int
 
     @property
+    def label(self) -> str:
+        """Settings and seed, as display text."""
+        return ", ".join([*self._short_settings, f"seed {self.seed}"])
+
+    @property
+    def _short_settings(self) -> list[str]:
+        pairs = [setting.partition("=") for setting in self.settings]
+        return [f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs]
+
+    @property
     def folder(self) -> str:
         """Name of the result folder: readable, and different for different settings."""
-        pairs = [setting.partition("=") for setting in self.settings]
-        text = "_".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
+        text = "_".join(self._short_settings)
         digest = hashlib.sha256("\n".join(self.settings).encode()).hexdigest()[:6]
         return f"{re.sub(r'[^A-Za-z0-9=._-]+', '-', text)[:60]}_{digest}_seed-{self.seed}"
 
@@ -43,18 +52,20 @@ class SettingsResult:
 
     Attributes:
         settings: their overrides.
-        values: the task's metric of the final model on validation examples, by seed.
-        sent: bytes of all messages of a run, on average.
+        values: the task's metric of the final model on validation examples, by seed of a finished run.
+        failures: why a run failed, by seed.
+        sent: bytes of all messages of a finished run, on average; None without one.
     """
 
     settings: tuple[str, ...]
     values: dict[int, float]
-    sent: float
+    failures: dict[int, str]
+    sent: float | None
 
     @property
-    def mean(self) -> float:
-        """Mean of the metric over the seeds."""
-        return mean(self.values.values())
+    def mean(self) -> float | None:
+        """Mean of the metric over the seeds; None without a finished run."""
+        return mean(self.values.values()) if self.values else None
 
     @property
     def deviation(self) -> float | None:
@@ -89,11 +100,14 @@ def expand_grid(grid: Sequence[str], seeds: Sequence[int]) -> list[Trial]:
     return [Trial(settings, seed) for settings in combinations for seed in seeds]
 
 
-def rank_settings(results: Mapping[Trial, Mapping[str, Any]]) -> list[SettingsResult]:
+def rank_settings(results: Mapping[Trial, Mapping[str, Any]], failures: Mapping[Trial, str]) -> list[SettingsResult]:
     """Return the settings of a sweep, best first by the mean metric on validation examples.
 
+    Settings of which a run failed come last: the mean over the other seeds would be too good.
+
     Args:
-        results: summary of the run of each trial.
+        results: summary of each finished run, at least one.
+        failures: why a run failed, for each other trial.
 
     Raises:
         ConfigError: a run has no metric on validation examples.
@@ -101,6 +115,10 @@ def rank_settings(results: Mapping[Trial, Mapping[str, Any]]) -> list[SettingsRe
     groups: dict[tuple[str, ...], dict[int, Mapping[str, Any]]] = {}
     for trial, summary in results.items():
         groups.setdefault(trial.settings, {})[trial.seed] = summary
+    failed: dict[tuple[str, ...], dict[int, str]] = {}
+    for trial, reason in failures.items():
+        groups.setdefault(trial.settings, {})
+        failed.setdefault(trial.settings, {})[trial.seed] = reason
     metric = next(iter(results.values()))["metric"]
     ranked = []
     for settings, summaries in groups.items():
@@ -111,9 +129,14 @@ def rank_settings(results: Mapping[Trial, Mapping[str, Any]]) -> list[SettingsRe
                 f"{', '.join(settings)}, seed {missing[0]}: no site reported {metric['name']} on validation examples; "
                 "raise task.split.validation"
             )
-        sent = mean(sum(way["payload_bytes"] for way in s["traffic"].values()) for s in summaries.values())
-        ranked.append(SettingsResult(settings, values, sent))
-    return sorted(ranked, key=lambda result: result.mean, reverse=metric["mode"] == "max")
+        sent = [sum(way["payload_bytes"] for way in s["traffic"].values()) for s in summaries.values()]
+        ranked.append(SettingsResult(settings, values, failed.get(settings, {}), mean(sent) if sent else None))
+    sign = -1 if metric["mode"] == "max" else 1
+
+    def rank(result: SettingsResult) -> tuple[bool, bool, float]:
+        return bool(result.failures), result.mean is None, sign * (result.mean or 0.0)
+
+    return sorted(ranked, key=rank)
 
 
 def _parse_axis(text: str) -> tuple[str, list[str]]:
