@@ -11,6 +11,8 @@ from local_federation import LocalFederation, Upload
 from toy import Toy, ToyBench
 
 from flare_sparse.checkpoint.store import Store
+from flare_sparse.endpoints.server import SERVER
+from flare_sparse.errors import RoundFailed
 from flare_sparse.exchange import EVALUATE
 from flare_sparse.federation import RoundRules
 from flare_sparse.methods import METHODS
@@ -18,6 +20,7 @@ from flare_sparse.methods.support.finetuning import FINETUNE, FineTuning, fine_t
 from flare_sparse.params import compute_digest
 from flare_sparse.task import VALIDATION
 from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training.loop import TrainingDiverged
 from flare_sparse.training.personal import PERSONAL
 
 AVERAGING = ["fedavg", "fedavg_ft", "neurosfl", "fedsparsify"]
@@ -93,6 +96,47 @@ def test_site_keeps_the_received_model_where_fine_tuning_harms_it() -> None:
     )
     assert fine_tune(site, bench.method("fedavg").full_mask, harmful, 2) is site.weights
     assert PERSONAL not in site.memory, "nor does anything of the trials stay"
+
+
+def test_strength_that_diverges_is_no_candidate() -> None:
+    settings = TrainingConfig(**TRAINING)
+    strengths = {**CHOICE, "proximal": (0.0, 0.5, 5e3)}
+    trainings = FineTuning(**strengths).list_trainings(settings, 4)
+    bench, site = open_site("norms")
+    full = bench.method("fedavg").full_mask
+    with pytest.raises(TrainingDiverged, match=r"lower method\.finetune\.lr or method\.finetune\.proximal"):
+        fine_tune(site, full, trainings[:1], 4)
+    chosen = fine_tune(open_site("norms")[1], full, trainings, 4)
+    assert torch.equal(chosen, fine_tune(open_site("norms")[1], full, trainings[1:], 4))
+    bench, site = open_site("norms")
+    assert fine_tune(site, full, trainings[:1] * 2, 4) is site.weights
+    assert PERSONAL not in site.memory
+
+
+def test_fine_tuning_that_diverges_blames_no_update(tmp_path: Path) -> None:
+    federation = build("fedavg", tmp_path, finetune={"epochs": 6, "lr": 0.05, "proximal": 5e3})
+    exchange = federation._exchange
+
+    def reply_with_code(name: str, attempt: Any) -> Any:
+        try:
+            return exchange(name, attempt)
+        except TrainingDiverged as error:
+            return error.code
+
+    federation._exchange = reply_with_code  # type: ignore[method-assign]
+    with pytest.raises(RoundFailed, match=r"diverged in their own training after the last round: lower its") as caught:
+        federation.run()
+    assert "harmful" not in str(caught.value)
+    assert [record.round for record in federation.records] == [1, 2, 3]
+    assert Store(tmp_path / SERVER, {}).list_stepped_back() == []
+
+
+def test_fine_tuning_has_the_rate_of_the_last_round_unless_it_has_its_own() -> None:
+    training = TrainingConfig(lr=1.0, lr_decay=0.5)
+    for lr, expected in ((None, training.compute_learning_rate(10)), (0.3, 0.3)):
+        (tuning,) = FineTuning(lr=lr).list_trainings(training, 11)
+        assert tuning.compute_learning_rate(11) == expected
+    assert training.compute_learning_rate(10) == 0.5**9
 
 
 def test_site_without_validation_examples_takes_the_strongest_pull() -> None:

@@ -142,12 +142,21 @@ class Federation:
         """Return the progress before the last commit, if most sites diverge from the model of that commit.
 
         Raises:
-            QuorumMissed: the round failed for another reason, or the run already stepped back from this round.
+            QuorumMissed: the round failed for another reason, the sites diverged in their own training after the last
+                round, or the run already stepped back from this round.
         """
-        if not failure.diverged or self.store is None or not progress.records:
+        diverged = ", ".join(failure.diverged)
+        if diverged and failure.result.attempt.kind in self.method.final_kinds:
+            # The last model may be sound: what diverged is one more training, with settings of its own.
+            raise QuorumMissed(
+                f"{failure} Most sites ({diverged}) diverged in their own training after the last round: lower its "
+                "learning rate or its pull (method.finetune.lr, method.finetune.proximal or method.adapt_lr).",
+                failure.result,
+            ) from failure
+        if not diverged or self.store is None or not progress.records:
             raise failure
         last = progress.records[-1]
-        diverged, contributed = ", ".join(failure.diverged), ", ".join(last.sites_contributed)
+        contributed = ", ".join(last.sites_contributed)
         # Once per round: a site that sends a harmful update again would let the run repeat the round forever.
         if last.round in self._stepped_back:
             raise QuorumMissed(

@@ -6,15 +6,20 @@ Cheng et al. 2021, "Fine-tuning is Fine in Federated Learning", arXiv 2108.07313
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from ...errors import MetricsError
 from ...mask import Mask
 from ...training import Site, TrainingConfig
+from ...training.loop import TrainingDiverged
 from ...training.personal import PERSONAL
+
+_LOG = logging.getLogger(__name__)
 
 FINETUNE = "finetune"
 """The kind of the last request: fine-tune the model and report the metrics of the result."""
@@ -48,11 +53,9 @@ class FineTuning(BaseModel):
             training: settings of the last round.
             t: the round after the last one.
         """
-        changes: dict[str, float] = {"epochs": self.epochs}
-        if self.lr is not None:
-            # Not decayed again: compute_learning_rate multiplies by this power.
-            changes["lr"] = self.lr / training.lr_decay ** (t - 1)
-        base = training.model_copy(update=changes)
+        lr = training.compute_learning_rate(t - 1) if self.lr is None else self.lr
+        # The rate is that of this round already.
+        base = training.model_copy(update={"epochs": self.epochs, "lr": lr, "lr_decay": 1.0})
         if self.proximal is None:
             return [base]
         strengths = self.proximal if isinstance(self.proximal, tuple) else (self.proximal,)
@@ -64,24 +67,37 @@ def fine_tune(site: Site, trainable: Mask, trainings: Sequence[TrainingConfig], 
 
     With several trainings, the model with the best metric on the site's validation examples is returned, among the
     received one and the result of each training; of equally good ones the first. A site without validation examples
-    takes the first training. The site's memory then holds the personal tensors of the returned model.
+    takes the first training. One that diverges is no candidate. The site's memory then holds the personal tensors of
+    the returned model.
 
     Args:
         site: trains on its own examples.
         trainable: entries that may change.
         trainings: settings of each training.
         t: the round after the last one; seeds the order of the examples, which is the same in all trainings.
+
+    Raises:
+        TrainingDiverged: the only training diverged.
     """
     if len(trainings) == 1:
-        return site.train(site.weights, trainable, trainings[0], t)
+        try:
+            return site.train(site.weights, trainable, trainings[0], t)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(
+                "the fine-tuning after the last round diverged; lower method.finetune.lr or method.finetune.proximal"
+            ) from error
     personal = site.memory.get(PERSONAL)
     chosen, best = None, _measure_validation(site, site.weights)
     chosen_weights, chosen_personal = site.weights, personal
     for training in trainings:
         # Each training starts from the memory of the request, as if it were the only one.
         _set_personal(site, personal)
-        weights = site.train(site.weights, trainable, training, t)
-        value = _measure_validation(site, weights)
+        try:
+            weights = site.train(site.weights, trainable, training, t)
+            value = _measure_validation(site, weights)
+        except (TrainingDiverged, MetricsError) as error:
+            _LOG.warning("site %s: fine-tuning with proximal %g diverged: %s", site.name, training.proximal, error)
+            continue
         is_better = chosen is None if value is None or best is None else site.task.metric.is_better(value, best)
         if is_better:
             chosen, best, chosen_weights, chosen_personal = training, value, weights, site.memory.get(PERSONAL)
