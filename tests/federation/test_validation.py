@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,25 @@ def test_run_ends_after_so_many_models_without_a_better_one(name: str) -> None:
         assert torch.equal(outcome.weights, shorter.weights), "the schedules of the other two depend on the rounds"
 
 
+@pytest.mark.parametrize(("start", "is_averaged"), [(0.5, False), (0.0, True)])
+def test_stopped_run_says_so_where_its_last_model_is_the_best_and_not_averaged(start: float, is_averaged: bool) -> None:
+    average = {"kind": "ema", "start": start}
+    federation = build_federation({"site-1": [9.0, 5, 6, 7, 8, 8, 8, 8, 8]}, patience=2, model_average=average)
+    claim = federation.change_update
+    federation.change_update = lambda upload: (
+        claim(upload)
+        if upload.attempt.round < 9
+        else replace(upload, metrics={**upload.metrics, "validation_mse": 1.0})
+    )
+    outcome = federation.run()
+    assert (outcome.stopped_after, outcome.best.round, outcome.best.metrics["validation_mse"]) == (4, 4, 1.0)
+    assert (outcome.state.memory.average is not None) == is_averaged
+    notes = [(event.round, event.site, event.event) for event in outcome.events]
+    assert notes == ([] if is_averaged else [(9, "server", "ended_early")])
+    if notes:
+        assert "(model_average.start 0.5 of 8 rounds)" in outcome.events[0].detail
+
+
 def test_run_that_gets_better_is_not_stopped() -> None:
     federation = LocalFederation("fedavg", ToyBench(validation=4), rules=RoundRules(patience=1), rounds=4)
     federation.change_update = lambda upload: replace(
@@ -84,7 +104,7 @@ def test_run_that_gets_better_is_not_stopped() -> None:
     assert (outcome.stopped_after, outcome.best.round, len(outcome.rounds)) == (None, 4, 5)
 
 
-def build_federation(values: dict[str, list[float]], patience: int | None = None, **settings: float) -> LocalFederation:
+def build_federation(values: dict[str, list[float]], patience: int | None = None, **settings: Any) -> LocalFederation:
     """Return a federation whose sites report these values for the models of round 0, 1, and so on."""
     rules = RoundRules(patience=patience, retries=0)
     rounds = len(values["site-1"]) - 1

@@ -14,6 +14,7 @@ STARTED_OVER = "started_over"
 BASE_LOST = "base_lost"
 STEPPED_BACK = "stepped_back"
 UPDATE_DISCARDED = "update_discarded"
+ENDED_EARLY = "ended_early"
 
 STEP_BACK = "the run steps back by one commit: checkpoint {number:08d} is set aside as stepped-back-{number:08d}"
 

@@ -21,7 +21,7 @@ from ..structure.scaling import build_statistics_mask
 from ..task import VALIDATION, Metric
 from .census import Census, Handshake
 from .evaluation import BestModel, Evaluation
-from .events import UPDATE_DISCARDED, EventLog
+from .events import ENDED_EARLY, UPDATE_DISCARDED, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
 from .participants import Admission, Participants, Returned
 from .progress import Progress, Snapshot
@@ -187,6 +187,10 @@ class Federation:
     def _finish(self, progress: Progress, participants: Participants) -> Outcome:
         """Evaluate the last model and return the outcome."""
         method = participants.method
+        # Asked before the final evaluation, which may find that the last model is the best one.
+        is_early = self._is_stopped(progress) and progress.committed < method.config.rounds
+        if is_early and (shortfall := method.describe_shortfall(progress.state)):
+            self._events.add(SERVER, ENDED_EARLY, shortfall)
         progress = replace(progress, state=method.finalize(progress.state))
         # The request after the last round, also where early stopping leaves rounds out: a site answers it in that round
         # alone.
@@ -209,7 +213,7 @@ class Federation:
             [*progress.records, record],
             self._get_encrypted_values(),
             sorted({*self._admission.seen, *self.rules.examples}),
-            progress.committed if self._is_stopped(progress) and progress.committed < method.config.rounds else None,
+            progress.committed if is_early else None,
             dict(sorted(result.roster.registered.items())),
         )
 

@@ -267,6 +267,10 @@ class Method(ABC, Generic[ConfigT, StateT]):
         """
         return state
 
+    def describe_shortfall(self, state: StateT) -> str:
+        """Return what the result lacks if early stopping ends the run in this state; empty: nothing."""
+        return ""
+
     def ask(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment] | None:
         """Return the next assignment of each sampled site, by site name; None when training is over.
 

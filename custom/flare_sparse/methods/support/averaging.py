@@ -193,6 +193,15 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
     def finalize(self, state: StateT) -> StateT:
         return finalize_average(state)
 
+    def describe_shortfall(self, state: StateT) -> str:
+        average = self.config.model_average
+        if average.kind == "none" or state.memory.average is not None:
+            return ""
+        return (
+            f"the run ended before the first averaged round (model_average.start {average.start:g} of "
+            f"{self.config.rounds} rounds): its model is the last one, no average; lower model_average.start"
+        )
+
     def ask_final(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
         model = self.model(state)
         return broadcast(sites, Assignment(Request(self.final_kind, self.config.rounds + 1, model, model.mask)))
