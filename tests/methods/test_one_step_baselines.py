@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
@@ -91,6 +92,24 @@ def test_per_fedavg_clips_its_inner_step_and_the_adaptation() -> None:
     site.weights = w
     assert float((clipped.adapt(site, Mask.full(3)) - w).norm()) == pytest.approx(0.1 * 0.01, rel=1e-4)
     assert float(clipped.compute_meta_gradient(site, w, 0).norm()) == pytest.approx(0.01, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("optimizer", "adamw"),
+        ("accumulate", 4),
+        ("momentum", 0.9),
+        ("weight_decay", 0.1),
+        ("proximal", 1.0),
+        ("precision", "bfloat16"),
+    ],
+)
+def test_per_fedavg_refuses_settings_of_training_that_its_steps_do_not_read(name: str, value: Any) -> None:
+    config = METHODS["per_fedavg"].Config
+    with pytest.raises(ValidationError, match=f"training.{name} {value} has no effect on a meta-step"):
+        config.model_validate({"training": {name: value}})
+    assert config.model_validate({"training": SGD}).training.optimizer == "sgd"
 
 
 def test_per_fedavg_uses_new_batches_in_every_step() -> None:

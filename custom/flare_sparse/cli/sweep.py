@@ -52,8 +52,9 @@ def sweep(
 
     The runs are local ones (--env local), without FLARE. The same command continues an interrupted sweep: finished runs
     are kept, others resumed, failed ones too. Settings with a failed run are ranked last. Writes a table (sweep.json),
-    a figure (sweep.png, with the extra report) and the configuration with the settings that won (best.yaml). Test
-    examples choose nothing; evaluate the winner with flare-sparse report.
+    a figure (sweep.png, with the extra report) and the configuration with the settings that won (best.yaml). With
+    several seeds, some test subjects of one seed are validation subjects of another; with --seeds 1 they choose
+    nothing (docs/evaluation.md).
 
     [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml --grid method.sparsity=0.8,0.9 --set
     task.split.validation=0.1[/]

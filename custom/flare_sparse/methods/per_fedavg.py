@@ -6,23 +6,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Literal, Self, final
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..aggregation.weighted import Weights, weigh_equally, weighted_sum
 from ..exchange import Contribution, Patch, Request, Update
 from ..mask import Mask
-from ..training import Site
+from ..training import Site, TrainingConfig
 from .method import ModelState
 from .support.adaptation import AdaptationConfig, AdaptationMethod
+
+_IGNORED = ("accumulate", "momentum", "weight_decay", "proximal", "precision")
+"""Settings of training that a meta-step does not read."""
 
 
 class Config(AdaptationConfig):
     """``adapt_lr`` is the paper's alpha, ``training.lr`` its beta.
 
-    Meta-steps are counted, not epochs. The optimiser is plain SGD and ignores ``training.optimizer``;
+    Meta-steps are counted, not epochs. The optimiser is plain SGD, also where ``training.optimizer`` has its default;
     ``training.clip_norm`` bounds every gradient.
     """
 
@@ -33,6 +36,19 @@ class Config(AdaptationConfig):
     delta: float = Field(
         1e-3, gt=0, description="half the distance of the two gradients of hessian_free, relative to the direction"
     )
+
+    @model_validator(mode="after")
+    def _check_training(self) -> Self:
+        fields = TrainingConfig.model_fields
+        defaults = {name: (fields[name].default,) for name in _IGNORED}
+        for name, allowed in {"optimizer": (fields["optimizer"].default, "sgd"), **defaults}.items():
+            value = getattr(self.training, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"training.{name} {value} has no effect on a meta-step, which is one of plain SGD in float32; "
+                    "leave it out"
+                )
+        return self
 
     @property
     def masking_blocker(self) -> str | None:
