@@ -182,7 +182,7 @@ def test_site_whose_delta_would_freeze_an_optimizer_is_rejected() -> None:
     assert torch.isfinite(outcome.state.memory.variance).all()
 
 
-def test_fine_tuning_has_its_own_rate_and_pull() -> None:
+def test_fine_tuning_has_its_own_rate_and_pull_or_those_of_the_last_round() -> None:
     method = METHODS["fedavg_ft"].Config.model_validate(
         {
             "rounds": 5,
@@ -194,7 +194,7 @@ def test_fine_tuning_has_its_own_rate_and_pull() -> None:
     assert training.compute_learning_rate(6) == pytest.approx(0.02)
     assert (training.epochs, training.proximal) == (4, 2.0)
     (plain,) = FineTuning(epochs=4).list_trainings(method.get_training(6), 6)
-    assert plain.lr == method.get_training(5).lr
+    assert plain.compute_learning_rate(6) == method.get_training(5).compute_learning_rate(5)
     assert plain.proximal == 0.3
 
 

@@ -131,14 +131,6 @@ def test_fine_tuning_that_diverges_blames_no_update(tmp_path: Path) -> None:
     assert Store(tmp_path / SERVER, {}).list_stepped_back() == []
 
 
-def test_fine_tuning_has_the_rate_of_the_last_round_unless_it_has_its_own() -> None:
-    training = TrainingConfig(lr=1.0, lr_decay=0.5)
-    for lr, expected in ((None, training.compute_learning_rate(10)), (0.3, 0.3)):
-        (tuning,) = FineTuning(lr=lr).list_trainings(training, 11)
-        assert tuning.compute_learning_rate(11) == expected
-    assert training.compute_learning_rate(10) == 0.5**9
-
-
 def test_site_without_validation_examples_takes_the_strongest_pull() -> None:
     bench, site = open_site(validation=0)
     full, trainings = bench.method("fedavg").full_mask, FineTuning(**CHOICE).list_trainings(TrainingConfig(), 2)
