@@ -275,6 +275,8 @@ MASKED = ("wire.aggregation=masked", "federation.min_sites=3", "method={name: ne
         ("task=" + TABLE % ("regression", "federated", "null"), "scaling: federated computes", "give constants"),
         ("task=" + TABLE % ("survival", "none", "e"), "the loss compares subjects", "differential-privacy.md"),
         ("task=" + TABLE % ("binary", "none", "null, class_weights: [1, 4]"), "class_weights cancel out", "leave them"),
+        ("task={name: image_classification, classes: 2, class_weights: [1, 4]}", "class_weights cancel", "leave them"),
+        ("task={name: text_classification, classes: 2, class_weights: [1, 4]}", "class_weights cancel", "leave them"),
         ("privacy.noise_multiplier=1", "set either epsilon", "or noise_multiplier"),
     ],
 )

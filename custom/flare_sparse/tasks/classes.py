@@ -46,6 +46,16 @@ def compute_cross_entropy(logits: Tensor, classes: Tensor, class_weights: Sequen
     return functional.cross_entropy(logits, classes, weight=weights)
 
 
+def explain_unread_weights(class_weights: Sequence[float]) -> str | None:
+    """Return why private training, which computes each record's loss alone, cannot read the weights; None: no weights.
+
+    torch divides a batch's loss by the sum of its examples' weights, which for one record is its own.
+    """
+    if not class_weights:
+        return None
+    return "task.class_weights cancel out: the loss of one record is divided by its own weight; leave them out"
+
+
 def check_class_weights(class_weights: Sequence[float], classes: int) -> None:
     """Raises:
     ValueError: the number of weights is not that of the classes.

@@ -19,7 +19,7 @@ from ..models import ModelConfig
 from ..models.config import require_input
 from ..models.fields import Image
 from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
-from .classes import check_class_weights, compute_binary_metrics, compute_cross_entropy
+from .classes import check_class_weights, compute_binary_metrics, compute_cross_entropy, explain_unread_weights
 
 
 class ImageConfig(TaskConfig):
@@ -44,6 +44,11 @@ class ImageConfig(TaskConfig):
     def _check_class_weights(self) -> ImageConfig:
         check_class_weights(self.class_weights, self.classes)
         return self
+
+    @property
+    def privacy_blocker(self) -> str | None:
+        """Why one record's loss cannot be computed alone; None if it can."""
+        return explain_unread_weights(self.class_weights)
 
 
 class ImageClassification(Task):

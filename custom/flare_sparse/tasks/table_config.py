@@ -13,7 +13,7 @@ from ..models.config import require_input
 from ..structure.harmonization import Harmonizer
 from ..structure.scaling import InputScaler, StatisticsLayer
 from ..task import Kind, TaskConfig
-from .classes import check_class_weights
+from .classes import check_class_weights, explain_unread_weights
 from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
 
 BINARY_LABELS = ("0", "1")
@@ -158,9 +158,9 @@ class TableConfig(TaskConfig):
                 f"task.scaling: {self.scaling} computes mean and standard deviation of all subjects; give constants, "
                 "{age: [50, 15]}, or none"
             )
-        if self.class_weights:
-            return "task.class_weights cancel out: the loss of one record is divided by its own weight; leave them out"
-        return "kind survival: the loss compares subjects with each other" if self.kind == "survival" else None
+        if self.kind == "survival":
+            return "kind survival: the loss compares subjects with each other"
+        return explain_unread_weights(self.class_weights)
 
     @property
     def num_inputs(self) -> int:

@@ -20,7 +20,7 @@ from ..models.base import find_base_folder, seed_initialization
 from ..models.text import Architecture, build_text_classifier, tokenize
 from ..task import Cohort, Examples, Metric, SiteData, build_examples
 from .adaptation import AdaptableTask, AdaptedTaskConfig
-from .classes import check_class_weights, compute_cross_entropy
+from .classes import check_class_weights, compute_cross_entropy, explain_unread_weights
 
 
 class TextConfig(AdaptedTaskConfig):
@@ -42,6 +42,11 @@ class TextConfig(AdaptedTaskConfig):
     def _check_class_weights(self) -> TextConfig:
         check_class_weights(self.class_weights, self.classes)
         return self
+
+    @property
+    def privacy_blocker(self) -> str | None:
+        """Why one record's loss cannot be computed alone; None if it can."""
+        return explain_unread_weights(self.class_weights)
 
 
 class TextClassification(AdaptableTask):
