@@ -182,7 +182,7 @@ def stop_after_a_poisoned_round(config: Path) -> None:
     """Run in ``out`` until the third round; the updates of the second one are wrong."""
 
     def poison() -> None:
-        EVENTS.update(factor=1000, at=5, do=lambda: os.kill(os.getpid(), signal.SIGINT))
+        EVENTS.update(factor=-1, at=5, do=lambda: os.kill(os.getpid(), signal.SIGINT))
 
     EVENTS.update(calls=0, at=3, do=poison)
     assert run(config, "--out", "out").exit_code == 130

@@ -389,11 +389,24 @@ def test_noise_of_a_job_replaces_the_withholding_of_units_only_if_it_hides_a_sub
     noise_multiplier: float, *, is_withheld: bool, tmp_path: Path
 ) -> None:
     """What is withheld depends on the data and would undo differential privacy; a job could name any budget."""
-    attack = ThresholdAttack(Victim(tmp_path, "careful", noise_multiplier=noise_multiplier))
-    change = attack.sum_survivors(attack.thresholds[-1])
-    assert change is not None
-    assert (float(change.abs().max()) == 0.0) is is_withheld
-    assert not attack.is_read(change)
+    attacks = []
+    for preset in (None, "careful"):
+        folder = tmp_path / str(preset)
+        folder.mkdir()
+        attacks.append(ThresholdAttack(Victim(folder, preset, noise_multiplier=noise_multiplier)))
+    # A patient above the threshold has a gradient only where the minibatch holds it.
+    for threshold in attacks[0].thresholds.flip(0)[:8]:
+        change, answer = (attack.sum_survivors(threshold) for attack in attacks)
+        assert change is not None
+        assert answer is not None
+        assert not attacks[1].is_read(answer)
+        if not is_withheld:
+            assert torch.equal(answer, change)
+        elif attacks[0].is_read(change):
+            assert not answer.any()
+            break
+    else:
+        assert not is_withheld, "no answer reveals a patient, so there was nothing to withhold"
 
 
 def reconstruct_scored_rows(victim: Victim, units: int) -> set[tuple[int, ...]]:
