@@ -112,13 +112,14 @@ def read_sites_memory(folder: Path) -> int:
     return max(int(file.read_text()) for file in folder.glob("*.memory"))
 
 
-def count_vectors(rows: list[dict[str, Any]]) -> float | None:
-    """Return the vectors of the model by which memory grows from the smallest model to the largest one."""
-    measured = sorted((row["parameters"], row["neurosfl_bytes"]) for row in rows)
-    if len(measured) < 2:
-        return None
-    (small, least), (large, most) = measured[0], measured[-1]
-    return (most - least) / (4 * (large - small))
+def count_vectors(small: dict[str, Any], large: dict[str, Any]) -> float:
+    """Return the vectors of the model by which memory grows from a small model to a large one."""
+    entries = large["parameters"] - small["parameters"]
+    return (large["neurosfl_bytes"] - small["neurosfl_bytes"]) / (4 * entries)
+
+
+def name_size(row: dict[str, Any]) -> str:
+    return f"{row['parameters'] // 1_000_000} M at {row['sparsity']:.0%}"
 
 
 def time_neurosfl(
@@ -145,7 +146,10 @@ def time_neurosfl(
         (sites / f"{site}.yaml").write_text(f"data: {folder}\n")
     recipe = SparseRecipe(config, packaging="byoc", modules=(HERE,))
     kept = folder / "checkpoints" if checkpoints else None
-    simulate(recipe, SITES, str(sites / "{site}.yaml"), folder / "ours", checkpoints=kept)
+    # The default policy refuses models of more than 2^28 entries.
+    policy = folder / "policy.yaml"
+    policy.write_text(f"max_model_entries: {1_000_000 * (millions + 1)}\n")
+    simulate(recipe, SITES, str(sites / "{site}.yaml"), folder / "ours", checkpoints=kept, policy=policy)
     lines = [json.loads(line) for line in (folder / "ours" / "rounds.jsonl").read_text().splitlines()]
     times = [line["committed_at"] for line in lines if line["kind"] == "train"]
     return [b - a for a, b in pairwise(times)]
@@ -215,21 +219,35 @@ def write_page(rows: list[dict[str, Any]]) -> None:
     passes = {end: counter.count for end, counter in count_round(1, 0.9).items()}
     rounding = {end: counter.count for end, counter in count_round(1, 0.9, "bfloat16").items()}
     rows = sorted(rows, key=lambda row: row["parameters"])
-    sizes = " ".join(str(row["parameters"] // 1_000_000) for row in rows)
-    text = format_page(rows, passes, rounding, f"python benchmarks/performance/round_time.py --millions {sizes} --docs")
+    text = format_page(rows, passes, rounding)
     PAGE.write_text(f"{text}\n{MARK}{PAGE.read_text().partition(MARK)[2]}")
 
 
-def format_page(rows: list[dict[str, Any]], passes: dict[str, int], rounding: dict[str, int], command: str) -> str:
+def format_commands(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the commands that measure the rows: one for each sparsity, with and without FLARE's recipe."""
+    sizes: dict[tuple[bool, float], list[str]] = {}
+    for row in rows:
+        sizes.setdefault(("flare_s" not in row, row["sparsity"]), []).append(str(row["parameters"] // 1_000_000))
+    return [
+        f"python benchmarks/performance/round_time.py --json FILE --sparsity {sparsity} --millions {' '.join(millions)}"
+        + (" --ours" if is_ours else "")
+        for (is_ours, sparsity), millions in sorted(sizes.items())
+    ]
+
+
+def format_page(rows: list[dict[str, Any]], passes: dict[str, int], rounding: dict[str, int]) -> str:
     machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
     lines = [
         "# Time of a round",
         "",
-        f"`{command}`",
+        "```bash",
+        *format_commands(rows),
+        "```",
         "",
-        f"on {machine}: seconds of a round without training, four sites in FLARE's simulator,",
-        "median of successive rounds, all processes on one core. Memory is the peak of a site's process beyond what it",
-        "had before it built the network, libraries that are imported later included.",
+        f"and `--docs`, on {machine}: seconds of a round without training, four sites",
+        "in FLARE's simulator, median of successive rounds, all processes on one core (`taskset -c 0`). Memory is the",
+        "peak of a site's process beyond what it had before it built the network, libraries that are imported later",
+        "included.",
         "",
         "| parameters | sparsity | FLARE's FedAvg | with our polling | NeuroSFL | ratio | memory |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -241,16 +259,23 @@ def format_page(rows: list[dict[str, Any]], passes: dict[str, int], rounding: di
         figures = {key: value // 2**20 if key.endswith("bytes") else value for key, value in row.items()}
         cells += [form.format(figures[key]) if key in row else "" for key, form in zip(keys, formats, strict=True)]
         lines.append("| " + " | ".join(cells) + " |")
-    if (vectors := count_vectors(rows)) is not None:
+    if len(rows) > 1:
         lines += [
             "",
-            f"From the smallest model to the largest one, a site's memory grows by {vectors:.1f} vectors; the",
-            "parameters of the network alone are one.",
+            f"A site's memory, from {name_size(rows[0])}, grows by these vectors of the model; the parameters of",
         ]
+        growth = [f"{count_vectors(rows[0], row):.1f} to {name_size(row)}" for row in rows[1:]]
+        lines += [f"the network alone are one: {', '.join(growth)}."]
     for row in rows:
         if "ratio" in row and row["parameters"] == 30_000_000:
             is_reached = "reached" if row["ratio"] <= BOUND[30] else "not reached"
             lines += ["", f"The goal at 30 M is {BOUND[30]} of FLARE's time: {is_reached}."]
+            lines += [
+                f"{name_size(large)} takes {large['neurosfl_s'] / row['neurosfl_s']:.1f} times the seconds of "
+                f"{name_size(row)}; the goal is 2."
+                for large in rows
+                if large["parameters"] == 300_000_000
+            ]
     lines += [
         "",
         "`python benchmarks/performance/dense_passes.py` counts operations that read or write the whole vector in a",

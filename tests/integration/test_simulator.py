@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config import load_config
 from flare_sparse.errors import ConfigError
+from flare_sparse.flare.launch import simulator
+from flare_sparse.flare.launch.ending import JobFailed
 from flare_sparse.flare.polling import SHARE
 
 HERE = Path(__file__).parent
@@ -93,6 +96,15 @@ def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) 
     own_models = [read_digests(tmp_path / run / "site_models") for run in ("sim", "local")]
     assert own_models[0] == own_models[1]
     assert len(own_models[0]) == (3 if name in ("dispfl", "fedavg") else 0)
+
+
+def test_server_and_sites_follow_a_policy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("max_model_entries: 10\n")
+    monkeypatch.setattr(simulator, "simulate", partial(simulator.simulate, policy=policy))
+    file = configuration(tmp_path / "config", METHODS["neurosfl"])
+    with pytest.raises(JobFailed, match=r"E_CONFIG: .* the policy here allows max_model_entries 10"):
+        simulate(file, tmp_path / "out")
 
 
 def test_bits_depend_on_the_seed_only(tmp_path: Path) -> None:

@@ -115,8 +115,10 @@ def test_first_model_of_every_method_is_the_initial_one(name: str, bench: Any, m
         request = receive(endpoint, *arguments)
         if endpoint.method.sends_initial_model(request.kind, request.round):
             site = endpoint.site
-            assert site.support is not None
-            checked.append(find_changed_tensor(site.weights, bench.weights, site.support, site.layout, endpoint.values))
+            assert site.received is not None
+            checked.append(
+                find_changed_tensor(site.weights, bench.weights, site.received.mask, site.layout, endpoint.values)
+            )
         return request
 
     monkeypatch.setattr(SiteEndpoint, "receive", check)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from flare_sparse.errors import ConfigError
+from flare_sparse.exchange import Patch
 from flare_sparse.kernels import network as kernels
 from flare_sparse.kernels.threads import limit_kernel_threads
 from flare_sparse.mask import Mask
@@ -158,7 +159,7 @@ def test_blocks_of_an_unchanged_mask_are_built_once_with_the_same_bits(
     config = TrainingConfig(epochs=2, optimizer="sgd", lr=1e-2, batch_size=4, compute="sparse")
     site.weights = torch.randn(site.layout.size, generator=generator) * 0.2 * mask.bits
     fresh = site.train(site.weights, mask, config, 1)
-    site.support = mask
+    site.received = Patch.from_vector(site.weights, mask)
     cached = [site.train(site.weights, mask, config, 1) for _ in range(2)]
     assert len(built) == 2
     assert all(torch.equal(trained, fresh) for trained in cached)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from flare_sparse.exchange import Patch
 from flare_sparse.mask import Mask
 from flare_sparse.params import Layout
 from flare_sparse.task import Examples, Metric, SiteData, Task
@@ -64,6 +65,21 @@ def test_frozen_entries_keep_their_bits_after_every_step(settings: dict[str, Any
         assert torch.equal(trained[frozen], start[frozen])
         moved = trained[: local.layout.trainable_size] != start[: local.layout.trainable_size]
         assert moved[trainable.bits[: local.layout.trainable_size]].any()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("settings", SETTINGS, ids=["sgd", "momentum", "adam", "adamw", "clip"])
+def test_values_of_the_request_start_a_training_of_the_same_bits(settings: dict[str, Any], steps: int) -> None:
+    local, start = site()
+    trainable = Mask(torch.rand(start.numel()) < 0.5)
+    start[~trainable.bits] = 0
+    config = TrainingConfig(batch_size=8, **settings)
+    gathered = local.train_entries(start, trainable, config, 1, steps=steps)
+    local.weights = start.clone()
+    local.received = Patch(trainable.take(start), trainable)
+    assert torch.equal(local.train_entries(local.weights, trainable, config, 1, steps=steps), gathered)
+    assert torch.equal(local.weights, start)
+    assert torch.equal(local.received.values, trainable.take(start))
 
 
 def test_running_statistics_change_only_if_trainable() -> None:

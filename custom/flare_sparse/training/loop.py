@@ -41,6 +41,7 @@ def train(
     trainable: Mask,
     build_optimizer: Callable[[nn.Parameter], torch.optim.Optimizer],
     *,
+    start_values: Tensor | None = None,
     proximal_strength: float = 0.0,
     clip_norm: float | None = None,
     step_scale: Tensor | None = None,
@@ -60,6 +61,7 @@ def train(
         start: ``(P,)`` initial weights; changed in place during training, and restored.
         trainable: entries that may change, buffers included.
         build_optimizer: returns a new optimiser of a vector of trainable parameters.
+        start_values: ``(trainable.count,)`` values of ``start`` at the trainable entries; None: they are gathered.
         proximal_strength: factor ``mu`` of a proximal term ``mu / 2 * ||w - start||^2``.
         clip_norm: largest L2 norm of the masked gradient.
         step_scale: ``(P,)`` factors of the optimiser's steps, as if each entry had its own learning rate; None: 1.
@@ -78,13 +80,21 @@ def train(
     live = model.find_live(trainable)
     model.load(start.clone() if live.index is None else start)
     model.set_training_mode(live)
-    weights = nn.Parameter(model.flat if live.index is None else model.flat[live.index])
-    origin = weights.detach().clone() if proximal_strength or live.index is not None else weights.detach()
+    if live.index is None:
+        weights = nn.Parameter(model.flat)
+        origin = model.flat.clone() if proximal_strength else model.flat
+    else:
+        origin = model.flat[live.index] if start_values is None else start_values[: live.count].to(model.device)
+        weights = nn.Parameter(origin.clone())
     optimizer = build_optimizer(weights)
     scale = None if step_scale is None else _select_parameters(step_scale, live, weights)
     compute = partial(_compute_mean_gradient, model, task, precision) if compute_gradient is None else compute_gradient
+    step = 0
     try:
         for step, group in enumerate(_group(batches, accumulate), start=1):
+            # Only before a pass that reads them: the weights of the last step leave as they are.
+            if step > 1 and live.index is not None:
+                model.flat.index_copy_(0, live.index, weights.detach())
             weights.grad = compute(group, step, live, weights.grad)
             with torch.no_grad():
                 if proximal_strength:
@@ -97,8 +107,6 @@ def train(
             # Every optimiser's step is proportional to its learning rate, and its state does not depend on the rate.
             if scale is not None and before is not None:
                 torch.where(scale == 1, weights.data, torch.lerp(before, weights.data, scale), out=weights.data)
-            if live.index is not None:
-                model.flat.index_copy_(0, live.index, weights.detach())
         model.check_parameters()
         # Forward passes update the running statistics; those that are not trainable are left out.
         buffers = model.collect_buffers()[live.buffers]
@@ -106,7 +114,7 @@ def train(
         return torch.cat([trained, buffers]) if buffers.numel() else trained
     finally:
         # The network's parameters are views of the vector that the site holds.
-        if live.index is not None:
+        if step > 1 and live.index is not None:
             model.flat.index_copy_(0, live.index, origin)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from ..errors import ConfigError
+from ..exchange import Patch
 from ..mask import Mask
 from ..params import Layout
 from ..privacy.account import BudgetSpent
@@ -48,7 +49,8 @@ class Site:
         name: name of the site in FLARE.
         layout: layout of the model.
         weights: ``(P,)`` the vector of the server's last request, with the entries outside its patch filled in.
-        support: entries of ``weights`` that may differ from 0; None: unknown.
+        received: the entries of ``weights`` that may differ from 0, with their values since the server's last request;
+            None: unknown.
         memory: tensors that the site keeps between rounds, for its method and of its own; saved in its checkpoints.
         evaluated: layout and vector of the whole network that was evaluated last; None: none.
         layer_compute: ``sparse`` or ``dense`` by layer, as the last training computed them; empty: all were dense.
@@ -64,7 +66,7 @@ class Site:
     sends_metrics: bool = True
     metric_release: MetricRelease | None = None
     notices: tuple[str, ...] = ()
-    support: Mask | None = None
+    received: Patch | None = None
 
     def __init__(
         self,
@@ -191,7 +193,8 @@ class Site:
         step = personal.build_step(partial(config.build_optimizer, t=t), config.clip_norm) if personal else _do_nothing
         # The sparse kernels compute in float32, and whole minibatches.
         kernels = config.compute if config.precision == "float32" and self.mechanism is None else "dense"
-        support = self.support if start is self.weights else None
+        received = self.received if start is self.weights else None
+        support = None if received is None else received.mask
         compute = use_compute(kernels, self._model, start, trainable, support, self.layer_compute)
         private = self._open_private(start, trainable, config, t, steps, changes, (labels, proximal_strength))
         batches: Iterator[Any]
@@ -209,6 +212,7 @@ class Site:
                 partial(config.build_optimizer, t=t),
                 proximal_strength=proximal_strength + config.proximal,
                 clip_norm=config.clip_norm,
+                start_values=None if received is None or support is not trainable else received.values,
                 step_scale=step_scale,
                 step_personal=step,
                 precision=config.precision,

@@ -18,6 +18,7 @@ from nvflare.recipe import SimEnv
 from ...checkpoint.writing import replace_atomically
 from ...data.source import SITE_FILE_VARIABLE
 from ...errors import ConfigError
+from ...policy.policy import POLICY_FILE
 from ...runs.growing import LEDGER, ROUNDS, GrowingRecord
 from ...runs.model_files import SITE_MODELS, delete_models, list_site_models
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
@@ -42,6 +43,7 @@ def simulate(
     processes: int | None = None,
     keys: Path | None = None,
     kits: Path | None = None,
+    policy: Path | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run a recipe in the simulator and collect its record in ``out``.
@@ -57,6 +59,7 @@ def simulate(
             new process has lost the base and receives the full model. None: one process for each site.
         keys: folder with the key contexts of an encrypted run.
         kits: folder with the certificates of the sites of a masked run.
+        policy: policy file that the server and every site follow; None: the default policy.
         on_round: called with each line of ``rounds.jsonl`` as it is written.
 
     Returns:
@@ -76,6 +79,8 @@ def simulate(
     (workspace / "local").mkdir(parents=True)
     # FLARE's simulated server and sites share one list.
     allow_classes(workspace, allowed_classes, at_server=True)
+    if policy:
+        shutil.copy2(policy, workspace / "local" / POLICY_FILE)
     record = workspace / "server" / "simulate_job" / "app_server" / RESULTS
     log = out / "flare.log"
     # Each site runs in its own process, which inherits only the environment.
