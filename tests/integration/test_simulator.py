@@ -107,6 +107,21 @@ def test_server_and_sites_follow_a_policy_file(tmp_path: Path, monkeypatch: pyte
         simulate(file, tmp_path / "out")
 
 
+def test_simulation_records_which_layers_were_computed_sparsely(tmp_path: Path) -> None:
+    file = tmp_path / "brains.yaml"
+    file.write_text(
+        "name: brains\nseed: 1\nmethod: {name: neurosfl, sparsity: 0.95, rounds: 1}\n"
+        "task: {name: brain_age, downsample: 4}\nsimulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
+    )
+    simulate(file, tmp_path / "sim")
+    run_config_locally(load_config(file), file, tmp_path / "local")
+    simulated, local = (json.loads((tmp_path / run / "layer_compute.json").read_text()) for run in ("sim", "local"))
+    assert simulated == local
+    assert "sparse" in simulated["site-2"].values()
+    at_site = json.loads((tmp_path / "sim/workspace/brains/site-2/simulate_job/layer_compute.json").read_text())
+    assert at_site == {"site-2": simulated["site-2"]}
+
+
 def test_bits_depend_on_the_seed_only(tmp_path: Path) -> None:
     file = configuration(tmp_path / "config", METHODS["neurosfl"])
     first = simulate(file, tmp_path / "first")

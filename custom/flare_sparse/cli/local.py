@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_site, open_site
-from ..checkpoint.writing import write_json
 from ..config import RunConfig, list_user_code, load_task
 from ..config.user_tasks import find_script
 from ..errors import ConfigError, format_site_error
@@ -20,7 +19,7 @@ from ..kernels.threads import limit_kernel_threads
 from ..privacy.account import PRIVACY_FOLDER, PrivacyAccount
 from ..report.card import write_card
 from ..runs.continuation import keep_final_checkpoints
-from ..runs.folder import LAYER_COMPUTE, RunFolder, build_run_facts
+from ..runs.folder import RunFolder, build_run_facts, write_layer_compute
 from ..runs.local import run_assembly
 from ..runs.model_files import save_site_model
 from ..runs.progress import ProgressFormatter
@@ -118,7 +117,7 @@ def run_config_locally(
             site = sites[name]
             assert isinstance(site, Site), f"{name} contributed, so its data was loaded"
             save_site_model(out, site)
-    _record_layer_compute(out, sites)
+    write_layer_compute(out, {name: site.layer_compute for name, site in sites.items() if isinstance(site, Site)})
     if contexts:
         summary = decrypt_record(config, assembly.task, out, contexts.client)
     copy_user_code(list_user_code(config, file.parent), out)
@@ -126,13 +125,6 @@ def run_config_locally(
     # Last: until here --resume can continue a run that was cut short; a finished run cannot be resumed.
     keep_final_checkpoints(checkpoints)
     return summary
-
-
-def _record_layer_compute(out: Path, sites: Mapping[str, Site | Exception]) -> None:
-    """Write which layers the sites computed sparsely in their last training; no file if there are none."""
-    layers = {name: site.layer_compute for name, site in sites.items() if isinstance(site, Site)}
-    if any("sparse" in choices.values() for choices in layers.values()):
-        write_json(out / LAYER_COMPUTE, layers)
 
 
 class _SiteErrors:

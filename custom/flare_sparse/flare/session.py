@@ -30,6 +30,7 @@ from ..errors import ConfigError, format_site_error
 from ..kernels.threads import set_kernel_threads
 from ..policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
 from ..privacy.account import PRIVACY_FOLDER, PrivacyAccount
+from ..runs.folder import write_layer_compute
 from ..runs.model_files import save_site_model
 from ..task import SiteData, Task
 from ..tasks.script import ScriptTask
@@ -148,6 +149,7 @@ class SiteSession(FLComponent):
         self._endpoint: SiteEndpoint | None = None
         self._script: FlareScript | None = None
         self._hello: dict[str, str | int | float] | None = None
+        self._layer_compute: dict[str, str] = {}
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Watch the command that started the simulator; save the site's own model at the end of a job."""
@@ -171,6 +173,14 @@ class SiteSession(FLComponent):
             save_site_model(Path(folder), endpoint.site)
         else:
             save_site_model(Path(get_workspace(fl_ctx).get_root_dir()) / MODELS_FOLDER / endpoint.run, endpoint.site)
+
+    def record_layer_compute(self, fl_ctx: FLContext) -> None:
+        """Write which layers the last training computed sparsely into the job's folder at this site, where it is news."""
+        site = self.get_endpoint(fl_ctx).site
+        if site.layer_compute != self._layer_compute:
+            self._layer_compute = dict(site.layer_compute)
+            folder = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
+            write_layer_compute(folder, {site.name: self._layer_compute})
 
     def get_endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:
         """Return this site's endpoint; the first call loads the site's data.

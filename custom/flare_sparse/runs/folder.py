@@ -33,7 +33,7 @@ from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, sa
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
 """Files that every commit appends to."""
 LAYER_COMPUTE = "layer_compute.json"
-"""File of the layers that sparse kernels computed, by site; for runs whose sites are on one machine."""
+"""File of the layers that sparse kernels computed, by site: of all sites on one machine, or at each site its own."""
 SUMMARY = "summary.json"
 """File that a run writes last; a folder without it belongs to a run that has not ended."""
 
@@ -237,3 +237,15 @@ def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
             "floor_bytes": sum(line.floor_bytes for line in lines),
         }
     return sums
+
+
+def write_layer_compute(folder: Path, layers: Mapping[str, Mapping[str, str]]) -> None:
+    """Write which layers the last training computed sparsely; no file if there are none.
+
+    Args:
+        folder: result folder, or a job's folder at a site.
+        layers: ``sparse`` or ``dense`` by site and layer.
+    """
+    (folder / LAYER_COMPUTE).unlink(missing_ok=True)
+    if any("sparse" in choices.values() for choices in layers.values()):
+        write_json(folder / LAYER_COMPUTE, layers)

@@ -19,6 +19,7 @@ from ...checkpoint.writing import replace_atomically
 from ...data.source import SITE_FILE_VARIABLE
 from ...errors import ConfigError
 from ...policy.policy import POLICY_FILE
+from ...runs.folder import LAYER_COMPUTE, write_layer_compute
 from ...runs.growing import LEDGER, ROUNDS, GrowingRecord
 from ...runs.model_files import SITE_MODELS, delete_models, list_site_models
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
@@ -120,6 +121,7 @@ def simulate(
         with replace_atomically(out / file.name) as part:
             shutil.copy2(file, part)
     _copy_site_models(workspace, out)
+    _copy_layer_compute(workspace, out)
     metrics = workspace / "server" / "simulate_job" / "metrics"
     for name in ("metrics_summary.json", "round_metrics.jsonl"):
         if (metrics / name).is_file():
@@ -135,6 +137,14 @@ def _copy_site_models(workspace: Path, out: Path) -> None:
     for site in sorted(models.keys() & set(last["sites_contributed"])):
         (out / SITE_MODELS).mkdir(exist_ok=True)
         shutil.copy2(models[site], out / SITE_MODELS / models[site].name)
+
+
+def _copy_layer_compute(workspace: Path, out: Path) -> None:
+    """Write the choice of sparse or dense by layer of all sites, each of which has recorded its own."""
+    layers: dict[str, dict[str, str]] = {}
+    for file in sorted(workspace.glob(f"*/simulate_job/{LAYER_COMPUTE}")):
+        layers |= json.loads(file.read_text(encoding="utf-8"))
+    write_layer_compute(out, layers)
 
 
 def _describe_failure(log: Path, workspace: Path, cause: str = "") -> str:
