@@ -175,7 +175,7 @@ class SiteSession(FLComponent):
             save_site_model(Path(get_workspace(fl_ctx).get_root_dir()) / MODELS_FOLDER / endpoint.run, endpoint.site)
 
     def record_layer_compute(self, fl_ctx: FLContext) -> None:
-        """Write which layers the last training computed sparsely into the job's folder at this site, where it is news."""
+        """Write which layers the last training computed sparsely into the job's folder here, if that changed."""
         site = self.get_endpoint(fl_ctx).site
         if site.layer_compute != self._layer_compute:
             self._layer_compute = dict(site.layer_compute)
