@@ -264,7 +264,8 @@ def format_page(rows: list[dict[str, Any]], passes: dict[str, int], rounding: di
             "",
             f"A site's memory, from {name_size(rows[0])}, grows by these vectors of the model; the parameters of",
         ]
-        growth = [f"{count_vectors(rows[0], row):.1f} to {name_size(row)}" for row in rows[1:]]
+        larger = [row for row in rows if row["parameters"] > rows[0]["parameters"]]
+        growth = [f"{count_vectors(rows[0], row):.1f} to {name_size(row)}" for row in larger]
         lines += [f"the network alone are one: {', '.join(growth)}."]
     for row in rows:
         if "ratio" in row and row["parameters"] == 30_000_000:

@@ -51,11 +51,11 @@ def test_patches_over_zeros_and_over_the_previous_model() -> None:
     assert torch.equal(sender.send(Patch.from_vector(values, wide)), values * wide.bits)
     expected = values * wide.bits + narrow.bits
     assert torch.equal(sender.send(Patch.from_vector(values + 1, narrow, "previous"))[wide.bits], expected[wide.bits])
-    assert sender.endpoint.site.received.mask == wide
-    assert torch.equal(sender.endpoint.site.received.values, wide.take(sender.endpoint.site.weights))
+    assert sender.endpoint.site.live_patch.mask == wide
+    assert torch.equal(sender.endpoint.site.live_patch.values, wide.take(sender.endpoint.site.weights))
     assert torch.equal(sender.send(Patch.from_vector(values, narrow)), values * narrow.bits)
-    assert sender.endpoint.site.received.mask == narrow
-    assert torch.equal(sender.endpoint.site.received.values, narrow.take(sender.endpoint.site.weights))
+    assert sender.endpoint.site.live_patch.mask == narrow
+    assert torch.equal(sender.endpoint.site.live_patch.values, narrow.take(sender.endpoint.site.weights))
 
 
 def test_patch_over_the_previous_model_with_entries_outside_it_is_rejected() -> None:

@@ -115,9 +115,9 @@ def test_first_model_of_every_method_is_the_initial_one(name: str, bench: Any, m
         request = receive(endpoint, *arguments)
         if endpoint.method.sends_initial_model(request.kind, request.round):
             site = endpoint.site
-            assert site.received is not None
+            assert site.live_patch is not None
             checked.append(
-                find_changed_tensor(site.weights, bench.weights, site.received.mask, site.layout, endpoint.values)
+                find_changed_tensor(site.weights, bench.weights, site.live_patch.mask, site.layout, endpoint.values)
             )
         return request
 

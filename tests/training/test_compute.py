@@ -159,7 +159,7 @@ def test_blocks_of_an_unchanged_mask_are_built_once_with_the_same_bits(
     config = TrainingConfig(epochs=2, optimizer="sgd", lr=1e-2, batch_size=4, compute="sparse")
     site.weights = torch.randn(site.layout.size, generator=generator) * 0.2 * mask.bits
     fresh = site.train(site.weights, mask, config, 1)
-    site.received = Patch.from_vector(site.weights, mask)
+    site.live_patch = Patch.from_vector(site.weights, mask)
     cached = [site.train(site.weights, mask, config, 1) for _ in range(2)]
     assert len(built) == 2
     assert all(torch.equal(trained, fresh) for trained in cached)

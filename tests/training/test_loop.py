@@ -37,8 +37,8 @@ class Normed(Task):
         return {"mse": float((predictions - targets).square().mean())}
 
 
-def site() -> tuple[Site, torch.Tensor]:
-    task = Normed()
+def site(task: Task | None = None) -> tuple[Site, torch.Tensor]:
+    task = task or Normed()
     module = task.model()
     layout = Layout.from_module(module)
     data = TensorDataset(torch.randn(24, 4), torch.zeros(24, 1))
@@ -76,10 +76,30 @@ def test_values_of_the_request_start_a_training_of_the_same_bits(settings: dict[
     config = TrainingConfig(batch_size=8, **settings)
     gathered = local.train_entries(start, trainable, config, 1, steps=steps)
     local.weights = start.clone()
-    local.received = Patch(trainable.take(start), trainable)
+    local.live_patch = Patch(trainable.take(start), trainable)
     assert torch.equal(local.train_entries(local.weights, trainable, config, 1, steps=steps), gathered)
     assert torch.equal(local.weights, start)
-    assert torch.equal(local.received.values, trainable.take(start))
+    assert torch.equal(local.live_patch.values, trainable.take(start))
+
+
+class Clamping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+class ClampingTask(Normed):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Clamping(4, 6), nn.Linear(6, 1))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_vector_of_the_request_is_restored_where_a_pass_writes_parameters(steps: int) -> None:
+    local, start = site(ClampingTask())
+    before, trainable = start.clone(), Mask(torch.ones(start.numel()).index_fill(0, torch.tensor([30]), 0).bool())
+    local.train_entries(start, trainable, TrainingConfig(batch_size=8), 1, steps=steps)
+    assert torch.equal(start, before)
 
 
 def test_running_statistics_change_only_if_trainable() -> None:

@@ -124,9 +124,9 @@ class SiteEndpoint:
 
     def compute_model_digest(self) -> str:
         """Return the digest of the model that this site holds; equal models have equal digests at all sites."""
-        assert self.site.received is not None, "a request was received"
+        assert self.site.live_patch is not None, "a request was received"
         # Of the live entries alone: all others are zero.
-        return self.site.received.digest
+        return self.site.live_patch.digest
 
     def answer(self, request: Request) -> Update:
         """Return the method's update, with metrics of the received model unless the method reports its own.
@@ -282,7 +282,7 @@ class SiteEndpoint:
         patch.write_into(self.site.weights)
         # The values of a whole model are at hand: the digest, the training and the checkpoint need not gather them.
         is_whole = patch.base == "zeros"
-        self.site.received = Patch(patch.values, mask) if is_whole else Patch.from_vector(self.site.weights, mask)
+        self.site.live_patch = Patch(patch.values, mask) if is_whole else Patch.from_vector(self.site.weights, mask)
         return SiteBase(mask, sequence)
 
     def _restart(self, sequence: int, acknowledged: int | None) -> None:
@@ -315,7 +315,7 @@ class SiteEndpoint:
         _, snapshot = newest
         fallback = _load_previous_request(store, newest)
         reserve = _load_previous_request(store, fallback) if fallback else None
-        self.site.weights, self.site.received = snapshot.to_vector(), Patch(snapshot.values, snapshot.base.mask)
+        self.site.weights, self.site.live_patch = snapshot.to_vector(), Patch(snapshot.values, snapshot.base.mask)
         damaged = store.list_damaged()
         self._state = SiteState.restart(
             snapshot, fallback[1] if fallback else None, damaged, reserve=reserve[0] if reserve else None
@@ -331,8 +331,8 @@ class SiteEndpoint:
         state = self._state.answer(request, memory)
         if self.store is not None:
             assert state.base is not None, "an update answers a request that was received"
-            assert self.site.received is not None
-            snapshot = SiteSnapshot(*request, self.site.received.values, state.base, memory)
+            assert self.site.live_patch is not None
+            snapshot = SiteSnapshot(*request, self.site.live_patch.values, state.base, memory)
             self.store.save(state.sequence, snapshot, also_keep=(state.fallback, state.reserve))
         self._state = state
 

@@ -30,7 +30,7 @@ from ..errors import ConfigError, format_site_error
 from ..kernels.threads import set_kernel_threads
 from ..policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
 from ..privacy.account import PRIVACY_FOLDER, PrivacyAccount
-from ..runs.folder import write_layer_compute
+from ..runs.folder import LAYER_COMPUTE, write_layer_compute
 from ..runs.model_files import save_site_model
 from ..task import SiteData, Task
 from ..tasks.script import ScriptTask
@@ -175,12 +175,18 @@ class SiteSession(FLComponent):
             save_site_model(Path(get_workspace(fl_ctx).get_root_dir()) / MODELS_FOLDER / endpoint.run, endpoint.site)
 
     def record_layer_compute(self, fl_ctx: FLContext) -> None:
-        """Write which layers the last training computed sparsely into the job's folder here, if that changed."""
+        """Write the choice of sparse or dense by layer into the job's folder here, if it differs from the last one."""
         site = self.get_endpoint(fl_ctx).site
-        if site.layer_compute != self._layer_compute:
-            self._layer_compute = dict(site.layer_compute)
-            folder = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
-            write_layer_compute(folder, {site.name: self._layer_compute})
+        if site.layer_compute == self._layer_compute:
+            return
+        folder = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
+        try:
+            write_layer_compute(folder, {site.name: site.layer_compute})
+        except OSError as error:
+            # The training is good without this record. No path: FLARE streams logs to the server.
+            self.log_warning(fl_ctx, f"{LAYER_COMPUTE} is not written: {error.strerror}")
+            return
+        self._layer_compute = dict(site.layer_compute)
 
     def get_endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:
         """Return this site's endpoint; the first call loads the site's data.

@@ -33,7 +33,7 @@ from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, sa
 APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
 """Files that every commit appends to."""
 LAYER_COMPUTE = "layer_compute.json"
-"""File of the layers that sparse kernels computed, by site: of all sites on one machine, or at each site its own."""
+"""Choice of sparse or dense by site and layer: a file for all sites of a run on one machine, or one at each site."""
 SUMMARY = "summary.json"
 """File that a run writes last; a folder without it belongs to a run that has not ended."""
 
@@ -240,12 +240,16 @@ def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
 
 
 def write_layer_compute(folder: Path, layers: Mapping[str, Mapping[str, str]]) -> None:
-    """Write which layers the last training computed sparsely; no file if there are none.
+    """Write which layers the last training computed sparsely; without any choice, delete what an earlier one wrote.
 
     Args:
         folder: result folder, or a job's folder at a site.
-        layers: ``sparse`` or ``dense`` by site and layer.
+        layers: ``sparse`` or ``dense`` by site and layer; sites without a choice are left out.
+
+    Raises:
+        OSError: the file cannot be written.
     """
-    (folder / LAYER_COMPUTE).unlink(missing_ok=True)
-    if any("sparse" in choices.values() for choices in layers.values()):
-        write_json(folder / LAYER_COMPUTE, layers)
+    if chosen := {site: choices for site, choices in layers.items() if choices}:
+        write_json(folder / LAYER_COMPUTE, chosen)
+    else:
+        (folder / LAYER_COMPUTE).unlink(missing_ok=True)

@@ -92,7 +92,7 @@ def train(
     step = 0
     try:
         for step, group in enumerate(_group(batches, accumulate), start=1):
-            # Only before a pass that reads them: the weights of the last step leave as they are.
+            # Written before the next pass, not after the step: no pass reads the weights of the last step.
             if step > 1 and live.index is not None:
                 model.flat.index_copy_(0, live.index, weights.detach())
             weights.grad = compute(group, step, live, weights.grad)
@@ -113,8 +113,8 @@ def train(
         trained = weights.detach().cpu()
         return torch.cat([trained, buffers]) if buffers.numel() else trained
     finally:
-        # The network's parameters are views of the vector that the site holds.
-        if step > 1 and live.index is not None:
+        # The network's parameters are views of the vector that the site holds, and a pass may write into their data.
+        if step and live.index is not None:
             model.flat.index_copy_(0, live.index, origin)
 
 

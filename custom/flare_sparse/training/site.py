@@ -49,8 +49,8 @@ class Site:
         name: name of the site in FLARE.
         layout: layout of the model.
         weights: ``(P,)`` the vector of the server's last request, with the entries outside its patch filled in.
-        received: the entries of ``weights`` that may differ from 0, with their values since the server's last request;
-            None: unknown.
+        live_patch: the patch that gives ``weights`` if it is written over zeros: its mask has every entry that may
+            differ from 0. None: unknown. Whoever assigns ``weights`` replaces it.
         memory: tensors that the site keeps between rounds, for its method and of its own; saved in its checkpoints.
         evaluated: layout and vector of the whole network that was evaluated last; None: none.
         layer_compute: ``sparse`` or ``dense`` by layer, as the last training computed them; empty: all were dense.
@@ -66,7 +66,7 @@ class Site:
     sends_metrics: bool = True
     metric_release: MetricRelease | None = None
     notices: tuple[str, ...] = ()
-    received: Patch | None = None
+    live_patch: Patch | None = None
 
     def __init__(
         self,
@@ -193,8 +193,8 @@ class Site:
         step = personal.build_step(partial(config.build_optimizer, t=t), config.clip_norm) if personal else _do_nothing
         # The sparse kernels compute in float32, and whole minibatches.
         kernels = config.compute if config.precision == "float32" and self.mechanism is None else "dense"
-        received = self.received if start is self.weights else None
-        support = None if received is None else received.mask
+        patch = self.live_patch if start is self.weights else None
+        support = None if patch is None else patch.mask
         compute = use_compute(kernels, self._model, start, trainable, support, self.layer_compute)
         private = self._open_private(start, trainable, config, t, steps, changes, (labels, proximal_strength))
         batches: Iterator[Any]
@@ -212,7 +212,7 @@ class Site:
                 partial(config.build_optimizer, t=t),
                 proximal_strength=proximal_strength + config.proximal,
                 clip_norm=config.clip_norm,
-                start_values=None if received is None or support is not trainable else received.values,
+                start_values=None if patch is None or support is not trainable else patch.values,
                 step_scale=step_scale,
                 step_personal=step,
                 precision=config.precision,

@@ -285,7 +285,7 @@ def _select_metrics(
 def _check_initial_model(endpoint: SiteEndpoint, initial: torch.Tensor) -> Iterator[str]:
     """Yield the reason why the received model is not the initial one of the job ``(P,)``; nothing if it is."""
     site = endpoint.site
-    mask = Mask.full(site.layout.size) if site.received is None else site.received.mask
+    mask = Mask.full(site.layout.size) if site.live_patch is None else site.live_patch.mask
     if name := find_changed_tensor(site.weights, initial, mask, site.layout, endpoint.values):
         yield (
             f"verify_initial_model: tensor {name!r} of the received model is not the one that the job's settings and "
