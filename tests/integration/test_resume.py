@@ -89,6 +89,7 @@ def test_killed_job_resumes_to_the_same_model_and_ledger(name: str, tmp_path: Pa
     assert read_rounds(out) == read_rounds(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_job_killed_after_its_last_round_delivers_the_same_model(tmp_path: Path) -> None:
     """All rounds are committed and the models written but not delivered: only the last evaluation is repeated."""
     file = configuration(tmp_path / "config", METHODS["topk_ef"], rounds=3)

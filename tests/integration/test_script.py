@@ -92,7 +92,7 @@ def run(file: Path, out: Path, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", ["", "python"])
+@pytest.mark.parametrize("launch", ["", pytest.param("python", marks=pytest.mark.long)])
 def test_script_in_the_simulator_ends_with_the_bits_of_a_local_run(launch: str, tmp_path: Path) -> None:
     """The package and the helper travel; the mask holds; the model loads from the record alone."""
     file = configuration(tmp_path / "config")

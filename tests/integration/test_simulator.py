@@ -79,9 +79,12 @@ METHODS = {
 }
 
 
-# Among the long tests: what another one of these runs as well.
+# What another one of these runs as well.
+LONG = ("fedsparsify", "scbf", "dispfl")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in ("scbf", "dispfl") else name for name in METHODS]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in METHODS]
 )
 def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) -> None:
     """The model is the same bit for bit, and so are the bytes of every message."""
