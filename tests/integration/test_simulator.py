@@ -79,7 +79,7 @@ METHODS = {
 }
 
 
-# What another one of these runs as well.
+# Methods whose code between server and sites another method of this test runs by default.
 LONG = ("fedsparsify", "scbf", "dispfl")
 
 

@@ -92,7 +92,7 @@ def weighted_sum(contributions: Sequence[Contribution], weights: Weights) -> Ten
     Raises:
         ValueError: there is no contribution, or two are of one site.
     """
-    mask, values = _compute_sum(contributions, weights, lambda contribution: contribution.patch.values.double())
+    mask, values = _compute_sum(contributions, weights, lambda contribution: contribution.patch.values)
     return values.float() if mask.is_full else _put_into_zeros(mask, values)
 
 
@@ -109,9 +109,7 @@ def sum_completed(contributions: Sequence[Contribution], weights: Weights, previ
         float32 ``(P,)``, zero outside ``live``; accumulated in float64, in site-name order.
     """
     # One completed vector at a time: together they would take the memory of a model for each site.
-    _, total = _compute_sum(
-        contributions, weights, lambda c: live.take(c.patch.write_into(previous.clone())).double(), live
-    )
+    _, total = _compute_sum(contributions, weights, lambda c: live.take(c.patch.write_into(previous.clone())), live)
     return _put_into_zeros(live, total)
 
 
@@ -152,8 +150,8 @@ def average_over_owners(contributions: Sequence[Contribution], weights: Weights,
         weights: weight of each contribution.
         fallback: ``(P,)`` values of the entries that no site sent.
     """
-    mask, total = _compute_sum(contributions, weights, lambda contribution: contribution.patch.values.double())
-    _, weight = _compute_sum(contributions, weights, lambda c: torch.ones(c.patch.mask.count, dtype=torch.float64))
+    mask, total = _compute_sum(contributions, weights, lambda contribution: contribution.patch.values)
+    _, weight = _compute_sum(contributions, weights, lambda c: torch.ones(c.patch.mask.count))
     # A site of weight 0 owns entries without adding to their weight: these keep the fallback, too.
     is_owned = weight > 0
     average = torch.where(is_owned, total / weight.where(is_owned, torch.ones(())), mask.take(fallback).double())
@@ -177,7 +175,7 @@ def _compute_sum(
     Args:
         contributions: one per site; each is read once and in turn, so that those in files need no memory together.
         weights: weight of each contribution.
-        values: returns the values of a contribution, float64.
+        values: returns the values of a contribution.
         common: mask of all these values; None: each contribution's own.
     """
     # Addition of floats is not associative. Sorted by site, the sum has the same bits for every order of arrival.
@@ -190,8 +188,9 @@ def _compute_sum(
     support = shared if has_one_mask else Mask.full(shared.size)
     total = torch.zeros(support.count, dtype=torch.float64)
     for contribution, weight in zip(ordered, weights(ordered), strict=True):
+        addends = values(contribution).double()
         if has_one_mask:
-            total.add_(values(contribution), alpha=weight)
+            total.add_(addends, alpha=weight)
         else:
-            total.index_add_(0, contribution.patch.mask.indices, values(contribution), alpha=weight)
+            total.index_add_(0, contribution.patch.mask.indices, addends, alpha=weight)
     return support, total
