@@ -201,6 +201,15 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
         assert all(torch.equal(gradient, results[0][1][name]) for name, gradient in gradients.items())
 
 
+def test_decision_is_made_anew_for_another_number_of_threads_of_torch() -> None:
+    network, asked = nn.Sequential(nn.Conv2d(2, 3, 3)), []
+    with use_sparse_kernels(network, draw_live_weights(network, 0.5), lambda work: asked.append(work.threads) or False):
+        for threads in (1, 2, 2, 1):
+            with limit_threads(threads):
+                network(torch.randn(1, 2, 5, 5))
+    assert asked == [1, 2]
+
+
 @pytest.mark.filterwarnings("ignore:Input #0 requires gradient")
 def test_gradients_pass_gradcheck() -> None:
     """Numerical derivatives in float32, whose step and tolerance are coarse."""

@@ -1,9 +1,10 @@
 """When sparse kernels are faster than dense ones: a model of both times, the same on every machine.
 
 A timed trial would choose by the load of the machine, and the choice decides the last bits of a result. The constants
-are nanoseconds on one core of a server with AVX-512, fitted to the layers of five networks at densities from 0.01 to 1;
-only their ratios matter. All layers together take 1 % longer than with the faster variant of each; a sparse layer is at
-most 1.4 times slower than a dense one. ``benchmarks/performance/fit_kernel_costs.py`` fits them anew and checks that.
+are nanoseconds on one and on two cores of servers with AVX-512, fitted to the layers of five networks at densities from
+0.01 to 1; only their ratios matter. All layers together take 1 % longer than with the faster variant of each; a sparse
+layer is at most 1.4 times slower than a dense one. ``benchmarks/performance/fit_kernel_costs.py`` fits them anew and
+checks that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Work:
         is_normalised: whether an instance or batch normalisation follows.
         is_pooled: whether max-pooling follows.
         is_training: whether gradients are computed, too.
+        threads: number of torch's threads.
     """
 
     geometry: Geometry
@@ -34,6 +36,7 @@ class Work:
     is_normalised: bool = False
     is_pooled: bool = False
     is_training: bool = False
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,23 @@ class Costs:
 
     def is_sparse_faster(self, work: Work) -> bool:
         """Return whether the kernels are expected to compute a block faster than torch at these costs."""
+        gain = 1 if work.threads == 1 else _LEAST_GAIN_WITH_THREADS
         sparse = _sum_products(self.sparse, count_sparse_operations(work))
-        return sparse < _sum_products(self.dense, count_dense_operations(work))
+        return gain * sparse < _sum_products(self.dense, count_dense_operations(work))
+
+
+_LEAST_GAIN_WITH_THREADS = 1.2
+"""How many times faster the kernels must be expected to be with several threads, where the model errs more.
+
+A layer that is left dense by mistake takes as long as without the kernels.
+"""
 
 
 INFERENCE = Costs((20_300, 0.00922, 0.00819, 1.09, 1.21, 3.26), (136_000, 458, 0.0225, 0.0181, 1.98, 0.541, 0.842))
 TRAINING = Costs((91_000, 0.0262, 0.0252, 5.13, 2.49, 3.55), (347_000, 990, 0.0693, 0.0771, 6.18, 1.12, 1.62))
+TRAINING_THREADED = Costs(
+    (291_000, 0.0191, 0.0235, 4.85, 2.0, 6.34), (850_000, 1_280, 0.0667, 0.0695, 4.06, 1.35, 2.65)
+)
 
 
 _PRODUCTS_OF_A_STORED_VALUE = 64
@@ -74,7 +88,17 @@ def is_storing_faster(live: int, outputs: int) -> bool:
 
 def is_sparse_faster(work: Work) -> bool:
     """Return whether the sparse kernels are expected to compute a block faster than torch."""
-    return (TRAINING if work.is_training else INFERENCE).is_sparse_faster(work)
+    return get_costs(is_training=work.is_training, threads=work.threads).is_sparse_faster(work)
+
+
+def get_costs(*, is_training: bool, threads: int) -> Costs:
+    """Return the costs of a training step or of an inference; those of two threads stand for any larger number.
+
+    Inference gains from threads alike with and without the kernels, so its costs are in the same ratios.
+    """
+    if not is_training:
+        return INFERENCE
+    return TRAINING if threads == 1 else TRAINING_THREADED
 
 
 def count_dense_operations(work: Work) -> tuple[int, ...]:

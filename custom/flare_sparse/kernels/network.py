@@ -41,7 +41,8 @@ _UNKNOWN: Any = object()
 class Block:
     """Computes a chain with sparse kernels; it stands in for the ``forward`` of the chain's first layer.
 
-    What depends on the sizes of the input, the modes of the layers and the gradient mode alone is computed once.
+    What depends on the sizes of the input, the modes of the layers, the gradient mode and the number of torch's threads
+    alone is computed once.
 
     Args:
         chain: layers that it computes.
@@ -101,7 +102,7 @@ class Block:
         layer, norm = self.chain.layer, self.chain.norm
         key = (
             inputs.shape, inputs.dtype, inputs.device, layer.weight.dtype, layer.training,
-            norm is not None and norm.training, torch.is_grad_enabled(),
+            norm is not None and norm.training, torch.is_grad_enabled(), torch.get_num_threads(),
         )  # fmt: skip
         # One look-up: another thread may empty the cache at any time.
         geometry: Geometry | None = self._geometries.get(key, _UNKNOWN)
@@ -192,7 +193,8 @@ class Block:
     def _build_work(self, geometry: Geometry, samples: int) -> Work:
         chain = self.chain
         is_training = torch.is_grad_enabled() and chain.layer.training
-        return Work(geometry, self.count, samples, chain.norm is not None, chain.pool is not None, is_training)
+        flags = chain.norm is not None, chain.pool is not None, is_training
+        return Work(geometry, self.count, samples, *flags, threads=torch.get_num_threads())
 
     def _build_spec(self) -> BlockSpec:
         norm, activation = self.chain.norm, self.chain.activation

@@ -1,13 +1,20 @@
-"""Division of a layer's samples and channels among threads."""
+"""Division of a layer's samples and channels among threads.
+
+The threads are those of torch's OpenMP runtime. After a layer they wait actively for some milliseconds, on cores that
+other threads would have to share with them.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +22,7 @@ import torch
 from .arguments import Integers, Part
 
 _count: int | None = None
+_is_forked = False
 
 _PARTS_OF_A_THREAD = 4
 """Parts for each thread, which takes one at a time: the channels differ in work, and the threads in speed."""
@@ -40,15 +48,6 @@ def limit_kernel_threads(count: int | None) -> Iterator[None]:
         set_kernel_threads(previous)
 
 
-@cache
-def _build_pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="sparse-kernels")
-
-
-# The threads of a pool do not exist in a forked process.
-os.register_at_fork(after_in_child=_build_pool.cache_clear)
-
-
 def run_parts(work: Integers, samples: int, function: Callable[[Part], None], *, divides_samples: bool = True) -> None:
     """Call a function for parts that cover all channels of all samples, in the kernels' threads.
 
@@ -62,17 +61,9 @@ def run_parts(work: Integers, samples: int, function: Callable[[Part], None], *,
         divides_samples: whether a part may hold some of the samples only.
     """
     threads = max(1, min(_count or torch.get_num_threads(), int(work[-1]) * samples // _LEAST_WORK))
-    parts = list(divide(work, samples, threads, divides_samples=divides_samples))
     # Each thread takes the next part when it has finished one: advancing a list's iterator is atomic.
-    remaining = iter(parts)
-    others = [_build_pool(threads).submit(compute_parts, remaining, function) for _ in range(threads - 1)]
-    try:
-        compute_parts(remaining, function)
-    finally:
-        # Also after an error: the arrays that the other threads write must not be freed before they are done.
-        for other in others:
-            if not other.cancel():
-                other.result()
+    remaining = iter(list(divide(work, samples, threads, divides_samples=divides_samples)))
+    call_in_threads(threads, lambda: compute_parts(remaining, function))
 
 
 def divide(work: Integers, samples: int, threads: int, *, divides_samples: bool) -> Iterator[Part]:
@@ -93,3 +84,75 @@ def compute_parts(parts: Iterator[Part], function: Callable[[Part], None]) -> No
     """Call a function for parts until none is left."""
     for part in parts:
         function(part)
+
+
+def call_in_threads(threads: int, function: Callable[[], None]) -> None:
+    """Call a function in the calling thread and, at the same time, in up to ``threads - 1`` others.
+
+    Returns when all have returned, also after an error: the arrays that they write must not be freed before. The first
+    error is raised.
+    """
+    # A forked process has none of OpenMP's threads, and its runtime would wait for them forever.
+    start = None if _is_forked else _find_parallel_region()
+    if threads == 1:
+        function()
+    elif start is None:
+        _call_in_pool(threads, function)
+    else:
+        errors: list[BaseException] = []
+
+        def call(_: object) -> None:
+            # An error cannot pass through the runtime, which is written in C.
+            try:
+                function()
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        start(_REGION(call), None, threads, 0)
+        if errors:
+            raise errors[0]
+
+
+_REGION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _find_parallel_region() -> Callable[..., None] | None:
+    """Return the function of torch's OpenMP runtime that calls a function in several threads.
+
+    ``GOMP_parallel(function, argument, threads, flags)`` is part of the binary interface of GNU's runtime, which
+    Intel's and LLVM's have, too. None: torch is built without one that has it.
+    """
+    for file in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+        try:
+            # The library is loaded already. A name is searched in the libraries that it depends on, too.
+            region: Any = ctypes.CDLL(str(file)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        region.argtypes, region.restype = (_REGION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+        return region  # type: ignore[no-any-return]
+    return None
+
+
+def _call_in_pool(threads: int, function: Callable[[], None]) -> None:
+    others = [_build_pool(threads).submit(function) for _ in range(threads - 1)]
+    try:
+        function()
+    finally:
+        for other in others:
+            if not other.cancel():
+                other.result()
+
+
+@cache
+def _build_pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="sparse-kernels")
+
+
+def _leave_threads_behind() -> None:
+    global _is_forked  # noqa: PLW0603 - as the threads are, which a forked process does not have
+    _is_forked = True
+    _build_pool.cache_clear()
+
+
+os.register_at_fork(after_in_child=_leave_threads_behind)
