@@ -7,7 +7,7 @@
 Target sites take no part in training. Every site keeps 20 % of its examples for validation or testing: those of the
 training sites choose the steps of each arm and seed, those of the targets choose nothing. The step of adaptation, and
 the step of training where an arm lists several, are those whose model is best on the validation examples after one step
-on the training examples of each training site.
+on the training examples of each training site; in ``cifar_main`` of ten of them, drawn by the seed.
 
 Each run is one process without FLARE, ends with the same bits as a FLARE job, and writes one JSON file to ``--out``:
 finished runs are not repeated, several processes may share the work. ``metagater_report.py`` turns the files into
@@ -66,7 +66,7 @@ class Sites:
 
     Attributes:
         training: sites that train. They have no test examples: a site with some evaluates the model of every round.
-        validation: the same sites with their held-out examples, which choose the steps.
+        validation: these sites, or some of them, with their held-out examples, which choose the steps.
         targets: sites that take no part in training, and choose nothing.
     """
 
@@ -79,9 +79,11 @@ def build_sites(setting: Setting, task: Task, layout: Layout, data: Path, seed: 
     examples, targets = load_sites(task, setting.sites, data, seed)
     sites = {name: Site(name, task, own, layout, seed) for name, own in examples.items()}
     others = [name for name in sites if name not in targets]
+    order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed)).tolist()
+    judges = sorted(others[i] for i in order[: setting.validation_sites])
     return Sites(
         {name: Site(name, task, Examples(examples[name].train, EMPTY), layout, seed) for name in others},
-        {name: sites[name] for name in others if examples[name].n_test},
+        {name: sites[name] for name in judges if examples[name].n_test},
         {name: sites[name] for name in targets},
     )
 

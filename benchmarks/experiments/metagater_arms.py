@@ -28,21 +28,36 @@ class Arm:
 
 @dataclass(frozen=True)
 class Setting:
-    """One table: sites, network and arms."""
+    """One table: sites, network and arms.
+
+    Attributes:
+        task: name of the task.
+        task_settings: its settings.
+        layers: layers with gates.
+        arms: the rows, by label.
+        sites: numbers of sites and of their examples.
+        validation_sites: number of training sites that choose the steps, drawn by the seed; None: all.
+    """
 
     task: str
     task_settings: dict[str, Any]
     layers: tuple[str, ...]
     arms: dict[str, Arm]
     sites: dict[str, int]
+    validation_sites: int | None = None
 
 
-def build_cifar_arms(batch: int) -> dict[str, Arm]:
-    """Return the arms on CIFAR-10. MetaGater's step is lambda times its learning rate."""
+def build_cifar_arms(batch: int, alphas: tuple[float, ...]) -> dict[str, Arm]:
+    """Return the arms on CIFAR-10. MetaGater's step is lambda times its learning rate.
+
+    Args:
+        batch: size of the minibatches.
+        alphas: inner steps of Per-FedAvg to choose among.
+    """
     plain = {"training": {"optimizer": "sgd", "batch_size": batch, "lr": 0.1}}
     proximal = {"training": {**plain["training"], "lr": 0.1 / LAMBDA}, "momentum_cap": 0.9, "lasso": 0}
     # The inner step of Per-FedAvg is a setting of its training.
-    inner = {f"alpha {alpha:g}": {"adapt_lr": alpha} for alpha in (0.01, 0.03, 0.1)}
+    inner = {f"alpha {alpha:g}": {"adapt_lr": alpha} for alpha in alphas}
     return {
         "FedAvg + one step": Arm("fedavg_one_step", plain),
         "Per-FedAvg (FO)": Arm("per_fedavg", plain, inner),
@@ -75,15 +90,17 @@ SETTINGS = {
         "image_classification",
         CIFAR,
         ("2",),
-        build_cifar_arms(1000),
+        build_cifar_arms(1000, (0.01, 0.03, 0.1)),
         {"sites": 20, "targets": 10, "min_examples": 30, "max_examples": 100},
     ),
     "cifar_main": Setting(
         "image_classification",
         CIFAR,
         ("2",),
-        build_cifar_arms(64),
+        # The inner step that validation on the small sites chose for every seed: a second one takes two runs of FedAvg.
+        build_cifar_arms(64, (0.01,)),
         {"sites": 40, "targets": 10, "min_examples": 221, "max_examples": 2792},
+        validation_sites=10,
     ),
     "brain": Setting("morphometry_age", {}, (), build_brain_arms(), {"targets": 10, "smallest_target": 20}),
 }
