@@ -91,7 +91,7 @@ def attack_by_loss(arguments: argparse.Namespace, sparsity: float, seed: int) ->
         AuditOptions(references=arguments.references),
         lambda line: CONSOLE.print(f"{out.name}: {line}"),
     )
-    with limit_threads(config.federation.threads):
+    with limit_threads(config.torch_threads):
         results = attacks.attack_by_loss(), attacks.attack_by_rmia()
     write_json(file, {result.attack: result.to_dict() for result in results})
 

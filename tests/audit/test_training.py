@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from flare_sparse.audit import training
 from flare_sparse.audit.training import Canaries, draw_reference_rows, join_examples, select_rows
+from flare_sparse.config import load_config
+from flare_sparse.kernels import threads
 from flare_sparse.task import Examples
+
+CONFIG = Path(__file__).parents[2] / "app_configs" / "neurosfl_brain_age.yaml"
 
 SITES = np.array(["a"] * 10 + ["b"] * 7)
 
@@ -40,6 +47,21 @@ def test_canaries_have_the_targets_of_other_examples() -> None:
     assert all(target != 100 + own for own, target in pairs)
     # What belongs to the target, such as its weight in the loss, goes with it.
     assert all(example[2].item() == example[1].item() + 100 for example in (canaries[i] for i in range(4)))
+
+
+def test_reference_models_train_with_the_threads_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``compute: sparse`` torch has one thread: its number decides which layers the kernels compute."""
+    seen = []
+
+    def stop(*_: object, thread_count: int) -> None:
+        seen.append((thread_count, threads._count))
+        raise InterruptedError
+
+    monkeypatch.setattr(training, "run_assembly", stop)
+    config = load_config(CONFIG, ["method.training.compute=sparse", "federation.threads=2"])
+    with pytest.raises(InterruptedError):
+        training.Retraining(CONFIG.parent, config, {}, {}).train({}, seed=1)
+    assert seen == [(1, 2)]
 
 
 def test_examples_without_targets_cannot_be_canaries() -> None:

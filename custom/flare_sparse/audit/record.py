@@ -45,7 +45,7 @@ def audit_run(
     assembly, config = load_assembly(run.path)
     _check_auditable(run, has_global_model=assembly.method.has_global_model, is_script=config.task.key == "script")
     model = assembly.build_network(read_run_model(run.path, assembly, "final"))
-    with limit_threads(config.federation.threads):
+    with limit_threads(config.torch_threads):
         examples = _load_examples(run, data, lambda site: open_site(assembly, data[site]).examples)
         retraining = Retraining(run.path, config, data, examples)
         folder = run.path / AUDIT_FOLDER

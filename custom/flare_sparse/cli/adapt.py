@@ -14,6 +14,7 @@ from ..assemble import Assembly, assemble, open_site
 from ..checkpoint.writing import write_json
 from ..config import load_config, load_task
 from ..errors import ConfigError, DataError
+from ..kernels.threads import limit_kernel_threads
 from ..mask import Mask
 from ..params import compute_digest
 from ..runs.model_files import read_mask, read_model, save_mask, save_model
@@ -48,7 +49,7 @@ def adapt(
         raise ConfigError(f"{run_dir}: there is no config.yaml here; give the result folder of a finished run")
     config = load_config(config_file, set_ or ())
     assembly = assemble(config, load_task(config, run_dir))
-    with limit_threads(config.torch_threads):
+    with limit_threads(config.torch_threads), limit_kernel_threads(config.federation.threads):
         target_site = open_site(assembly, SiteData(site, data.resolve()))
         figures = adapt_at_site(assembly, target_site, run_dir, folder)
     _show(figures, assembly)

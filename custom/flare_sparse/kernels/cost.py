@@ -2,9 +2,9 @@
 
 A timed trial would choose by the load of the machine, and the choice decides the last bits of a result. The constants
 are nanoseconds on one and on two cores of servers with AVX-512, fitted to the layers of five networks at densities from
-0.01 to 1; only their ratios matter. All layers together take 1 % longer than with the faster variant of each; a sparse
-layer is at most 1.4 times slower than a dense one. ``benchmarks/performance/fit_kernel_costs.py`` fits them anew and
-checks that.
+0.01 to 1; only their ratios matter. With one thread and with two, all layers together take 1 % longer than with the
+faster variant of each, and a sparse layer is at most 1.4 times slower than a dense one.
+``benchmarks/performance/fit_kernel_costs.py`` fits them anew and checks that.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def is_sparse_faster(work: Work) -> bool:
 def get_costs(*, is_training: bool, threads: int) -> Costs:
     """Return the costs of a training step or of an inference; those of two threads stand for any larger number.
 
-    Inference gains from threads alike with and without the kernels, so its costs are in the same ratios.
+    For inference, those of one thread choose as well as fitted ones.
     """
     if not is_training:
         return INFERENCE

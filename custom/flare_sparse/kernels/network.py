@@ -41,8 +41,8 @@ _UNKNOWN: Any = object()
 class Block:
     """Computes a chain with sparse kernels; it stands in for the ``forward`` of the chain's first layer.
 
-    What depends on the sizes of the input, the modes of the layers, the gradient mode and the number of torch's threads
-    alone is computed once.
+    What depends only on the sizes of the input, the modes of the layers, the gradient mode and the number of torch's
+    threads is computed once.
 
     Args:
         chain: layers that it computes.

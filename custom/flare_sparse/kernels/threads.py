@@ -1,19 +1,20 @@
 """Division of a layer's samples and channels among threads.
 
-The threads are those of torch's OpenMP runtime. After a layer they wait actively for some milliseconds, on cores that
-other threads would have to share with them.
+Where torch has several threads, they are those of torch's OpenMP runtime: after an operation of torch these spin for
+some milliseconds, and other threads would compete with them for the cores. Where torch has one thread, they are those
+of a pool.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,16 @@ def run_parts(work: Integers, samples: int, function: Callable[[Part], None], *,
         function: computes a part.
         divides_samples: whether a part may hold some of the samples only.
     """
-    threads = max(1, min(_count or torch.get_num_threads(), int(work[-1]) * samples // _LEAST_WORK))
+    team = _count or torch.get_num_threads()
+    threads = max(1, min(team, int(work[-1]) * samples // _LEAST_WORK))
     # Each thread takes the next part when it has finished one: advancing a list's iterator is atomic.
     remaining = iter(list(divide(work, samples, threads, divides_samples=divides_samples)))
-    call_in_threads(threads, lambda: compute_parts(remaining, function))
+    if threads == 1:
+        compute_parts(remaining, function)
+    else:
+        # All threads, also where there is work for some of them: GNU's runtime ends those that a smaller team leaves
+        # out, and to create them again takes a millisecond.
+        call_in_threads(team, lambda: compute_parts(remaining, function))
 
 
 def divide(work: Integers, samples: int, threads: int, *, divides_samples: bool) -> Iterator[Part]:
@@ -89,28 +96,31 @@ def compute_parts(parts: Iterator[Part], function: Callable[[Part], None]) -> No
 def call_in_threads(threads: int, function: Callable[[], None]) -> None:
     """Call a function in the calling thread and, at the same time, in up to ``threads - 1`` others.
 
-    Returns when all have returned, also after an error: the arrays that they write must not be freed before. The first
-    error is raised.
+    Returns when all have returned, also after an error: the arrays that they write must not be freed before. One of the
+    errors is raised.
     """
     # A forked process has none of OpenMP's threads, and its runtime would wait for them forever.
-    start = None if _is_forked else _find_parallel_region()
-    if threads == 1:
-        function()
-    elif start is None:
+    start = None if _is_forked or torch.get_num_threads() == 1 else _find_parallel_region()
+    if start is None:
         _call_in_pool(threads, function)
-    else:
-        errors: list[BaseException] = []
+        return
+    entered: list[int] = []
+    errors: list[BaseException] = []
 
-        def call(_: object) -> None:
-            # An error cannot pass through the runtime, which is written in C.
-            try:
-                function()
-            except BaseException as error:  # noqa: BLE001
-                errors.append(error)
+    def call(_: object) -> None:
+        # An error cannot pass through the runtime, which is written in C.
+        try:
+            entered.append(threading.get_ident())
+            function()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
 
-        start(_REGION(call), None, threads, 0)
-        if errors:
-            raise errors[0]
+    start(_REGION(call), None, threads, 0)
+    if threading.get_ident() not in entered:
+        # A signal handler has raised before the first line of ``call``, where ctypes drops the error.
+        raise KeyboardInterrupt
+    if errors:
+        raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
 
 
 _REGION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -121,12 +131,12 @@ def _find_parallel_region() -> Callable[..., None] | None:
     """Return the function of torch's OpenMP runtime that calls a function in several threads.
 
     ``GOMP_parallel(function, argument, threads, flags)`` is part of the binary interface of GNU's runtime, which
-    Intel's and LLVM's have, too. None: torch is built without one that has it.
+    Intel's and LLVM's have, too. None if torch's runtime does not have it.
     """
-    for file in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+    # In the linker's order: a preloaded runtime comes first. Names are searched in the libraries that these need, too.
+    for library in (None, torch._C.__file__):
         try:
-            # The library is loaded already. A name is searched in the libraries that it depends on, too.
-            region: Any = ctypes.CDLL(str(file)).GOMP_parallel
+            region: Any = ctypes.CDLL(library).GOMP_parallel
         except (OSError, AttributeError):
             continue
         region.argtypes, region.restype = (_REGION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
@@ -150,7 +160,7 @@ def _build_pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _leave_threads_behind() -> None:
-    global _is_forked  # noqa: PLW0603 - as the threads are, which a forked process does not have
+    global _is_forked  # noqa: PLW0603 - threads belong to the process
     _is_forked = True
     _build_pool.cache_clear()
 
