@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernels import NETWORKS, Bench, time_both
+from kernels import NETWORKS, Bench, infer, time_both
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
@@ -67,7 +67,7 @@ def time_block(block: nn.Sequential, x: Tensor, live: dict[str, Tensor], repeats
         works.append(work)
         return True
 
-    step = partial(train if block.training else infer, block, x)
+    step = partial(train if block.training else predict, block, x)
     dense, sparse = time_both(block, live, step, repeats, decide)
     return works[0], dense, sparse
 
@@ -98,10 +98,9 @@ def train(block: nn.Module, x: Tensor) -> None:
     wake(block(wake(x.detach().requires_grad_()))).sum().backward()
 
 
-@torch.no_grad()
-def infer(block: nn.Module, x: Tensor) -> None:
+def predict(block: nn.Module, x: Tensor) -> None:
     SCRATCH.add_(1)
-    block(x)
+    infer(block, x)
 
 
 def fit_costs(counts: list[tuple[int, ...]], seconds: list[float]) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ from flare_sparse.audit import training
 from flare_sparse.audit.training import Canaries, draw_reference_rows, join_examples, select_rows
 from flare_sparse.config import load_config
 from flare_sparse.kernels import threads
+from flare_sparse.runs import local
 from flare_sparse.task import Examples
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "neurosfl_brain_age.yaml"
@@ -53,11 +54,11 @@ def test_reference_models_train_with_the_threads_of_the_run(monkeypatch: pytest.
     """With ``compute: sparse`` torch has one thread: its number decides which layers the kernels compute."""
     seen = []
 
-    def stop(*_: object, thread_count: int) -> None:
+    def stop(*_: object, thread_count: int, **__: object) -> None:
         seen.append((thread_count, threads._count))
         raise InterruptedError
 
-    monkeypatch.setattr(training, "run_assembly", stop)
+    monkeypatch.setattr(local, "run_locally", stop)
     config = load_config(CONFIG, ["method.training.compute=sparse", "federation.threads=2"])
     with pytest.raises(InterruptedError):
         training.Retraining(CONFIG.parent, config, {}, {}).train({}, seed=1)

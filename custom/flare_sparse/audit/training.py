@@ -15,7 +15,6 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..assemble import Assembly, assemble, open_site
 from ..config import RunConfig, load_task
-from ..kernels.threads import limit_kernel_threads
 from ..runs.local import run_assembly
 from ..seeds import derive_seed
 from ..task import Examples, SiteData
@@ -50,8 +49,7 @@ class Retraining:
         config = self.config.model_copy(update={"seed": seed, "federation": federation})
         assembly = assemble(config, load_task(config, self.run))
         sites = {name: self._open_site(assembly, name, dataset) for name, dataset in datasets.items()}
-        with limit_kernel_threads(config.federation.threads):
-            weights = run_assembly(config, assembly, sites, thread_count=config.torch_threads)[0].weights
+        weights = run_assembly(config, assembly, sites)[0].weights
         return assembly.build_network(assembly.complete(weights))
 
     def _open_site(self, assembly: Assembly, name: str, dataset: Dataset[Any]) -> Any:

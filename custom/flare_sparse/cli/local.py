@@ -15,7 +15,6 @@ from ..config import RunConfig, list_user_code, load_task
 from ..config.user_tasks import find_script
 from ..errors import ConfigError, format_site_error
 from ..federation import RoundRecord
-from ..kernels.threads import limit_kernel_threads
 from ..privacy.account import PRIVACY_FOLDER, PrivacyAccount
 from ..report.card import write_card
 from ..runs.continuation import keep_final_checkpoints
@@ -92,22 +91,20 @@ def run_config_locally(
             console.print(text, markup=False)
 
     try:
-        with limit_kernel_threads(config.federation.threads):
-            outcome = run_assembly(
-                config,
-                assembly,
-                sites,
-                on_round=commit,
-                on_updates=folder.record_updates,
-                ledger=ledger,
-                thread_count=config.torch_threads,
-                stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
-                resume=resume,
-                contexts=contexts,
-                sum_rules=config.sum_rules,
-                hubs=config.hubs,
-                on_site_error=_SiteErrors(out / ERRORS, console).report,
-            )[0]
+        outcome = run_assembly(
+            config,
+            assembly,
+            sites,
+            on_round=commit,
+            on_updates=folder.record_updates,
+            ledger=ledger,
+            stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
+            resume=resume,
+            contexts=contexts,
+            sum_rules=config.sum_rules,
+            hubs=config.hubs,
+            on_site_error=_SiteErrors(out / ERRORS, console).report,
+        )[0]
     finally:
         for runner in runners.values():
             runner.close()

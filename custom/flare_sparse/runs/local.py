@@ -8,6 +8,7 @@ from typing import Any
 from ..assemble import Assembly, build_rules
 from ..config import RunConfig
 from ..federation import Outcome
+from ..kernels.threads import limit_kernel_threads
 from ..local.run import run_locally
 from ..training import Site
 from ..wire.ledger import Ledger
@@ -16,7 +17,7 @@ from ..wire.ledger import Ledger
 def run_assembly(
     config: RunConfig, assembly: Assembly, sites: Mapping[str, Site | Exception], **options: Any
 ) -> tuple[Outcome, Ledger]:
-    """Run the rounds of a configuration in this process, over the real messages.
+    """Run the rounds of a configuration in this process, over the real messages and with its numbers of threads.
 
     Args:
         config: the configuration.
@@ -24,13 +25,15 @@ def run_assembly(
         sites: sites by name.
         **options: further arguments of :func:`flare_sparse.local.run.run_locally`.
     """
-    return run_locally(
-        assembly.method,
-        assembly.weights,
-        sites,
-        assembly.task.metric,
-        values=config.wire.values,
-        run=assembly.run_id,
-        rules=build_rules(config),
-        **options,
-    )
+    with limit_kernel_threads(config.federation.threads):
+        return run_locally(
+            assembly.method,
+            assembly.weights,
+            sites,
+            assembly.task.metric,
+            values=config.wire.values,
+            run=assembly.run_id,
+            rules=build_rules(config),
+            thread_count=config.torch_threads,
+            **options,
+        )
