@@ -216,6 +216,28 @@ def test_sites_with_other_identifiers_or_targets_are_left_out_with_a_note() -> N
     assert compare_two({"targets": [50.0] * 6}, {"targets": [50.00001] * 6})["notes"] == {}, "rounding"
 
 
+def test_runs_without_names_of_subjects_are_compared_where_seed_and_fold_are_the_same() -> None:
+    def compare(*seeds: int, digests: str) -> dict[str, Any]:
+        first = [build_run("f1", "fedavg", 1, 1, [1.0] * 2, [-1, -1], digests="v")]
+        first += [build_run("f2", "fedavg", 2, 1, [1.0] * 2, [-1, -1], digests="w")]
+        other = [
+            build_run(f"n{seed}", "neurosfl", seed, 1, [0.0] * 2, [-1, -1], digests=digest)
+            for seed, digest in zip(seeds, digests, strict=True)
+        ]
+        group: dict[str, Any] = describe_runs([*first, *other], {})["groups"][0]
+        (name,) = {*group["differences"], *group["notes"]} - {"site_mean"}
+        subjects = group["differences"].get(name, {}).get("mae", {}).get("subjects")
+        return {"note": group["notes"].get(name, ""), "subjects": subjects}
+
+    assert compare(1, 2, digests="vw") == {"note": "", "subjects": 4}
+    paired = "a in part left out: the task names no subjects, so only runs of one seed are paired"
+    assert compare(1, digests="v") == {"note": paired, "subjects": 2}
+    none = "a left out: the task names no subjects, and no two runs have the same seed and fold"
+    assert compare(3, digests="v") == {"note": none, "subjects": None}
+    unequal = "a left out: the runs do not have the same usable subjects there"
+    assert compare(1, digests="z") == {"note": unequal, "subjects": None}
+
+
 def test_page_says_which_sites_are_left_out() -> None:
     runs = [
         build_run("f", "fedavg", 1, 1, [1.0, 2.0], [0, 1], digests="x"),

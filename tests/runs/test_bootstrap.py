@@ -118,12 +118,12 @@ def test_c_index_counts_the_pairs_of_harrell() -> None:
     risk = np.array([2.0, 0, 1, 1, 2])
     pairs = [(i, j) for i in range(5) for j in range(5) if targets[i, 1] and targets[i, 0] < targets[j, 0]]
     expected = np.mean([1.0 if risk[i] > risk[j] else 0.5 if risk[i] == risk[j] else 0.0 for i, j in pairs])
-    statistic = build_c_index(risk, targets)
+    statistic = build_c_index(risk, targets, np.zeros(5))
     assert statistic(np.ones((1, 5))) == pytest.approx([expected])
     assert np.isnan(statistic(np.array([[0, 1, 0, 1, 0]]))).all(), "two subjects without events"
     doubled = np.array([[2, 1, 1, 1, 1]])
     again = np.repeat(np.arange(5), doubled[0])
-    assert statistic(doubled) == pytest.approx(build_c_index(risk[again], targets[again])(np.ones((1, 6))))
+    assert statistic(doubled) == pytest.approx(build_c_index(risk[again], targets[again], np.zeros(6))(np.ones((1, 6))))
 
 
 def test_metric_of_each_kind_scores_subjects() -> None:
@@ -184,6 +184,45 @@ def test_c_index_of_models_of_single_sites_compares_pairs_within_sites() -> None
     assert select_metrics("survival", has_site_models=True) == (C_INDEX_WITHIN_SITES,)
     assert select_metrics("survival", has_site_models=False) == (C_INDEX,)
     assert select_metrics("binary", has_site_models=True) == (ACCURACY, AUC)
+
+
+def test_pairs_within_sites_have_the_same_mean_in_resamples_as_in_the_estimate() -> None:
+    """The first predictor is right at the sites of 3, the second at those of 12; sites of 2 are left out."""
+    sizes = [2] * 10 + [3] * 20 + [12] * 4
+    sites = np.repeat(np.arange(len(sizes)), sizes)
+    place = np.concatenate([np.arange(size) for size in sizes])
+    targets = np.column_stack([1.0 + place, np.ones(len(place))])
+    sign = np.where(np.repeat(sizes, sizes) == 3, 1, -1)
+    result = compare_predictors(
+        C_INDEX_WITHIN_SITES, -sign * place, sign * place, targets, sites, np.arange(len(sites)), resamples=4000
+    )
+    assert result is not None
+    small, large = 20 * 3, 4 * 66
+    assert result.value == pytest.approx((small - large) / (small + large))
+    assert (result.low + result.high) / 2 == pytest.approx(result.value, abs=0.02)
+    assert set(result.by_site) == {str(site) for site in range(10, 34)}
+    pairs_alone = slice(0, 20)
+    parts = (-sign, sign, targets, sites, np.arange(len(sites)))
+    assert compare_predictors(C_INDEX_WITHIN_SITES, *(part[pairs_alone] for part in parts)) is None
+
+
+def test_metric_that_is_undefined_in_many_resamples_has_no_interval() -> None:
+    classes, risk = np.eye(10)[0][:, None], draw(9, 10)
+    few = compare_predictors(AUC, risk, -risk, classes, np.array(["a"] * 10), np.arange(10), resamples=500)
+    assert few is None, "a third of the resamples has no case"
+    both = np.vstack([classes, 1 - classes])
+    assert compare_predictors(AUC, *[np.tile(risk, 2)] * 2, both, np.repeat(["a", "b"], 10), np.arange(20)) is not None
+
+
+def test_c_index_of_several_runs_compares_pairs_within_each() -> None:
+    """Two folds of models whose risks have another zero each; every model ranks perfectly."""
+    times = np.arange(1.0, 21.0)
+    targets, folds = np.column_stack([times, np.ones(20)]), np.arange(20) % 2
+    risk = np.where(folds[:, None] == np.arange(2), -times[:, None] + [0, 1000], np.nan)
+    statistic = build_c_index(risk, targets, np.zeros(20))
+    assert statistic(np.ones((1, 20))) == 1
+    risk[folds == 1, 1] *= -1
+    assert build_c_index(risk, targets, np.zeros(20))(np.ones((1, 20))) == 0.5
 
 
 def test_mean_of_each_site_explains_nothing_within_sites() -> None:

@@ -20,8 +20,12 @@ from ..task import Kind
 RESAMPLES = 10_000
 LEVEL = 0.95
 _CHUNK = 500
+LEAST_DEFINED = 0.95
+"""Least share of the resamples in which a metric must be defined."""
 MOST_PAIRED = 6000
 """Most examples that a C-index is compared on."""
+LEAST_PAIRED = 3
+"""Fewest subjects of a site whose pairs are compared within it: of two, no resample has both."""
 Statistic = Callable[[np.ndarray], np.ndarray]
 """Values ``(r,)`` of a metric for weights ``(r, n)`` of the subjects; NaN where it is undefined."""
 
@@ -35,14 +39,19 @@ class PairedMetric:
         is_lower_better: whether a lower value is better.
         score: scores ``(n,)`` of examples by their predictions and targets: those of which the metric is the mean, or
             the risks by which it ranks them.
-        build_pairs: builds a metric that compares pairs of examples, from risks, targets and sites; None: the metric is
-            the mean over subjects of the mean score of their examples.
+        build_pairs: builds a metric that compares pairs of examples, from risks, targets and the groups ``(n,)`` that
+            both must be of; None: the metric is the mean over subjects of the mean score of their examples.
+        is_within_sites: whether the groups are the sites; else all examples are one group.
+        is_within_runs: whether the risks of two runs have no common zero, as log-hazards, so that a mean of them ranks
+            nothing; the scores of several runs are then ``(n, r)``, NaN where a run did not test an example.
     """
 
     name: str
     is_lower_better: bool
     score: Callable[[np.ndarray, np.ndarray], np.ndarray]
     build_pairs: Callable[[np.ndarray, np.ndarray, np.ndarray], Statistic] | None = None
+    is_within_sites: bool = False
+    is_within_runs: bool = False
 
 
 def _compute_absolute_error(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -99,7 +108,7 @@ def compare_scores(
         resamples: number of resamples.
     """
     statistics = _build_mean(first), _build_mean(second)
-    difference = _compare(*statistics, sites, is_lower_better=is_lower_better, resamples=resamples)
+    difference = _compare(*statistics, sites, _scale_means, is_lower_better=is_lower_better, resamples=resamples)
     assert difference is not None, "a mean is defined for every resample"
     return difference
 
@@ -113,14 +122,14 @@ def compare_predictors(
     subjects: np.ndarray,
     resamples: int = RESAMPLES,
 ) -> Difference | None:
-    """Compare two predictors on the same examples by a metric; None if it is undefined.
+    """Compare two predictors on the same examples by a metric; None if it is undefined there or in many resamples.
 
-    AUC and C-index compare pairs of examples, across sites too. A C-index of more than 6,000 examples has no interval
-    here, because it compares all pairs in every resample.
+    AUC and C-index compare pairs of examples, across sites too, unless the metric is one within sites. A C-index of
+    more than 6,000 examples has no interval here, because it compares all pairs in every resample.
 
     Args:
         metric: the metric.
-        first: scores ``(n,)`` of the first predictor's examples, see :class:`PairedMetric`.
+        first: scores ``(n,)`` or ``(n, r)`` of the first predictor's examples, see :class:`PairedMetric`.
         second: those of the second predictor.
         targets: ``(n, t)``.
         sites: ``(n,)`` site of each example.
@@ -131,7 +140,8 @@ def compare_predictors(
         return None
     own, other = (build_statistic(metric, scores, targets, sites, subjects) for scores in (first, second))
     sites_of_subjects = sites[np.unique(subjects, return_index=True)[1]]
-    return _compare(own, other, sites_of_subjects, is_lower_better=metric.is_lower_better, resamples=resamples)
+    scale = _scale_pairs_within_sites if metric.is_within_sites else _scale_means
+    return _compare(own, other, sites_of_subjects, scale, is_lower_better=metric.is_lower_better, resamples=resamples)
 
 
 def is_too_large(metric: PairedMetric, examples: int) -> bool:
@@ -145,8 +155,16 @@ def build_statistic(
     """Return a metric of scored examples as a function of the weights of their subjects."""
     if metric.build_pairs is None:
         return _build_mean(np.bincount(subjects, scores) / np.bincount(subjects))
-    statistic = metric.build_pairs(scores, targets, sites)
+    groups = _group_by_site(sites, subjects) if metric.is_within_sites else np.zeros(len(sites), dtype=np.int64)
+    statistic = metric.build_pairs(scores, targets, groups)
     return lambda weights: statistic(weights[:, subjects])
+
+
+def _group_by_site(sites: np.ndarray, subjects: np.ndarray) -> np.ndarray:
+    """Return the number ``(n,)`` of each example's site; -1 at the sites with fewer than ``LEAST_PAIRED`` subjects."""
+    _, first, of_example = np.unique(subjects, return_index=True, return_inverse=True)
+    _, numbers, sizes = np.unique(sites[first], return_inverse=True, return_counts=True)
+    return np.asarray(np.where(sizes < LEAST_PAIRED, -1, np.arange(len(sizes)))[numbers][of_example])
 
 
 def build_auc(risk: np.ndarray, targets: np.ndarray) -> Statistic:
@@ -173,20 +191,25 @@ def build_auc(risk: np.ndarray, targets: np.ndarray) -> Statistic:
     return compute
 
 
-def build_c_index(risk: np.ndarray, targets: np.ndarray, sites: np.ndarray | None = None) -> Statistic:
+def build_c_index(risk: np.ndarray, targets: np.ndarray, groups: np.ndarray) -> Statistic:
     """Return Harrell's C-index as a function of weights; equal risks count half.
 
     Args:
-        risk: predicted risk ``(n,)``.
+        risk: predicted risk ``(n,)``, or ``(n, r)`` of several runs, NaN where a run did not test an example: each run
+            ranks its own examples, and the pairs of all runs count alike.
         targets: times and events, ``(n, 2)``.
-        sites: ``(n,)``, to compare pairs within sites only; None: all pairs.
+        groups: ``(n,)``; pairs of one group are compared, those of a negative one never.
     """
     times, events = targets[:, 0], targets[:, 1] > 0.5
-    comparable = (events[:, None] & (times[:, None] < times[None, :])).astype(np.float32)
-    if sites is not None:
-        comparable *= sites[:, None] == sites[None, :]
-    gap = risk[:, None] - risk[None, :]
-    concordant = comparable * ((gap > 0) + 0.5 * (gap == 0)).astype(np.float32)
+    earlier = events[:, None] & (times[:, None] < times[None, :]) & (groups[:, None] == groups[None, :])
+    earlier &= (groups >= 0)[:, None]
+    comparable, concordant = np.zeros((2, *earlier.shape), dtype=np.float32)
+    for own in risk.reshape(len(risk), -1).T:
+        tested = np.flatnonzero(~np.isnan(own))
+        block = np.ix_(tested, tested)
+        gap = own[tested, None] - own[None, tested]
+        comparable[block] += earlier[block]
+        concordant[block] += earlier[block] * ((gap > 0) + 0.5 * (gap == 0))
 
     def compute(weights: np.ndarray) -> np.ndarray:
         drawn = weights.astype(np.float32)
@@ -200,24 +223,21 @@ def _get_risk(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:  # no
     return predictions[:, -1]
 
 
-def _center_risk(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:  # noqa: ARG001
-    # The log-hazards of the models of two seeds or folds have no common zero.
-    return np.asarray(predictions[:, -1] - predictions[:, -1].mean())
-
-
 MAE = PairedMetric("mae", is_lower_better=True, score=_compute_absolute_error)
 ACCURACY = PairedMetric("accuracy", is_lower_better=False, score=_compute_hits)
 AUC = PairedMetric(
     "auc", is_lower_better=False, score=_get_risk, build_pairs=lambda risk, targets, _: build_auc(risk, targets)
 )
 C_INDEX = PairedMetric(
-    "c_index",
-    is_lower_better=False,
-    score=_center_risk,
-    build_pairs=lambda risk, targets, _: build_c_index(risk, targets),
+    "c_index", is_lower_better=False, score=_get_risk, build_pairs=build_c_index, is_within_runs=True
 )
 C_INDEX_WITHIN_SITES = PairedMetric(
-    "c_index_within_sites", is_lower_better=False, score=_center_risk, build_pairs=build_c_index
+    "c_index_within_sites",
+    is_lower_better=False,
+    score=_get_risk,
+    build_pairs=build_c_index,
+    is_within_sites=True,
+    is_within_runs=True,
 )
 METRICS: dict[Kind, tuple[PairedMetric, ...]] = {
     "regression": (MAE,),
@@ -243,20 +263,43 @@ def _build_mean(scores: np.ndarray) -> Statistic:
     return lambda weights: np.asarray(weights @ scores / weights.sum(axis=1))
 
 
+def _scale_means(sizes: np.ndarray) -> np.ndarray:
+    """Return the weight of a draw, by the number of subjects of its stratum, of which one less is drawn."""
+    return np.asarray(sizes / np.maximum(sizes - 1, 1))
+
+
+def _scale_pairs_within_sites(sizes: np.ndarray) -> np.ndarray:
+    """Return the weight of a draw with which two subjects of a stratum have the mean weight 1 as a pair.
+
+    In ``n - 1`` draws of the weight ``n / (n - 1)``, which are right for means, a pair has ``(n - 2) / (n - 1)``.
+    """
+    return np.asarray(_scale_means(sizes) * np.sqrt((sizes - 1) / np.maximum(sizes - 2, 1)))
+
+
 def _compare(
-    first: Statistic, second: Statistic, sites: np.ndarray, *, is_lower_better: bool, resamples: int
+    first: Statistic,
+    second: Statistic,
+    sites: np.ndarray,
+    compute_scale: Callable[[np.ndarray], np.ndarray],
+    *,
+    is_lower_better: bool,
+    resamples: int,
 ) -> Difference | None:
-    """Return the difference of two statistics of the same subjects; None if it is undefined for all of them."""
+    """Return the difference of two statistics; None if it is undefined for all subjects or in many resamples.
+
+    ``compute_scale`` returns the weight of a draw by the number of subjects of its stratum.
+    """
     everyone = np.ones((1, len(sites)), dtype=np.int64)
     means = float(first(everyone)[0]), float(second(everyone)[0])
     if not all(map(np.isfinite, means)):
         return None
     strata = _form_strata(sites)
-    sizes = np.bincount(strata)[strata]
-    scale = sizes / np.maximum(sizes - 1, 1)
+    scale = compute_scale(np.bincount(strata)[strata])
     resampled = (scale * counts for counts in iterate_resamples(strata, resamples, left_out=1))
     drawn = np.concatenate([_subtract(first(weights), second(weights)) for weights in resampled])
     # A resample of one class has no AUC.
+    if np.isfinite(drawn).mean() < LEAST_DEFINED:
+        return None
     low, high = (float(bound) for bound in np.nanquantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
     names = np.unique(sites)
     members = (sites[None, :] == names[:, None]).astype(np.int64)

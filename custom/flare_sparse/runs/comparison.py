@@ -33,7 +33,8 @@ DEFINITIONS = {
     "of the subjects within their site; ahead and behind: the interval excludes 0",
     "notes": "sites that a comparison of groups leaves out, because identifiers or targets are not the same in both, "
     "and metrics that it lacks",
-    "c_index_within_sites": "over pairs of subjects of one site, where a predictor is another model at each site",
+    "c_index_within_sites": "over pairs of subjects of one site with at least three, where a predictor is another "
+    "model at each site",
 }
 Key = tuple[str, str, str, int]
 """Site, digest of its identifiers, subject, and number of the example among those of the subject."""
@@ -189,9 +190,18 @@ class ExampleTests:
         """Return whether a predictor is another model at each site."""
         return any(name in run.site_models for run in self.runs)
 
-    def average(self, name: str, metric: PairedMetric, keys: Sequence[Key]) -> np.ndarray:
-        """Return the mean score ``(n,)`` of a predictor on each example over the tests in all runs."""
+    def collect_scores(self, name: str, metric: PairedMetric, keys: Sequence[Key]) -> np.ndarray:
+        """Return the mean score ``(n,)`` of a predictor on each example over the tests in all runs.
+
+        If the metric ranks within runs, return the scores ``(n, r)`` by run, NaN where a run did not test an example.
+        """
         scores = [metric.score(run.values[name], run.targets) for run in self.runs]
+        if metric.is_within_runs:
+            by_run = np.full((len(keys), len(scores)), np.nan)
+            for place, key in enumerate(keys):
+                for number, row in self.rows[key]:
+                    by_run[place, number] = scores[number][row]
+            return by_run
         return np.array([np.mean([scores[number][row] for number, row in self.rows[key]]) for key in keys])
 
     def evaluate(self, metric: PairedMetric) -> float | None:
@@ -200,7 +210,7 @@ class ExampleTests:
         targets, sites, subjects = self._describe_examples(keys)
         if is_too_large(metric, len(keys)):
             return None
-        statistic = build_statistic(metric, self.average(RUN, metric, keys), targets, sites, subjects)
+        statistic = build_statistic(metric, self.collect_scores(RUN, metric, keys), targets, sites, subjects)
         value = float(statistic(np.ones((1, subjects.max() + 1)))[0])
         return value if np.isfinite(value) else None
 
@@ -212,7 +222,7 @@ class ExampleTests:
         examples, notes, differences = self._describe_examples(keys), [note] if note else [], {}
         has_site_models = self.has_site_models(RUN) or other.has_site_models(name)
         for metric in select_metrics(self.kind, has_site_models=has_site_models):
-            scores = self.average(RUN, metric, keys), other.average(name, metric, keys)
+            scores = self.collect_scores(RUN, metric, keys), other.collect_scores(name, metric, keys)
             difference = compare_predictors(metric, *scores, *examples)
             if difference is not None:
                 subjects = int(examples[2].max()) + 1
@@ -220,7 +230,7 @@ class ExampleTests:
             elif is_too_large(metric, len(keys)):
                 notes.append(f"no {metric.name}: it compares all pairs of at most {MOST_PAIRED:,} examples")
             else:
-                notes.append(f"no {metric.name}: it is undefined on these subjects")
+                notes.append(f"no {metric.name}: it is undefined on these subjects or in many resamples of them")
         return differences, "; ".join(notes)
 
     def _describe_examples(self, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -232,9 +242,11 @@ class ExampleTests:
         """Return the examples that both tested, and which sites are left out because their data differs."""
         if other is self:
             return sorted(self.rows), ""
-        digests, other_digests = ({key[:2] for key in tests.rows} for tests in (self, other))
-        shared_sites = {site for site, _ in digests} & {site for site, _ in other_digests}
-        unequal = {site for site, _ in digests ^ other_digests} & shared_sites
+        digests, other_digests = ({(key[0], _get_scope(key), key[1]) for key in tests.rows} for tests in (self, other))
+        scopes, other_scopes = ({one[:2] for one in two} for two in (digests, other_digests))
+        unequal = {one[0] for one in digests ^ other_digests if one[:2] in scopes & other_scopes}
+        both = {site for site, _ in scopes} & {site for site, _ in other_scopes}
+        unpaired = {site for site, scope in scopes ^ other_scopes if scope and site in both} - unequal
         common = sorted(self.rows.keys() & other.rows.keys())
         compared = {key[0] for key in common}
         # At a site with changed targets, the equal ones may belong to other subjects, too.
@@ -242,6 +254,8 @@ class ExampleTests:
         reasons = (
             (unequal - compared, "left out: the runs do not have the same usable subjects there"),
             (unequal & compared, "in part left out: some of the runs do not have the same usable subjects there"),
+            (unpaired - compared, "left out: the task names no subjects, and no two runs have the same seed and fold"),
+            (unpaired & compared, "in part left out: the task names no subjects, so only runs of one seed are paired"),
             (changed, "left out: targets of the same subjects differ"),
         )
         notes = [f"{', '.join(sorted(sites))} {reason}" for sites, reason in reasons if sites]
@@ -251,6 +265,11 @@ class ExampleTests:
     def _list_targets(self, key: Key) -> list[np.ndarray]:
         """Return the targets of an example in all tests."""
         return [self.runs[number].targets[row] for number, row in self.rows[key]]
+
+
+def _get_scope(key: Key) -> str:
+    """Return within which runs a subject of this example is known: of all, ``""``, or of one seed and fold."""
+    return "" if key[2].isdecimal() else key[2].partition(", example")[0]
 
 
 def _are_equal(targets: Sequence[np.ndarray]) -> bool:
