@@ -13,6 +13,7 @@ from toy import Toy
 
 from flare_sparse.errors import ConfigError, DataError, MetricsError, TaskFailed
 from flare_sparse.task import Cohort, Examples, Metric, SiteData, load_examples
+from flare_sparse.tasks.table import TableTask
 
 DATA = TensorDataset(torch.zeros(4, 12), torch.zeros(4, 1))
 
@@ -70,6 +71,16 @@ def test_unusable_result_of_metrics_names_its_key(result: Any, message: str) -> 
         evaluate(result)
     assert message in str(caught.value)
     assert caught.value.code == "E_METRICS"
+
+
+def test_model_that_predicts_nan_is_not_right_where_the_first_class_is_the_target() -> None:
+    task = TableTask({"kind": "classes", "target": "y", "features": ["x"], "classes": ["a", "b", "c"]})
+    model, rows = task.model(), TensorDataset(torch.ones(5, 1), torch.zeros(5, 1))
+    assert set(task.evaluate(model, rows)) == {"accuracy", "balanced_accuracy"}
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    with pytest.raises(MetricsError, match=r"TableTask\.predict\(\) returned NaN for 5 of 5 examples: the model has"):
+        task.evaluate(model, rows)
 
 
 def test_numbers_of_numpy_become_plain_floats() -> None:

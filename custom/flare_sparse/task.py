@@ -365,11 +365,20 @@ class Task(ABC):
         """Return ``metrics`` over a data set, with the model in eval mode; empty for an empty data set.
 
         Raises:
-            MetricsError: a metric is not a finite number, or the main metric is missing.
+            MetricsError: a metric is not a finite number, the main metric is missing, or a prediction is NaN.
         """
         if not len(test):  # type: ignore[arg-type]
             return {}
-        return self._validate_metrics(self.metrics(*self.measure_all(model, test, batch_size)))
+        measured, targets = self.measure_all(model, test, batch_size)
+        # Measurements of a case may be undefined, but no prediction is: to argmax, NaN is the first class, and a model
+        # that diverged would be right wherever that is the target.
+        if type(self).measure is Task.measure and bool(measured.isnan().any()):
+            count = int(measured.isnan().reshape(len(measured), -1).any(dim=1).sum())
+            raise MetricsError(
+                f"{type(self).__name__}.predict() returned NaN for {count} of {len(measured)} examples: the model has "
+                "diverged, or their inputs are NaN"
+            )
+        return self._validate_metrics(self.metrics(measured, targets))
 
     def measure_all(self, model: nn.Module, dataset: Dataset[Any], batch_size: int = 16) -> tuple[Tensor, Tensor]:
         """Return ``measure`` over a data set with at least one example, with the model in eval mode."""

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from local_federation import LocalFederation, Upload
 
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.endpoints.server import SERVER, Attempt
-from flare_sparse.errors import RoundFailed
+from flare_sparse.errors import FlareSparseError, RoundFailed
 from flare_sparse.exchange import Contribution, Patch
 from flare_sparse.federation import Reply, RoundRules
 from flare_sparse.federation.outliers import reject_outliers
@@ -22,7 +23,6 @@ from flare_sparse.federation.replies import AttemptResult
 from flare_sparse.mask import Mask
 from flare_sparse.params import compute_digest
 from flare_sparse.runs.folder import RunFacts, RunFolder
-from flare_sparse.training.loop import TrainingDiverged
 
 UNBOUNDED = RoundRules(min_sites=2, retries=1, max_norm_ratio=None)
 HUGE = 1e20
@@ -35,7 +35,7 @@ class DivergingFederation(LocalFederation):
     def _exchange(self, name: str, attempt: Attempt) -> Reply | None:
         try:
             return super()._exchange(name, attempt)
-        except TrainingDiverged as error:
+        except FlareSparseError as error:
             return error.code
 
 
@@ -44,10 +44,13 @@ def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
-def build(folder: Path, *, poisons: int = 0, name: str = "fedavg", rules: RoundRules = UNBOUNDED) -> LocalFederation:
+def build(
+    folder: Path, *, poisons: int = 0, name: str = "fedavg", rules: RoundRules = UNBOUNDED, **settings: Any
+) -> LocalFederation:
     """Return a run of four rounds in which ``site-3`` sends huge values, the first ``poisons`` times in one round."""
+    bench = toy.ToyBench(validation=6)
     federation = DivergingFederation(
-        name, toy.ToyBench(), rules=rules, stores=lambda end: Store(folder / end, {}), rounds=4
+        name, bench, rules=rules, stores=lambda end: Store(folder / end, {}), rounds=4, **settings
     )
     remaining = iter(range(poisons))
 
@@ -87,6 +90,24 @@ def test_first_commit_is_discarded_for_the_initial_model(tmp_path: Path, monkeyp
     monkeypatch.setitem(globals(), "POISONED_ROUND", 1)
     outcome = build(tmp_path / "run", poisons=1).run()
     assert compute_digest(outcome.weights) == compute_digest(build(tmp_path / "clean").run().weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("fedavg", {"finetune": {"epochs": 1}}),
+        ("fedavg", {"finetune": {"epochs": 2, "lr": 0.05, "proximal": [0.1, 1.0]}}),
+        ("fedavg_one_step", {"adapt_lr": 0.01}),
+    ],
+)
+def test_harmful_update_of_the_last_round_is_not_taken_for_a_diverging_personal_training(
+    name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "POISONED_ROUND", 4)
+    outcome = build(tmp_path / "run", poisons=1, name=name, **settings).run()
+    assert [event.round for event in outcome.events] == [4] * 4
+    expected = build(tmp_path / "clean", name=name, **settings).run()
+    assert compute_digest(outcome.weights) == compute_digest(expected.weights)
 
 
 def test_minority_that_claims_to_diverge_discards_no_commit(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ from toy import Toy, ToyBench
 
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.endpoints.server import SERVER
-from flare_sparse.errors import RoundFailed
+from flare_sparse.errors import FlareSparseError, RoundFailed
 from flare_sparse.exchange import EVALUATE
 from flare_sparse.federation import RoundRules
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.support.finetuning import FINETUNE, FineTuning, fine_tune
+from flare_sparse.methods.support.personal_training import PersonalTrainingDiverged
 from flare_sparse.params import compute_digest
 from flare_sparse.task import VALIDATION
 from flare_sparse.training import Site, TrainingConfig
-from flare_sparse.training.loop import TrainingDiverged
 from flare_sparse.training.personal import PERSONAL
 
 AVERAGING = ["fedavg", "fedavg_ft", "neurosfl", "fedsparsify"]
@@ -104,13 +104,27 @@ def test_strength_that_diverges_is_no_candidate() -> None:
     trainings = FineTuning(**strengths).list_trainings(settings, 4)
     bench, site = open_site("norms")
     full = bench.method("fedavg").full_mask
-    with pytest.raises(TrainingDiverged, match=r"lower method\.finetune\.lr or method\.finetune\.proximal"):
+    with pytest.raises(
+        PersonalTrainingDiverged, match=r"lower method\.finetune\.lr or .*proximal: the loss is .* step"
+    ):
         fine_tune(site, full, trainings[:1], 4)
     chosen = fine_tune(open_site("norms")[1], full, trainings, 4)
     assert torch.equal(chosen, fine_tune(open_site("norms")[1], full, trainings[1:], 4))
     bench, site = open_site("norms")
     assert fine_tune(site, full, trainings[:1] * 2, 4) is site.weights
     assert PERSONAL not in site.memory
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_the_last_step_made_infinite_are_no_candidate(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, site = open_site(validation=0)
+    full, trainings = bench.method("fedavg").full_mask, FineTuning(**CHOICE).list_trainings(TrainingConfig(), 2)
+    monkeypatch.setattr(site, "train", lambda start, *_: torch.full_like(start, value))
+    assert fine_tune(site, full, trainings, 2) is site.weights
+    with pytest.raises(PersonalTrainingDiverged, match="the last step ends in weights that are not finite"):
+        fine_tune(site, full, trainings[:1], 2)
 
 
 def test_fine_tuning_that_diverges_blames_no_update(tmp_path: Path) -> None:
@@ -120,7 +134,7 @@ def test_fine_tuning_that_diverges_blames_no_update(tmp_path: Path) -> None:
     def reply_with_code(name: str, attempt: Any) -> Any:
         try:
             return exchange(name, attempt)
-        except TrainingDiverged as error:
+        except FlareSparseError as error:
             return error.code
 
     federation._exchange = reply_with_code  # type: ignore[method-assign]

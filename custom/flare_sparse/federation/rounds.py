@@ -52,6 +52,8 @@ class RoundResult:
 
 DIVERGENCE_CODES = frozenset({"E_DIVERGED", "E_FINITE", "E_METRICS"})
 """Codes with which a site answers that cannot compute with the model that it received."""
+PERSONAL_DIVERGENCE_CODES = frozenset({"E_PERSONAL"})
+"""Codes with which a site answers whose own training after the last round diverged from a sound model."""
 
 
 class QuorumMissed(RoundFailed):
@@ -68,10 +70,19 @@ class QuorumMissed(RoundFailed):
     @property
     def diverged(self) -> list[str]:
         """Sites that could not compute with the model, if they are more than half of the sites that replied."""
+        return self._list_majority(DIVERGENCE_CODES)
+
+    @property
+    def diverged_personally(self) -> list[str]:
+        """Sites whose own training after the last round diverged, if they are more than half of those that replied."""
+        return self._list_majority(PERSONAL_DIVERGENCE_CODES)
+
+    def _list_majority(self, codes: frozenset[str]) -> list[str]:
+        """Return the sites rejected with one of the codes, if they are more than half of the sites that replied."""
         replied = len(self.result.accepted) + len(self.result.rejected)
-        diverged = sorted(site for site, code in self.result.rejected.items() if code in DIVERGENCE_CODES)
+        sites = sorted(site for site, code in self.result.rejected.items() if code in codes)
         # A minority must not be able to discard a commit of the others by claiming to diverge.
-        return diverged if len(diverged) > replied / 2 else []
+        return sites if len(sites) > replied / 2 else []
 
 
 class RoundRunner:

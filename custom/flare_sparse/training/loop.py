@@ -28,9 +28,18 @@ class StepGradient(Protocol):
 
 
 class TrainingDiverged(FlareSparseError):
-    """The loss is NaN or infinite; the site sends nothing."""
+    """The loss is NaN or infinite; the site sends nothing.
+
+    Args:
+        text: the step, the cause and the remedy.
+        is_first_step: whether no step came before, so that the received model or the data is the cause.
+    """
 
     code = "E_DIVERGED"
+
+    def __init__(self, text: str, *, is_first_step: bool = False):
+        super().__init__(text)
+        self.is_first_step = is_first_step
 
 
 def train(
@@ -158,7 +167,8 @@ def _compute_losses(
             loss = task.loss(model.module, model.to_device(batch))
         if not torch.isfinite(loss):
             remedy = "lower training.lr or set clip_norm"
-            raise TrainingDiverged(explain_divergence(loss, batch, f"step {step}", remedy))
+            text = explain_divergence(loss, batch, f"step {step}", remedy)
+            raise TrainingDiverged(text, is_first_step=step == 1)
         # Divided, and not the gradient: the tensors that stay at the site have gradients of their own.
         yield loss / len(group) if len(group) > 1 else loss
 

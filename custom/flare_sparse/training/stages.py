@@ -68,7 +68,8 @@ def step_in_stages(
             loss = task.loss(model.module, batch)
         if not torch.isfinite(loss):
             remedy = "lower the learning rate of the step"
-            raise TrainingDiverged(explain_divergence(loss, batch, f"stage {number}", remedy))
+            text = explain_divergence(loss, batch, f"stage {number}", remedy)
+            raise TrainingDiverged(text, is_first_step=number == 1)
         parameters = [parameters_by_name[name] for name in stage_names]
         # The next stage reuses parts of this graph.
         gradients = torch.autograd.grad(loss, parameters, retain_graph=number < len(stages), allow_unused=True)

@@ -15,6 +15,7 @@ from ...mask import Mask
 from ...task import COUNTS
 from ...training import Site, TrainingConfig
 from ..method import Method, MethodConfig, StateT, broadcast, sample_sites
+from .personal_training import attribute_divergence, check_finite
 
 ADAPT = "adapt"
 """The kind of the last request: adapt the model and report its metrics."""
@@ -87,11 +88,19 @@ class AdaptationMethod(Method[AdaptationConfigT, StateT]):
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind == ADAPT:
-            return report_adaptation(site, self.adapt(site, request.trainable))
+            return self._adapt_and_report(site, request.trainable)
         return self.train(request, site)
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
         return take_one_step(site, site.weights, [trainable], self.config)
+
+    def _adapt_and_report(self, site: Site, trainable: Mask) -> Update:
+        """Return the metrics of the adapted model and, as ``..._before``, of the model received; no weights."""
+        before = site.evaluate(site.weights)
+        with attribute_divergence("adaptation", "method.adapt_lr"):
+            metrics = site.evaluate(check_finite(self.adapt(site, trainable)))
+        metrics |= {f"{name}_before": value for name, value in before.items() if name not in COUNTS}
+        return Update(Patch.empty(site.layout.size), "metrics", site.num_examples, metrics)
 
     def ask_final(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the request to adapt, for the targets that are connected or, where there is none, for all sites."""
@@ -114,13 +123,3 @@ def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: A
     batch_size, clip_norm = config.adapt_batch or max(site.num_examples, 1), config.training.clip_norm
     step = TrainingConfig(optimizer="sgd", lr=config.adapt_lr, batch_size=batch_size, clip_norm=clip_norm)
     return site.step_in_stages(weights, [stage for stage in stages if stage.count], step)
-
-
-def report_adaptation(site: Site, adapted: Tensor) -> Update:
-    """Return the metrics of the adapted model ``(P,)`` and, as ``..._before``, of the model received; no weights."""
-    before = site.evaluate(site.weights)
-    metrics = {
-        **site.evaluate(adapted),
-        **{f"{name}_before": value for name, value in before.items() if name not in COUNTS},
-    }
-    return Update(Patch.empty(site.layout.size), "metrics", site.num_examples, metrics)

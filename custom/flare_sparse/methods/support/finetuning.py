@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,8 +17,8 @@ from torch import Tensor
 from ...errors import MetricsError
 from ...mask import Mask
 from ...training import Site, TrainingConfig
-from ...training.loop import TrainingDiverged
 from ...training.personal import PERSONAL
+from .personal_training import PersonalTrainingDiverged, attribute_divergence, check_finite
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,15 +78,12 @@ def fine_tune(site: Site, trainable: Mask, trainings: Sequence[TrainingConfig], 
         t: the round after the last one; seeds the order of the examples, which is the same in all trainings.
 
     Raises:
-        TrainingDiverged: the only training diverged.
+        PersonalTrainingDiverged: the only training diverged.
+        TrainingDiverged: the received model has no finite loss.
+        MetricsError: nor finite metrics on the validation examples.
     """
     if len(trainings) == 1:
-        try:
-            return site.train(site.weights, trainable, trainings[0], t)
-        except TrainingDiverged as error:
-            raise TrainingDiverged(
-                "the fine-tuning after the last round diverged; lower method.finetune.lr or method.finetune.proximal"
-            ) from error
+        return _train(site, trainable, trainings[0], t)
     personal = site.memory.get(PERSONAL)
     chosen, best = None, _measure_validation(site, site.weights)
     chosen_weights, chosen_personal = site.weights, personal
@@ -93,16 +91,27 @@ def fine_tune(site: Site, trainable: Mask, trainings: Sequence[TrainingConfig], 
         # Each training starts from the memory of the request, as if it were the only one.
         _set_personal(site, personal)
         try:
-            weights = site.train(site.weights, trainable, training, t)
+            weights = _train(site, trainable, training, t)
             value = _measure_validation(site, weights)
-        except (TrainingDiverged, MetricsError) as error:
-            _LOG.warning("site %s: fine-tuning with proximal %g diverged: %s", site.name, training.proximal, error)
+        except (PersonalTrainingDiverged, MetricsError) as error:
+            _LOG.warning("site %s: method.finetune.proximal %g: %s", site.name, training.proximal, error)
             continue
         is_better = chosen is None if value is None or best is None else site.task.metric.is_better(value, best)
         if is_better:
             chosen, best, chosen_weights, chosen_personal = training, value, weights, site.memory.get(PERSONAL)
     _set_personal(site, chosen_personal)
     return chosen_weights
+
+
+def _train(site: Site, trainable: Mask, training: TrainingConfig, t: int) -> Tensor:
+    """Return the weights ``(P,)`` after one fine-tuning of the received model."""
+    with attribute_fine_tuning():
+        return check_finite(site.train(site.weights, trainable, training, t))
+
+
+def attribute_fine_tuning() -> AbstractContextManager[None]:
+    """Attribute a divergence inside the block to the fine-tuning."""
+    return attribute_divergence("fine-tuning", "method.finetune.lr or method.finetune.proximal")
 
 
 def _measure_validation(site: Site, weights: Tensor) -> float | None:
