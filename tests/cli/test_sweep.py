@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
-from flare_sparse.config import load_config
+from flare_sparse.cli.local import run_config_locally
+from flare_sparse.config import RunConfig, load_config
 
 GRID = ("--grid", "method.training.lr=0.00001,0.03", "--seeds", "2")
 
@@ -80,9 +82,29 @@ def test_setting_that_diverges_is_named_and_ranked_last(job: Path, tmp_path: Pat
     again = call(*command)
     assert "2 runs, 1 of them finished" in again.output
     assert "lr=1e20, seed 4 failed" in again.output
+    changed = call(*command, "--set", "method.training.clip_norm=1")
+    assert changed.exit_code == 2
+    assert "holds a run of other settings than this sweep" in changed.output
     alone = call(job, "--grid", "method.training.lr=1e20", "--seeds", "1", "--out", tmp_path / "alone", *optimizer)
     assert alone.exit_code == 2
     assert "no run of the sweep finished; lr=1e20, seed 4: E_QUORUM: round " in alone.output
+
+
+def test_run_that_the_machine_fails_is_tried_again(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: RunConfig, *arguments: Any, **options: Any) -> dict[str, Any]:
+        if config.method.config.training.lr == 0.03:
+            raise RuntimeError("not enough memory")
+        return run_config_locally(config, *arguments, **options)
+
+    command = (job, "--grid", "method.training.lr=0.03,0.01", "--seeds", "1", "--out", tmp_path / "sweep")
+    with monkeypatch.context() as patched:
+        # Of the module: the package's attribute of this name is the command.
+        patched.setattr(sys.modules["flare_sparse.cli.sweep"], "run_config_locally", fail)
+        result = call(*command)
+    assert (result.exit_code, "lr=0.03, seed 4 failed: RuntimeError: not enough memory" in result.output) == (0, True)
+    again = call(*command)
+    assert "2 runs, 1 of them finished" in again.output
+    assert "failed" not in again.output
 
 
 def test_sweep_needs_validation_examples_and_valid_settings(job: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from ..checkpoint.writing import write_json
 from ..config import RunConfig, dump_config, list_user_code, load_config
-from ..errors import ConfigError, FlareSparseError
+from ..errors import ConfigError, FlareSparseError, describe_exception
 from ..runs.folder import SUMMARY
 from ..runs.progress import format_bytes
 from ..runs.sweep import SettingsResult, Trial, expand_grid, rank_settings
@@ -28,6 +29,7 @@ from .resume import has_checkpoint
 from .user_modules import copy_user_code
 
 RECORD, WINNER, FIGURE = "sweep.json", "best.yaml", "sweep.png"
+CONFIG = "config.yaml"
 
 
 def sweep(
@@ -77,7 +79,13 @@ def sweep(
     else:
         # A new interpreter for each worker: torch's threads do not survive a fork.
         with ProcessPoolExecutor(parallel, multiprocessing.get_context("spawn")) as pool:
-            failures = _print_trials(pending, pool.map(start, pending))
+            try:
+                failures = _print_trials(pending, pool.map(start, pending))
+            except BrokenProcessPool as error:
+                raise ConfigError(
+                    "a process of the sweep ended without a result, as one does that takes more memory than the machine"
+                    f" has; lower --parallel {parallel}. The same command continues the sweep"
+                ) from error
     finished = [trial for trial in trials if trial not in failures]
     if not finished:
         first, reason = next(iter(failures.items()))
@@ -102,11 +110,18 @@ def _print_trials(trials: Iterable[Trial], results: Iterable[tuple[str, str | No
 def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -> tuple[str, str | None]:
     """Run a trial, or resume it, and return a line of text about it, and why it failed; None if it did not."""
     config, out = _load(file, overrides, trial), folder / trial.folder
+    out.mkdir(parents=True, exist_ok=True)
+    # Before the run, so that a later sweep with other settings notices a run that failed, too.
+    (out / CONFIG).write_text(dump_config(config), encoding="utf-8")
     try:
         summary = run_config_locally(config, file, out, resume=has_checkpoint(out), console=Console(file=StringIO()))
     except FlareSparseError as error:
         # As text: some errors hold what cannot be sent to the process of the sweep.
         reason = f"{error.code}: {error}"
+        return f"{trial.label} failed: {reason}", reason
+    except (MemoryError, OSError, RuntimeError) as error:
+        # Of the machine rather than of the settings, such as torch's lack of memory: the same command tries again.
+        reason = describe_exception(error)
         return f"{trial.label} failed: {reason}", reason
     name = summary["metric"]["name"]
     value = summary["final"]["metrics"].get(f"validation_{name}")
@@ -122,13 +137,12 @@ def _is_finished(config: RunConfig, out: Path) -> bool:
     """Return whether a folder holds the finished run of a configuration.
 
     Raises:
-        ConfigError: it holds a run of other settings.
+        ConfigError: it holds a run of other settings, finished or not.
     """
-    if not (out / SUMMARY).is_file():
-        return False
-    if (out / "config.yaml").read_text(encoding="utf-8") != dump_config(config):
+    started = out / CONFIG
+    if started.is_file() and started.read_text(encoding="utf-8") != dump_config(config):
         raise ConfigError(f"{out}: holds a run of other settings than this sweep; choose another --out")
-    return True
+    return (out / SUMMARY).is_file()
 
 
 def _write(
