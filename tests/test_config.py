@@ -483,6 +483,15 @@ def test_class_that_is_not_a_task_is_refused(file: Path, dotted: str) -> None:
         load_config(file, [f"task={{class: '{dotted}'}}"])
 
 
+def test_text_that_looks_like_a_number_is_text_in_a_saved_configuration(file: Path, tmp_path: Path) -> None:
+    table = "task={name: table, kind: classes, target: y, features: [x], classes: ['1e3', '2E+1', '0x1f', 'no']}"
+    config = load_config(file, [table])
+    saved = tmp_path / "config.yaml"
+    saved.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(saved) == config
+    assert config.task.config.classes == ("1e3", "2E+1", "0x1f", "no")
+
+
 def test_every_section_has_a_description() -> None:
     for model in (RunConfig, JobConfig):
         assert [name for name, field in model.model_fields.items() if not field.description and name != "data"] == []
@@ -510,6 +519,18 @@ def test_early_stopping_needs_the_validation_examples_of_all_sites_in_every_roun
     settings = ["federation.early_stopping={patience: 3}", "task.split.validation=0.1"]
     problem = load_problems(file, *settings, "method.participation=0.5")[0]
     assert "method.participation 0.5 samples some of them for each round; set participation to 1" in problem
+
+
+def test_early_stopping_and_the_rate_of_the_last_round_exclude_each_other(file: Path) -> None:
+    settings = ["federation.early_stopping={patience: 3}", "task.split.validation=0.1"]
+    for training in ("{lr_decay: 0.9}", "{schedule: {kind: cosine}}"):
+        method = f"{{name: fedavg, training: {training}, finetune: "
+        problem = load_problems(file, *settings, f"method={method}{{epochs: 2}}}}")[0]
+        assert "federation.early_stopping: method.finetune.lr is that of the last round" in problem
+        assert problem.endswith("set method.finetune.lr")
+        load_config(file, [*settings, f"method={method}{{lr: 0.001}}}}"])
+        load_config(file, [f"method={method}{{epochs: 2}}}}"])
+    load_config(file, [*settings, "method={name: fedavg, finetune: {epochs: 2}}"])
 
 
 def test_early_stopping_waits_for_an_evaluated_model(file: Path) -> None:

@@ -146,6 +146,17 @@ def test_last_model_is_compared_at_the_remaining_sites_after_the_loss_of_one(las
     assert (outcome.best.round, outcome.stopped_after) == (best, None)
 
 
+@pytest.mark.parametrize(("later", "best", "stopped"), [([6.0, 5.0, *[5.5] * 9], 7, 11), ([8.5] * 11, 1, 9)])
+def test_models_are_compared_without_a_site_that_is_lost_for_good(later: list[float], best: int, stopped: int) -> None:
+    values = [9.0, 8.0, *[1.0] * 4, *later]
+    federation = build_federation({"site-1": values, "site-2": [1.0] * len(values)}, patience=3)
+    federation.is_silent = lambda site, attempt: site == "site-2" and attempt.round > 2
+    outcome = federation.run()
+    assert (outcome.best.round, outcome.stopped_after) == (best, stopped)
+    sites = {"site-1"} if best > 1 else {"site-1", "site-2"}
+    assert set(outcome.best.evaluation.sites) == sites
+
+
 def test_validation_metrics_are_weighted_by_validation_examples() -> None:
     first = {"mse": 1.0, "test_examples": 1.0, "validation_mse": 10.0, "validation_examples": 3.0}
     second = {"mse": 2.0, "test_examples": 3.0, "validation_mse": 20.0, "validation_examples": 1.0}

@@ -426,6 +426,8 @@ class JobConfig(Section):
                     f"method.participation {self.method.config.participation:g} samples some of them for each round; "
                     "set participation to 1, or leave early_stopping out"
                 )
+            if blocker := self.method.config.stopping_blocker:
+                raise ValueError(f"federation.early_stopping: {blocker}")
             patience, every = self.federation.early_stopping.patience, self.method.config.evaluate_every
             if patience < every:
                 raise ValueError(

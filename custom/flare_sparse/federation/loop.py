@@ -18,11 +18,12 @@ from ..errors import SiteExcluded
 from ..exchange import EVALUATE, Contribution, EncryptedValues
 from ..methods import Method
 from ..structure.scaling import build_statistics_mask
-from ..task import VALIDATION, Metric
+from ..task import Metric
 from .census import Census, Handshake
 from .evaluation import BestModel, Evaluation
 from .events import ENDED_EARLY, UPDATE_DISCARDED, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
+from .model_comparison import ModelComparison
 from .participants import Admission, Participants, Returned
 from .progress import Progress, Snapshot
 from .records import Outcome, RoundRecord
@@ -72,9 +73,12 @@ class Federation:
         returned: Returned = lambda sites: frozenset(),
         sum_transport: SumTransport | None = None,
     ):
-        self.method, self.endpoint, self.metric = method, endpoint, metric
+        self.method, self.endpoint = method, endpoint
         self.rules, self.on_round, self.store = rules or RoundRules(), on_round, store
         self._on_updates = on_updates
+        self._models = ModelComparison(
+            metric, self.rules.max_share, self.rules.patience, is_sampled=method.config.participation < 1
+        )
         self._admission = Admission(connected, Census(handshake, on_excluded), self.rules, returned)
         self._events = EventLog()
         self._stepped_back: set[int] = set()
@@ -108,7 +112,7 @@ class Federation:
                 progress = self._exchange_statistics(weights, progress, participants)
                 participants = self._admission.admit(participants, progress.roster)
             participants, assignments = self._admission.assign(progress.state, participants, progress.roster)
-            if self._is_stopped(progress):
+            if self._models.is_stopped(progress):
                 assignments = None
             learn = partial(self._learn, participants.method, progress.state)
             try:
@@ -145,14 +149,14 @@ class Federation:
             QuorumMissed: the round failed for another reason, the sites diverged in their own training after the last
                 round, or the run already stepped back from this round.
         """
-        diverged = ", ".join(failure.diverged)
-        if diverged and failure.result.attempt.kind in self.method.final_kinds:
-            # The last model may be sound: what diverged is one more training, with settings of its own.
+        if personal := ", ".join(failure.diverged_personally):
+            # The last model is sound: what diverged is one more training, with settings of its own.
             raise QuorumMissed(
-                f"{failure} Most sites ({diverged}) diverged in their own training after the last round: lower its "
+                f"{failure} Most sites ({personal}) diverged in their own training after the last round: lower its "
                 "learning rate or its pull (method.finetune.lr, method.finetune.proximal or method.adapt_lr).",
                 failure.result,
             ) from failure
+        diverged = ", ".join(failure.diverged)
         if not diverged or self.store is None or not progress.records:
             raise failure
         last = progress.records[-1]
@@ -188,7 +192,7 @@ class Federation:
         """Evaluate the last model and return the outcome."""
         method = participants.method
         # Asked before the final evaluation, which may find that the last model is the best one.
-        is_early = self._is_stopped(progress) and progress.committed < method.config.rounds
+        is_early = self._models.is_stopped(progress) and progress.committed < method.config.rounds
         if is_early and (shortfall := method.describe_shortfall(progress.state)):
             self._events.add(SERVER, ENDED_EARLY, shortfall)
         progress = replace(progress, state=method.finalize(progress.state))
@@ -250,50 +254,11 @@ class Federation:
         """Return the better of the best model so far and the last committed model."""
         # Each round also evaluates the model that it started from: evaluation needs no extra request, and the best
         # model is known one round later.
-        best = progress.best
-        if self._validation_name not in evaluation.overall:
-            return best
-        if best.round >= 0 and not self._is_better(evaluation, best.evaluation, is_last=is_last):
-            return best
+        if not self._models.is_better(evaluation, progress, is_last=is_last):
+            return progress.best
         model = method.model(progress.state)
         encrypted = self._get_encrypted_values()
         return BestModel(progress.committed, evaluation, model.values, model.mask, encrypted)
-
-    def _is_better(self, evaluation: Evaluation, best: Evaluation, *, is_last: bool) -> bool:
-        """Return whether a model is better than the best one so far, on the validation examples of the same sites."""
-        name = self._validation_name
-        sites, best_sites = evaluation.list_sites_with(name), best.list_sites_with(name)
-        if sites != best_sites:
-            # Where fewer sites are sampled or reply in time, the metric says more about these sites than about the
-            # model: the widest evaluation so far decides which models are compared.
-            if evaluation.count_examples(name) > best.count_examples(name):
-                return True
-            common = sites & best_sites
-            # The last model is always compared: after the loss of a site, no later model would be.
-            if not is_last or not common:
-                return False
-            evaluation, best = (one.select_sites(common, self.rules.max_share) for one in (evaluation, best))
-        return self.metric.is_better(evaluation.overall[name], best.overall[name])
-
-    def _is_stopped(self, progress: Progress) -> bool:
-        """Whether so many models in a row were no better on validation examples that the run ends early."""
-        if self.rules.patience is None or progress.best.round < 0:
-            return False
-        # A model that was evaluated at other sites than the best one is not known to be no better. The last committed
-        # model is evaluated in the next round.
-        comparable = set[str](), progress.best.evaluation.list_sites_with(self._validation_name)
-        later = {
-            record.evaluated_round
-            for record in progress.records
-            if progress.best.round < record.evaluated_round < progress.committed
-            and record.evaluation.list_sites_with(self._validation_name) in comparable
-        }
-        return len(later) >= self.rules.patience
-
-    @property
-    def _validation_name(self) -> str:
-        """Name of the metric that chooses the best model."""
-        return f"{VALIDATION}{self.metric.name}"
 
     def _build_record(
         self, result: RoundResult, evaluation: Evaluation, previous: Progress, state: Any, method: Method[Any, Any]

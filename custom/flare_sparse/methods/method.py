@@ -94,6 +94,11 @@ class MethodConfig(BaseModel):
         return "training.schedule is over method.rounds, so the learning rate of every round depends on their number"
 
     @property
+    def stopping_blocker(self) -> str | None:
+        """Why the run must not end before ``rounds``; None where it may."""
+        return None
+
+    @property
     def min_sites_needed(self) -> int:
         """Fewest contributions with which these settings define a round."""
         return 1

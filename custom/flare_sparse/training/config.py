@@ -68,6 +68,11 @@ class TrainingConfig(BaseModel):
             )
         return self
 
+    @property
+    def has_constant_rate(self) -> bool:
+        """Whether the learning rate is the same in all rounds."""
+        return self.lr_decay == 1 and self.schedule.is_constant
+
     def resolve_schedule(self, t: int, rounds: int) -> TrainingConfig:
         """Return the settings of round ``t`` (1-based) of ``rounds``, with the factor of the schedule in ``lr``."""
         if self.schedule.is_constant:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -23,7 +24,7 @@ from ...mask import Mask
 from ...params import Layout
 from ...training import Site
 from ..method import Method, MethodConfig, broadcast
-from .finetuning import FINE_TUNED, FINETUNE, FineTuning, fine_tune
+from .finetuning import FINE_TUNED, FINETUNE, FineTuning, attribute_fine_tuning, fine_tune
 
 
 class AveragingConfig(MethodConfig):
@@ -59,6 +60,15 @@ class AveragingConfig(MethodConfig):
     @property
     def decided_by_validation(self) -> str:
         return "finetune.proximal" if self.finetune is not None and self.finetune.has_choice else ""
+
+    @property
+    def stopping_blocker(self) -> str | None:
+        if self.finetune is None or self.finetune.lr is not None or self.training.has_constant_rate:
+            return None
+        return (
+            "method.finetune.lr is that of the last round, and method.training lowers the rate over rounds that the "
+            "run may leave out; set method.finetune.lr"
+        )
 
     @property
     def script_blocker(self) -> str | None:
@@ -179,7 +189,10 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
         if request.kind != FINETUNE:
             return super().answer(request, site)
         own = self._fine_tune(site, request.trainable)
-        return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, site.evaluate(own))
+        # A site may keep the received model, where every training diverged or was no better.
+        with nullcontext() if own is site.weights else attribute_fine_tuning():
+            metrics = site.evaluate(own)
+        return Update(Patch.empty(self.layout.size), "metrics", site.num_examples, metrics)
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
         return super().adapt(site, trainable) if self.config.finetune is None else self._fine_tune(site, trainable)
