@@ -148,6 +148,21 @@ def test_site_with_constant_inputs_loses_its_shift_alone() -> None:
     torch.testing.assert_close(constant, torch.zeros_like(constant), atol=1e-9, rtol=0)
 
 
+def test_input_that_is_constant_at_each_site_loses_the_mean_of_the_site() -> None:
+    """Such as a parameter of the scanner, which would otherwise be the largest input and tell the sites apart."""
+    tables = [
+        torch.cat([table, torch.full((len(table), 1), 2300.0 + 350 * i)], 1) for i, table in enumerate(draw_tables())
+    ]
+    layers = [Harmonizer([False, False, *[True] * 10], [0, 1], clip=3.0) for _ in tables]
+    pooled = layers[0].pool_statistics([layers[0].compute_statistics(table) for table in tables])
+    for layer, table in zip(layers, tables, strict=True):
+        layer.statistics.copy_(pooled)
+        layer.site.copy_(layer.compute_statistics(table))
+        assert torch.equal(layer(table.float())[:, -1], torch.zeros(len(table)))
+        table[0, -1] += 50
+        assert layer(table.float())[0, -1] == 3
+
+
 def test_shifts_of_zero_end_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one site alone, all shifts are 0, and 0 / 0 is no change above the tolerance."""
     iterations: list[int] = []

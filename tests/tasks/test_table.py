@@ -14,7 +14,9 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
+from flare_sparse.config.yaml_files import parse_yaml
 from flare_sparse.data.atlases import ATLASES
+from flare_sparse.data.features import format_labels
 from flare_sparse.errors import DataError
 from flare_sparse.task import Examples, SiteData
 from flare_sparse.tasks.outcomes import compute_c_index, compute_cox_loss
@@ -83,6 +85,27 @@ def test_column_that_is_constant_in_training_is_centered_and_not_divided(constan
     doses = {name: inputs[0] for name, (inputs, _) in collect(examples).items()}
     assert doses.pop(other) == pytest.approx(50 - float(constant))
     assert [*doses.values()] == pytest.approx([0] * 24, abs=1e-9)
+
+
+def test_labels_that_yaml_reads_as_numbers_are_quoted(tmp_path: Path) -> None:
+    labels = ["0x1f", "1:30", "1e3", "None", "a: b", "no", "plain"]
+    text = "\n".join(["1e2,y,z", *(f"{label},a,1" for label in labels[:3])])
+    task = build(kind="classes", target="y", features=["1e2"], classes=["a", "b", "c"], categories={}, id=None)
+    assert parse_yaml(format_labels(labels)) == labels
+    with pytest.raises(DataError, match=r"set task\.categories: \{'1e2': \['0x1f', '1:30', '1e3'\]\} with") as caught:
+        task.load(write(tmp_path, text), seed=1)
+    assert "column '1e2' contains text" in str(caught.value)
+
+
+def test_column_of_large_numbers_that_differ_little_is_scaled(tmp_path: Path) -> None:
+    """Seconds since 1970 of a year differ by less than a millionth of their value in minutes."""
+    task = build(features=["time"], categories={}, id="patient")
+    rows = [f"p{i},{1_700_000_000 + 60 * i},benign" for i in range(25)]
+    examples = task.load(write(tmp_path, "\n".join(["patient,time,outcome", *rows])), seed=1)
+    train = [int(name[1:]) for name in examples.train_ids]
+    expected = {name: (int(name[1:]) - np.mean(train)) / np.std(train) for name in examples.train_ids}
+    scaled = {name: inputs[0] for name, (inputs, _) in collect(examples).items() if name in expected}
+    assert scaled == pytest.approx(expected, abs=1e-3)
 
 
 def test_missing_values_are_refused_or_imputed_with_an_indicator(tmp_path: Path) -> None:

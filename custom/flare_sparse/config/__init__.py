@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
@@ -23,7 +22,7 @@ from .choice import Choice, Registries, find_name
 from .problems import describe_problem
 from .schema import JobConfig, RunConfig, build_task, list_methods, list_partitions, list_tasks
 from .user_tasks import import_task_class, list_user_code, load_task
-from .yaml_files import apply_overrides, find_non_finite_settings, read_yaml
+from .yaml_files import apply_overrides, find_non_finite_settings, format_yaml, read_yaml
 
 J = TypeVar("J", bound=JobConfig)
 
@@ -91,7 +90,7 @@ def serialize_job(config: JobConfig) -> dict[str, Any]:
 
 def dump_config(config: JobConfig) -> str:
     """Return the resolved configuration as YAML; :func:`load_config` reads the same value back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return format_yaml(config.model_dump(mode="json"))
 
 
 def build_method(config: JobConfig, layout: Layout) -> Method[Any, Any]:

@@ -52,9 +52,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Dumper that puts quotes around text that :class:`_Loader` would read as a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 def parse_yaml(text: str) -> Any:
@@ -67,6 +72,12 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError(f"the text has {len(text)} characters; the limit is {MAX_BYTES}")
     # _Loader is a SafeLoader.
     return yaml.load(text, _Loader)  # noqa: S506
+
+
+def format_yaml(data: Mapping[str, Any]) -> str:
+    """Return settings as YAML, from which :func:`parse_yaml` reads the same values."""
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+    return text
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from ..errors import DataError
-from .tables import MISSING, Table
+from .tables import MISSING, Table, is_number
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ def compute_scale(features: Features, rows: Sequence[int]) -> tuple[np.ndarray, 
         present = present[np.isfinite(present)]
         if len(present):
             center[column], deviation = present.mean(), present.std()
-            # The mean of equal values such as 0.1 is rounded, so that their deviation is about 1e-17 instead of 0.
-            if deviation > 1e-6 * np.abs(present).max():
+            # The mean of equal values such as 0.1 is rounded, so that their deviation is about 1e-17 instead of 0. No
+            # more than rounding: seconds since 1970 differ by 1e-9 of their value.
+            if deviation > 1e-12 * np.abs(present).max():
                 spread[column] = deviation
     return center, spread
 
@@ -114,8 +115,16 @@ def read_labels(table: Table, name: str, declared: Collection[str] = ()) -> list
 
 def format_labels(labels: Sequence[str]) -> str:
     """Return labels as a YAML list, with quotes around those that YAML would not read as text; at most ten."""
-    text = yaml.safe_dump(list(labels[:10]), default_flow_style=True, width=math.inf, allow_unicode=True).strip()
-    return text if len(labels) <= 10 else f"{text[:-1]}, ...]"
+    text = ", ".join(_format_label(label) for label in labels[:10])
+    return f"[{text}]" if len(labels) <= 10 else f"[{text}, ...]"
+
+
+def _format_label(label: str) -> str:
+    # PyYAML's dumper leaves 1e3 without quotes, which YAML 1.2 reads as a number.
+    if is_number(label):
+        return f"'{label}'"
+    text: str = yaml.safe_dump([label], default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.strip()[1:-1]
 
 
 def _encode_categories(table: Table, name: str, categories: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -137,5 +146,5 @@ def _get_numbers(table: Table, name: str) -> np.ndarray:
     found = sorted({label for label in read_labels(table, name) if label})
     raise DataError(
         f"{table.source}: column {name!r} contains text such as {found[0]!r}; expected numbers. If it is a category, "
-        f"set task.categories: {{{name}: {format_labels(found)}}} with the categories of all sites"
+        f"set task.categories: {{{_format_label(name)}: {format_labels(found)}}} with the categories of all sites"
     )

@@ -54,7 +54,7 @@ class Table:
         """
         column = self.get_column(name)
         if column.dtype.kind != "f":
-            row, text = next((row, text) for row, text in enumerate(column, start=1) if not _is_number(str(text)))
+            row, text = next((row, text) for row, text in enumerate(column, start=1) if not is_number(str(text)))
             raise DataError(
                 f"{self.source}: column {name!r} contains text such as {str(text)!r} (row {row}); expected numbers"
             )
@@ -163,7 +163,7 @@ _READERS: dict[str, Callable[[Path], Values]] = {
 }
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
     """Return whether a text is a number or marks a missing value."""
     try:
         return text.lower() in MISSING or float(text) is not None

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
 from nvflare.app_common.widgets.metrics_artifact_writer import MetricsArtifactWriter
 from nvflare.job_config.api import FedJob
 from nvflare.recipe import PocEnv, SimEnv
@@ -18,6 +17,7 @@ from nvflare.recipe.spec import ExecEnv, Recipe
 import flare_sparse
 
 from ..config import JobConfig, list_user_code, load_task, parse_job, serialize_job
+from ..config.yaml_files import format_yaml
 from ..errors import ConfigError
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..training.script_site import WeighBy
@@ -230,7 +230,7 @@ class SparseRecipe(Recipe):
     def _add_settings(self, job: FedJob, config: JobConfig) -> None:
         """Add the settings as a YAML file beside FLARE's own configuration, and a user task as a component."""
         file = self._staging / JOB_FILE
-        file.write_text(yaml.safe_dump(serialize_job(config), sort_keys=False))
+        file.write_text(format_yaml(serialize_job(config)))
         job.add_file_to_server(str(file), app_folder_type="config")
         job.add_file_to_clients(str(file), app_folder_type="config")
         if config.task.key != "name":

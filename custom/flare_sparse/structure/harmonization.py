@@ -44,7 +44,8 @@ class Harmonizer(StatisticsLayer):
 
     An input ``y`` becomes ``(z - gamma) / delta + x beta / sigma``, which is ComBat's result minus the mean ``alpha``,
     divided by ``sigma``; ``z = (y - alpha - x beta) / sigma``. Covariates ``x`` are inputs whose effects on the others
-    are kept, such as sex; they are standardised, and other inputs that are not harmonised pass unchanged.
+    are kept, such as sex; they are standardised. An input that varies at no site only loses the mean of the own site;
+    other inputs pass unchanged.
 
     ``statistics`` ``(5 + 2 p, d)`` are those of all sites, ``site`` those of the own site; the latter stay there. Until
     both are set, inputs pass unchanged.
@@ -76,13 +77,16 @@ class Harmonizer(StatisticsLayer):
         fit = self._get_fit()
         beta, (sigma, gamma, delta) = fit[: len(covariates)], fit[len(covariates) :]
         is_harmonized = self._find_harmonized(sigma)
+        is_constant = torch.tensor(self.harmonized, device=sigma.device) & (sigma == 0)
         divisor = torch.where(is_harmonized, sigma, 1.0)
         effects = (inputs[:, covariates] - pooled.mean[covariates]) @ beta
         z = (inputs - pooled.mean - effects) / divisor
         harmonized = (z - gamma) / delta + effects / divisor
+        # Such as a parameter of the scanner: all that differs between sites is removed.
+        harmonized = torch.where(is_constant, inputs - self._unpack(self.site).mean, harmonized)
         if self.clip is not None:
             harmonized = harmonized.clamp(-self.clip, self.clip)
-        result = torch.where(is_harmonized, harmonized, inputs)
+        result = torch.where(is_harmonized | is_constant, harmonized, inputs)
         scale = (pooled.squares[covariates] / pooled.count[covariates]).sqrt()
         result[:, covariates] = (inputs[:, covariates] - pooled.mean[covariates]) / torch.where(scale > 0, scale, 1.0)
         return result
