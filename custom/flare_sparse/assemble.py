@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ from .training.private import check_private_network
 from .training.script_exchange import ScriptRunner
 from .training.script_site import ScriptSite, WeighBy
 from .wire.values import is_quantized
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,8 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
     # Settings are checked before the data is loaded: loading may take minutes.
     site_settings = validate_site_settings(method, data)
     examples = load_examples(assembly.task, data, method.seed)
+    for warning in examples.warnings:
+        _LOG.warning("site %s: %s", data.site, warning)
     device = str(method.config.training.torch_device)
     # What describes the site's own examples; all other tensors start with the values that the seed gives every site.
     described = assembly.task.describe_site(examples.train) if examples.n_train else {}

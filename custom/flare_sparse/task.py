@@ -146,6 +146,7 @@ class Examples:
             example is a subject of its own.
         test_subjects, validation_subjects: the same of the other examples.
         notes: what the record of an evaluation on these examples states, such as the rows that inputs are scaled by.
+        warnings: what does not stop a run but may spoil its result; shown by ``flare-sparse check`` and logged.
     """
 
     train: Dataset[Any]
@@ -160,6 +161,7 @@ class Examples:
     test_subjects: Sequence[str] = ()
     validation_subjects: Sequence[str] = ()
     notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
     @property
     def n_train(self) -> int:

@@ -101,6 +101,10 @@ def test_unusable_column_is_explained() -> None:
     )
     for call, message in (
         (lambda: table.get_numbers("aeg"), "no column 'aeg'. Did you mean 'age'?"),
+        (
+            lambda: Table(Path("t.csv"), {"a;age": np.array(["1;2,5"])}).get_numbers("age"),
+            "one column, 'a;age': the fields are separated by ';'. Save the file with commas between the fields",
+        ),
         (lambda: table.get_numbers("subject"), "column 'subject' contains text such as 'a' (row 1)"),
         (lambda: table.get_numbers("dose"), "column 'dose' contains text such as '<5' (row 2)"),
         (lambda: table.get_ids("subject"), "subject 'a' occurs twice"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -100,6 +101,19 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestLog]:
 def figures(name: str, *overrides: str) -> dict[str, Any]:
     file = ROOT / "app_configs" / f"{name}.yaml"
     return compute_figures(load_config(file, overrides), file)
+
+
+@pytest.mark.long
+def test_table_of_the_overview_has_the_figures_of_the_estimate() -> None:
+    text = (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (0(?:\.\d+)?) \| ([\d,]+) \| ([\d,]+) \| ([^|]+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    assert len(rows) == 5
+    for sparsity, *cells in rows:
+        found = figures("fedsparsify_paper", f"method.sparsity={sparsity}")
+        down = {key: f"{value / 1e6:,.0f}" for key, value in found["bytes"]["down"].items()}
+        shown = down["typical"] if found["exact"] else f"{down['typical']} ({down['least']} to {down['most']})"
+        up = f"{found['bytes']['up']['typical']:,}"
+        assert cells == [f"{found['paper_scalars']:,}", f"{found['scalars']:,}", shown, up]
 
 
 def test_targets_take_no_part_in_training_where_the_data_is_missing() -> None:

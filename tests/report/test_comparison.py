@@ -178,7 +178,7 @@ def test_folds_and_seeds_of_a_method_are_taken_together_subject_by_subject() -> 
     assert (fedavg["subjects"], fedavg["mae"]) == (4, pytest.approx((2 + 2 + 3 + 4) / 4))
     assert fedavg["differences"]["site_mean"]["mae"]["value"] == pytest.approx(2.75 - 3)
     other = fedavg["differences"]["neurosfl (2 folds)"]["mae"]
-    assert (other["value"], other["verdict"], other["subjects"]) == (pytest.approx(2.75), "behind", 4)
+    assert (other["value"], other["verdict"], other["subjects"]) == (pytest.approx(2.75), "undecided", 4)
 
 
 def test_subjects_without_identifiers_are_not_taken_for_one_another() -> None:

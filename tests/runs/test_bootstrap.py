@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -60,8 +62,9 @@ def test_single_subject_is_resampled_with_the_smallest_other_site_and_alone_deci
     # Two of 5, 1 and 3 are drawn, each with the weight 3 / 2.
     assert (result.low, result.high) == (pytest.approx(3 / 6), pytest.approx(15 / 6))
     assert result.by_site == {"a": 5, "b": 2, "c": 0}
-    alone = compare_scores(np.ones(1), np.zeros(1), np.array(["a"]), is_lower_better=True)
-    assert (alone.value, alone.verdict) == (1, "undecided")
+    for count, verdict in ((1, "undecided"), (5, "undecided"), (6, "behind")):
+        few = compare_scores(np.ones(count), np.zeros(count), np.array(["a"] * count), is_lower_better=True)
+        assert (few.value, few.verdict) == (1, verdict)
 
 
 def test_equal_predictors_are_undecided_and_a_constant_gain_is_ahead() -> None:
@@ -116,7 +119,8 @@ def test_interval_of_an_auc_equals_one_computed_resample_by_resample() -> None:
 def test_c_index_counts_the_pairs_of_harrell() -> None:
     targets = np.array([[1.0, 1], [2.0, 0], [3.0, 1], [3.0, 0], [2.0, 1]])
     risk = np.array([2.0, 0, 1, 1, 2])
-    pairs = [(i, j) for i in range(5) for j in range(5) if targets[i, 1] and targets[i, 0] < targets[j, 0]]
+    pairs = [(i, j) for i, j in product(range(5), repeat=2) if targets[i, 1] and targets[i, 0] < targets[j, 0]]
+    pairs += [(4, 1), (2, 3)]  # Censored at the time of the other one's event.
     expected = np.mean([1.0 if risk[i] > risk[j] else 0.5 if risk[i] == risk[j] else 0.0 for i, j in pairs])
     statistic = build_c_index(risk, targets, np.zeros(5))
     assert statistic(np.ones((1, 5))) == pytest.approx([expected])
@@ -134,7 +138,7 @@ def test_metric_of_each_kind_scores_subjects() -> None:
     scores = MAE.score(targets + 1, targets), MAE.score(targets - 3, targets)
     result = compare_predictors(MAE, *scores, targets, sites, subjects)
     assert result is not None
-    assert (result.first, result.second, result.verdict) == (1, 3, "ahead")
+    assert (result.first, result.second, result.high) == (1, 3, -2)
     risk = AUC.score(probabilities, classes)
     assert risk.tolist() == [0.9, 0.4]
     assert compare_predictors(AUC, risk, risk, classes, sites, subjects) is None, "one class has no AUC"

@@ -10,7 +10,8 @@ import pytest
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.cli.predictions import ensure_predictions
 from flare_sparse.config import load_config
-from flare_sparse.runs.comparison import compare_with_baseline, describe_groups
+from flare_sparse.report.comparisons import build_comparisons
+from flare_sparse.runs.comparison import compare_with_baseline, describe_groups, describe_runs
 from flare_sparse.runs.predictions import RUN, Predictions
 from flare_sparse.runs.results import RunResult, read_runs
 
@@ -112,4 +113,9 @@ def test_survival_runs_are_compared_across_sites_unless_a_model_is_a_sites_own(
     monkeypatch.setattr("flare_sparse.runs.bootstrap.MOST_PAIRED", 3)
     too_many = describe_groups([run])[0]
     assert (too_many["c_index"], too_many["differences"]) == (None, {})
-    assert too_many["notes"]["cox_pooled"].startswith("no c_index: it compares all pairs of at most")
+    expected = "no c_index: it compares all pairs of at most"
+    assert too_many["notes"]["cox_pooled"].startswith(expected)
+    assert describe_runs([run], {})["runs"][0]["notes"]["cox_pooled"].startswith(expected)
+    table = build_comparisons([run])
+    assert table is not None
+    assert f"{run.label} against cox_pooled: {expected}" in table.note

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from flare_sparse.errors import ConfigError
-from flare_sparse.runs.sweep import Trial, expand_grid, rank_settings
+from flare_sparse.runs.sweep import Trial, expand_grid, find_unequal_validation, rank_settings
 
 
-def summarize(value: float | None, mode: str = "min") -> dict[str, Any]:
+def summarize(value: float | None, mode: str = "min", examples: float = 5.0) -> dict[str, Any]:
     """Return a summary whose test metric contradicts its validation metric."""
-    metrics = {"mae": 100.0 - (value or 0)} | ({} if value is None else {"validation_mae": value})
+    metrics = {"mae": 100.0 - (value or 0)} | (
+        {} if value is None else {"validation_mae": value, "validation_examples": examples}
+    )
     return {
         "metric": {"name": "mae", "mode": mode},
         "final": {"metrics": metrics},
@@ -31,7 +33,13 @@ def test_every_combination_runs_with_every_seed() -> None:
     assert all(set(trial.folder) <= set("abcdefghijklmnopqrstuvwxyz0123456789=._-") for trial in trials)
 
 
-@pytest.mark.parametrize("grid", [["method.sparsity"], ["=1"], ["a=1,,2"], ["a=1", "a=2"], ["seed=1,2"]])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        ["method.sparsity"], ["=1"], ["a=1,,2"], ["a=1", "a=2"], ["seed=1,2"], ["task.split.fold=1,2"],
+        ["task.split={test: 0.1},{test: 0.2}"],
+    ],
+)  # fmt: skip
 def test_unusable_grid_is_refused(grid: list[str]) -> None:
     with pytest.raises(ConfigError, match="--grid"):
         expand_grid(grid, [1])
@@ -51,9 +59,23 @@ def test_settings_are_ranked_by_their_mean_on_validation_examples(mode: str, ord
     assert best.deviation == pytest.approx(0.5**0.5)
 
 
-def test_run_without_validation_metric_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"seed 2: no site reported mae on validation examples"):
-        rank_settings({Trial(("a=1",), 2): summarize(None)}, {})
+def test_settings_with_a_run_without_validation_metric_come_last() -> None:
+    results = {Trial(("a",), 1): summarize(1.0), Trial(("a",), 2): summarize(None), Trial(("b",), 1): summarize(2.0)}
+    ranked = rank_settings(results | {Trial(("b",), 2): summarize(3.0)}, {})
+    assert [(result.settings, result.values) for result in ranked] == [(("b",), {1: 2.0, 2: 3.0}), (("a",), {1: 1.0})]
+    reason = "no site reported mae on validation examples; raise task.split.validation for all runs by --set"
+    assert ranked[1].failures == {2: reason}
+    with pytest.raises(ConfigError, match="in all finished runs, no site reported mae on validation examples"):
+        rank_settings({Trial(("a",), 2): summarize(None)}, {Trial(("a",), 1): "E_DATA"})
+
+
+def test_settings_that_choose_other_validation_examples_are_not_comparable() -> None:
+    results = {Trial(("a",), 1): summarize(1.0), Trial(("b",), 1): summarize(2.0)}
+    assert find_unequal_validation(rank_settings(results, {})) == ""
+    results[Trial(("c",), 1)] = summarize(3.0, examples=4.0)
+    warning = find_unequal_validation(rank_settings(results, {}))
+    assert "cannot be compared" in warning
+    assert "(seed 1: 4 with c; 5 with a)" in warning
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])

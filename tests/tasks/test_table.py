@@ -147,6 +147,33 @@ def test_missing_target_makes_a_row_unusable(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1: its outcome is missing"):
         build().load(data, seed=1)
     assert build(skip_bad_subjects=True).load(data, seed=1).skipped == 1
+    survival = TableTask(
+        {"kind": "survival", "target": "months", "event": "died", "features": ["age"], "id": "patient"}
+    )
+    data = write(tmp_path, ROWS.replace("benign,5,1", "benign,5,").replace("malignant,8,0", "malignant,,0"))
+    with pytest.raises(DataError) as caught:
+        survival.load(data, seed=1)
+    assert "p1: its died is missing" in str(caught.value)
+    assert "p2: its months is missing" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_far"),
+    [
+        ({}, True), ({"target_scale": [5, 50]}, False), ({"target_scale": [50, 1]}, True),
+        ({"target_scaling": "site"}, False),
+    ],
+)  # fmt: skip
+def test_target_far_from_the_scale_of_the_network_is_warned_about(
+    settings: dict[str, Any], is_far: bool, tmp_path: Path
+) -> None:
+    task = TableTask({"kind": "regression", "target": "age", "features": ["x"], "id": "patient"} | settings)
+    data = write(tmp_path, "\n".join(["patient,age,x", *(f"p{i},{40 + i},1" for i in range(25))]))
+    warnings = task.load(data, seed=1).warnings
+    assert len(warnings) == is_far
+    if is_far and not settings:
+        assert "age has the mean 5" in warnings[0]
+        assert "task.target_scale is [0, 1]: the network starts at 0" in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +324,7 @@ def test_cox_loss_equals_the_partial_likelihood_written_out() -> None:
 def test_c_index_counts_pairs_that_can_be_compared() -> None:
     times, events = torch.tensor([1.0, 2, 3, 3]), torch.tensor([1.0, 0, 1, 0])
     assert compute_c_index(torch.tensor([3.0, 0, 1, 0]), times, events) == 1
-    assert compute_c_index(torch.tensor([0.0, 3, 1, 0]), times, events) == pytest.approx(0.5 / 3)
+    assert compute_c_index(torch.tensor([0.0, 3, 1, 0]), times, events) == pytest.approx(1.5 / 4)
     assert compute_c_index(torch.zeros(4), times, torch.zeros(4)) is None
 
 

@@ -73,6 +73,7 @@ class SiteCheck:
             result.findings.append(Finding(f"data of {data.site}", error))
             return result
         result.examples = examples
+        result.findings += [Finding(f"data of {data.site}", warning=text) for text in examples.warnings]
         problems = describe_non_finite_examples(task, examples, data)
         if problems:
             result.findings.append(Finding(f"inputs of {data.site}", DataError(problems)))

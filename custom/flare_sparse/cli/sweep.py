@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..checkpoint.writing import write_json
@@ -21,7 +22,7 @@ from ..config import RunConfig, dump_config, list_user_code, load_config
 from ..errors import ConfigError, FlareSparseError, describe_exception
 from ..runs.folder import SUMMARY
 from ..runs.progress import format_bytes
-from ..runs.sweep import SettingsResult, Trial, expand_grid, rank_settings
+from ..runs.sweep import SettingsResult, Trial, expand_grid, find_unequal_validation, rank_settings
 from .console import out as console
 from .local import run_config_locally
 from .options import ConfigFile, Overrides
@@ -53,10 +54,10 @@ def sweep(
     """Run a configuration with all combinations of some settings, and choose by the metric on validation examples.
 
     The runs are local ones (--env local), without FLARE. The same command continues an interrupted sweep: finished runs
-    are kept, others resumed, failed ones too. Settings with a failed run are ranked last. Writes a table (sweep.json),
-    a figure (sweep.png, with the extra report) and the configuration with the settings that won (best.yaml). With
-    several seeds, some test subjects of one seed are validation subjects of another; with --seeds 1 they choose
-    nothing (docs/evaluation.md).
+    are kept, others resumed, failed ones too. Settings with a run without a result are ranked last. Writes a table
+    (sweep.json), a figure (sweep.png, with the extra report) and the configuration with the settings that won
+    (best.yaml). With several seeds, some test subjects of one seed are validation subjects of another; with --seeds 1
+    they choose nothing (docs/evaluation.md).
 
     [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml --grid method.sparsity=0.8,0.9 --set
     task.split.validation=0.1[/]
@@ -92,8 +93,11 @@ def sweep(
         raise ConfigError(f"no run of the sweep finished; {first.label}: {reason}")
     summaries = {trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8")) for trial in finished}
     ranked, metric = rank_settings(summaries, failures), summaries[finished[0]]["metric"]
-    _write(ranked, metric, folder, config, overrides)
+    warning = find_unequal_validation(ranked)
+    _write(ranked, metric, folder, config, overrides, warning)
     console.print(_build_table(ranked, metric["name"]))
+    if warning:
+        console.print(f"[bold yellow]WARN[/] {escape(warning)}")
     console.print(f"best settings: {folder / WINNER}", markup=False)
 
 
@@ -146,7 +150,12 @@ def _is_finished(config: RunConfig, out: Path) -> bool:
 
 
 def _write(
-    ranked: list[SettingsResult], metric: dict[str, Any], folder: Path, file: Path, overrides: list[str]
+    ranked: list[SettingsResult],
+    metric: dict[str, Any],
+    folder: Path,
+    file: Path,
+    overrides: list[str],
+    warning: str,
 ) -> None:
     best, unit = ranked[0], metric["unit"]
     rows = [
@@ -160,12 +169,14 @@ def _write(
         }
         for r in ranked
     ]
-    write_json(folder / RECORD, {"metric": metric, "config": str(file), "overrides": overrides, "results": rows})
+    record = {"metric": metric, "config": str(file), "overrides": overrides, "results": rows, "warning": warning}
+    write_json(folder / RECORD, record)
     won = f"{folder.name} of {len(ranked)} settings with {len(best.values)} seeds: {', '.join(best.settings)}."
     lines = [
         f"# Settings that won {won}",
         f"# {metric['name']} on validation examples, mean over the seeds: {best.mean:.4g} {unit}".rstrip(),
-        *(f"# seed {seed} failed with these settings, too" for seed in best.failures),
+        *(f"# seed {seed} has no result with these settings" for seed in best.failures),
+        *([f"# {warning}"] if warning else []),
     ]
     winner = load_config(file, [*overrides, *best.settings])
     copy_user_code(list_user_code(winner, file.parent), folder)

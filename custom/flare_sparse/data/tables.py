@@ -43,6 +43,12 @@ class Table:
             hint = suggest(name, self.columns)
             names = list(self.columns)
             more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+            # A CSV file of a spreadsheet in a country with decimal commas.
+            if len(names) == 1 and (found := [mark for mark in ";\t|" if mark in names[0]]):
+                raise DataError(
+                    f"{self.source}: one column, {names[0]!r}: the fields are separated by {found[0]!r}. Save the file "
+                    "with commas between the fields and decimal points"
+                )
             raise DataError(f"{self.source}: no column {name!r}.{hint} Found: {', '.join(names[:12])}{more}")
         return self.columns[name]
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..runs.comparison import compare_with_baseline, describe_groups
+from ..runs.comparison import compare_with_baseline, describe_groups, explain_lacks
 from ..runs.results import RunResult
 from .tables import ReportTable, format_metric
 
 
 def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
     """Return each run beside its trivial baselines, on the same test subjects; None without any predictions."""
-    rows = []
+    rows, lacks = [], []
     for run in runs:
         predictions = run.predictions
         if predictions is None:
             continue
         differences = {name: compare_with_baseline(predictions, name) for name in predictions.baselines}
+        for name, by_metric in differences.items():
+            if text := explain_lacks(predictions, name, by_metric):
+                lacks.append(f"{run.label} against {name}: {text}.")
         for metric in dict.fromkeys(metric for by_metric in differences.values() for metric in by_metric):
             for name, by_metric in differences.items():
                 if metric in by_metric:
@@ -25,10 +28,11 @@ def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
     columns = ["comparison", "metric", "run", "baseline", "difference", "verdict", "sites that gain", "worst site"]
     note = (
         "On the test subjects of all sites at once; in brackets the 95 % bootstrap interval over subjects within their "
-        "site. Ahead and behind: the interval excludes 0. The baselines are the mean of each site, and a linear model "
-        "of each site alone and of all sites pooled."
+        "site. Ahead and behind: the interval excludes 0, with six subjects or more. The baselines are the mean of "
+        "each site, and a linear model of each site alone and of all sites pooled."
     )
-    return ReportTable("Compared with trivial baselines", columns, rows, note) if rows else None
+    table = ReportTable("Compared with trivial baselines", columns, rows, " ".join([note, *lacks]))
+    return table if rows or lacks else None
 
 
 def build_group_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:

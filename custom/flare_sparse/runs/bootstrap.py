@@ -20,6 +20,8 @@ from ..task import Kind
 RESAMPLES = 10_000
 LEVEL = 0.95
 _CHUNK = 500
+LEAST_DECIDED = 6
+"""Fewest subjects that decide a difference: with five, all of them agree by chance in 2 of 32 cases."""
 LEAST_DEFINED = 0.95
 """Least share of the resamples in which a metric must be defined."""
 MOST_PAIRED = 6000
@@ -201,8 +203,9 @@ def build_c_index(risk: np.ndarray, targets: np.ndarray, groups: np.ndarray) -> 
         groups: ``(n,)``; pairs of one group are compared, those of a negative one never.
     """
     times, events = targets[:, 0], targets[:, 1] > 0.5
-    earlier = events[:, None] & (times[:, None] < times[None, :]) & (groups[:, None] == groups[None, :])
-    earlier &= (groups >= 0)[:, None]
+    # A subject who is censored at the time of another one's event survived that event.
+    later = (times[None, :] > times[:, None]) | ((times[None, :] == times[:, None]) & ~events[None, :])
+    earlier = events[:, None] & later & (groups[:, None] == groups[None, :]) & (groups >= 0)[:, None]
     comparable, concordant = np.zeros((2, *earlier.shape), dtype=np.float32)
     for own in risk.reshape(len(risk), -1).T:
         tested = np.flatnonzero(~np.isnan(own))
@@ -312,7 +315,7 @@ def _compare(
     sign = -1 if is_lower_better else 1
     better = sorted((sign * low, sign * high))
     verdict = "ahead" if better[0] > 0 else "behind" if better[1] < 0 else "undecided"
-    if len(sites) < 2:
+    if len(sites) < LEAST_DECIDED:
         verdict = "undecided"
     gains = {site: sign * value for site, value in by_site.items()}
     share = sum(gain > 0 for gain in gains.values()) / len(gains) if gains else None

@@ -30,9 +30,9 @@ DEFINITIONS = {
     "examples, such as MAE and accuracy, and a mean of values within sites for AUC, C-index, R2 and F1",
     "pooled": "over the test subjects of all sites at once; needs their predictions on this machine",
     "differences": "first minus second on the same test subjects, with a 95 % bootstrap interval over 10,000 resamples "
-    "of the subjects within their site; ahead and behind: the interval excludes 0",
-    "notes": "sites that a comparison of groups leaves out, because identifiers or targets are not the same in both, "
-    "and metrics that it lacks",
+    "of the subjects within their site; ahead and behind: the interval excludes 0, with six subjects or more",
+    "notes": "metrics that a comparison lacks, and sites that one of groups leaves out, because identifiers or targets "
+    "are not the same in both",
     "c_index_within_sites": "over pairs of subjects of one site with at least three, where a predictor is another "
     "model at each site",
 }
@@ -90,12 +90,15 @@ def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
         "pooled": None,
         "baselines": None,
         "differences": None,
+        "notes": {},
         "note": note or (predictions.note if predictions else ""),
     }
     if predictions is not None:
         description["pooled"] = predictions.pooled | _describe_predictor(predictions, RUN)
         description["baselines"] = {name: _describe_predictor(predictions, name) for name in predictions.baselines}
         description["differences"] = {name: compare_with_baseline(predictions, name) for name in predictions.baselines}
+        lacks = {name: explain_lacks(predictions, name, own) for name, own in description["differences"].items()}
+        description["notes"] = {name: text for name, text in lacks.items() if text}
     return description
 
 
@@ -104,13 +107,32 @@ def compare_with_baseline(predictions: Predictions, baseline: str) -> dict[str, 
     if predictions.kind is None:
         return {}
     values, subjects, differences = predictions.values, predictions.number_subjects(), {}
-    has_site_models = not {RUN, baseline}.isdisjoint(predictions.site_models)
-    for metric in select_metrics(predictions.kind, has_site_models=has_site_models):
+    for metric in _select_metrics(predictions, baseline):
         own, other = (metric.score(values[name], predictions.targets) for name in (RUN, baseline))
         difference = compare_predictors(metric, own, other, predictions.targets, predictions.sites, subjects)
         if difference is not None:
             differences[metric.name] = difference.to_dict()
     return differences
+
+
+def explain_lacks(predictions: Predictions, baseline: str, differences: Mapping[str, Any]) -> str:
+    """Return why a comparison with a baseline lacks a metric; empty if it has all."""
+    metrics = _select_metrics(predictions, baseline)
+    return "; ".join(_explain_lack(m, len(predictions.sites)) for m in metrics if m.name not in differences)
+
+
+def _select_metrics(predictions: Predictions, baseline: str) -> tuple[PairedMetric, ...]:
+    """Return the metrics by which a run is compared with a baseline."""
+    if predictions.kind is None:
+        return ()
+    has_site_models = not {RUN, baseline}.isdisjoint(predictions.site_models)
+    return select_metrics(predictions.kind, has_site_models=has_site_models)
+
+
+def _explain_lack(metric: PairedMetric, examples: int) -> str:
+    if is_too_large(metric, examples):
+        return f"no {metric.name}: it compares all pairs of at most {MOST_PAIRED:,} examples"
+    return f"no {metric.name}: it is undefined on these subjects or in many resamples of them"
 
 
 def _describe_predictor(predictions: Predictions, name: str) -> dict[str, Any]:
@@ -227,10 +249,8 @@ class ExampleTests:
             if difference is not None:
                 subjects = int(examples[2].max()) + 1
                 differences[metric.name] = difference.to_dict() | {"subjects": subjects}
-            elif is_too_large(metric, len(keys)):
-                notes.append(f"no {metric.name}: it compares all pairs of at most {MOST_PAIRED:,} examples")
             else:
-                notes.append(f"no {metric.name}: it is undefined on these subjects or in many resamples of them")
+                notes.append(_explain_lack(metric, len(keys)))
         return differences, "; ".join(notes)
 
     def _describe_examples(self, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from ..errors import ConfigError
-from ..task import VALIDATION
+from ..task import VALIDATION, get_count_name
 
 _BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
@@ -52,14 +52,16 @@ class SettingsResult:
 
     Attributes:
         settings: their overrides.
-        values: the task's metric of the final model on validation examples, by seed of a finished run.
-        failures: why a run failed, by seed.
+        values: the task's metric of the final model on validation examples, by seed of a finished run that has it.
+        failures: why a run failed or lacks the metric, by seed.
+        examples: validation examples of the final model, by seed.
         sent: bytes of all messages of a finished run, on average; None without one.
     """
 
     settings: tuple[str, ...]
     values: dict[int, float]
     failures: dict[int, str]
+    examples: dict[int, float]
     sent: float | None
 
     @property
@@ -94,6 +96,10 @@ def expand_grid(grid: Sequence[str], seeds: Sequence[int]) -> list[Trial]:
     keys = [key for key, _ in axes]
     if "seed" in keys:
         raise ConfigError("--grid seed: use --seeds N, which runs every setting with the same N seeds")
+    if split := [key for key in keys if f"{key}.".startswith("task.split.")]:
+        raise ConfigError(
+            f"--grid {split[0]}: settings are compared on the same validation subjects; set it for all runs by --set"
+        )
     if len(set(keys)) < len(keys):
         raise ConfigError(f"--grid: {next(key for key in keys if keys.count(key) > 1)} is named twice; give it once")
     combinations = itertools.product(*([f"{key}={value}" for value in values] for key, values in axes))
@@ -103,14 +109,15 @@ def expand_grid(grid: Sequence[str], seeds: Sequence[int]) -> list[Trial]:
 def rank_settings(results: Mapping[Trial, Mapping[str, Any]], failures: Mapping[Trial, str]) -> list[SettingsResult]:
     """Return the settings of a sweep, best first by the mean metric on validation examples.
 
-    Settings of which a run failed come last: the mean over the other seeds would be too good.
+    Settings of which a run failed, or has no metric on validation examples, come last: the mean over the other seeds
+    would be too good.
 
     Args:
         results: summary of each finished run, at least one.
         failures: why a run failed, for each other trial.
 
     Raises:
-        ConfigError: a run has no metric on validation examples.
+        ConfigError: no run has the metric on validation examples.
     """
     groups: dict[tuple[str, ...], dict[int, Mapping[str, Any]]] = {}
     for trial, summary in results.items():
@@ -122,21 +129,44 @@ def rank_settings(results: Mapping[Trial, Mapping[str, Any]], failures: Mapping[
     metric = next(iter(results.values()))["metric"]
     ranked = []
     for settings, summaries in groups.items():
-        values = {seed: summary["final"]["metrics"].get(f"{VALIDATION}{metric['name']}") for seed, summary in
-                  summaries.items()}  # fmt: skip
-        if missing := [seed for seed, value in values.items() if value is None]:
-            raise ConfigError(
-                f"{', '.join(settings)}, seed {missing[0]}: no site reported {metric['name']} on validation examples; "
-                "raise task.split.validation"
-            )
+        metrics = {seed: summary["final"]["metrics"] for seed, summary in summaries.items()}
+        name = f"{VALIDATION}{metric['name']}"
+        count = get_count_name(name)
+        values = {seed: own[name] for seed, own in metrics.items() if own.get(name) is not None}
+        lacking = {seed: _explain_lack(metric["name"]) for seed in metrics.keys() - values.keys()}
+        reasons = dict(sorted({**failed.get(settings, {}), **lacking}.items()))
+        examples = {seed: own[count] for seed, own in metrics.items() if count in own}
         sent = [sum(way["payload_bytes"] for way in s["traffic"].values()) for s in summaries.values()]
-        ranked.append(SettingsResult(settings, values, failed.get(settings, {}), mean(sent) if sent else None))
+        ranked.append(SettingsResult(settings, values, reasons, examples, mean(sent) if sent else None))
+    if not any(result.values for result in ranked):
+        raise ConfigError(f"in all finished runs, {_explain_lack(metric['name'])}")
     sign = -1 if metric["mode"] == "max" else 1
 
     def rank(result: SettingsResult) -> tuple[bool, bool, float]:
         return bool(result.failures), result.mean is None, sign * (result.mean or 0.0)
 
     return sorted(ranked, key=rank)
+
+
+def find_unequal_validation(results: Sequence[SettingsResult]) -> str:
+    """Return a warning about settings that were evaluated on other validation examples; empty if there are none."""
+    by_seed: dict[int, dict[float, str]] = {}
+    for result in results:
+        for seed, count in result.examples.items():
+            by_seed.setdefault(seed, {}).setdefault(count, ", ".join(result.settings))
+    unequal = [(seed, counts) for seed, counts in sorted(by_seed.items()) if len(counts) > 1]
+    if not unequal:
+        return ""
+    seed, counts = unequal[0]
+    shown = "; ".join(f"{count:g} with {settings}" for count, settings in sorted(counts.items()))
+    return (
+        f"the settings cannot be compared: they have different numbers of validation examples (seed {seed}: {shown}), "
+        "because a setting decides which examples are used"
+    )
+
+
+def _explain_lack(metric: str) -> str:
+    return f"no site reported {metric} on validation examples; raise task.split.validation for all runs by --set"
 
 
 def _parse_axis(text: str) -> tuple[str, list[str]]:

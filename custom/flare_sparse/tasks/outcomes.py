@@ -16,6 +16,9 @@ from ..errors import DataError
 from ..task import Kind, Metric
 from .classes import compute_binary_metrics, compute_cross_entropy
 
+PAIRS_AT_ONCE = 2**20
+"""Pairs of subjects that a C-index compares at a time."""
+
 
 class Outcome(ABC):
     """One kind of target.
@@ -198,13 +201,14 @@ def compute_c_index(log_hazard: Tensor, times: Tensor, events: Tensor) -> float 
     """Return the share of comparable pairs in which the subject with the earlier event has the higher hazard.
 
     Harrell et al. 1982, JAMA 247:2543; equal hazards count half. A pair is comparable if the earlier time is that of an
-    event. None without such a pair.
+    event, or, of two equal times, one is that of an event. None without such a pair.
     """
     concordant, comparable = 0.0, 0
-    # Row by row of the subjects with an event: all pairs of a large site do not fit into memory.
-    for row in (events > 0.5).nonzero().flatten().tolist():
-        later = times > times[row]
-        gap = log_hazard[row] - log_hazard[later]
-        concordant += int((gap > 0).sum()) + 0.5 * int((gap == 0).sum())
+    # Some subjects with an event at a time: all pairs of a large site do not fit into memory.
+    for rows in (events > 0.5).nonzero().flatten().split(max(PAIRS_AT_ONCE // max(len(times), 1), 1)):
+        own = times[rows, None]
+        later = (times > own) | ((times == own) & (events <= 0.5))
+        gap = log_hazard[rows, None] - log_hazard
+        concordant += int(((gap > 0) & later).sum()) + 0.5 * int(((gap == 0) & later).sum())
         comparable += int(later.sum())
     return concordant / comparable if comparable else None

@@ -81,7 +81,8 @@ class TableTask(Task):
                 raise DataError(f"it has no row in {data.path.name}")
             row = row_of[name]
             if not np.isfinite(targets[row]).all():
-                raise DataError(f"its {config.target} is missing")
+                column = config.event if np.isfinite(targets[row, 0]) else config.target
+                raise DataError(f"its {column} is missing")
             if not has_indicators and (columns := features.describe_missing(row)):
                 raise DataError(f"features are missing: {columns}; task.missing: impute fills them in")
             return row
@@ -106,6 +107,8 @@ class TableTask(Task):
         examples = build_examples(split, build_dataset, skipped, features.names)
         if config.scaling == "site" and features.numbers.any():
             examples = replace(examples, notes=(_describe_scale(len(split.train)),))
+        if warning := config.describe_scale_mismatch(targets[[rows[name] for name in split.train]]):
+            examples = replace(examples, warnings=(warning,))
         if config.group is None:
             return examples
         subject_of = self._get_subjects(table, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..data.atlases import ATLASES
@@ -18,6 +19,8 @@ from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
 
 BINARY_LABELS = ("0", "1")
 """Labels of kind binary without classes."""
+MOST_SPREADS = 5
+"""Distance from the center of ``target_scale``, in its spreads, from which targets are out of reach for a while."""
 
 
 def _read_labels(value: Any) -> Any:
@@ -177,6 +180,20 @@ class TableConfig(TaskConfig):
     def scales_in_network(self) -> bool:
         """Whether the network's first layer scales the inputs, by statistics of all sites."""
         return self.scaling in ("federated", "combat")
+
+    def describe_scale_mismatch(self, targets: np.ndarray) -> str:
+        """Return a warning if the network's output is far from these targets ``(n, t)`` of a regression, else ""."""
+        if self.kind != "regression" or self.target_scaling == "site" or not len(targets):
+            return ""
+        (center, spread), mean, deviation = self.target_scale, float(targets.mean()), float(targets.std())
+        if max(abs(mean - center), deviation) <= MOST_SPREADS * spread:
+            return ""
+        return (
+            f"{self.target} has the mean {mean:.3g} and the standard deviation {deviation:.2g} in the training rows, "
+            f"but task.target_scale is [{center:g}, {spread:g}]: the network starts at {center:g} and takes many "
+            f"rounds to get there. Set task.target_scale: [{mean:.2g}, {deviation or 1:.2g}], the same at all sites, "
+            "or task.target_scaling: site with method.personal: site"
+        )
 
     def build_scaler(self) -> StatisticsLayer:
         """Return the first layer of a network that scales its inputs."""
