@@ -40,6 +40,7 @@ PAIRS = (
     ("FedAvg", "pooled"),
     *((f"{method} {level} %", other) for method in ("NeuroSFL", "FedSparsify") for level in (90, 95)
       for other in ("FedAvg", "local only", "ridge, each site")),
+    *((f"NeuroSFL {level} %", "FedAvg") for level in (98, 99)),
 )  # fmt: skip
 MASKS = tuple(
     (f"{first} {level} %", f"{second} {level} %")

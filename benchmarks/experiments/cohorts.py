@@ -47,7 +47,7 @@ FIRST = 20
 """Subjects of a left-out site that adapt the model; the others test it."""
 PLAIN = ("task.scaling=federated", "task.target_scaling=none")
 """One model for all sites: inputs scaled by statistics of all sites, one scale of the target."""
-TRAINING = "epochs: 2, batch_size: 64, optimizer: adamw, schedule: {kind: cosine}"
+TRAINING = "epochs: 2, optimizer: adamw, schedule: {kind: cosine}"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,10 @@ def _set_method(text: str, training: str) -> str:
     return f"method={{{text}, training: {{{TRAINING}, {training}}}}}"
 
 
-LOCAL = _set_method("name: local_only, rounds: 15, personal: site", "lr: 1e-3, weight_decay: 3")
-SHARED = _set_method("name: fedavg, rounds: 30, model_average: {kind: ema}", "lr: 1e-3, weight_decay: 3")
+LOCAL = _set_method("name: local_only, rounds: 15, personal: site", "batch_size: 8, lr: 3e-3, weight_decay: 3")
+SHARED = _set_method(
+    "name: fedavg, rounds: 30, model_average: {kind: ema}", "batch_size: 64, lr: 1e-3, weight_decay: 3"
+)
 ARMS = {
     "local network": Arm("fedavg_scanner_age", (LOCAL,)),
     "pooled network": Arm("fedavg_scanner_age", (*PLAIN, SHARED), is_pooled=True),
