@@ -1,10 +1,10 @@
 """Time of inference and one-step adaptation of networks with closed channels, against networks without gates.
 
-    python benchmarks/performance/gating.py [--closed 0.25] [--repeats 60] [--write docs/results/gating.md]
+    python benchmarks/performance/gating.py [--closed 0.25 0.4 0.5] [--repeats 60] [--write docs/results/gating.md]
 
 One thread, seconds of processor time. Every repeat times all variants one after another; a ratio is the median over
-repeats of the ratio to the ungated network in the same repeat. In each gated layer the same share ``--closed`` of the
-channels is closed for every example, as by the Group Lasso or for the examples of one site.
+repeats of the ratio to the ungated network in the same repeat. In each gated layer a share ``--closed`` of the channels
+is closed for every example, as by the Group Lasso or for the examples of one site.
 
 * skipping: gates are evaluated for each batch, closed channels are not computed (``models/gates.py``);
 * compact: the copy that a site makes once, without the channels that it never opens (``structure/compact.py``).
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -170,37 +170,51 @@ def format_row(label: str, times: dict[str, tuple[float, float]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--closed", type=float, default=0.25, help="share of closed channels in gated layers")
+    parser.add_argument(
+        "--closed", type=float, nargs="+", default=[0.25, 0.4, 0.5], help="shares of closed channels in gated layers"
+    )
     parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--write", type=Path, default=None, help="also write the table to this file")
+    parser.add_argument("--write", type=Path, default=None, help="also write the tables to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    shares = " ".join(map(str, arguments.closed))
     lines = [
         "# Time saved by closed channels",
         "",
-        f"`python benchmarks/performance/gating.py --closed {arguments.closed} --repeats {arguments.repeats}`",
+        f"`python benchmarks/performance/gating.py --closed {shares} --repeats {arguments.repeats}`",
         "",
-        f"{arguments.closed:.0%} of the channels of the gated layers are closed, the same ones for all examples. One",
-        "thread; median milliseconds of processor time, and median ratio to the ungated network within a repeat: below",
-        "1 is faster. Adaptation is one step, with gates in two stages: of a network whose channels are closed on the",
-        "site's data but may open (left), and of one whose gate groups are zero, closed for every input (right).",
-        "",
-        "| network | what | ungated | skipping, or closed on this data | compact copy, or closed for good |",
-        "| --- | --- | --- | --- | --- |",
+        "A share of the channels of the gated layers is closed, the same ones for all examples. One thread; median",
+        "milliseconds of processor time, and median ratio to the ungated network within a repeat: below 1 is faster.",
+        "Adaptation is one step, with gates in two stages: of a network whose channels are closed on the site's data",
+        "but may open (left), and of one whose gate groups are zero, closed for every input (right).",
     ]
-    for label, case in CASES.items():
-        for batch in (1, 32):
-            repeats = arguments.repeats if batch > 1 else 5 * arguments.repeats
-            times = time_inference(case, arguments.closed, batch, repeats if len(case.shape) == 3 else repeats // 4)
-            lines.append(format_row(f"| {label} | inference, batch {batch}", times))
-            print(lines[-1], flush=True)
-        count = 64 if len(case.shape) == 3 else 16
-        times = time_adaptation(case, arguments.closed, count, max(arguments.repeats // 3, 3))
-        lines.append(format_row(f"| {label} | adaptation, {count} examples", times))
-        print(lines[-1], flush=True)
+    for share in arguments.closed:
+        lines += [
+            "",
+            f"## {share:.0%} closed",
+            "",
+            "| network | what | ungated | skipping, or closed on this data | compact copy, or closed for good |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for row in time_cases(share, arguments.repeats):
+            lines.append(row)
+            print(row, flush=True)
     if arguments.write:
         arguments.write.write_text("\n".join(lines) + "\n")
     return 0
+
+
+def time_cases(share: float, repeats: int) -> Iterator[str]:
+    """Yield the rows of the table of one share of closed channels."""
+    for label, case in CASES.items():
+        is_image = len(case.shape) == 3
+        for batch in (1, 32):
+            count = repeats if batch > 1 else 5 * repeats
+            times = time_inference(case, share, batch, count if is_image else count // 4)
+            yield format_row(f"| {label} | inference, batch {batch}", times)
+        examples = 64 if is_image else 16
+        times = time_adaptation(case, share, examples, max(repeats // 3, 3))
+        yield format_row(f"| {label} | adaptation, {examples} examples", times)
 
 
 if __name__ == "__main__":
