@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,17 @@ def test_site_settings_reach_the_site_through_its_site_file(config: RunConfig, t
     assert sites["site-1"].site_settings is None
     assert sites["site-2"].site_settings.budget == 0.5
     assert sites["site-2"].site_settings.rate is None
+
+
+def test_warning_of_the_task_about_a_sites_examples_is_logged(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assembly = assemble(config)
+    data = prepare_site_data(config, assembly.task, tmp_path)["site-1"]
+    load = assembly.task.load
+    monkeypatch.setattr(assembly.task, "load", lambda *of: replace(load(*of), warnings=("doses are in mg",)))
+    open_site(assembly, data)
+    assert "site site-1: doses are in mg" in caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,13 @@ def test_predictions_and_targets_that_would_be_paired_all_with_all_are_warned_ab
     assert result.output.splitlines()[-1].endswith("metrics of site-1, metrics of site-2, metrics of site-3")
 
 
+def test_warning_of_the_task_about_a_sites_examples_is_shown(heart: Path) -> None:
+    result = check(heart, "TensorDataset(x[:4], y[:4]))", "TensorDataset(x[:4], y[:4]), warnings=('doses are in mg',))")
+    assert result.exit_code == 0, result.output
+    assert "WARN data of site-2: doses are in mg" in result.output
+    assert result.output.splitlines()[-1].endswith("3 to look at: data of site-1, data of site-2, data of site-3")
+
+
 def test_load_that_returns_a_tuple_is_explained(heart: Path) -> None:
     result = check(
         heart,

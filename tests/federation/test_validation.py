@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -155,6 +156,24 @@ def test_models_are_compared_without_a_site_that_is_lost_for_good(later: list[fl
     assert (outcome.best.round, outcome.stopped_after) == (best, stopped)
     sites = {"site-1"} if best > 1 else {"site-1", "site-2"}
     assert set(outcome.best.evaluation.sites) == sites
+
+
+def test_site_that_returns_makes_no_worse_model_the_best_one() -> None:
+    values = [9.0, 8, 7, 7, 7, 7, 6, 2, *[30] * 7]
+    federation = build_federation({"site-1": values, "site-2": [1.0] * len(values)}, patience=3)
+    federation.is_silent = lambda site, attempt: site == "site-2" and 3 <= attempt.round <= 9
+    outcome = federation.run()
+    assert (outcome.best.round, outcome.stopped_after) == (7, 11)
+    assert outcome.best.metrics["validation_mse"] == 2
+
+
+def test_site_that_is_not_sampled_is_not_lost() -> None:
+    values = {"site-1": [1.0] * 31, "site-2": [5.0] * 31}
+    outcome = build_federation(values, participation=0.5).run()
+    asked = [record.sites_asked[0] for record in outcome.rounds[:-1]]
+    runs = [len(list(group)) for _, group in itertools.groupby(asked)]
+    assert max(runs) >= 5, "a site is missing in five evaluations"
+    assert outcome.best.round == 30, "only the last model met all sites"
 
 
 def test_validation_metrics_are_weighted_by_validation_examples() -> None:

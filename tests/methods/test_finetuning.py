@@ -36,7 +36,7 @@ def build(name: str, folder: Path | None = None, personal: Any = (), **settings:
         bench,
         rules=RoundRules(min_sites=3),
         stores=lambda end: None if folder is None else Store(folder / end, {}),
-        **{"training": TRAINING, "finetune": CHOICE, **settings},
+        **{"training": TRAINING, **({"finetune": CHOICE} if name in AVERAGING else {}), **settings},
     )
 
 
@@ -127,8 +127,16 @@ def test_weights_that_the_last_step_made_infinite_are_no_candidate(
         fine_tune(site, full, trainings[:1], 2)
 
 
-def test_fine_tuning_that_diverges_blames_no_update(tmp_path: Path) -> None:
-    federation = build("fedavg", tmp_path, finetune={"epochs": 6, "lr": 0.05, "proximal": 5e3})
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("fedavg", {"finetune": {"epochs": 6, "lr": 0.05, "proximal": 5e3}}),
+        ("fedavg_one_step", {"adapt_lr": 1e38}),
+        ("metagater", {"adapt_lr": 1e38}),
+    ],
+)
+def test_own_training_that_diverges_blames_no_update(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    federation = build(name, tmp_path, **settings)
     exchange = federation._exchange
 
     def reply_with_code(name: str, attempt: Any) -> Any:

@@ -19,6 +19,7 @@ from flare_sparse.runs.bootstrap import (
     PairedMetric,
     build_auc,
     build_c_index,
+    compute_c_index_influences,
     compare_predictors,
     compare_scores,
     compute_r2_within_sites,
@@ -190,24 +191,43 @@ def test_c_index_of_models_of_single_sites_compares_pairs_within_sites() -> None
     assert select_metrics("binary", has_site_models=True) == (ACCURACY, AUC)
 
 
+@pytest.mark.parametrize("runs", [1, 3])
+def test_influences_are_the_derivatives_of_the_c_index(runs: int) -> None:
+    targets = np.column_stack([np.repeat(np.arange(1.0, 21.0), 2), np.arange(40) % 3 > 0])
+    risk = np.random.default_rng(7).normal(size=(40, runs)).round(1)
+    risk[np.arange(40) % 5 == 0, 0] = np.nan if runs > 1 else 0.0
+    groups = np.arange(40) // 10 - 1
+    statistic = build_c_index(risk, targets, groups)
+    step = 2.0**-6
+    derivatives = [
+        (statistic(1 + step * unit[None]) - statistic(1 - step * unit[None])).item() / (2 * step) for unit in np.eye(40)
+    ]
+    influences = compute_c_index_influences(risk, targets, groups)
+    assert influences == pytest.approx(np.array(derivatives), abs=1e-4)
+    assert not influences[:10].any(), "their site is left out"
+    assert influences.sum() == pytest.approx(0, abs=1e-12)
+
+
 def test_pairs_within_sites_have_the_same_mean_in_resamples_as_in_the_estimate() -> None:
-    """The first predictor is right at the sites of 3, the second at those of 12; sites of 2 are left out."""
-    sizes = [2] * 10 + [3] * 20 + [12] * 4
+    """The first predictor is right at the sites of 4, the second at those of 12; sites of 2 are left out."""
+    sizes = [2] * 10 + [4] * 20 + [12] * 4
     sites = np.repeat(np.arange(len(sizes)), sizes)
     place = np.concatenate([np.arange(size) for size in sizes])
     targets = np.column_stack([1.0 + place, np.ones(len(place))])
-    sign = np.where(np.repeat(sizes, sizes) == 3, 1, -1)
+    sign = np.where(np.repeat(sizes, sizes) == 4, 1, -1)
     result = compare_predictors(
         C_INDEX_WITHIN_SITES, -sign * place, sign * place, targets, sites, np.arange(len(sites)), resamples=4000
     )
     assert result is not None
-    small, large = 20 * 3, 4 * 66
+    small, large = 20 * 6, 4 * 66
     assert result.value == pytest.approx((small - large) / (small + large))
     assert (result.low + result.high) / 2 == pytest.approx(result.value, abs=0.02)
     assert set(result.by_site) == {str(site) for site in range(10, 34)}
-    pairs_alone = slice(0, 20)
-    parts = (-sign, sign, targets, sites, np.arange(len(sites)))
-    assert compare_predictors(C_INDEX_WITHIN_SITES, *(part[pairs_alone] for part in parts)) is None
+    parts = (-sign * place, sign * place, targets, sites, np.arange(len(sites)))
+    assert compare_predictors(C_INDEX_WITHIN_SITES, *(part[:20] for part in parts)) is None
+    few = compare_predictors(C_INDEX_WITHIN_SITES, *(part[:24] for part in parts))
+    assert few is not None
+    assert (few.value, few.low, few.verdict) == (1, 1, "undecided"), "of 24 subjects four have pairs"
 
 
 def test_metric_that_is_undefined_in_many_resamples_has_no_interval() -> None:

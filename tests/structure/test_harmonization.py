@@ -163,6 +163,18 @@ def test_input_that_is_constant_at_each_site_loses_the_mean_of_the_site() -> Non
         assert layer(table.float())[0, -1] == 3
 
 
+def test_input_that_the_covariates_determine_is_standardised_as_they_are() -> None:
+    tables = [torch.cat([table, 12 * table[:, 1:2] - 5], 1) for table in draw_tables()]
+    layers = [Harmonizer([False, False, *[True] * 10], [0, 1], clip=0.5) for _ in tables]
+    pooled = layers[0].pool_statistics([layers[0].compute_statistics(table) for table in tables])
+    for layer, table in zip(layers, tables, strict=True):
+        layer.statistics.copy_(pooled)
+        layer.site.copy_(layer.compute_statistics(table))
+        harmonized = layer.harmonize(table)
+        torch.testing.assert_close(harmonized[:, -1], harmonized[:, 1])
+        assert harmonized[:, 1].std() > 0.5
+
+
 def test_shifts_of_zero_end_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one site alone, all shifts are 0, and 0 / 0 is no change above the tolerance."""
     iterations: list[int] = []

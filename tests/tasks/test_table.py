@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,13 @@ def test_target_far_from_the_scale_of_the_network_is_warned_about(
     data = write(tmp_path, "\n".join(["patient,age,x", *(f"p{i},{40 + i},1" for i in range(25))]))
     warnings = task.load(data, seed=1).warnings
     assert len(warnings) == is_far
+    if is_far:
+        (advised,) = re.findall(r"Set task\.target_scale: (\[.*?\])", warnings[0])
+        again = TableTask(task.config.model_dump() | {"target_scale": json.loads(advised)})
+        assert again.load(data, seed=1).warnings == ()
+        years = [f"p{i},{2010 + i},1" for i in range(25)]
+        (warning,) = task.load(write(tmp_path, "\n".join(["patient,age,x", *years])), seed=1).warnings
+        assert re.search(r"Set task\.target_scale: \[202\d\.?\d*, \d(\.\d)?\]", warning)
     if is_far and not settings:
         assert "age has the mean 5" in warnings[0]
         assert "task.target_scale is [0, 1]: the network starts at 0" in warnings[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +32,7 @@ from .user_modules import copy_user_code
 
 RECORD, WINNER, FIGURE = "sweep.json", "best.yaml", "sweep.png"
 CONFIG = "config.yaml"
+_LOG = logging.getLogger(__name__)
 
 
 def sweep(
@@ -124,7 +126,8 @@ def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -
         reason = f"{error.code}: {error}"
         return f"{trial.label} failed: {reason}", reason
     except (MemoryError, OSError, RuntimeError) as error:
-        # Of the machine rather than of the settings, such as torch's lack of memory: the same command tries again.
+        # Of the machine, such as torch's lack of memory, or of the user's own code: the same command tries again.
+        _LOG.warning("%s failed", trial.label, exc_info=True)
         reason = describe_exception(error)
         return f"{trial.label} failed: {reason}", reason
     name = summary["metric"]["name"]

@@ -51,9 +51,10 @@ class ModelComparison:
         if sites != best_sites:
             # Where fewer sites are sampled or reply in time, the metric says more about these sites than about the
             # model: the widest evaluation so far decides which models are compared.
-            if evaluation.count_examples(self.name) > best.count_examples(self.name):
-                return True
             earlier = [record.evaluation for record in progress.records]
+            widest = max(one.count_examples(self.name) for one in (*earlier, best))
+            if evaluation.count_examples(self.name) > widest:
+                return True
             # The last model is always compared: no other can replace a model that a lost site evaluated, too.
             if not (is_last or self._is_comparable([*earlier, evaluation], best_sites)) or not sites & best_sites:
                 return False

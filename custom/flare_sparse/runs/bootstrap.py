@@ -26,8 +26,8 @@ LEAST_DEFINED = 0.95
 """Least share of the resamples in which a metric must be defined."""
 MOST_PAIRED = 6000
 """Most examples that a C-index is compared on."""
-LEAST_PAIRED = 3
-"""Fewest subjects of a site whose pairs are compared within it: of two, no resample has both."""
+LEAST_PAIRED = 4
+"""Fewest subjects of a site whose pairs are compared within it: of fewer, the interval would be too narrow."""
 Statistic = Callable[[np.ndarray], np.ndarray]
 """Values ``(r,)`` of a metric for weights ``(r, n)`` of the subjects; NaN where it is undefined."""
 
@@ -43,6 +43,9 @@ class PairedMetric:
             the risks by which it ranks them.
         build_pairs: builds a metric that compares pairs of examples, from risks, targets and the groups ``(n,)`` that
             both must be of; None: the metric is the mean over subjects of the mean score of their examples.
+        compute_influences: derivatives ``(n,)`` of the metric by the weight of each example, from the same arguments as
+            ``build_pairs``. Resamples then use the metric linearised at equal weights. Where sites are small, pairs
+            within sites vary up to 1.7 times as much in resamples as in new data; their linearised mean does not.
         is_within_sites: whether the groups are the sites; else all examples are one group.
         is_within_runs: whether the risks of two runs have no common zero, as log-hazards, so that a mean of them ranks
             nothing; the scores of several runs are then ``(n, r)``, NaN where a run did not test an example.
@@ -52,6 +55,7 @@ class PairedMetric:
     is_lower_better: bool
     score: Callable[[np.ndarray, np.ndarray], np.ndarray]
     build_pairs: Callable[[np.ndarray, np.ndarray, np.ndarray], Statistic] | None = None
+    compute_influences: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None
     is_within_sites: bool = False
     is_within_runs: bool = False
 
@@ -110,7 +114,7 @@ def compare_scores(
         resamples: number of resamples.
     """
     statistics = _build_mean(first), _build_mean(second)
-    difference = _compare(*statistics, sites, _scale_means, is_lower_better=is_lower_better, resamples=resamples)
+    difference = _compare(*statistics, sites, is_lower_better=is_lower_better, resamples=resamples)
     assert difference is not None, "a mean is defined for every resample"
     return difference
 
@@ -140,10 +144,23 @@ def compare_predictors(
     """
     if is_too_large(metric, len(targets)):
         return None
+    if metric.is_within_sites:
+        kept = _group_by_site(sites, subjects) >= 0
+        if not kept.any():
+            return None
+        first, second, targets, sites = (part[kept] for part in (first, second, targets, sites))
+        subjects = np.unique(subjects[kept], return_inverse=True)[1]
     own, other = (build_statistic(metric, scores, targets, sites, subjects) for scores in (first, second))
+    influences = None
+    if metric.compute_influences is not None:
+        groups = _group_by_site(sites, subjects)
+        by_example = (metric.compute_influences(scores, targets, groups) for scores in (first, second))
+        own_influences, other_influences = (np.bincount(subjects, values) for values in by_example)
+        influences = own_influences - other_influences
     sites_of_subjects = sites[np.unique(subjects, return_index=True)[1]]
-    scale = _scale_pairs_within_sites if metric.is_within_sites else _scale_means
-    return _compare(own, other, sites_of_subjects, scale, is_lower_better=metric.is_lower_better, resamples=resamples)
+    return _compare(
+        own, other, sites_of_subjects, influences, is_lower_better=metric.is_lower_better, resamples=resamples
+    )
 
 
 def is_too_large(metric: PairedMetric, examples: int) -> bool:
@@ -202,6 +219,30 @@ def build_c_index(risk: np.ndarray, targets: np.ndarray, groups: np.ndarray) -> 
         targets: times and events, ``(n, 2)``.
         groups: ``(n,)``; pairs of one group are compared, those of a negative one never.
     """
+    comparable, concordant = _count_pairs(risk, targets, groups)
+
+    def compute(weights: np.ndarray) -> np.ndarray:
+        drawn = weights.astype(np.float32)
+        pairs, won = (((drawn @ matrix) * drawn).sum(axis=1, dtype=np.float64) for matrix in (comparable, concordant))
+        return np.asarray(won / np.where(pairs, pairs, np.nan))
+
+    return compute
+
+
+def compute_c_index_influences(risk: np.ndarray, targets: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return the derivatives ``(n,)`` of the C-index by the weight of each example, at equal weights.
+
+    See :func:`build_c_index` for the arguments.
+    """
+    matrices = _count_pairs(risk, targets, groups)
+    pairs, won = (matrix.sum(axis=0, dtype=np.float64) + matrix.sum(axis=1, dtype=np.float64) for matrix in matrices)
+    total = pairs.sum() / 2
+    c_index = won.sum() / 2 / total if total else np.nan
+    return np.asarray((won - c_index * pairs) / (total or np.nan))
+
+
+def _count_pairs(risk: np.ndarray, targets: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many runs compare the pairs ``(n, n)`` of an event and a later time, and how many rank them right."""
     times, events = targets[:, 0], targets[:, 1] > 0.5
     # A subject who is censored at the time of another one's event survived that event.
     later = (times[None, :] > times[:, None]) | ((times[None, :] == times[:, None]) & ~events[None, :])
@@ -213,13 +254,7 @@ def build_c_index(risk: np.ndarray, targets: np.ndarray, groups: np.ndarray) -> 
         gap = own[tested, None] - own[None, tested]
         comparable[block] += earlier[block]
         concordant[block] += earlier[block] * ((gap > 0) + 0.5 * (gap == 0))
-
-    def compute(weights: np.ndarray) -> np.ndarray:
-        drawn = weights.astype(np.float32)
-        pairs, won = (((drawn @ matrix) * drawn).sum(axis=1, dtype=np.float64) for matrix in (comparable, concordant))
-        return np.asarray(won / np.where(pairs, pairs, np.nan))
-
-    return compute
+    return comparable, concordant
 
 
 def _get_risk(predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:  # noqa: ARG001
@@ -239,6 +274,7 @@ C_INDEX_WITHIN_SITES = PairedMetric(
     is_lower_better=False,
     score=_get_risk,
     build_pairs=build_c_index,
+    compute_influences=compute_c_index_influences,
     is_within_sites=True,
     is_within_runs=True,
 )
@@ -266,40 +302,31 @@ def _build_mean(scores: np.ndarray) -> Statistic:
     return lambda weights: np.asarray(weights @ scores / weights.sum(axis=1))
 
 
-def _scale_means(sizes: np.ndarray) -> np.ndarray:
-    """Return the weight of a draw, by the number of subjects of its stratum, of which one less is drawn."""
-    return np.asarray(sizes / np.maximum(sizes - 1, 1))
-
-
-def _scale_pairs_within_sites(sizes: np.ndarray) -> np.ndarray:
-    """Return the weight of a draw with which two subjects of a stratum have the mean weight 1 as a pair.
-
-    In ``n - 1`` draws of the weight ``n / (n - 1)``, which are right for means, a pair has ``(n - 2) / (n - 1)``.
-    """
-    return np.asarray(_scale_means(sizes) * np.sqrt((sizes - 1) / np.maximum(sizes - 2, 1)))
-
-
 def _compare(
     first: Statistic,
     second: Statistic,
     sites: np.ndarray,
-    compute_scale: Callable[[np.ndarray], np.ndarray],
+    influences: np.ndarray | None = None,
     *,
     is_lower_better: bool,
     resamples: int,
 ) -> Difference | None:
     """Return the difference of two statistics; None if it is undefined for all subjects or in many resamples.
 
-    ``compute_scale`` returns the weight of a draw by the number of subjects of its stratum.
+    ``influences`` are its derivatives ``(n,)`` by the weights of the subjects, for resamples of a linear approximation.
     """
     everyone = np.ones((1, len(sites)), dtype=np.int64)
     means = float(first(everyone)[0]), float(second(everyone)[0])
     if not all(map(np.isfinite, means)):
         return None
     strata = _form_strata(sites)
-    scale = compute_scale(np.bincount(strata)[strata])
+    sizes = np.bincount(strata)[strata]
+    scale = sizes / np.maximum(sizes - 1, 1)
     resampled = (scale * counts for counts in iterate_resamples(strata, resamples, left_out=1))
-    drawn = np.concatenate([_subtract(first(weights), second(weights)) for weights in resampled])
+    if influences is None:
+        drawn = np.concatenate([_subtract(first(weights), second(weights)) for weights in resampled])
+    else:
+        drawn = means[0] - means[1] + np.concatenate([(weights - 1) @ influences for weights in resampled])
     # A resample of one class has no AUC.
     if np.isfinite(drawn).mean() < LEAST_DEFINED:
         return None

@@ -33,7 +33,7 @@ DEFINITIONS = {
     "of the subjects within their site; ahead and behind: the interval excludes 0, with six subjects or more",
     "notes": "metrics that a comparison lacks, and sites that one of groups leaves out, because identifiers or targets "
     "are not the same in both",
-    "c_index_within_sites": "over pairs of subjects of one site with at least three, where a predictor is another "
+    "c_index_within_sites": "over pairs of subjects of one site with at least four, where a predictor is another "
     "model at each site",
 }
 Key = tuple[str, str, str, int]

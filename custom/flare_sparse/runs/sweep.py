@@ -161,7 +161,7 @@ def find_unequal_validation(results: Sequence[SettingsResult]) -> str:
     shown = "; ".join(f"{count:g} with {settings}" for count, settings in sorted(counts.items()))
     return (
         f"the settings cannot be compared: they have different numbers of validation examples (seed {seed}: {shown}), "
-        "because a setting decides which examples are used"
+        "probably because a setting decides which examples are used"
     )
 
 

@@ -44,8 +44,8 @@ class Harmonizer(StatisticsLayer):
 
     An input ``y`` becomes ``(z - gamma) / delta + x beta / sigma``, which is ComBat's result minus the mean ``alpha``,
     divided by ``sigma``; ``z = (y - alpha - x beta) / sigma``. Covariates ``x`` are inputs whose effects on the others
-    are kept, such as sex; they are standardised. An input that varies at no site only loses the mean of the own site;
-    other inputs pass unchanged.
+    are kept, such as sex; they are standardised, and so is an input that the covariates determine. An input that is
+    constant at each site loses the mean of the own site; inputs that are not harmonised pass unchanged.
 
     ``statistics`` ``(5 + 2 p, d)`` are those of all sites, ``site`` those of the own site; the latter stay there. Until
     both are set, inputs pass unchanged.
@@ -77,7 +77,8 @@ class Harmonizer(StatisticsLayer):
         fit = self._get_fit()
         beta, (sigma, gamma, delta) = fit[: len(covariates)], fit[len(covariates) :]
         is_harmonized = self._find_harmonized(sigma)
-        is_constant = torch.tensor(self.harmonized, device=sigma.device) & (sigma == 0)
+        chosen = torch.tensor(self.harmonized, device=sigma.device)
+        is_constant = chosen & (pooled.squares == 0)
         divisor = torch.where(is_harmonized, sigma, 1.0)
         effects = (inputs[:, covariates] - pooled.mean[covariates]) @ beta
         z = (inputs - pooled.mean - effects) / divisor
@@ -87,9 +88,11 @@ class Harmonizer(StatisticsLayer):
         if self.clip is not None:
             harmonized = harmonized.clamp(-self.clip, self.clip)
         result = torch.where(is_harmonized | is_constant, harmonized, inputs)
-        scale = (pooled.squares[covariates] / pooled.count[covariates]).sqrt()
-        result[:, covariates] = (inputs[:, covariates] - pooled.mean[covariates]) / torch.where(scale > 0, scale, 1.0)
-        return result
+        is_standardized = chosen & ~is_harmonized & ~is_constant
+        is_standardized[covariates] = True
+        scale = (pooled.squares / pooled.count.clamp_min(1)).sqrt()
+        standardized = (inputs - pooled.mean) / torch.where(scale > 0, scale, 1.0)
+        return torch.where(is_standardized, standardized, result)
 
     def _get_fit(self) -> Tensor:
         """Return ``(p + 3, d)``: effects of the covariates, deviations within sites, shift and scale of the own site.

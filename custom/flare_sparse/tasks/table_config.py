@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
 BINARY_LABELS = ("0", "1")
 """Labels of kind binary without classes."""
 MOST_SPREADS = 5
-"""Distance from the center of ``target_scale``, in its spreads, from which targets are out of reach for a while."""
+"""Distance of targets from the center of ``target_scale``, in its spreads, that takes many rounds to learn."""
 
 
 def _read_labels(value: Any) -> Any:
@@ -188,11 +189,14 @@ class TableConfig(TaskConfig):
         (center, spread), mean, deviation = self.target_scale, float(targets.mean()), float(targets.std())
         if max(abs(mean - center), deviation) <= MOST_SPREADS * spread:
             return ""
+        # Digits that tell a tenth of the deviation; that of equal targets is 0 or a rounding error.
+        unit = deviation if deviation > 1e-9 * abs(mean) else 1.0
+        digits = max(1 - math.floor(math.log10(unit)), 0)
         return (
             f"{self.target} has the mean {mean:.3g} and the standard deviation {deviation:.2g} in the training rows, "
             f"but task.target_scale is [{center:g}, {spread:g}]: the network starts at {center:g} and takes many "
-            f"rounds to get there. Set task.target_scale: [{mean:.2g}, {deviation or 1:.2g}], the same at all sites, "
-            "or task.target_scaling: site with method.personal: site"
+            f"rounds to get there. Set task.target_scale: [{mean:.{digits}f}, {unit:.{digits}f}], the same "
+            "at all sites, or task.target_scaling: site with method.personal: site"
         )
 
     def build_scaler(self) -> StatisticsLayer:
