@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from toy import Toy, ToyBench
 
 from flare_sparse.checkpoint.store import Store
 from flare_sparse.endpoints.server import SERVER
-from flare_sparse.errors import FlareSparseError, RoundFailed
-from flare_sparse.exchange import EVALUATE
+from flare_sparse.errors import FlareSparseError, MetricsError, RoundFailed
+from flare_sparse.exchange import EVALUATE, Patch, Request
 from flare_sparse.federation import RoundRules
 from flare_sparse.methods import METHODS
 from flare_sparse.methods.support.finetuning import FINETUNE, FineTuning, fine_tune
@@ -125,6 +126,16 @@ def test_weights_that_the_last_step_made_infinite_are_no_candidate(
     assert fine_tune(site, full, trainings, 2) is site.weights
     with pytest.raises(PersonalTrainingDiverged, match="the last step ends in weights that are not finite"):
         fine_tune(site, full, trainings[:1], 2)
+
+
+def test_received_model_that_the_site_keeps_is_not_blamed_on_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, site = open_site()
+    method = bench.method("fedavg", rounds=3, finetune=CHOICE)
+    monkeypatch.setattr(site, "evaluate", Mock(side_effect=MetricsError("NaN")))
+    for own, error in ((site.weights, MetricsError), (site.weights.clone(), PersonalTrainingDiverged)):
+        monkeypatch.setattr("flare_sparse.methods.support.averaging.fine_tune", lambda *_, own=own: own)
+        with pytest.raises(error):
+            method.answer(Request(FINETUNE, 4, Patch(site.weights, method.full_mask), method.full_mask), site)
 
 
 @pytest.mark.parametrize(

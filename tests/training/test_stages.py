@@ -83,6 +83,16 @@ def test_stages_equal_successive_steps(norm: bool, stages: tuple[str, ...]) -> N
     assert torch.equal(stepped[untouched], start[untouched])
 
 
+def test_divergence_after_the_first_stage_is_not_that_of_the_start() -> None:
+    site, start = build_site(Deep())
+    masks = [select_prefixes(site, prefix) for prefix in ("5.", "0.")]
+    huge = step().model_copy(update={"lr": 1e38})
+    for weights, is_first in ((start, False), (torch.full_like(start, 1e30), True)):
+        with pytest.raises(TrainingDiverged) as caught:
+            site.step_in_stages(weights, masks, huge)
+        assert caught.value.is_first_step == is_first
+
+
 def test_stage_may_change_part_of_a_tensor() -> None:
     site, start = build_site(Deep())
     part_of_entries = Mask(torch.rand(start.numel()) < 0.5)
