@@ -17,6 +17,7 @@ from ..errors import ConfigError, DataError
 from ..kernels.threads import limit_kernel_threads
 from ..mask import Mask
 from ..params import compute_digest
+from ..runs.folder import CONFIG
 from ..runs.model_files import read_mask, read_model, save_mask, save_model
 from ..seeds import limit_threads
 from ..task import SiteData
@@ -44,7 +45,7 @@ def adapt(
     folder = (out or run_dir / "adapted" / site).resolve()
     if not data.exists():
         raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
-    config_file = run_dir / "config.yaml"
+    config_file = run_dir / CONFIG
     if not config_file.is_file():
         raise ConfigError(f"{run_dir}: there is no config.yaml here; give the result folder of a finished run")
     config = load_config(config_file, set_ or ())

@@ -15,6 +15,7 @@ from ..data.source import write_site_files
 from ..errors import ConfigError
 from ..report.card import write_card
 from ..runs.continuation import keep_final_checkpoints
+from ..runs.folder import CONFIG
 from ..runs.progress import ProgressFormatter
 from ..runs.results import RunResult
 from ..task import SiteData
@@ -239,7 +240,7 @@ def _announce(console: Console, config: RunConfig, environment: str) -> None:
 def _complete_record(config: RunConfig, file: Path, out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     copy_user_code(list_user_code(config, file.parent), out)
     # FLARE's own record holds the job part only; with the simulator section the file can be run again.
-    (out / "config.yaml").write_text(dump_config(config))
+    (out / CONFIG).write_text(dump_config(config))
     write_card(RunResult.read(out))
     # Last: until here --resume can continue the run; a finished run cannot be resumed.
     keep_final_checkpoints(out / FOLDER)

@@ -21,7 +21,7 @@ from rich.table import Table
 from ..checkpoint.writing import write_json
 from ..config import RunConfig, dump_config, list_user_code, load_config
 from ..errors import ConfigError, FlareSparseError, describe_exception
-from ..runs.folder import SUMMARY
+from ..runs.folder import CONFIG, SUMMARY
 from ..runs.progress import format_bytes
 from ..runs.sweep import SettingsResult, Trial, expand_grid, find_unequal_validation, rank_settings
 from .console import out as console
@@ -31,7 +31,6 @@ from .resume import has_checkpoint
 from .user_modules import copy_user_code
 
 RECORD, WINNER, FIGURE = "sweep.json", "best.yaml", "sweep.png"
-CONFIG = "config.yaml"
 _LOG = logging.getLogger(__name__)
 
 

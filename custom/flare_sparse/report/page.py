@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
+from ..runs.folder import CONFIG
 from ..runs.progress import format_bytes
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
 from . import figures
@@ -235,7 +236,7 @@ def _list_without_contribution(run: RunResult) -> list[SimpleNamespace]:
 
 
 def _read_config(run: RunResult) -> str:
-    file = run.path / "config.yaml"
+    file = run.path / CONFIG
     return file.read_text(encoding="utf-8") if file.is_file() else "config.yaml is missing"
 
 

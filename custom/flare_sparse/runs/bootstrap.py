@@ -144,16 +144,15 @@ def compare_predictors(
     """
     if is_too_large(metric, len(targets)):
         return None
-    if metric.is_within_sites:
-        kept = _group_by_site(sites, subjects) >= 0
-        if not kept.any():
-            return None
-        first, second, targets, sites = (part[kept] for part in (first, second, targets, sites))
-        subjects = np.unique(subjects[kept], return_inverse=True)[1]
+    kept = _form_groups(metric, sites, subjects) >= 0
+    if not kept.any():
+        return None
+    first, second, targets, sites = (part[kept] for part in (first, second, targets, sites))
+    subjects = np.unique(subjects[kept], return_inverse=True)[1]
     own, other = (build_statistic(metric, scores, targets, sites, subjects) for scores in (first, second))
     influences = None
     if metric.compute_influences is not None:
-        groups = _group_by_site(sites, subjects)
+        groups = _form_groups(metric, sites, subjects)
         by_example = (metric.compute_influences(scores, targets, groups) for scores in (first, second))
         own_influences, other_influences = (np.bincount(subjects, values) for values in by_example)
         influences = own_influences - other_influences
@@ -174,13 +173,17 @@ def build_statistic(
     """Return a metric of scored examples as a function of the weights of their subjects."""
     if metric.build_pairs is None:
         return _build_mean(np.bincount(subjects, scores) / np.bincount(subjects))
-    groups = _group_by_site(sites, subjects) if metric.is_within_sites else np.zeros(len(sites), dtype=np.int64)
-    statistic = metric.build_pairs(scores, targets, groups)
+    statistic = metric.build_pairs(scores, targets, _form_groups(metric, sites, subjects))
     return lambda weights: statistic(weights[:, subjects])
 
 
-def _group_by_site(sites: np.ndarray, subjects: np.ndarray) -> np.ndarray:
-    """Return the number ``(n,)`` of each example's site; -1 at the sites with fewer than ``LEAST_PAIRED`` subjects."""
+def _form_groups(metric: PairedMetric, sites: np.ndarray, subjects: np.ndarray) -> np.ndarray:
+    """Return the group ``(n,)`` of each example: 0, or for a metric within sites the number of its site.
+
+    The number is -1 at the sites with fewer than ``LEAST_PAIRED`` subjects.
+    """
+    if not metric.is_within_sites:
+        return np.zeros(len(sites), dtype=np.int64)
     _, first, of_example = np.unique(subjects, return_index=True, return_inverse=True)
     _, numbers, sizes = np.unique(sites[first], return_inverse=True, return_counts=True)
     return np.asarray(np.where(sizes < LEAST_PAIRED, -1, np.arange(len(sizes)))[numbers][of_example])

@@ -104,8 +104,6 @@ def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
 
 def compare_with_baseline(predictions: Predictions, baseline: str) -> dict[str, Any]:
     """Return the differences between a run and a baseline, by metric."""
-    if predictions.kind is None:
-        return {}
     values, subjects, differences = predictions.values, predictions.number_subjects(), {}
     for metric in _select_metrics(predictions, baseline):
         own, other = (metric.score(values[name], predictions.targets) for name in (RUN, baseline))

@@ -34,6 +34,8 @@ APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
 """Files that every commit appends to."""
 LAYER_COMPUTE = "layer_compute.json"
 """Choice of sparse or dense by site and layer: a file for all sites of a run on one machine, or one at each site."""
+CONFIG = "config.yaml"
+"""Resolved configuration, written when the run starts."""
 SUMMARY = "summary.json"
 """File that a run writes last; a folder without it belongs to a run that has not ended."""
 
@@ -108,7 +110,7 @@ class RunFolder:
         self._start_time = time.monotonic()
         self._lines_written = 0
         start_record(path)
-        (path / "config.yaml").write_text(facts.config)
+        (path / CONFIG).write_text(facts.config)
 
     def commit(self, record: RoundRecord) -> dict[str, Any]:
         """Append a committed round and its messages; return the line of ``rounds.jsonl``."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .folder import CONFIG
 from ..assemble import Assembly, assemble
 from ..config import RunConfig, load_config, load_task
 from ..errors import ConfigError
@@ -53,7 +54,7 @@ def load_assembly(run: Path) -> tuple[Assembly, RunConfig]:
     Raises:
         ConfigError: the folder is not a result folder.
     """
-    file = run / "config.yaml"
+    file = run / CONFIG
     if not file.is_file():
         raise ConfigError(f"{run}: no config.yaml; expected the result folder of flare-sparse run")
     config = load_config(file)

@@ -12,6 +12,7 @@ from typing import Any
 import safetensors
 import yaml
 
+from .folder import CONFIG
 from ..task import TEST_EXAMPLES, VALIDATION
 from ..errors import ConfigError
 from ..methods import METHODS
@@ -75,7 +76,7 @@ class RunResult:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Content of ``config.yaml``; empty if it is missing."""
-        file = self.path / "config.yaml"
+        file = self.path / CONFIG
         return dict(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
     @property
