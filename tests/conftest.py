@@ -15,7 +15,7 @@ from hypothesis import settings
 from ports import lock_ports
 from skips import describe_skips, require
 
-from flare_sparse.privacy.secret import SECRET_BYTES
+from flare_sparse.privacy.dp.secret import SECRET_BYTES
 
 # pytest's worker processes inherit COLUMNS, which would set the width of the terminal output under test.
 os.environ.pop("COLUMNS", None)
@@ -40,7 +40,7 @@ def _numbered_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Number the secrets that sites create: samples and noise of a test, and so its outcome, are always the same."""
     numbers = count(1)
     for module in ("secret", "account"):
-        name = f"flare_sparse.privacy.{module}.create_secret"
+        name = f"flare_sparse.privacy.dp.{module}.create_secret"
         monkeypatch.setattr(name, lambda: next(numbers).to_bytes(SECRET_BYTES, "big"))
 
 

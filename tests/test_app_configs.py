@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flare_sparse.config import build_task, dump_config, load_config
-from flare_sparse.methods import METHODS
-from flare_sparse.params import Layout
+from flare_sparse.config.loading import dump_config, load_config
+from flare_sparse.config.schema import build_task
+from flare_sparse.core.params import Layout
+from flare_sparse.methods.registry import METHODS
 
 FOLDER = Path(__file__).parents[1] / "app_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))

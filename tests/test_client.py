@@ -13,13 +13,13 @@ from torch import nn
 from toy import Embedded, Plain, Toy, ToyBench
 
 from flare_sparse import client as sparse
-from flare_sparse.data.source import DATA_VARIABLE
-from flare_sparse.errors import ConfigError
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout
-from flare_sparse.scores.snip import compute_saliency
-from flare_sparse.seeds import make_generator
-from flare_sparse.task import Task
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
+from flare_sparse.core.seeds import make_generator
+from flare_sparse.methods.scores.snip import compute_saliency
+from flare_sparse.tasks.data.source import DATA_VARIABLE
+from flare_sparse.tasks.task import Task
 from flare_sparse.training import TrainingConfig
 from flare_sparse.training.batches import iterate_pass
 from flare_sparse.training.script_exchange import TRAINABLE, ScriptReply

@@ -14,25 +14,17 @@ from hypothesis import strategies as st
 from pydantic import Field
 from torch import nn
 
-from flare_sparse.assemble import build_rules
-from flare_sparse.config import (
-    JobConfig,
-    RunConfig,
-    build_method,
-    build_task,
-    dump_config,
-    import_task_class,
-    load_config,
-    parse_job,
-    serialize_job,
-)
-from flare_sparse.errors import ConfigError
+from flare_sparse.config.assemble import build_rules
+from flare_sparse.config.loading import build_method, dump_config, load_config, parse_job, serialize_job
+from flare_sparse.config.schema import JobConfig, RunConfig, build_task
+from flare_sparse.config.user_tasks import import_task_class
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.params import Layout
 from flare_sparse.methods.neurosfl import NeuroSFL
-from flare_sparse.params import Layout
-from flare_sparse.secure_aggregation.limits import SumRules
-from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
-from flare_sparse.tasks import TASKS
+from flare_sparse.privacy.secure_aggregation.limits import SumRules
+from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.script import ScriptTask
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
 
 class ToyConfig(TaskConfig):

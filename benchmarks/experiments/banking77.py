@@ -27,13 +27,14 @@ from banking77_report import METHOD_LABELS, update_docs
 from runs import CONFIGS, claim
 from torch.utils.data import TensorDataset
 
-from flare_sparse.assemble import Assembly, assemble, open_checkpoints
-from flare_sparse.checkpoint.writing import write_json
 from flare_sparse.cli.sites import prepare_site_data
-from flare_sparse.config import RunConfig, load_config
-from flare_sparse.federation import Outcome
-from flare_sparse.runs.local import run_assembly
-from flare_sparse.task import Examples
+from flare_sparse.config.assemble import Assembly, assemble, open_checkpoints
+from flare_sparse.config.loading import load_config
+from flare_sparse.config.schema import RunConfig
+from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.results.runs.local import run_assembly
+from flare_sparse.rounds.federation import Outcome
+from flare_sparse.tasks.task import Examples
 from flare_sparse.training import Site
 
 SLOTS = 16

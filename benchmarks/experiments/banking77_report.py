@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from flare_sparse.runs.bootstrap import compare_scores
-from flare_sparse.runs.progress import format_bytes
+from flare_sparse.results.runs.bootstrap import compare_scores
+from flare_sparse.results.runs.progress import format_bytes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "lora.md"
 START, END = "<!-- banking77 -->", "<!-- end of banking77 -->"

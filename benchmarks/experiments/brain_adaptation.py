@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.data.partition import partition_iid
-from flare_sparse.local.run import run_locally
-from flare_sparse.methods import METHODS
-from flare_sparse.models.base import MODELS_VARIABLE
-from flare_sparse.task import SiteData, Task
-from flare_sparse.tasks import TASKS
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.data.partition import partition_iid
+from flare_sparse.tasks.models.base import MODELS_VARIABLE
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import SiteData, Task
 from flare_sparse.training import Site
 
 RANK = 2

@@ -14,8 +14,8 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 
-from flare_sparse.runs.bootstrap import Difference, compare_scores, compute_r2_within_sites
-from flare_sparse.runs.progress import format_bytes
+from flare_sparse.results.runs.bootstrap import Difference, compare_scores, compute_r2_within_sites
+from flare_sparse.results.runs.progress import format_bytes
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -19,13 +19,13 @@ from typing import Any
 
 from rich.console import Console
 
-from flare_sparse.audit.attacks import AuditOptions
-from flare_sparse.audit.record import audit_run
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.cli.sites import prepare_site_data
-from flare_sparse.config import load_config
-from flare_sparse.runs.load import load_assembly
-from flare_sparse.runs.results import RunResult
+from flare_sparse.config.loading import load_config
+from flare_sparse.results.audit.attacks import AuditOptions
+from flare_sparse.results.audit.record import audit_run
+from flare_sparse.results.runs.load import load_assembly
+from flare_sparse.results.runs.results import RunResult
 
 CONFIG = Path(__file__).resolve().parents[2] / "app_configs" / "dp_morphometry_age.yaml"
 TABLE = "brain_morphometry/destrieux_fcon1000.csv.gz"

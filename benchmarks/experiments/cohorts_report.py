@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flare_sparse.runs.bootstrap import Difference, compare_scores, compute_r2_within_sites
+from flare_sparse.results.runs.bootstrap import Difference, compare_scores, compute_r2_within_sites
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "<!-- tables -->"

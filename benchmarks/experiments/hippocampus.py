@@ -28,14 +28,15 @@ from hippocampus_report import draw_cases, print_report
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from flare_sparse.assemble import Assembly, assemble, open_checkpoints, open_site
 from flare_sparse.cli.sites import prepare_site_data
-from flare_sparse.config import RunConfig, load_config
-from flare_sparse.runs.folder import RunFolder, build_run_facts, sum_traffic
-from flare_sparse.runs.local import run_assembly
-from flare_sparse.task import Examples
+from flare_sparse.config.assemble import Assembly, assemble, open_checkpoints, open_site
+from flare_sparse.config.loading import load_config
+from flare_sparse.config.schema import RunConfig
+from flare_sparse.results.runs.folder import RunFolder, build_run_facts, sum_traffic
+from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.tasks.case_metrics import name_metrics
 from flare_sparse.tasks.segmentation import Segmentation
+from flare_sparse.tasks.task import Examples
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 
@@ -230,7 +231,7 @@ def illustrate(settings: list[Setting], options: argparse.Namespace) -> None:
     config = setting.load_config(options.data)
     assembly = assemble(config)
     assert isinstance(assembly.task, Segmentation)
-    from flare_sparse.runs.models import read_run_model
+    from flare_sparse.results.runs.models import read_run_model
 
     network = load_network(assembly, read_run_model(options.runs / setting.name, assembly, "final"))
     line = json.loads((options.runs / setting.name / LINE).read_text())

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flare_sparse.runs.bootstrap import Difference, compare_scores
-from flare_sparse.task import Picture
+from flare_sparse.results.runs.bootstrap import Difference, compare_scores
+from flare_sparse.tasks.task import Picture
 
 Row = tuple[str, float]
 Cases = dict[tuple[str, str], np.ndarray]
@@ -123,8 +123,8 @@ def draw_cases(cases: list[tuple[str, float, Picture]], file: Path) -> None:
     """Draw the best, the median and the worst case: outlines of labels (solid) and prediction (dashed)."""
     from matplotlib import pyplot as plt
 
-    from flare_sparse.report.figures import draw_case
-    from flare_sparse.runs.pictures import RANKS, CasePicture
+    from flare_sparse.results.report.figures import draw_case
+    from flare_sparse.results.runs.pictures import RANKS, CasePicture
 
     figure, axes = plt.subplots(1, len(cases), figsize=(3.2 * len(cases), 3.6), layout="constrained")
     for rank, axis, (site, dice, picture) in zip(RANKS, axes, cases, strict=True):

@@ -23,18 +23,19 @@ from typing import Any
 from rich.console import Console
 from scipy.stats import t as student
 
-from flare_sparse.audit.attacks import AuditOptions, RunAttacks
-from flare_sparse.audit.record import audit_run
-from flare_sparse.audit.training import Retraining
-from flare_sparse.checkpoint.writing import write_json
 from flare_sparse.cli.local import run_config_locally
 from flare_sparse.cli.resume import has_checkpoint
 from flare_sparse.cli.sites import prepare_site_data
-from flare_sparse.config import RunConfig, load_config
+from flare_sparse.config.loading import load_config
+from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.yaml_files import apply_overrides, read_yaml
-from flare_sparse.runs.load import load_assembly, load_trained_model
-from flare_sparse.runs.results import RunResult
-from flare_sparse.seeds import limit_threads
+from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.core.seeds import limit_threads
+from flare_sparse.results.audit.attacks import AuditOptions, RunAttacks
+from flare_sparse.results.audit.record import audit_run
+from flare_sparse.results.audit.training import Retraining
+from flare_sparse.results.runs.load import load_assembly, load_trained_model
+from flare_sparse.results.runs.results import RunResult
 
 SPARSITIES = (0.0, 0.85, 0.9, 0.95, 0.99)
 LOSSES = "losses.json"

@@ -33,18 +33,18 @@ from runs import claim
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.checkpoint.writing import write_json
-from flare_sparse.exchange import Contribution, Patch, Request
-from flare_sparse.federation import Evaluation
-from flare_sparse.local.run import run_locally
-from flare_sparse.mask import Mask
-from flare_sparse.methods import METHODS
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.core.exchange import Contribution, Patch, Request
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
+from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.adaptation import ADAPT
-from flare_sparse.params import Layout
-from flare_sparse.runs.model_files import read_model, save_model
-from flare_sparse.task import Examples, Metric, Task
-from flare_sparse.tasks import TASKS
+from flare_sparse.results.runs.model_files import read_model, save_model
+from flare_sparse.rounds.federation import Evaluation
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import Examples, Metric, Task
 from flare_sparse.training import Site
 
 EMPTY = TensorDataset(torch.zeros(0))

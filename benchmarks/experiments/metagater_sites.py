@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
 
-from flare_sparse.data.partition import partition_by_site, partition_few_classes
-from flare_sparse.data.tables import read_table
-from flare_sparse.task import Examples, SiteData, Task
+from flare_sparse.tasks.data.partition import partition_by_site, partition_few_classes
+from flare_sparse.tasks.data.tables import read_table
+from flare_sparse.tasks.task import Examples, SiteData, Task
 
 EXTRA_TESTS = 200
 

@@ -28,11 +28,12 @@ import pandas as pd
 import torch
 from scipy.stats import t as student
 
-from flare_sparse.assemble import assemble, open_site
 from flare_sparse.cli.sites import prepare_site_data
-from flare_sparse.config import RunConfig, load_config
-from flare_sparse.privacy.account import PrivacyAccount
-from flare_sparse.runs.local import run_assembly
+from flare_sparse.config.assemble import assemble, open_site
+from flare_sparse.config.loading import load_config
+from flare_sparse.config.schema import RunConfig
+from flare_sparse.privacy.dp.account import PrivacyAccount
+from flare_sparse.results.runs.local import run_assembly
 
 CONFIG = Path(__file__).resolve().parents[2] / "app_configs" / "dp_morphometry_age.yaml"
 TABLES = ("destrieux_fcon1000", "destrieux_openneuro", "destrieux_abide1")

@@ -31,15 +31,15 @@ from runs import claim
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from flare_sparse.assemble import Assembly, assemble, open_site
 from flare_sparse.cli.sites import prepare_site_data
-from flare_sparse.config import load_config
-from flare_sparse.exchange import Contribution
-from flare_sparse.federation import RoundRecord
-from flare_sparse.local.run import run_locally
-from flare_sparse.runs.baselines import BaselineData, SiteRows, fit_baselines
-from flare_sparse.task import VALIDATION, Examples
+from flare_sparse.config.assemble import Assembly, assemble, open_site
+from flare_sparse.config.loading import load_config
+from flare_sparse.core.exchange import Contribution
+from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
+from flare_sparse.rounds.federation import RoundRecord
+from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.mortality import compute_risk_metrics
+from flare_sparse.tasks.task import VALIDATION, Examples
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 

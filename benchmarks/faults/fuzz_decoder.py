@@ -34,10 +34,10 @@ with atheris.instrument_imports(include=["flare_sparse.wire"], enable_loader_ove
     from flare_sparse.wire.encodings import ENCODINGS, Encoding
     from flare_sparse.wire.envelope import HEADER_BYTES, read_header, write_header
 
-from flare_sparse.errors import RejectedMessage, WireError
-from flare_sparse.exchange import Patch
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.core.errors import RejectedMessage, WireError
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire import envelope
 from flare_sparse.wire.messages import Decoded
 from flare_sparse.wire.plan import Plan

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from flare_sparse.exchange import Patch
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encoding_choice import compute_selection_entropy
 from flare_sparse.wire.encodings import ENCODINGS

@@ -33,8 +33,7 @@ from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 from nvflare.recipe import SimEnv
 from round_time import CLIENT, parse_round_starts
 
-from flare_sparse.config import RunConfig
-from flare_sparse.config.schema import FederationConfig
+from flare_sparse.config.schema import FederationConfig, RunConfig
 from flare_sparse.flare.launch.connection import open_session
 from flare_sparse.flare.launch.simulator import redirect_output, simulate
 from flare_sparse.flare.launch.submission import run_deployed

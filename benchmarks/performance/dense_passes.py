@@ -26,16 +26,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.request_log import RequestLog
-from flare_sparse.endpoints.server import Attempt, ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.exchange import Update
-from flare_sparse.federation import Federation, Reply, RoundRecord
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.exchange import Update
+from flare_sparse.core.params import Layout
 from flare_sparse.flare.payload import dxo_to_update, update_to_dxo
 from flare_sparse.methods.neurosfl import Config, NeuroSFL
-from flare_sparse.params import Layout
-from flare_sparse.task import SiteData
+from flare_sparse.rounds.endpoints.request_log import RequestLog
+from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.federation import Federation, Reply, RoundRecord
+from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType

@@ -28,17 +28,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from flare_sparse.encryption import PRECISION, KeyContexts, SiteCipher
-from flare_sparse.exchange import Patch
-from flare_sparse.federation import Outcome, RoundRules
-from flare_sparse.local.dry_run import DrySite
-from flare_sparse.local.run import run_locally
-from flare_sparse.methods import METHODS
-from flare_sparse.models import build_model
-from flare_sparse.params import Layout
-from flare_sparse.secure_aggregation.limits import SumRules
-from flare_sparse.secure_aggregation.rings import Ring
-from flare_sparse.task import Metric
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.params import Layout
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.privacy.encryption import PRECISION, KeyContexts, SiteCipher
+from flare_sparse.privacy.secure_aggregation.limits import SumRules
+from flare_sparse.privacy.secure_aggregation.rings import Ring
+from flare_sparse.rounds.federation import Outcome, RoundRules
+from flare_sparse.rounds.local.dry_run import DrySite
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.models import build_model
+from flare_sparse.tasks.task import Metric
 from flare_sparse.wire.ledger import Ledger, LedgerLine
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "secure_sums.md"

@@ -25,10 +25,11 @@ from rich.console import Console
 
 from flare_sparse.cli.estimate import compute_figures
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import RunConfig, build_task, load_config
-from flare_sparse.data.phantom import write_phantoms
-from flare_sparse.models.base import MODELS_VARIABLE
-from flare_sparse.runs.progress import format_bytes
+from flare_sparse.config.loading import load_config
+from flare_sparse.config.schema import RunConfig, build_task
+from flare_sparse.results.runs.progress import format_bytes
+from flare_sparse.tasks.data.phantom import write_phantoms
+from flare_sparse.tasks.models.base import MODELS_VARIABLE
 
 CONFIGS = Path(__file__).parents[2] / "app_configs"
 NATURAL_SITES = ("AnnArbor_a", "Berlin_Margulies", "Leiden_2180", "NewYork_a", "Oulu", "Oxford")

@@ -21,9 +21,9 @@ from kernels import NETWORKS, Bench, infer, time_both
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
-from flare_sparse.kernels.chains import find_chains
-from flare_sparse.kernels.cost import Costs, Work, count_dense_operations, count_sparse_operations, get_costs
-from flare_sparse.seeds import limit_threads
+from flare_sparse.compute.kernels.chains import find_chains
+from flare_sparse.compute.kernels.cost import Costs, Work, count_dense_operations, count_sparse_operations, get_costs
+from flare_sparse.core.seeds import limit_threads
 
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 Timing = tuple[Work, float, float]

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.mask import Mask
-from flare_sparse.methods import METHODS
+from flare_sparse.compute.structure.compact import compact_network
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
+from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.gates import Gates
-from flare_sparse.models import build_model
-from flare_sparse.models.gates import ChannelGate, GateConfig, add_gates
-from flare_sparse.params import Layout
-from flare_sparse.structure.compact import compact_network
-from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.tasks.models import build_model
+from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site
 from flare_sparse.training.gate_sparsity import observe_gates
 

@@ -18,14 +18,14 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from flare_sparse.federation import HubRules, RoundRules
-from flare_sparse.federation.tree import sum_link_bytes
-from flare_sparse.local.dry_run import DrySite
-from flare_sparse.local.run import run_locally
-from flare_sparse.methods import METHODS
-from flare_sparse.params import Layout, compute_digest
-from flare_sparse.secure_aggregation.limits import SumRules
-from flare_sparse.task import Metric
+from flare_sparse.core.params import Layout, compute_digest
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.privacy.secure_aggregation.limits import SumRules
+from flare_sparse.rounds.federation import HubRules, RoundRules
+from flare_sparse.rounds.federation.tree import sum_link_bytes
+from flare_sparse.rounds.local.dry_run import DrySite
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.task import Metric
 
 
 def main() -> int:

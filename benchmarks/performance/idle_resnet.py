@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.models.registry import build_model
-from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
+from flare_sparse.tasks.models.registry import build_model
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
 
 class IdleResNet(nn.Module):

@@ -32,12 +32,12 @@ import torch
 from kernels_table import merge_lines, update_page
 from torch import Tensor, nn
 
-from flare_sparse.kernels.cost import is_sparse_faster
-from flare_sparse.kernels.network import Decide, use_sparse_kernels
-from flare_sparse.models.alexnet3d import alexnet3d
-from flare_sparse.models.brain_age import brain_age_cnn, brain_age_cnn_3mm
-from flare_sparse.models.resnet import resnet
-from flare_sparse.seeds import limit_threads
+from flare_sparse.compute.kernels.cost import is_sparse_faster
+from flare_sparse.compute.kernels.network import Decide, use_sparse_kernels
+from flare_sparse.core.seeds import limit_threads
+from flare_sparse.tasks.models.alexnet3d import alexnet3d
+from flare_sparse.tasks.models.brain_age import brain_age_cnn, brain_age_cnn_3mm
+from flare_sparse.tasks.models.resnet import resnet
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "kernels.md"
 SPARSITIES = (0.8, 0.9, 0.95, 0.98, 0.99)

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.endpoints.server import ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.exchange import Contribution
-from flare_sparse.methods import METHODS
-from flare_sparse.task import Examples, SiteData
-from flare_sparse.tasks import TASKS
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.exchange import Contribution
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.rounds.endpoints.server import ServerEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import Examples, SiteData
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 

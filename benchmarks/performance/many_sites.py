@@ -28,23 +28,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flare_sparse.endpoints.server import Attempt, ServerEndpoint
-from flare_sparse.endpoints.server_sums import ServerSums
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.endpoints.site_state import RequestId
-from flare_sparse.endpoints.site_sums import SiteSums
-from flare_sparse.endpoints.update_store import UpdateStore
-from flare_sparse.exchange import EVALUATE
-from flare_sparse.federation import Federation, Reply, RoundRules
-from flare_sparse.local.dry_run import DrySite
-from flare_sparse.local.run import build_sums
-from flare_sparse.methods import METHODS, Method
-from flare_sparse.models import build_model
-from flare_sparse.params import Layout
-from flare_sparse.secure_aggregation.limits import SumRules
-from flare_sparse.secure_aggregation.party import BOX_BYTES
-from flare_sparse.secure_aggregation.shamir import SHARE_BYTES
-from flare_sparse.task import Metric
+from flare_sparse.core.exchange import EVALUATE
+from flare_sparse.core.params import Layout
+from flare_sparse.methods.method import Method
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.privacy.secure_aggregation.limits import SumRules
+from flare_sparse.privacy.secure_aggregation.party import BOX_BYTES
+from flare_sparse.privacy.secure_aggregation.shamir import SHARE_BYTES
+from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
+from flare_sparse.rounds.endpoints.server_sums import ServerSums
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.endpoints.site_state import RequestId
+from flare_sparse.rounds.endpoints.site_sums import SiteSums
+from flare_sparse.rounds.endpoints.update_store import UpdateStore
+from flare_sparse.rounds.federation import Federation, Reply, RoundRules
+from flare_sparse.rounds.local.dry_run import DrySite
+from flare_sparse.rounds.local.run import build_sums
+from flare_sparse.tasks.models import build_model
+from flare_sparse.tasks.task import Metric
 from flare_sparse.wire.codec import read_sequence
 from flare_sparse.wire.ledger import Ledger
 

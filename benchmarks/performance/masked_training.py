@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.mask import Mask
-from flare_sparse.models import build_model
-from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.mask import Mask
+from flare_sparse.tasks.models import build_model
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site, TrainingConfig
 
 BOUND = 1.03

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.mask import Mask
-from flare_sparse.models import build_model
-from flare_sparse.privacy.account import PrivacyAccount
-from flare_sparse.privacy.accounting import SamplingPlan
-from flare_sparse.privacy.config import PrivacyConfig
-from flare_sparse.privacy.mechanism import SiteMechanism
-from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.mask import Mask
+from flare_sparse.privacy.dp.account import PrivacyAccount
+from flare_sparse.privacy.dp.accounting import SamplingPlan
+from flare_sparse.privacy.dp.config import PrivacyConfig
+from flare_sparse.privacy.dp.mechanism import SiteMechanism
+from flare_sparse.tasks.models import build_model
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site, TrainingConfig
 
 NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {

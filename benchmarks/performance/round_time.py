@@ -34,10 +34,11 @@ from nvflare.recipe import SimEnv
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.config import RunConfig, import_task_class
+from flare_sparse.config.schema import RunConfig
+from flare_sparse.config.user_tasks import import_task_class
 from flare_sparse.flare.launch.simulator import redirect_output, simulate
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
 SITES = [f"site-{i}" for i in range(1, 5)]
 BOUND = {30: 0.125, 3: 1.0}

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.mask import Mask
-from flare_sparse.models import build_model
-from flare_sparse.params import Layout
-from flare_sparse.scores.scbf.groups import Groups
-from flare_sparse.scores.scbf.selection import build_groups
-from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
+from flare_sparse.methods.scores.scbf.groups import Groups
+from flare_sparse.methods.scores.scbf.selection import build_groups
+from flare_sparse.tasks.models import build_model
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site, TrainingConfig
 
 BOUND = 0.02

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "app_configs" / "scbf_brain_age.yaml"

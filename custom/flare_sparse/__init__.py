@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import FlareSparseError
-from .exchange import Patch, Request, Update
-from .mask import Mask
-from .params import Layout
-from .task import Examples, Metric, SiteData, Task, TaskConfig
+from .core.errors import FlareSparseError
+from .core.exchange import Patch, Request, Update
+from .core.mask import Mask
+from .core.params import Layout
+from .tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
 if TYPE_CHECKING:
-    from .runs.load import load_model
+    from .results.runs.load import load_model
 
 __all__ = [
     "Examples",
@@ -30,7 +30,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import ``load_model`` on first access: it imports every task and network, which takes seconds."""
     if name == "load_model":
-        from .runs.load import load_model
+        from .results.runs.load import load_model
 
         return load_model
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

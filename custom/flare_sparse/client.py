@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .data.source import find_site_data
-from .errors import ConfigError
-from .task import SiteData
+from .core.errors import ConfigError
+from .tasks.data.source import find_site_data
+from .tasks.task import SiteData
 from .training.loop import disable_dropout
 from .training.script_exchange import GRADIENTS, REQUEST_KIND, TRAINABLE
 

@@ -16,13 +16,12 @@ import torch
 import toy
 from local_federation import RUN, LocalFederation, Upload
 
-from flare_sparse.aggregation.weighted import weigh_by_examples, weighted_sum
-from flare_sparse.exchange import Assignment, Patch, Request, Update, UpdateSpec
-from flare_sparse.federation import Outcome, RoundRules
-from flare_sparse.mask import Mask
-from flare_sparse.methods import Method
-from flare_sparse.methods.method import MethodConfig, broadcast
-from flare_sparse.params import compute_digest
+from flare_sparse.core.exchange import Assignment, Patch, Request, Update, UpdateSpec
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import compute_digest
+from flare_sparse.methods.aggregation.weighted import weigh_by_examples, weighted_sum
+from flare_sparse.methods.method import Method, MethodConfig, broadcast
+from flare_sparse.rounds.federation import Outcome, RoundRules
 from flare_sparse.wire import codec
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, Header, read_header, write_header

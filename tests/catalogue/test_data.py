@@ -24,17 +24,17 @@ from nvflare.apis.utils.decomposers import flare_decomposers
 from nvflare.app_common.decomposers import common_decomposers
 from nvflare.fuel.utils import fobs
 
-from flare_sparse.assemble import assemble
-from flare_sparse.config import parse_job
-from flare_sparse.data.phantom import write_phantoms
-from flare_sparse.endpoints.server import ServerEndpoint
-from flare_sparse.federation import Federation, Outcome, RoundRules
+from flare_sparse.config.assemble import assemble
+from flare_sparse.config.loading import parse_job
+from flare_sparse.core.params import compute_digest
 from flare_sparse.flare.checkpoints import CHECKPOINTS_VARIABLE
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import DecodeRequest, DecodeUpdate, EncodeUpdate
 from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
 from flare_sparse.flare.session import ServerSession, SiteSession
-from flare_sparse.params import compute_digest
+from flare_sparse.rounds.endpoints.server import ServerEndpoint
+from flare_sparse.rounds.federation import Federation, Outcome, RoundRules
+from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.wire.ledger import Ledger
 
 SHAPE = (12, 16, 12)

@@ -14,11 +14,11 @@ import zstandard
 from local_federation import LocalFederation, Upload
 from toy import Toy, ToyBench
 
-from flare_sparse.errors import RejectedMessage, RoundFailed, WireError
-from flare_sparse.exchange import Patch
-from flare_sparse.federation import RoundRules
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec, compute_digest
+from flare_sparse.core.errors import RejectedMessage, RoundFailed, WireError
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec, compute_digest
+from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.wire.envelope import HEADER_BYTES
 from flare_sparse.wire.plan import ValueType
 from flare_sparse.wire.versions import CURRENT_VERSION, VERSIONS

@@ -17,18 +17,18 @@ from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.impl.wf_comm_server import WFCommServer
 from nvflare.apis.shareable import Shareable
 
-from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.bases import SiteBase
-from flare_sparse.endpoints.server import ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.errors import MissingBase, RejectedMessage
-from flare_sparse.exchange import Assignment, Patch, Request
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.errors import MissingBase, RejectedMessage
+from flare_sparse.core.exchange import Assignment, Patch, Request
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, compute_digest
 from flare_sparse.flare.aggregator import StagingAggregator
 from flare_sparse.flare.filters import DecodeUpdate
 from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
 from flare_sparse.flare.session import ServerSession
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, compute_digest
+from flare_sparse.rounds.endpoints.bases import SiteBase
+from flare_sparse.rounds.endpoints.server import ServerEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.versions import VERSIONS
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flare_sparse.federation import RoundRules
-from flare_sparse.params import compute_digest
+from flare_sparse.core.params import compute_digest
+from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.wire.versions import VERSIONS
 
 every_encoding = pytest.mark.parametrize("encoding", [encoding.name for encoding in VERSIONS[1].encodings])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from line import LineTask
 
-from flare_sparse.tasks import TASKS
+from flare_sparse.tasks.registry import TASKS
 
 
 @pytest.fixture

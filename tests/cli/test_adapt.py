@@ -15,10 +15,10 @@ from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
-from flare_sparse.errors import ConfigError
-from flare_sparse.params import Layout, TensorSpec
-from flare_sparse.runs.model_files import read_mask, read_model, save_model
+from flare_sparse.config.loading import load_config
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.params import Layout, TensorSpec
+from flare_sparse.results.runs.model_files import read_mask, read_model, save_model
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_damaged_model_is_refused(finished: Path, call: Callable[..., Result], t
 
 
 def test_model_and_mask_files_are_read_back_and_distinguished(finished: Path, tmp_path: Path) -> None:
-    from flare_sparse.assemble import assemble
+    from flare_sparse.config.assemble import assemble
 
     assembly = assemble(load_config(finished / "run" / "config.yaml"))
     vector = read_model(finished / "run" / "model.safetensors", assembly.layout)

@@ -11,8 +11,8 @@ from line import call
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
-from flare_sparse.methods import METHODS
-from flare_sparse.tasks import TASKS
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.tasks.registry import TASKS
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {

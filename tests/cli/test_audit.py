@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 
 COLUMNS = 600
 LEAKY = ["method={name: fedavg, rounds: 2, training: {epochs: 30, batch_size: 64, optimizer: adam, lr: 2e-2}}"]

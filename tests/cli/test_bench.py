@@ -15,8 +15,8 @@ from flare_sparse import load_model
 from flare_sparse.cli import app
 from flare_sparse.cli.bench import time_model
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
-from flare_sparse.errors import ConfigError
+from flare_sparse.config.loading import load_config
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.training import compute
 
 

@@ -11,7 +11,7 @@ import pytest
 from line import call
 from typer.testing import Result
 
-from flare_sparse.privacy.accounting import Charge, compute_epsilon
+from flare_sparse.privacy.dp.accounting import Charge, compute_epsilon
 from flare_sparse.training import compute
 
 TASK = """
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.task import Cohort, Examples, Metric, Task
+from flare_sparse.tasks.task import Cohort, Examples, Metric, Task
 
 
 class Heart(Task):
@@ -285,7 +285,7 @@ def test_load_that_returns_a_tuple_is_explained(heart: Path) -> None:
         "return TensorDataset(x[4:], y[4:]), TensorDataset(x[:4], y[:4])",
     )
     assert result.exit_code == 1
-    expected = "Heart.load() returned tuple; expected flare_sparse.task.Examples(train, test)"
+    expected = "Heart.load() returned tuple; expected flare_sparse.tasks.task.Examples(train, test)"
     assert f"FAIL data of site-1: E_DATA\n{expected}" in result.output
 
 
@@ -327,7 +327,7 @@ def test_more_sites_required_than_natural_sites_exist_fails(heart: Path) -> None
     [
         ('"mmHg", "min")', '"mmHg", "minimise")',
          "mode is 'minimise'; expected 'min' (lower is better) or 'max' (higher is better)"),
-        ('Metric("mae", "mmHg", "min")', "None", "does not define metric, a flare_sparse.task.Metric"),
+        ('Metric("mae", "mmHg", "min")', "None", "does not define metric, a flare_sparse.tasks.task.Metric"),
         ("    def predict", "    def predct", "does not define predict()"),
         ("import numpy as np", "import numpy as np\nimport nosuchmodule",
          "heart imports 'nosuchmodule', which is not found"),

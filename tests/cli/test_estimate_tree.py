@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from flare_sparse.cli import app
 from flare_sparse.cli.estimate import compute_figures
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 
 HUBS = "federation.hubs={north: {sites: [site-1, site-2]}, south: {sites: [site-3]}}"
 FILE = """

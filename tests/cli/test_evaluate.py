@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
-from flare_sparse.runs.evaluation import bootstrap
+from flare_sparse.config.loading import load_config
+from flare_sparse.results.runs.evaluation import bootstrap
 from flare_sparse.tasks.mortality import Mortality
 
 METHODS = {

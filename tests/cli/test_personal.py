@@ -15,10 +15,10 @@ from typer.testing import CliRunner, Result
 from flare_sparse import load_model
 from flare_sparse.cli import app
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
-from flare_sparse.errors import ConfigError
-from flare_sparse.runs.load import load_assembly
-from flare_sparse.runs.results import RunResult
+from flare_sparse.config.loading import load_config
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.results.runs.load import load_assembly
+from flare_sparse.results.runs.results import RunResult
 
 
 @pytest.fixture(scope="module")

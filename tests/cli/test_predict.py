@@ -14,9 +14,9 @@ import yaml
 from line import call
 
 from flare_sparse import load_model
-from flare_sparse.data.phantom import write_phantoms
-from flare_sparse.kernels import network
-from flare_sparse.runs.results import RunResult
+from flare_sparse.compute.kernels import network
+from flare_sparse.results.runs.results import RunResult
+from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.training import compute
 
 SHAPE = (12, 16, 12)

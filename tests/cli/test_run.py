@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner, Result
 
-from flare_sparse.checkpoint.store import Store
 from flare_sparse.cli import app
-from flare_sparse.task import Examples, Metric, SiteData, Task
-from flare_sparse.tasks import TASKS
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 
 EVENTS: dict[str, Any] = {}
 """What ``CountTask`` does when a site trains for the first time in a round, by number of the call of ``loss``."""

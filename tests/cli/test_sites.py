@@ -14,13 +14,12 @@ from line import call
 from torch import nn
 
 from flare_sparse.cli.sites import prepare_site_data
-from flare_sparse.config import RunConfig, build_task
-from flare_sparse.config.schema import list_partitions
-from flare_sparse.data import bids
-from flare_sparse.data.partition import PARTITIONERS
-from flare_sparse.errors import ConfigError
-from flare_sparse.task import Cohort, Examples, Metric, SiteData, Task
-from flare_sparse.tasks import TASKS
+from flare_sparse.config.schema import RunConfig, build_task, list_partitions
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.tasks.data import bids
+from flare_sparse.tasks.data.partition import PARTITIONERS
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import Cohort, Examples, Metric, SiteData, Task
 
 
 class Indexed(Task):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from flare_sparse.cli import app
 from flare_sparse.cli.summary import describe_contributions, find_absent_sites, find_idle_sites, show_result
-from flare_sparse.runs.progress import format_progress
+from flare_sparse.results.runs.progress import format_progress
 
 ROUNDS = {"asked": 3, "contributed": 3, "missed": {}}
 

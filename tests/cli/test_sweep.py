@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import RunConfig, load_config
+from flare_sparse.config.loading import load_config
+from flare_sparse.config.schema import RunConfig
 
 GRID = ("--grid", "method.training.lr=0.00001,0.03", "--seeds", "2")
 

@@ -11,8 +11,8 @@ import pytest
 
 from flare_sparse.cli.outcome import Env
 from flare_sparse.cli.tracking import build_tracker, resolve_tracking_uri
-from flare_sparse.config import load_config
-from flare_sparse.errors import ConfigError
+from flare_sparse.config.loading import load_config
+from flare_sparse.core.errors import ConfigError
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "neurosfl_brain_age.yaml"
 

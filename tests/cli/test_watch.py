@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from flare_sparse.cli.watch import SHOWN_ROUNDS, build_table, follow_folder, show_updates
-from flare_sparse.errors import ConfigError
+from flare_sparse.core.errors import ConfigError
 
 
 def line(number: int) -> dict[str, Any]:

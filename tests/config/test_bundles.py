@@ -11,14 +11,14 @@ import torch
 import yaml
 from monai.bundle import ConfigParser, init_bundle
 
-from flare_sparse.assemble import assemble, open_site
-from flare_sparse.config import dump_config, load_config, parse_job, serialize_job
-from flare_sparse.data.phantom import write_phantoms
-from flare_sparse.errors import ConfigError
+from flare_sparse.config.assemble import assemble, open_site
+from flare_sparse.config.loading import dump_config, load_config, parse_job, serialize_job
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.params import Layout
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.local.run import run_locally
-from flare_sparse.params import Layout
-from flare_sparse.task import SiteData
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.data.phantom import write_phantoms
+from flare_sparse.tasks.task import SiteData
 
 PAGE = Path(__file__).parents[2] / "docs" / "bundles.md"
 TRAIN: str = PAGE.read_text().partition("```json\n")[2].partition("```")[0]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from nvflare.recipe import PocEnv, SimEnv
 
-from flare_sparse.config import load_config, parse_job, serialize_job
-from flare_sparse.errors import ConfigError
-from flare_sparse.federation import HubRules
+from flare_sparse.config.loading import load_config, parse_job, serialize_job
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.secure_aggregation.limits import SumRules
+from flare_sparse.privacy.secure_aggregation.limits import SumRules
+from flare_sparse.rounds.federation import HubRules
 
 FIXED = ("wire.aggregation=fixed_point", "method={name: fedsparsify}")
 HUBS = "federation.hubs={north: {sites: [site-1, site-2], min_sites: 2, fetch_s: 9}, south: {sites: [site-3]}}"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flare_sparse.config.policy.policy import read_policy
 from flare_sparse.config.yaml_files import MAX_BYTES, MAX_DEPTH, parse_yaml, read_yaml
-from flare_sparse.errors import ConfigError
-from flare_sparse.policy.policy import read_policy
+from flare_sparse.core.errors import ConfigError
 
 # Each level stands for ten of the one before: a billion values in half a kilobyte.
 ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))

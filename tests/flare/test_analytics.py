@@ -17,8 +17,8 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.data_event.data_bus import DataBus
 from skips import require
 
-from flare_sparse.federation import Evaluation, RoundRecord
 from flare_sparse.flare.analytics import announce_round, publish_gauges
+from flare_sparse.rounds.federation import Evaluation, RoundRecord
 
 
 class Recorder(FLComponent):

@@ -22,7 +22,7 @@ from nvflare.app_opt.pt.recipes.swarm import SwarmLearningRecipe
 from nvflare.recipe.spec import Recipe
 from torch import nn
 
-from flare_sparse.errors import ConfigError
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.any_recipe import add_sparse_exchange
 from flare_sparse.flare.site.allow_list import CLASSES, EXCHANGE_CLASSES, find_broad_entries
 

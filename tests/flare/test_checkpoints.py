@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nvflare.apis.workspace import Workspace
 
-from flare_sparse.checkpoint.store import Store
+from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.flare.checkpoints import KEPT_DAYS, delete_archived, delete_ended, mark_job_finished
 
 

@@ -11,7 +11,8 @@ import yaml
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from nvflare.job_config.fed_job_config import FedJobConfig
 
-from flare_sparse.config import RunConfig, load_config, serialize_job
+from flare_sparse.config.loading import load_config, serialize_job
+from flare_sparse.config.schema import RunConfig
 from flare_sparse.flare import aggregator, controller, executor, filters, session, tracking
 from flare_sparse.flare.export import SIGNATURES, export_job, find_outdated_files
 from flare_sparse.flare.hubs import executors

@@ -13,17 +13,12 @@ from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.utils.task_utils import contains_lazy_download_ref
 
-from flare_sparse.errors import RejectedMessage
-from flare_sparse.exchange import Patch, Update
+from flare_sparse.core.errors import RejectedMessage
+from flare_sparse.core.exchange import Patch, Update
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.flare.named_arrays import NamedArrays
-from flare_sparse.flare.payload import (
-    dxo_to_update,
-    message_to_shareable,
-    shareable_to_message,
-    update_to_dxo,
-)
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.flare.payload import dxo_to_update, message_to_shareable, shareable_to_message, update_to_dxo
 
 LAYOUT = Layout((TensorSpec("a.weight", (2, 3), "weight"), TensorSpec("a.bias", (2,), "bias")))
 MASK = Mask(torch.tensor([1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool))

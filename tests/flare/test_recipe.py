@@ -12,7 +12,7 @@ import pytest
 import yaml
 from torch import nn
 
-from flare_sparse.errors import ConfigError
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.session import JOB_FILE
 

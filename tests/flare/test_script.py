@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flare_sparse.errors import format_site_error
+from flare_sparse.core.errors import format_site_error
 from flare_sparse.flare.script_process import ScriptProcess
-from flare_sparse.task import SiteData
+from flare_sparse.tasks.task import SiteData
 from flare_sparse.training.script_exchange import ScriptFailed, ScriptRequest
 
 SCRIPT = """

@@ -20,7 +20,7 @@ from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.decomposers import numpy_decomposers
 from nvflare.fuel.utils import fobs
 
-from flare_sparse.errors import ConfigError, MissingBase, RejectedMessage
+from flare_sparse.core.errors import ConfigError, MissingBase, RejectedMessage
 from flare_sparse.flare.sparse_exchange import LEDGER_FILE, SparseExchange
 
 MODEL = {

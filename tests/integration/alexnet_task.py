@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from flare_sparse import Examples, Metric, SiteData, Task
-from flare_sparse.models import build_model
+from flare_sparse.tasks.models import build_model
 
 
 class VolumeTask(Task):

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse import Examples, Metric, SiteData, Task, capabilities
+from flare_sparse import Examples, Metric, SiteData, Task
+from flare_sparse.config.policy.policy import Policy
 from flare_sparse.flare import session
-from flare_sparse.models.adapters import AdapterConfig, add_adapters
-from flare_sparse.models.base import seed_initialization
-from flare_sparse.policy.policy import Policy
+from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
+from flare_sparse.tasks.models.base import seed_initialization
+from flare_sparse.wire import capabilities
 
 
 class CapableTask(Task):

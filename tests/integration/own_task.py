@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from flare_sparse import Examples, Metric, SiteData, Task, TaskConfig
-from flare_sparse.errors import DataError
+from flare_sparse.core.errors import DataError
 
 Failure = Literal["data", "load", "diverge", "train"]
 

@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 
 from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 
 LIVE = 256_806
 MASKABLE = 2_568_064

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "neurosfl_bundle.yaml"
 OVERRIDES = (

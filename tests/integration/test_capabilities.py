@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 from flare_sparse.wire.versions import CURRENT_VERSION
 
 HERE = Path(__file__).parent

@@ -22,18 +22,20 @@ from ports import lock_ports
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from flare_sparse.assemble import assemble, build_rules, open_site
 from flare_sparse.cli import app
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import build_task, import_task_class, load_config
+from flare_sparse.config.assemble import assemble, build_rules, open_site
+from flare_sparse.config.loading import load_config
+from flare_sparse.config.schema import build_task
+from flare_sparse.config.user_tasks import import_task_class
+from flare_sparse.core.params import compute_digest
 from flare_sparse.flare.launch.ending import JobFailed
 from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.site.byoc import AUTHORIZATION, revoke_code_right
-from flare_sparse.local.run import run_locally
-from flare_sparse.params import compute_digest
-from flare_sparse.task import SiteData
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.task import SiteData
 
 ROOT = Path(__file__).parents[2]
 SITES = ("site-1", "site-2", "site-3")

@@ -12,7 +12,7 @@ import pytest
 from killable_federation import start_killable_federation
 
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 
 PATIENCE_S = 600.0
 KILLED = "site-2"

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from flare_sparse.cli import app
 from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
-from flare_sparse.encryption import CLIENT_FILE, KeyContexts
+from flare_sparse.config.loading import load_config
+from flare_sparse.privacy.encryption import CLIENT_FILE, KeyContexts
 
 TOLERANCE = 1e-5
 """Tolerance of the final weights: three sums, each within 2^-22, propagated by SGD with a small learning rate."""

@@ -10,15 +10,17 @@ from types import ModuleType
 import pytest
 import yaml
 
-from flare_sparse.assemble import assemble, build_rules, open_site
-from flare_sparse.config import RunConfig, build_task, import_task_class, load_config
-from flare_sparse.data.source import write_site_files
+from flare_sparse.config.assemble import assemble, build_rules, open_site
+from flare_sparse.config.loading import load_config
+from flare_sparse.config.schema import RunConfig, build_task
+from flare_sparse.config.user_tasks import import_task_class
+from flare_sparse.core.params import compute_digest
 from flare_sparse.flare.launch.simulator import simulate
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.local.run import run_locally
-from flare_sparse.params import compute_digest
-from flare_sparse.task import SiteData
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.data.source import write_site_files
+from flare_sparse.tasks.task import SiteData
 
 HERE = Path(__file__).parent
 SITES, OTHERS, HOSTILE = ["site-1", "site-2", "site-3"], ["site-1", "site-3"], "site-2"

@@ -17,7 +17,7 @@ from commands import ENVIRONMENT
 from ports import lock_ports
 
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 600.0

@@ -15,21 +15,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertModel
 from typer.testing import CliRunner
 
-from flare_sparse.assemble import assemble
 from flare_sparse.cli import app
 from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
-from flare_sparse.endpoints.server import ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.errors import RejectedMessage
-from flare_sparse.exchange import Request, Update
-from flare_sparse.local.dry_run import DrySite
+from flare_sparse.config.assemble import assemble
+from flare_sparse.config.loading import load_config
+from flare_sparse.core.errors import RejectedMessage
+from flare_sparse.core.exchange import Request, Update
 from flare_sparse.methods.lora_a2 import LoRAA2
-from flare_sparse.models.base import seed_initialization
-from flare_sparse.runs.model_files import read_model
-from flare_sparse.scores.ranks import Slots
+from flare_sparse.methods.scores.ranks import Slots
+from flare_sparse.results.runs.model_files import read_model
+from flare_sparse.rounds.endpoints.server import ServerEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.local.dry_run import DrySite
 from flare_sparse.tasks.adaptation import AdaptableTask
+from flare_sparse.tasks.models.base import seed_initialization
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 

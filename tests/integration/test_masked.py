@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 
 
 @pytest.fixture

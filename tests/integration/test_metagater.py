@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flare_sparse.cli import app
 from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 
 
 def test_gated_simulator_run_equals_a_local_run_and_adapts_to_a_new_site(

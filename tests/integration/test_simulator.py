@@ -16,8 +16,8 @@ from rich.console import Console
 
 from flare_sparse.cli.environments import run_in_simulator
 from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config import load_config
-from flare_sparse.errors import ConfigError
+from flare_sparse.config.loading import load_config
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.launch import simulator
 from flare_sparse.flare.launch.ending import JobFailed
 from flare_sparse.flare.polling import SHARE

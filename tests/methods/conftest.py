@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 from toy import Adapted, Plain, Toy, ToyBench
 
-from flare_sparse.methods import METHODS, Method
+from flare_sparse.methods.method import Method
+from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.lora import LoRAMethod
 
 

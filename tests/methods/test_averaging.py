@@ -10,14 +10,14 @@ import torch
 from local_federation import LocalFederation, Upload
 from pydantic import ValidationError
 
-from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.server import Attempt
-from flare_sparse.errors import ConfigError
-from flare_sparse.federation import Reply, RoundRules
-from flare_sparse.local.run import run_locally
-from flare_sparse.methods import METHODS
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.params import compute_digest
+from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.finetuning import FineTuning
-from flare_sparse.params import compute_digest
+from flare_sparse.rounds.endpoints.server import Attempt
+from flare_sparse.rounds.federation import Reply, RoundRules
+from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.training.loop import TrainingDiverged
 
 AVERAGING = ["fedavg", "fedavg_ft", "neurosfl", "fedsparsify"]

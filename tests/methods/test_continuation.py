@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from flare_sparse.checkpoint.store import Store
-from flare_sparse.federation import RoundRecord
-from flare_sparse.local.run import run_locally
-from flare_sparse.methods import METHODS
-from flare_sparse.params import compute_digest
-from flare_sparse.runs.continuation import FINAL, copy_final_checkpoints, keep_final_checkpoints
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.params import compute_digest
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.results.runs.continuation import FINAL, copy_final_checkpoints, keep_final_checkpoints
+from flare_sparse.rounds.federation import RoundRecord
+from flare_sparse.rounds.local.run import run_locally
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "topk_ef": {"fraction": 0.2},

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from flare_sparse.checkpoint.packing import pack, unpack
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.exchange import Patch, Request, Update
-from flare_sparse.local.dry_run import estimate_traffic
-from flare_sparse.local.run import run_locally
-from flare_sparse.methods import METHODS, Method
-from flare_sparse.methods.method import MethodConfig
-from flare_sparse.params import compute_digest
-from flare_sparse.policy.initial import find_changed_tensor
+from flare_sparse.config.policy.initial import find_changed_tensor
+from flare_sparse.core.checkpoint.packing import pack, unpack
+from flare_sparse.core.exchange import Patch, Request, Update
+from flare_sparse.core.params import compute_digest
+from flare_sparse.methods.method import Method, MethodConfig
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.local.dry_run import estimate_traffic
+from flare_sparse.rounds.local.run import run_locally
 
 
 def save_and_restore(state: Any) -> Any:
@@ -157,7 +157,7 @@ class Ballot(Method[MethodConfig, Votes]):
 def test_new_method_runs_from_a_configuration_without_changes_to_shared_code(
     bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    from flare_sparse.config import build_method, load_config
+    from flare_sparse.config.loading import build_method, load_config
 
     monkeypatch.setitem(METHODS, Ballot.name, Ballot)
     file = tmp_path / "ballot_brain_age.yaml"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from flare_sparse.exchange import Contribution
-from flare_sparse.local.run import run_locally
-from flare_sparse.mask import Mask
+from flare_sparse.core.exchange import Contribution
+from flare_sparse.core.mask import Mask
 from flare_sparse.methods.dispfl import Config, State
-from flare_sparse.scores.erk import compute_erk_densities
+from flare_sparse.methods.scores.erk import compute_erk_densities
+from flare_sparse.rounds.local.run import run_locally
 
 
 def test_drop_fraction_falls_from_its_initial_value_to_zero() -> None:

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.exchange import Contribution
-from flare_sparse.mask import Mask, prune_mask
+from flare_sparse.core.exchange import Contribution
+from flare_sparse.core.mask import Mask, prune_mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.methods.fedsparsify import Config, FedSparsify, State
-from flare_sparse.params import Layout, TensorSpec
 from flare_sparse.training import Site
 
 PAPER = Layout((TensorSpec("w", (2_950_401,), "weight"),))

@@ -11,16 +11,16 @@ import torch
 from local_federation import LocalFederation, Upload
 from toy import Toy, ToyBench
 
-from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.server import SERVER
-from flare_sparse.errors import FlareSparseError, MetricsError, RoundFailed
-from flare_sparse.exchange import EVALUATE, Patch, Request
-from flare_sparse.federation import RoundRules
-from flare_sparse.methods import METHODS
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.errors import FlareSparseError, MetricsError, RoundFailed
+from flare_sparse.core.exchange import EVALUATE, Patch, Request
+from flare_sparse.core.params import compute_digest
+from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.finetuning import FINETUNE, FineTuning, fine_tune
 from flare_sparse.methods.support.personal_training import PersonalTrainingDiverged
-from flare_sparse.params import compute_digest
-from flare_sparse.task import VALIDATION
+from flare_sparse.rounds.endpoints.server import SERVER
+from flare_sparse.rounds.federation import RoundRules
+from flare_sparse.tasks.task import VALIDATION
 from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training.personal import PERSONAL
 

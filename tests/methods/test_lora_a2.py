@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from flare_sparse.exchange import Contribution, Patch, Update
-from flare_sparse.local.run import run_locally
+from flare_sparse.core.exchange import Contribution, Patch, Update
+from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.lora_a2 import LoRAA2, State, _compute_mean_gradient
-from flare_sparse.models.adapters import AdapterConfig, add_adapters
-from flare_sparse.models.base import seed_initialization
-from flare_sparse.params import compute_digest
-from flare_sparse.scores.ranks import Factor, Slots
+from flare_sparse.methods.scores.ranks import Factor, Slots
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
+from flare_sparse.tasks.models.base import seed_initialization
 from flare_sparse.training import Site, TrainingConfig
 
 RANK = 4

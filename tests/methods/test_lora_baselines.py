@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.aggregation.weighted import weigh_by_examples
-from flare_sparse.exchange import Contribution, Patch, Update
+from flare_sparse.core.exchange import Contribution, Patch, Update
+from flare_sparse.methods.aggregation.weighted import weigh_by_examples
 from flare_sparse.methods.flexlora import factorise
 from flare_sparse.methods.hetlora import State
 

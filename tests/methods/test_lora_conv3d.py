@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.exchange import Contribution
-from flare_sparse.local.run import run_locally
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.exchange import Contribution
 from flare_sparse.methods.lora_a2 import LoRAA2
-from flare_sparse.task import Examples
-from flare_sparse.tasks import TASKS
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import Examples
 from flare_sparse.training import Site
 
 TRAINING = {"epochs": 1, "batch_size": 4, "optimizer": "adamw", "lr": 0.003, "weight_decay": 0.05}

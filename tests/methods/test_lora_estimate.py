@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from flare_sparse.local.dry_run import estimate_traffic
-from flare_sparse.methods import METHODS
-from flare_sparse.params import Layout, TensorSpec
-from flare_sparse.scores.ranks import Slots
-from flare_sparse.tasks import TASKS
+from flare_sparse.core.params import Layout, TensorSpec
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.methods.scores.ranks import Slots
+from flare_sparse.rounds.local.dry_run import estimate_traffic
+from flare_sparse.tasks.registry import TASKS
 
 SITES, ROUNDS = 30, 50
 FL_LORA = {8: 1_990_656_000, 4: 995_328_000, 2: 497_664_000, 1: 248_832_000}

@@ -12,19 +12,19 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.errors import ConfigError
-from flare_sparse.exchange import Contribution, Patch, Update
-from flare_sparse.federation import Outcome
-from flare_sparse.local.run import run_locally
-from flare_sparse.mask import Mask
-from flare_sparse.methods import METHODS
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.exchange import Contribution, Patch, Update
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.metagater import State, advance, predict
+from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.adaptation import take_one_step
 from flare_sparse.methods.support.schedules import compute_step_sizes
-from flare_sparse.models import ModelConfig
-from flare_sparse.params import compute_digest
-from flare_sparse.task import Examples, Task
+from flare_sparse.rounds.federation import Outcome
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.models import ModelConfig
+from flare_sparse.tasks.task import Examples, Task
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from flare_sparse.aggregation.weighted import weigh_equally, weighted_sum
-from flare_sparse.errors import ConfigError
-from flare_sparse.exchange import Contribution, Patch
-from flare_sparse.mask import Mask, floor_fraction, top_k
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.exchange import Contribution, Patch
+from flare_sparse.core.mask import Mask, floor_fraction, top_k
+from flare_sparse.core.params import Layout, TensorSpec
+from flare_sparse.methods.aggregation.weighted import weigh_equally, weighted_sum
 from flare_sparse.methods.neurosfl import Config, NeuroSFL
-from flare_sparse.models import build_model
-from flare_sparse.params import Layout, TensorSpec
-from flare_sparse.scores.snip import compute_keep_counts, compute_saliency
+from flare_sparse.methods.scores.snip import compute_keep_counts, compute_saliency
+from flare_sparse.tasks.models import build_model
 from flare_sparse.training import Site
 
 OPTIMIZERS = [

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.errors import ConfigError
-from flare_sparse.local.run import run_locally
-from flare_sparse.mask import Mask
-from flare_sparse.methods import METHODS
-from flare_sparse.models import build_model
-from flare_sparse.params import compute_digest
-from flare_sparse.task import Examples
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import compute_digest
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.models import build_model
+from flare_sparse.tasks.task import Examples
 from flare_sparse.training import Site
 
 SGD = {"optimizer": "sgd", "lr": 0.2, "batch_size": 1000}

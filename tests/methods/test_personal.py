@@ -10,14 +10,14 @@ import torch
 from local_federation import LocalFederation
 from toy import Adapted, Toy, ToyBench
 
-from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.site_state import SiteSnapshot
-from flare_sparse.errors import ConfigError
-from flare_sparse.federation import RoundRules
-from flare_sparse.mask import Mask
-from flare_sparse.methods import METHODS
-from flare_sparse.params import Layout, compute_digest
-from flare_sparse.runs.model_files import list_site_models, read_model, save_site_model
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, compute_digest
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.results.runs.model_files import list_site_models, read_model, save_site_model
+from flare_sparse.rounds.endpoints.site_state import SiteSnapshot
+from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.training.personal import PERSONAL, select_personal
 
 NORMS = ("1.weight", "1.bias", "1.running_mean", "1.running_var")

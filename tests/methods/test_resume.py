@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from local_federation import LocalFederation
 
-from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.server import Attempt
-from flare_sparse.federation import Reply, RoundRecord, RoundRules
-from flare_sparse.local.run import run_locally
-from flare_sparse.methods import METHODS
-from flare_sparse.params import compute_digest
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.params import compute_digest
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.rounds.endpoints.server import Attempt
+from flare_sparse.rounds.federation import Reply, RoundRecord, RoundRules
+from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.wire.ledger import Ledger
 
 

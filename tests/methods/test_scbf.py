@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from local_federation import LocalFederation
 from torch import Tensor, nn
 
-from flare_sparse.errors import ConfigError
-from flare_sparse.exchange import Contribution, Patch, Update
-from flare_sparse.local.dry_run import estimate_traffic
-from flare_sparse.local.run import run_locally
-from flare_sparse.mask import Mask
-from flare_sparse.methods import METHODS
+from flare_sparse.compute.structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.exchange import Contribution, Patch, Update
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, compute_digest
+from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.channels import ChannelSiteConfig
 from flare_sparse.methods.support.selective import SelectiveState as State
 from flare_sparse.methods.support.unit_pruning import PruningConfig
-from flare_sparse.params import Layout, compute_digest
-from flare_sparse.structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
+from flare_sparse.rounds.local.dry_run import estimate_traffic
+from flare_sparse.rounds.local.run import run_locally
 
 EQUAL = {"training": {"optimizer": "sgd", "lr": 0.05}}
 
@@ -271,7 +271,7 @@ def test_dssgd_uploads_the_largest_deltas(bench: Any) -> None:
 
 def test_residual_network_trains_at_its_smaller_size(bench: Any) -> None:
     """Convolutions, batch normalisation and residual sums: the smaller network evaluates as the masked one."""
-    from flare_sparse.models.resnet import Block
+    from flare_sparse.tasks.models.resnet import Block
 
     class Pictures(type(bench.task)):  # type: ignore[misc]
         """The twelve numbers as an image of 4 x 3."""

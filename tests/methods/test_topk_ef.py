@@ -10,9 +10,9 @@ from local_federation import LocalFederation, Upload
 from torch import nn
 from toy import Toy, ToyBench
 
-from flare_sparse.exchange import Contribution
-from flare_sparse.federation import RoundRules
-from flare_sparse.structure.scaling import InputScaler
+from flare_sparse.compute.structure.scaling import InputScaler
+from flare_sparse.core.exchange import Contribution
+from flare_sparse.rounds.federation import RoundRules
 
 LAYOUT = ToyBench(Toy()).layout
 PARAMETERS, BUFFERS = slice(LAYOUT.trainable_size), slice(LAYOUT.trainable_size, None)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from flare_sparse.checkpoint.store import MANIFEST, TENSORS
+from flare_sparse.core.checkpoint.store import MANIFEST, TENSORS
 
 
 def _flip_byte(path: Path) -> None:

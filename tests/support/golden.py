@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode
 from flare_sparse.wire.plan import Plan
 

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner, Result
 
 from flare_sparse.cli import app
-from flare_sparse.errors import DataError
-from flare_sparse.task import Examples, Metric, SiteData, Task, TaskConfig
+from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
 
 class LineConfig(TaskConfig):

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from toy import Toy, ToyBench
 
-from flare_sparse.checkpoint.store import Store
-from flare_sparse.encryption import KeyContexts, ServerCipher, SiteCipher
-from flare_sparse.endpoints.events import pack_events
-from flare_sparse.endpoints.server import SERVER, Attempt, ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.errors import FlareSparseError, SiteExcluded, WireError
-from flare_sparse.exchange import Patch, Request, Update
-from flare_sparse.federation import (
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.errors import FlareSparseError, SiteExcluded, WireError
+from flare_sparse.core.exchange import Patch, Request, Update
+from flare_sparse.methods.method import Method
+from flare_sparse.privacy.encryption import KeyContexts, ServerCipher, SiteCipher
+from flare_sparse.privacy.secure_aggregation.limits import SumRules
+from flare_sparse.privacy.secure_aggregation.messages import Step, unpack_message
+from flare_sparse.rounds.endpoints.events import pack_events
+from flare_sparse.rounds.endpoints.server import SERVER, Attempt, ServerEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.federation import (
     Federation,
     Handshake,
     Hub,
@@ -31,10 +34,7 @@ from flare_sparse.federation import (
     SumQuestions,
     Tree,
 )
-from flare_sparse.local.run import build_sums
-from flare_sparse.methods import Method
-from flare_sparse.secure_aggregation.limits import SumRules
-from flare_sparse.secure_aggregation.messages import Step, unpack_message
+from flare_sparse.rounds.local.run import build_sums
 from flare_sparse.training import Site
 from flare_sparse.wire.collection import unpack_collection
 from flare_sparse.wire.ledger import Ledger

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from stepped_federation import SITES, LossLog, SteppedFederation
 
-from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.server import SERVER, Attempt
-from flare_sparse.exchange import EVALUATE
-from flare_sparse.federation import Outcome
-from flare_sparse.params import compute_digest
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.exchange import EVALUATE
+from flare_sparse.core.params import compute_digest
+from flare_sparse.rounds.endpoints.server import SERVER, Attempt
+from flare_sparse.rounds.federation import Outcome
 
 METHODS: dict[str, dict[str, Any]] = {
     "neurosfl": {"sparsity": 0.5},

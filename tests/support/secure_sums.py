@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flare_sparse.errors import FlareSparseError
-from flare_sparse.secure_aggregation.collector import SumCollector
-from flare_sparse.secure_aggregation.identities import SiteIdentity, generate_identity
-from flare_sparse.secure_aggregation.pads import SumId
-from flare_sparse.secure_aggregation.party import SumParty
-from flare_sparse.secure_aggregation.rings import Ring, RingFormat
+from flare_sparse.core.errors import FlareSparseError
+from flare_sparse.privacy.secure_aggregation.collector import SumCollector
+from flare_sparse.privacy.secure_aggregation.identities import SiteIdentity, generate_identity
+from flare_sparse.privacy.secure_aggregation.pads import SumId
+from flare_sparse.privacy.secure_aggregation.party import SumParty
+from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
 
 SUM_ID = SumId("00112233445566ff", "train", 3, 7)
 NARROW = Ring(32, 64.0)

@@ -14,11 +14,11 @@ import torch
 from local_federation import LocalFederation, Upload
 from toy import ToyBench
 
-from flare_sparse.checkpoint.store import Store
-from flare_sparse.endpoints.server import SERVER, Attempt
-from flare_sparse.endpoints.site_state import SiteMemory
-from flare_sparse.errors import MissingBase, RoundFailed
-from flare_sparse.federation import Outcome, Reply, RoundRules
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.errors import MissingBase, RoundFailed
+from flare_sparse.rounds.endpoints.server import SERVER, Attempt
+from flare_sparse.rounds.endpoints.site_state import SiteMemory
+from flare_sparse.rounds.federation import Outcome, Reply, RoundRules
 
 SITES = ("site-1", "site-2", "site-3")
 WAIT_S = 60.0

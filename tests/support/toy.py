@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.exchange import Contribution, Patch
-from flare_sparse.federation import Outcome
-from flare_sparse.local.run import run_locally
-from flare_sparse.methods import METHODS
-from flare_sparse.models.adapters import AdapterConfig, add_adapters
-from flare_sparse.models.base import seed_initialization
-from flare_sparse.params import compute_digest
-from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.exchange import Contribution, Patch
+from flare_sparse.core.params import compute_digest
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.rounds.federation import Outcome
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
+from flare_sparse.tasks.models.base import seed_initialization
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site
 from flare_sparse.training.personal import Personal, select_personal
 from flare_sparse.wire.ledger import Ledger

@@ -14,11 +14,11 @@ import torch
 from pydantic import ValidationError
 from torch.utils.data import Dataset
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.data.phantom import write_phantoms
-from flare_sparse.errors import DataError
-from flare_sparse.task import SiteData, Task, iterate_minibatches
-from flare_sparse.tasks import TASKS
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.data.phantom import write_phantoms
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import SiteData, Task, iterate_minibatches
 from flare_sparse.training import Site
 
 SHAPE = (16, 20, 16)

@@ -22,14 +22,14 @@ from monai.metrics import compute_hausdorff_distance
 from pydantic import ValidationError
 from torch import nn
 
-from flare_sparse.data.phantom import write_phantoms
-from flare_sparse.errors import ConfigError, DataError
-from flare_sparse.params import Layout
-from flare_sparse.task import Examples, SiteData
+from flare_sparse.core.errors import ConfigError, DataError
+from flare_sparse.core.params import Layout
 from flare_sparse.tasks.bundles.components import CLASSES, read_component, read_transforms
 from flare_sparse.tasks.bundles.declaration import read_declaration, read_training
 from flare_sparse.tasks.bundles.references import MAX_NUMBER, References
 from flare_sparse.tasks.bundles.task import BundleTask
+from flare_sparse.tasks.data.phantom import write_phantoms
+from flare_sparse.tasks.task import Examples, SiteData
 
 PAGE = Path(__file__).parents[2] / "docs" / "bundles.md"
 TRAIN: dict[str, Any] = json.loads(PAGE.read_text().partition("```json\n")[2].partition("```")[0])

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from flare_sparse.data.admissions import AdmissionColumns, read_admissions
-from flare_sparse.errors import DataError
-from flare_sparse.task import SiteData, iterate_minibatches
-from flare_sparse.tasks import TASKS
+from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.data.admissions import AdmissionColumns, read_admissions
 from flare_sparse.tasks.mortality import compute_risk_metrics, encode_one_hot
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import SiteData, iterate_minibatches
 
 WANTED = AdmissionColumns("died", "med", "stay", "patient", None)
 

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from skips import require
 from torch import Tensor, nn
 
-from flare_sparse.data.phantom import write_phantoms
-from flare_sparse.errors import DataError
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout
-from flare_sparse.task import SiteData
+from flare_sparse.core.errors import DataError
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
 from flare_sparse.tasks.case_metrics import measure_case
+from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.segmentation import Segmentation
+from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import Site, TrainingConfig
 
 SETTINGS: dict[str, Any] = {

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from flare_sparse.assemble import assemble, open_site
-from flare_sparse.config import parse_job
-from flare_sparse.data.phantom import write_phantoms
-from flare_sparse.local.run import run_locally
-from flare_sparse.methods import METHODS
-from flare_sparse.structure.tracing import Untraceable
-from flare_sparse.task import SiteData
+from flare_sparse.compute.structure.tracing import Untraceable
+from flare_sparse.config.assemble import assemble, open_site
+from flare_sparse.config.loading import parse_job
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.tasks.data.phantom import write_phantoms
+from flare_sparse.tasks.task import SiteData
 
 LORA = ("ffa_lora", "flexlora", "hetlora", "lora_a2")
 BLOCKED = {

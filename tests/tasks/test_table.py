@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from flare_sparse.cli import app
 from flare_sparse.config.yaml_files import parse_yaml
-from flare_sparse.data.atlases import ATLASES
-from flare_sparse.data.features import format_labels
-from flare_sparse.errors import DataError
-from flare_sparse.task import Examples, SiteData
+from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.data.atlases import ATLASES
+from flare_sparse.tasks.data.features import format_labels
 from flare_sparse.tasks.outcomes import compute_c_index, compute_cox_loss
 from flare_sparse.tasks.table import TableTask
+from flare_sparse.tasks.task import Examples, SiteData
 
 ROWS = """patient,visit,age,sex,ward,outcome,months,died
 p1,1,60,F,A,benign,5,1

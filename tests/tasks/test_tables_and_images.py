@@ -11,13 +11,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from flare_sparse.data.atlases import ATLASES
-from flare_sparse.data.tables import Table
-from flare_sparse.errors import DataError
-from flare_sparse.task import SiteData, Task, iterate_minibatches
-from flare_sparse.tasks import TASKS
+from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.classes import compute_binary_metrics, compute_cross_entropy
+from flare_sparse.tasks.data.atlases import ATLASES
+from flare_sparse.tasks.data.tables import Table
 from flare_sparse.tasks.morphometry import scale_features
+from flare_sparse.tasks.registry import TASKS
+from flare_sparse.tasks.task import SiteData, Task, iterate_minibatches
 
 BUNDLE = Path(__file__).parents[2] / "app_configs/unet_bundle/configs/train.json"
 

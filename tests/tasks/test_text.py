@@ -8,10 +8,10 @@ import pytest
 import torch
 from peft import PeftModel
 
-from flare_sparse.errors import ConfigError, DataError
-from flare_sparse.params import Layout
-from flare_sparse.scores.ranks import Slots
-from flare_sparse.task import SiteData
+from flare_sparse.core.errors import ConfigError, DataError
+from flare_sparse.core.params import Layout
+from flare_sparse.methods.scores.ranks import Slots
+from flare_sparse.tasks.task import SiteData
 from flare_sparse.tasks.text import TextClassification
 
 BASE = "all-MiniLM-L6-v2"

@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Plain, Toy
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.errors import ConfigError, DataError
-from flare_sparse.mask import Mask
-from flare_sparse.scores.snip import compute_saliency
-from flare_sparse.task import Examples, Task
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.errors import ConfigError, DataError
+from flare_sparse.core.mask import Mask
+from flare_sparse.methods.scores.snip import compute_saliency
+from flare_sparse.tasks.task import Examples, Task
 from flare_sparse.training import Site, TrainingConfig
 
 SGD = {"optimizer": "sgd", "lr": 0.1}

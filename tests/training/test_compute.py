@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
-from flare_sparse.errors import ConfigError
-from flare_sparse.exchange import Patch
-from flare_sparse.kernels import network as kernels
-from flare_sparse.kernels.threads import limit_kernel_threads
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout
-from flare_sparse.task import Examples
+from flare_sparse.compute.kernels import network as kernels
+from flare_sparse.compute.kernels.threads import limit_kernel_threads
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
+from flare_sparse.tasks.task import Examples
 from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training import compute as compute_module
 from flare_sparse.training.compute import can_use_kernels, use_compute

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.params import Layout
-from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.core.params import Layout
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site
 
 

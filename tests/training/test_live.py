@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Embedded, Plain, Toy
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.errors import ConfigError
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout
-from flare_sparse.task import Examples, Task
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
+from flare_sparse.tasks.task import Examples, Task
 from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training.flat import FlatModel
 from flare_sparse.training.live import LiveEntries

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.exchange import Patch
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout
-from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training.loop import TrainingDiverged
 

@@ -11,15 +11,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Lookup
 
-from flare_sparse.errors import ConfigError
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout
-from flare_sparse.privacy.account import Budget, BudgetSpent, PrivacyAccount
-from flare_sparse.privacy.accounting import SamplingPlan, compute_epsilon
-from flare_sparse.privacy.config import PrivacyConfig
-from flare_sparse.privacy.mechanism import SiteMechanism
-from flare_sparse.scores.snip import compute_private_saliency
-from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
+from flare_sparse.methods.scores.snip import compute_private_saliency
+from flare_sparse.privacy.dp.account import Budget, BudgetSpent, PrivacyAccount
+from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
+from flare_sparse.privacy.dp.config import PrivacyConfig
+from flare_sparse.privacy.dp.mechanism import SiteMechanism
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training.private import PrivateTraining, Subjects, check_private_network, open_private_training
 

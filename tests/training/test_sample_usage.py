@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from toy import Toy
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.local.dry_run import DrySite
-from flare_sparse.mask import Mask
-from flare_sparse.task import Examples, iterate_minibatches
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.mask import Mask
+from flare_sparse.rounds.local.dry_run import DrySite
+from flare_sparse.tasks.task import Examples, iterate_minibatches
 from flare_sparse.training import SampleUsage, Site, TrainingConfig
 from flare_sparse.training.sample_usage import CountingDataset
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flare_sparse.errors import ConfigError, MetricsError, PolicyRefusal
-from flare_sparse.local.run import run_locally
-from flare_sparse.mask import Mask
-from flare_sparse.methods import METHODS
-from flare_sparse.params import Layout
-from flare_sparse.scores.snip import compute_saliency
+from flare_sparse.core.errors import ConfigError, MetricsError, PolicyRefusal
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.methods.scores.snip import compute_saliency
+from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.script import ScriptTask
 from flare_sparse.training import TrainingConfig
 from flare_sparse.training.script_exchange import (

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Embedded
 
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout
-from flare_sparse.task import Examples, Metric, SiteData, Task
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout
+from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training.loop import TrainingDiverged
 from flare_sparse.training.stages import Tape

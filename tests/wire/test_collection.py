@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.errors import RejectedMessage
+from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.wire.collection import Parcel, pack_collection, unpack_collection
 
 MESSAGE = np.arange(5, dtype=np.uint8)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from golden import FILES, FOLDER, check_meaning, load_expected
 
-from flare_sparse.errors import MissingBase
+from flare_sparse.core.errors import MissingBase
 from flare_sparse.wire.codec import decode
 from flare_sparse.wire.envelope import HEADER_BYTES
 from flare_sparse.wire.values import FORMAT_CODES

@@ -13,10 +13,10 @@ import pytest
 import torch
 import zstandard
 
-from flare_sparse.errors import MissingBase, RejectedMessage, WireError
-from flare_sparse.exchange import Patch
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.core.errors import MissingBase, RejectedMessage, WireError
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.envelope import HEADER_BYTES, read_header, write_checksums, write_header

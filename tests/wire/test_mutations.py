@@ -11,10 +11,10 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from flare_sparse.errors import WireError
-from flare_sparse.exchange import Patch
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.core.errors import WireError
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.envelope import HEADER_BYTES, write_checksums
 from flare_sparse.wire.plan import Plan

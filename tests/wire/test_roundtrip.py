@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flare_sparse.errors import WireError
-from flare_sparse.exchange import Patch
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.core.errors import WireError
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encoding_choice import choose_encoding, compute_selection_entropy
 from flare_sparse.wire.encodings import ENCODINGS

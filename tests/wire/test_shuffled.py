@@ -9,10 +9,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flare_sparse.errors import RejectedMessage
-from flare_sparse.exchange import Patch
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.core.errors import RejectedMessage
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import bound_message_bytes, decode, encode
 from flare_sparse.wire.envelope import read_header, round_up_to_words, write_header
 from flare_sparse.wire.plan import Plan, ValueType

@@ -15,10 +15,10 @@ import pytest
 import torch
 from golden import FILES, check_meaning
 
-from flare_sparse.errors import RejectedMessage
-from flare_sparse.exchange import Patch
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.core.errors import RejectedMessage
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire import codec
 from flare_sparse.wire.codec import compute_min_message_bytes, decode, encode, read_sequence
 from flare_sparse.wire.encodings import ENCODINGS, Encoding

@@ -12,7 +12,7 @@ from typing import Any
 
 from nvflare.fuel.flare_api.api_spec import NoConnection
 
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 from flare_sparse.flare.controller import RESULTS
 from flare_sparse.flare.export import export_job
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from flare_sparse.assemble import assemble, build_rules, open_site
-from flare_sparse.config import parse_job
-from flare_sparse.endpoints.server import Attempt, ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.errors import WireError
-from flare_sparse.federation import Federation, Reply, RoundRecord
-from flare_sparse.seeds import limit_threads
-from flare_sparse.task import SiteData
+from flare_sparse.config.assemble import assemble, build_rules, open_site
+from flare_sparse.config.loading import parse_job
+from flare_sparse.core.errors import WireError
+from flare_sparse.core.seeds import limit_threads
+from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.federation import Federation, Reply, RoundRecord
+from flare_sparse.tasks.task import SiteData
 from flare_sparse.wire import envelope
 from flare_sparse.wire.envelope import read_header
 from flare_sparse.wire.ledger import Ledger

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flare_sparse.config import parse_job
-from flare_sparse.data.source import write_site_files
+from flare_sparse.config.loading import parse_job
 from flare_sparse.flare.launch.simulator import simulate
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.task import SiteData
+from flare_sparse.tasks.data.source import write_site_files
+from flare_sparse.tasks.task import SiteData
 
 from .faulty import FaultyTask
 from .figures import measure_memory, summarize

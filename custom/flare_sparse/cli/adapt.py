@@ -10,17 +10,18 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from ..assemble import Assembly, assemble, open_site
-from ..checkpoint.writing import write_json
-from ..config import load_config, load_task
-from ..errors import ConfigError, DataError
-from ..kernels.threads import limit_kernel_threads
-from ..mask import Mask
-from ..params import compute_digest
-from ..runs.folder import CONFIG
-from ..runs.model_files import read_mask, read_model, save_mask, save_model
-from ..seeds import limit_threads
-from ..task import SiteData
+from ..compute.kernels.threads import limit_kernel_threads
+from ..config.assemble import Assembly, assemble, open_site
+from ..config.loading import load_config
+from ..config.user_tasks import load_task
+from ..core.checkpoint.writing import write_json
+from ..core.errors import ConfigError, DataError
+from ..core.mask import Mask
+from ..core.params import compute_digest
+from ..core.seeds import limit_threads
+from ..results.runs.folder import CONFIG
+from ..results.runs.model_files import read_mask, read_model, save_mask, save_model
+from ..tasks.task import SiteData
 from ..training import Site
 from .console import out as console
 from .options import Overrides

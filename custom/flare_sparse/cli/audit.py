@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ..audit.attacks import Attacker, AuditOptions
-from ..audit.record import audit_run
-from ..errors import ConfigError
-from ..policy.policy import find_policy_file, read_policy
-from ..report.attacks import describe_result
-from ..report.card import write_card
-from ..runs.load import load_assembly
-from ..runs.results import AUDIT_FILE, RunResult
+from ..config.policy.policy import find_policy_file, read_policy
+from ..core.errors import ConfigError
+from ..results.audit.attacks import Attacker, AuditOptions
+from ..results.audit.record import audit_run
+from ..results.report.attacks import describe_result
+from ..results.report.card import write_card
+from ..results.runs.load import load_assembly
+from ..results.runs.results import AUDIT_FILE, RunResult
 from .console import err
 from .console import out as console
 from .sites import prepare_site_data

@@ -15,9 +15,9 @@ import typer
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..errors import ConfigError
-from ..runs.load import load_trained_model
-from ..seeds import limit_threads
+from ..core.errors import ConfigError
+from ..core.seeds import limit_threads
+from ..results.runs.load import load_trained_model
 from ..training.compute import explain_missing_kernels
 from .console import out as console
 from .inputs import load_inputs
@@ -73,7 +73,7 @@ def time_model(model: nn.Module, examples: Tensor, repeats: int) -> list[dict[st
     Raises:
         ConfigError: the network's output is not one tensor.
     """
-    from ..kernels.network import compile_network
+    from ..compute.kernels.network import compile_network
 
     compiled, lines = compile_network(model), []
     for batch in BATCHES:
@@ -122,7 +122,7 @@ def _open_onnx(model: nn.Module, inputs: Tensor, threads: int) -> tuple[Callable
     try:
         import onnxruntime
 
-        from ..runs.onnx_export import export_onnx
+        from ..results.runs.onnx_export import export_onnx
     except ImportError as error:
         return None, f"{error.name} is not installed (pip install 'flare-sparse[onnx]')"
     feed = {"input": inputs.numpy()}

@@ -10,13 +10,15 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..assemble import assemble, plan_sampling
-from ..config import RunConfig, build_method, list_user_code, load_config, load_task
-from ..errors import DataError, FlareSparseError, PolicyRefusal, describe_exception
-from ..methods import Method
-from ..params import Layout
-from ..privacy.forecast import Forecast
-from ..task import SiteData, Task
+from ..config.assemble import assemble, plan_sampling
+from ..config.loading import build_method, load_config
+from ..config.schema import RunConfig
+from ..config.user_tasks import list_user_code, load_task
+from ..core.errors import DataError, FlareSparseError, PolicyRefusal, describe_exception
+from ..core.params import Layout
+from ..methods.method import Method
+from ..privacy.dp.forecast import Forecast
+from ..tasks.task import SiteData, Task
 from ..training.compute import can_use_kernels, explain_missing_kernels
 from ..training.personal import select_personal
 from .check_sites import Finding, SiteCheck, build_sites_table, find_federation_problems
@@ -241,8 +243,8 @@ def _check_policy(
         ConfigError: there is no such policy, or its file is malformed.
         PolicyRefusal: the policy would refuse the job; every reason is listed.
     """
-    from ..policy.check import find_policy_conflicts
-    from ..policy.policy import find_policy_file, read_policy
+    from ..config.policy.check import find_policy_conflicts
+    from ..config.policy.policy import find_policy_file, read_policy
 
     policy = read_policy(find_policy_file(name_or_file))
     if reasons := find_policy_conflicts(policy, settings, assemble(settings, task), counts, subjects):

@@ -13,12 +13,12 @@ from rich.table import Table
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from ..config import RunConfig
-from ..errors import ConfigError, DataError, FlareSparseError, TaskFailed
-from ..mask import Mask
-from ..params import Layout
-from ..seeds import seed_torch
-from ..task import Examples, Metric, SiteData, Task, load_examples
+from ..config.schema import RunConfig
+from ..core.errors import ConfigError, DataError, FlareSparseError, TaskFailed
+from ..core.mask import Mask
+from ..core.params import Layout
+from ..core.seeds import seed_torch
+from ..tasks.task import Examples, Metric, SiteData, Task, load_examples
 from ..training import Site
 from ..training.inputs import NonFinite, find_non_finite
 from ..training.loop import TrainingDiverged

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from ..encryption import CLIENT_FILE
-from ..errors import ConfigError
-from ..report.card import write_card
-from ..runs.decrypt import decrypt_run
-from ..runs.load import load_assembly
-from ..runs.results import RunResult
+from ..core.errors import ConfigError
+from ..privacy.encryption import CLIENT_FILE
+from ..results.report.card import write_card
+from ..results.runs.decrypt import decrypt_run
+from ..results.runs.load import load_assembly
+from ..results.runs.results import RunResult
 from .console import out as console
 
 

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..assemble import assemble
-from ..config import RunConfig, dump_config, list_user_code, load_task
-from ..data.source import write_site_files
-from ..errors import ConfigError
-from ..report.card import write_card
-from ..runs.continuation import keep_final_checkpoints
-from ..runs.folder import CONFIG
-from ..runs.progress import ProgressFormatter
-from ..runs.results import RunResult
-from ..task import SiteData
+from ..config.assemble import assemble
+from ..config.loading import dump_config
+from ..config.schema import RunConfig
+from ..config.user_tasks import list_user_code, load_task
+from ..core.errors import ConfigError
+from ..results.report.card import write_card
+from ..results.runs.continuation import keep_final_checkpoints
+from ..results.runs.folder import CONFIG
+from ..results.runs.progress import ProgressFormatter
+from ..results.runs.results import RunResult
+from ..tasks.data.source import write_site_files
+from ..tasks.task import SiteData
 from .keys import FOLDER as KEYS
 from .keys import decrypt_record, prepare_key_contexts
 from .local import run_config_locally

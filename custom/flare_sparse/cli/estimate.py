@@ -11,16 +11,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..assemble import Assembly, assemble, plan_sampling, validate_site_settings
-from ..config import RunConfig, load_task
-from ..data.partition import PARTITIONERS
-from ..errors import ConfigError
-from ..local.dry_run import DrySite, dry_run
-from ..local.estimate import BytesRange, bound_messages
-from ..privacy.forecast import Forecast
-from ..runs.folder import sum_traffic
-from ..runs.progress import compare_with_dense, format_bytes
-from ..task import SiteData, Task
+from ..config.assemble import Assembly, assemble, plan_sampling, validate_site_settings
+from ..config.schema import RunConfig
+from ..config.user_tasks import load_task
+from ..core.errors import ConfigError
+from ..privacy.dp.forecast import Forecast
+from ..results.runs.folder import sum_traffic
+from ..results.runs.progress import compare_with_dense, format_bytes
+from ..rounds.local.dry_run import DrySite, dry_run
+from ..rounds.local.estimate import BytesRange, bound_messages
+from ..tasks.data.partition import PARTITIONERS
+from ..tasks.task import SiteData, Task
 from ..wire.ledger import Ledger, LedgerLine
 from .console import out as stdout
 from .estimate_tables import build_links_table, build_rounds_table, sum_tree

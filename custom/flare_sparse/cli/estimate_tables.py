@@ -8,9 +8,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..federation import HubRules
-from ..federation.tree import sum_link_bytes
-from ..runs.progress import format_bytes
+from ..results.runs.progress import format_bytes
+from ..rounds.federation import HubRules
+from ..rounds.federation.tree import sum_link_bytes
 from ..wire.ledger import LedgerLine
 
 

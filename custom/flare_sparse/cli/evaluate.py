@@ -11,20 +11,20 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ..assemble import Assembly
-from ..checkpoint.writing import write_json
-from ..config import RunConfig
-from ..errors import ConfigError, DataError
-from ..methods import Method
-from ..params import compute_digest
-from ..report.card import write_card
-from ..runs.evaluation import Cohort, Split
-from ..runs.folder import SUMMARY
-from ..runs.load import load_assembly
-from ..runs.models import list_run_models, read_run_model
-from ..runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
-from ..seeds import limit_threads
-from ..task import Metric, SiteData
+from ..config.assemble import Assembly
+from ..config.schema import RunConfig
+from ..core.checkpoint.writing import write_json
+from ..core.errors import ConfigError, DataError
+from ..core.params import compute_digest
+from ..core.seeds import limit_threads
+from ..methods.method import Method
+from ..results.report.card import write_card
+from ..results.runs.evaluation import Cohort, Split
+from ..results.runs.folder import SUMMARY
+from ..results.runs.load import load_assembly
+from ..results.runs.models import list_run_models, read_run_model
+from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
+from ..tasks.task import Metric, SiteData
 from .console import out as console
 from .sites import prepare_site_data
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError
-from ..policy.policy import find_policy_file, read_policy
-from ..report.card import write_card
-from ..runs.results import RunResult
+from ..config.policy.policy import find_policy_file, read_policy
+from ..core.errors import ConfigError
+from ..results.report.card import write_card
+from ..results.runs.results import RunResult
 from .console import out as console
 
 NO_LICENSE = "No license is granted: ask the publisher of this crate."
@@ -52,13 +52,13 @@ def evidence(
     [dim]flare-sparse evidence runs/study --kit kits/lead@coordination.org --policy site-1=careful --out study.zip[/]
     """
     try:
-        from ..evidence.crate import write_crate
+        from ..results.evidence.crate import write_crate
     except ImportError as error:
         raise ConfigError(
             f"evidence needs rocrate and cyclonedx-python-lib: pip install 'flare-sparse[evidence]' ({error.name})"
         ) from error
-    from ..evidence.facts import collect_facts
     from ..flare.launch.approval import read_approval
+    from ..results.evidence.facts import collect_facts
 
     target = out or run / "evidence.zip"
     _check_target(target, overwrite=overwrite)

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ..config import list_user_code, load_config
+from ..config.loading import load_config
+from ..config.user_tasks import list_user_code
 from .options import Overrides
 
 _INSTALLED = (

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError
-from ..models.base import MODELS_VARIABLE
+from ..core.errors import ConfigError
+from ..tasks.models.base import MODELS_VARIABLE
 from .console import out as console
 
 _FILES = ["config.json", "model.safetensors", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..assemble import Assembly
-from ..config import RunConfig
-from ..errors import ConfigError
-from ..task import SiteData, load_examples
+from ..config.assemble import Assembly
+from ..config.schema import RunConfig
+from ..core.errors import ConfigError
+from ..tasks.task import SiteData, load_examples
 from .sites import prepare_site_data
 
 

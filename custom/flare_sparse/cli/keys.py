@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..assemble import assemble
-from ..config import RunConfig
-from ..encryption import KeyContexts
-from ..runs.decrypt import decrypt_run
-from ..runs.folder import SUMMARY
-from ..task import Task
+from ..config.assemble import assemble
+from ..config.schema import RunConfig
+from ..privacy.encryption import KeyContexts
+from ..results.runs.decrypt import decrypt_run
+from ..results.runs.folder import SUMMARY
+from ..tasks.task import Task
 
 FOLDER = "he"
 

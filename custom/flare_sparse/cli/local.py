@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_site, open_site
-from ..config import RunConfig, list_user_code, load_task
-from ..config.user_tasks import find_script
-from ..errors import ConfigError, format_site_error
-from ..federation import RoundRecord
-from ..privacy.account import PRIVACY_FOLDER, PrivacyAccount
-from ..report.card import write_card
-from ..runs.continuation import keep_final_checkpoints
-from ..runs.folder import RunFolder, build_run_facts, write_layer_compute
-from ..runs.local import run_assembly
-from ..runs.model_files import save_site_model
-from ..runs.progress import ProgressFormatter
-from ..runs.results import RunResult
-from ..seeds import limit_threads
-from ..task import SiteData
+from ..config.assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_site, open_site
+from ..config.schema import RunConfig
+from ..config.user_tasks import find_script, list_user_code, load_task
+from ..core.errors import ConfigError, format_site_error
+from ..core.seeds import limit_threads
+from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
+from ..results.report.card import write_card
+from ..results.runs.continuation import keep_final_checkpoints
+from ..results.runs.folder import RunFolder, build_run_facts, write_layer_compute
+from ..results.runs.local import run_assembly
+from ..results.runs.model_files import save_site_model
+from ..results.runs.progress import ProgressFormatter
+from ..results.runs.results import RunResult
+from ..rounds.federation import RoundRecord
 from ..tasks.script import ScriptConfig, ScriptTask
+from ..tasks.task import SiteData
 from ..training import Site
 from ..wire.ledger import Ledger
 from .console import out as stdout

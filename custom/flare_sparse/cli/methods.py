@@ -9,8 +9,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import ConfigError, suggest
-from ..methods import METHODS, Method
+from ..core.errors import ConfigError, suggest
+from ..methods.method import Method
+from ..methods.registry import METHODS
 from .console import out as console
 from .settings_table import build_settings_table, get_first_line
 

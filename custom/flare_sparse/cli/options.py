@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..config import RunConfig, load_config
+from ..config.loading import load_config
+from ..config.schema import RunConfig
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="Configuration file, such as app_configs/neurosfl_brain_age.yaml", show_default=False)

@@ -21,7 +21,7 @@ import psutil
 import typer
 from rich.console import Console
 
-from ..errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
+from ..core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
 from .console import err
 from .resume import FOLDER, has_checkpoint
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..data.phantom import write_phantoms
+from ..tasks.data.phantom import write_phantoms
 from .console import out as console
 
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError, DataError
-from ..runs.load import compile_model, load_assembly
-from ..runs.models import read_run_model
-from ..seeds import limit_threads
+from ..core.errors import ConfigError, DataError
+from ..core.seeds import limit_threads
+from ..results.runs.load import compile_model, load_assembly
+from ..results.runs.models import read_run_model
 from ..training.compute import Compute, can_use_kernels
 from .console import out as console
 

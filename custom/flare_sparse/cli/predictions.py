@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..errors import FlareSparseError
-from ..runs.load import load_assembly
-from ..runs.pictures import PICTURES_FILE, compute_pictures, read_pictures, write_pictures
-from ..runs.predictions import PREDICTIONS_FILE, compute_predictions
-from ..runs.results import EVALUATIONS, RunResult
-from ..seeds import limit_threads
-from ..task import Task
+from ..core.errors import FlareSparseError
+from ..core.seeds import limit_threads
+from ..results.runs.load import load_assembly
+from ..results.runs.pictures import PICTURES_FILE, compute_pictures, read_pictures, write_pictures
+from ..results.runs.predictions import PREDICTIONS_FILE, compute_predictions
+from ..results.runs.results import EVALUATIONS, RunResult
+from ..tasks.task import Task
 from .sites import prepare_site_data
 
 

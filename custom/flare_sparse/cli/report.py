@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError
-from ..runs.comparison import describe_runs
-from ..runs.results import read_runs
+from ..core.errors import ConfigError
+from ..results.runs.comparison import describe_runs
+from ..results.runs.results import read_runs
 from .console import err
 from .console import out as console
 from .predictions import ensure_pictures, ensure_predictions
@@ -63,8 +63,8 @@ def report(
         console.print(json.dumps(describe_runs(results, notes), indent=2), markup=False, soft_wrap=True)
         return
     try:
-        from ..report.card import write_card
-        from ..report.page import write_report
+        from ..results.report.card import write_card
+        from ..results.report.page import write_report
     except ImportError as error:
         raise ConfigError(
             f"report needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"

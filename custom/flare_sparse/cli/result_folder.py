@@ -8,12 +8,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ..errors import ConfigError, DiskFull
-from ..runs.continuation import FINAL
-from ..runs.folder import APPENDED_FILES, LAYER_COMPUTE
-from ..runs.model_files import delete_models
-from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
-from ..runs.updates import UPDATES
+from ..core.errors import ConfigError, DiskFull
+from ..results.runs.continuation import FINAL
+from ..results.runs.folder import APPENDED_FILES, LAYER_COMPUTE
+from ..results.runs.model_files import delete_models
+from ..results.runs.results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
+from ..results.runs.updates import UPDATES
 from .local import ERRORS
 from .outcome import LEAST_FREE, RunCommand, describe_disk, measure_free
 from .resume import has_checkpoint

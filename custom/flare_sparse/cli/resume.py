@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
-from ..assemble import Assembly, assemble, open_checkpoints
-from ..checkpoint.store import Store
-from ..config import RunConfig, load_task
-from ..endpoints.server import SERVER
-from ..errors import CheckpointError, ConfigError
-from ..federation.events import STEP_BACK
-from ..runs.continuation import FINAL, copy_key_contexts, prepare_continuation
-from ..runs.folder import SUMMARY
+from ..config.assemble import Assembly, assemble, open_checkpoints
+from ..config.schema import RunConfig
+from ..config.user_tasks import load_task
+from ..core.checkpoint.store import Store
+from ..core.errors import CheckpointError, ConfigError
+from ..results.runs.continuation import FINAL, copy_key_contexts, prepare_continuation
+from ..results.runs.folder import SUMMARY
+from ..rounds.endpoints.server import SERVER
+from ..rounds.federation.events import STEP_BACK
 from .console import out as stdout
 from .keys import FOLDER as KEYS
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
 from .console import out as stdout
 from .environments import run_in_environment
 from .options import ConfigFile, Overrides, load_with_options

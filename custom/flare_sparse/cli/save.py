@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError
-from ..runs.load import load_trained_model
+from ..core.errors import ConfigError
+from ..results.runs.load import load_trained_model
 from .console import out as console
 from .inputs import load_inputs
 
@@ -39,7 +39,7 @@ def save(
     assembly.task.save(model, folder)
     if onnx:
         try:
-            from ..runs.onnx_export import export_onnx
+            from ..results.runs.onnx_export import export_onnx
         except ImportError as error:
             raise ConfigError(
                 f"--onnx needs onnx and onnxruntime: pip install 'flare-sparse[onnx]' ({error.name})"

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import load_config, load_task
-from ..errors import ConfigError
+from ..config.loading import load_config
+from ..config.user_tasks import load_task
+from ..core.errors import ConfigError
 from .console import out as console
 
 HELP = """Prepare a site: allow classes, set a policy, refuse code, check that it is ready; show what was asked of it.

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import RunConfig
-from ..config.schema import PhantomConfig, SimulatorConfig
-from ..data.partition import PARTITIONERS, list_renamed_sites
-from ..data.phantom import write_phantoms
-from ..data.site_folders import list_folders_without_examples
-from ..errors import ConfigError, DataError, suggest
-from ..task import SiteData, Task
+from ..config.schema import PhantomConfig, RunConfig, SimulatorConfig
+from ..core.errors import ConfigError, DataError, suggest
+from ..tasks.data.partition import PARTITIONERS, list_renamed_sites
+from ..tasks.data.phantom import write_phantoms
+from ..tasks.data.site_folders import list_folders_without_examples
+from ..tasks.task import SiteData, Task
 from .console import err
 
 

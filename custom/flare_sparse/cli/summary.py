@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..report.tables import NO_TESTS
-from ..runs.contributions import Contributions, describe_missed, read_contributions
-from ..runs.progress import compare_with_dense, format_bytes
-from ..task import TEST_EXAMPLES, VALIDATION
+from ..results.report.tables import NO_TESTS
+from ..results.runs.contributions import Contributions, describe_missed, read_contributions
+from ..results.runs.progress import compare_with_dense, format_bytes
+from ..tasks.task import TEST_EXAMPLES, VALIDATION
 
 PARTIAL = 3
 """Exit code of a finished run to which a site contributed in no round."""

@@ -18,12 +18,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..checkpoint.writing import write_json
-from ..config import RunConfig, dump_config, list_user_code, load_config
-from ..errors import ConfigError, FlareSparseError, describe_exception
-from ..runs.folder import CONFIG, SUMMARY
-from ..runs.progress import format_bytes
-from ..runs.sweep import SettingsResult, Trial, expand_grid, find_unequal_validation, rank_settings
+from ..config.loading import dump_config, load_config
+from ..config.schema import RunConfig
+from ..config.user_tasks import list_user_code
+from ..core.checkpoint.writing import write_json
+from ..core.errors import ConfigError, FlareSparseError, describe_exception
+from ..results.runs.folder import CONFIG, SUMMARY
+from ..results.runs.progress import format_bytes
+from ..results.runs.sweep import SettingsResult, Trial, expand_grid, find_unequal_validation, rank_settings
 from .console import out as console
 from .local import run_config_locally
 from .options import ConfigFile, Overrides
@@ -184,7 +186,7 @@ def _write(
     copy_user_code(list_user_code(winner, file.parent), folder)
     (folder / WINNER).write_text("\n".join(lines) + "\n" + dump_config(winner), encoding="utf-8")
     try:
-        from ..report.sweep import write_sweep_figure
+        from ..results.report.sweep import write_sweep_figure
     except ImportError:
         return
     write_sweep_figure(ranked, f"{metric['name']} ({unit})" if unit else metric["name"], folder / FIGURE)

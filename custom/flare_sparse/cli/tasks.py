@@ -9,10 +9,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..config import import_task_class
-from ..errors import ConfigError, suggest
-from ..task import Task
-from ..tasks import TASKS
+from ..config.user_tasks import import_task_class
+from ..core.errors import ConfigError, suggest
+from ..tasks.registry import TASKS
+from ..tasks.task import Task
 from .console import out as console
 from .settings_table import build_settings_table, get_first_line
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ..config import RunConfig
-from ..errors import ConfigError
+from ..config.schema import RunConfig
+from ..core.errors import ConfigError
 from .outcome import Env
 
 if TYPE_CHECKING:

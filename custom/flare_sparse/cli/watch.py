@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ConfigError
-from ..runs.folder import SUMMARY
-from ..runs.growing import ROUNDS
-from ..runs.progress import (
+from ..core.errors import ConfigError
+from ..results.runs.folder import SUMMARY
+from ..results.runs.growing import ROUNDS
+from ..results.runs.progress import (
     ProgressFormatter,
     append_round,
     compare_with_dense,

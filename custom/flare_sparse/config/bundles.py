@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError, suggest
+from ..core.errors import ConfigError, suggest
 from ..tasks.bundles.declaration import encode_json, find_training_file, read_training
 from ..tasks.bundles.task import FILE_NAME, read_configs
 from .choice import KEYS, find_conflict

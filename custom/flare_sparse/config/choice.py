@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, PlainSerializer, PlainValidator, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from ..errors import suggest
+from ..core.errors import suggest
 
 C = TypeVar("C", bound=BaseModel)
 Registries = Mapping[str, Mapping[str, type[BaseModel]]]

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ..errors import suggest
+from ..core.errors import suggest
 from .choice import KEYS, Registries, find_name
 
 _TYPE_NAMES: dict[Any, str] = {

@@ -8,14 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..errors import ConfigError
-from ..federation import FETCH_S, HubRules
-from ..methods import METHODS, MethodConfig
-from ..privacy.config import PrivacyConfig
-from ..secure_aggregation.limits import FEWEST_SITES, SumRules
-from ..secure_aggregation.rings import MAX_BOUND
-from ..task import Task, TaskConfig
-from ..tasks import TASKS
+from ..core.errors import ConfigError
+from ..methods.method import MethodConfig
+from ..methods.registry import METHODS
+from ..privacy.dp.config import PrivacyConfig
+from ..privacy.secure_aggregation.limits import FEWEST_SITES, SumRules
+from ..privacy.secure_aggregation.rings import MAX_BOUND
+from ..rounds.federation import FETCH_S, HubRules
+from ..tasks.registry import TASKS
+from ..tasks.task import Task, TaskConfig
 from ..wire.plan import ValueType
 from ..wire.values import is_quantized
 from .choice import Choice, ChoiceSerializer, build_choice_validator

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError, describe_exception, find_user_line
-from ..task import Metric, Task
+from ..core.errors import ConfigError, describe_exception, find_user_line
 from ..tasks.script import ScriptConfig, ScriptTask
+from ..tasks.task import Metric, Task
 from .schema import JobConfig, build_task
 from .user_code import collect_user_code, find_source_folder, import_user_module
 
@@ -34,7 +34,9 @@ def import_task_class(dotted: str, folder: Path | None = None) -> type[Task]:
     """
     task_class = _import_class("task.class", dotted, _list_folders(folder))
     if not (isinstance(task_class, type) and issubclass(task_class, Task)):
-        raise ConfigError(f"task.class: {dotted!r} is {task_class!r}; expected a subclass of flare_sparse.task.Task")
+        raise ConfigError(
+            f"task.class: {dotted!r} is {task_class!r}; expected a subclass of flare_sparse.tasks.task.Task"
+        )
     if missing := _list_missing_members(task_class):
         raise ConfigError(f"task.class: {dotted!r} does not define {', '.join(missing)} (docs/own-task.md)")
     return task_class
@@ -172,7 +174,7 @@ def _list_missing_members(task_class: type[Task]) -> list[str]:
     """Return the members that a task class still has to define, such as ``loss()``."""
     methods = [f"{name}()" for name in sorted(task_class.__abstractmethods__)]
     is_metric = isinstance(getattr(task_class, "metric", None), Metric)
-    return methods if is_metric else [*methods, "metric, a flare_sparse.task.Metric"]
+    return methods if is_metric else [*methods, "metric, a flare_sparse.tasks.task.Metric"]
 
 
 def _check_syntax(script: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError, suggest
+from ..core.errors import ConfigError, suggest
 
 MAX_DEPTH = 32
 """Levels of nested sections and lists; the package's own settings have fewer than ten."""

@@ -6,8 +6,8 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.aggregator import Aggregator
 
-from ..exchange import Update
-from ..federation import Reply
+from ..core.exchange import Update
+from ..rounds.federation import Reply
 from .payload import REPLY, get_sender
 
 

@@ -16,8 +16,8 @@ from nvflare.fuel.data_event.data_bus import DataBus
 from nvflare.metrics.metrics_keys import MetricKeys, MetricTypes
 from nvflare.metrics.metrics_publisher import publish_app_metrics
 
-from ..federation import BestModel, RoundRecord
-from ..task import Metric
+from ..rounds.federation import BestModel, RoundRecord
+from ..tasks.task import Metric
 
 MONITORING = "flare_sparse"
 """Prefix of the figures' names in FLARE's monitoring: ``flare_sparse_bytes_up``."""

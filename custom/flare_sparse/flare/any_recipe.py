@@ -19,7 +19,7 @@ from nvflare.recipe.spec import Recipe
 
 import flare_sparse
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
 from ..wire.plan import ValueType
 from .recipe import Packaging, check_packaging
 from .sparse_exchange import SparseExchange, describe_filter

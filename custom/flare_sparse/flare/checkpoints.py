@@ -12,11 +12,11 @@ from pathlib import Path
 import yaml
 from nvflare.apis.workspace import Workspace
 
-from ..checkpoint.store import FINISHED, Store
-from ..checkpoint.writing import sync_to_disk
-from ..data.source import LOCAL_FILE, SITE_FILE_VARIABLE
-from ..endpoints.server import SERVER
-from ..errors import CheckpointError, ConfigError
+from ..core.checkpoint.store import FINISHED, Store
+from ..core.checkpoint.writing import sync_to_disk
+from ..core.errors import CheckpointError, ConfigError
+from ..rounds.endpoints.server import SERVER
+from ..tasks.data.source import LOCAL_FILE, SITE_FILE_VARIABLE
 
 CHECKPOINTS_VARIABLE = "FLARE_SPARSE_CHECKPOINTS"
 OFF = "off"

@@ -22,15 +22,15 @@ from nvflare.apis.signal import Signal
 from nvflare.app_common.abstract.aggregator import Aggregator
 from nvflare.widgets.info_collector import GroupInfoCollector, InfoCollector
 
-from ..assemble import build_rules
-from ..checkpoint.writing import write_json
-from ..config import JobConfig
-from ..endpoints.server import Attempt
-from ..errors import ConfigError, FlareSparseError
-from ..federation import Federation, Reply, RoundRecord, SumQuestions, Tree
-from ..runs.folder import RunFolder, build_run_facts
-from ..runs.model_files import ENCRYPTED
-from ..runs.progress import format_events, format_progress
+from ..config.assemble import build_rules
+from ..config.schema import JobConfig
+from ..core.checkpoint.writing import write_json
+from ..core.errors import ConfigError, FlareSparseError
+from ..results.runs.folder import RunFolder, build_run_facts
+from ..results.runs.model_files import ENCRYPTED
+from ..results.runs.progress import format_events, format_progress
+from ..rounds.endpoints.server import Attempt
+from ..rounds.federation import Federation, Reply, RoundRecord, SumQuestions, Tree
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
 from .feed import STATS, TOPIC, RecordFeed

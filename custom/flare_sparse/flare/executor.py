@@ -8,8 +8,8 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
-from ..errors import FlareSparseError, MissingBase, RequestRefused, get_failure_code
-from ..exchange import Request
+from ..core.errors import FlareSparseError, MissingBase, RequestRefused, get_failure_code
+from ..core.exchange import Request
 from .payload import (
     HELLO,
     MISSING_BASE_HEADER,

@@ -6,7 +6,7 @@ import filecmp
 import tempfile
 from pathlib import Path
 
-from ..config import JobConfig
+from ..config.schema import JobConfig
 from .recipe import Packaging, SparseRecipe
 
 SIGNATURES = [".__nvfl_sig.json", ".__nvfl_submitter.crt"]

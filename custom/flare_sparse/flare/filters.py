@@ -15,8 +15,8 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.fuel.utils.memory_utils import try_malloc_trim
 
-from ..errors import CheckpointError, RejectedMessage, WireError, get_failure_code
-from ..federation import Reply
+from ..core.errors import CheckpointError, RejectedMessage, WireError, get_failure_code
+from ..rounds.federation import Reply
 from .payload import (
     ACKNOWLEDGED,
     EVENTS,

@@ -10,8 +10,8 @@ from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.fuel.sec.security_content_service import LoadResult, SecurityContentService
 
-from ..encryption import CLIENT_FILE, SERVER_FILE, ServerCipher, SiteCipher
-from ..errors import ConfigError
+from ..core.errors import ConfigError
+from ..privacy.encryption import CLIENT_FILE, SERVER_FILE, ServerCipher, SiteCipher
 
 KEYS_VARIABLE = "FLARE_SPARSE_HE"
 """Folder of the key contexts in the simulator, which has no startup kits; ignored in a secure federation."""

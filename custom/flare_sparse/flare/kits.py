@@ -10,8 +10,8 @@ from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.workspace import Workspace
 
-from ..errors import ConfigError
-from ..secure_aggregation.identities import RootCertificate, SiteIdentity, generate_kits
+from ..core.errors import ConfigError
+from ..privacy.secure_aggregation.identities import RootCertificate, SiteIdentity, generate_kits
 
 KITS_VARIABLE = "FLARE_SPARSE_KITS"
 """Folder of the certificates in the simulator, which has no startup kits; ignored in a secure federation."""

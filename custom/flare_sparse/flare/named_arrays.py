@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..errors import RejectedMessage
-from ..exchange import Patch
-from ..params import Layout
+from ..core.errors import RejectedMessage
+from ..core.exchange import Patch
+from ..core.params import Layout
 
 
 # Before the first filter, FLARE walks through all that a result holds, in search of references to data that it has not

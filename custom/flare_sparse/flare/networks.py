@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ConfigError
-from ..params import Layout
+from ..core.errors import ConfigError
+from ..core.params import Layout
 
 NetworkSource = nn.Module | type[nn.Module] | Mapping[str, Any] | str
 

@@ -20,10 +20,10 @@ from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.fl_constant import ReturnCode, ServerCommandKey
 from nvflare.apis.shareable import Shareable, make_reply
 
-from ..endpoints.events import pack_events
-from ..errors import MissingBase, RejectedMessage
-from ..exchange import Content, Patch, SiteEvent, Update
-from ..params import Layout
+from ..core.errors import MissingBase, RejectedMessage
+from ..core.exchange import Content, Patch, SiteEvent, Update
+from ..core.params import Layout
+from ..rounds.endpoints.events import pack_events
 from .named_arrays import NamedArrays, to_named_arrays
 
 TASK = "exchange"

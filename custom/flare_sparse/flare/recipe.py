@@ -16,9 +16,11 @@ from nvflare.recipe.spec import ExecEnv, Recipe
 
 import flare_sparse
 
-from ..config import JobConfig, list_user_code, load_task, parse_job, serialize_job
+from ..config.loading import parse_job, serialize_job
+from ..config.schema import JobConfig
+from ..config.user_tasks import list_user_code, load_task
 from ..config.yaml_files import format_yaml
-from ..errors import ConfigError
+from ..core.errors import ConfigError
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..training.script_site import WeighBy
 from .aggregator import StagingAggregator

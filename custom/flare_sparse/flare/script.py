@@ -28,9 +28,9 @@ from nvflare.client.config import ExchangeFormat
 from nvflare.client.in_process.api import TOPIC_ABORT
 from nvflare.fuel.data_event.data_bus import DataBus
 
-from ..data.source import DATA_VARIABLE, SITE_FILE_VARIABLE, write_site_files
-from ..errors import ConfigError, describe_exception
-from ..task import SiteData
+from ..core.errors import ConfigError, describe_exception
+from ..tasks.data.source import DATA_VARIABLE, SITE_FILE_VARIABLE, write_site_files
+from ..tasks.task import SiteData
 from ..training.script_exchange import REQUEST_KIND, TRAINABLE, ScriptFailed, ScriptReply, ScriptRequest
 from .script_calls import ScriptCalls
 

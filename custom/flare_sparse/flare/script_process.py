@@ -22,7 +22,7 @@ from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContextManager
 from nvflare.apis.signal import Signal
 
-from ..task import SiteData
+from ..tasks.task import SiteData
 from ..training.script_exchange import ScriptFailed, ScriptReply, ScriptRequest
 from .script import FlareScript
 

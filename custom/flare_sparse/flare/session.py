@@ -14,27 +14,28 @@ from nvflare.apis.signal import Signal
 from nvflare.apis.workspace import Workspace
 from torch import Tensor
 
-from ..assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_site, open_site
-from ..capabilities import local_capabilities
-from ..config import JobConfig, parse_job
+from ..compute.kernels.threads import set_kernel_threads
+from ..config.assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_site, open_site
+from ..config.loading import parse_job
+from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
+from ..config.schema import JobConfig
 from ..config.yaml_files import read_yaml
-from ..data.source import find_site_data, has_site_data
-from ..endpoints.model_change import ChangeLimit
-from ..endpoints.request_log import RequestLog
-from ..endpoints.server import SERVER, ServerEndpoint
-from ..endpoints.server_sums import ServerSums
-from ..endpoints.site import SiteEndpoint
-from ..endpoints.site_sums import SiteSums
-from ..endpoints.update_store import UpdateStore
-from ..errors import ConfigError, format_site_error
-from ..kernels.threads import set_kernel_threads
-from ..policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
-from ..privacy.account import PRIVACY_FOLDER, PrivacyAccount
-from ..runs.folder import LAYER_COMPUTE, write_layer_compute
-from ..runs.model_files import save_site_model
-from ..task import SiteData, Task
+from ..core.errors import ConfigError, format_site_error
+from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
+from ..results.runs.folder import LAYER_COMPUTE, write_layer_compute
+from ..results.runs.model_files import save_site_model
+from ..rounds.endpoints.model_change import ChangeLimit
+from ..rounds.endpoints.request_log import RequestLog
+from ..rounds.endpoints.server import SERVER, ServerEndpoint
+from ..rounds.endpoints.server_sums import ServerSums
+from ..rounds.endpoints.site import SiteEndpoint
+from ..rounds.endpoints.site_sums import SiteSums
+from ..rounds.endpoints.update_store import UpdateStore
+from ..tasks.data.source import find_site_data, has_site_data
 from ..tasks.script import ScriptTask
+from ..tasks.task import SiteData, Task
 from ..training import Site
+from ..wire.capabilities import local_capabilities
 from ..wire.ledger import Ledger
 from .checkpoints import delete_archived, delete_ended, find_checkpoint_folder
 from .he_keys import load_server_cipher, load_site_cipher

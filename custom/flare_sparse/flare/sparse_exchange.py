@@ -21,11 +21,11 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import AppConstants
 
-from ..errors import ConfigError, RejectedMessage
-from ..streams.arrays import split_arrays
-from ..streams.exchange import Exchange
-from ..streams.packets import MODEL, find_groups
-from ..streams.settings import StreamSettings
+from ..core.errors import ConfigError, RejectedMessage
+from ..rounds.streams.arrays import split_arrays
+from ..rounds.streams.exchange import Exchange
+from ..rounds.streams.packets import MODEL, find_groups
+from ..rounds.streams.settings import StreamSettings
 from ..wire.ledger import LedgerLine
 from ..wire.plan import ValueType
 from .payload import get_sender
@@ -37,7 +37,7 @@ LEDGER_FILE = "sparse_exchange.jsonl"
 MEMORY_FOLDER = "sparse_exchange"
 """Folder in the job's folder of a site: the model that it holds, and what it has not sent."""
 
-_EXCHANGE = "flare_sparse.exchange"
+_EXCHANGE = "flare_sparse.core.exchange"
 _WARNING = "flare_sparse.exchange_warning"
 _KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 _CREATION = threading.Lock()

@@ -16,12 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
-from ..mask import Mask
-from ..scores.erk import compute_erk_densities, draw_random_mask
-from ..seeds import make_generator
+from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
+from ..core.mask import Mask
+from ..core.seeds import make_generator
 from ..training import Site
 from .method import TRAIN, MaskPreset, Method, MethodConfig
+from .scores.erk import compute_erk_densities, draw_random_mask
 from .support.masks import compute_cosine_fraction, drop_and_regrow
 from .traffic import MessageFacts, SelectionBounds
 

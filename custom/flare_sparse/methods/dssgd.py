@@ -12,8 +12,8 @@ from typing import final
 from pydantic import Field
 from torch import Tensor
 
-from ..exchange import Contribution
-from ..mask import Mask, floor_fraction, top_k
+from ..core.exchange import Contribution
+from ..core.mask import Mask, floor_fraction, top_k
 from ..training import Site
 from .method import MethodConfig
 from .support.selective import (

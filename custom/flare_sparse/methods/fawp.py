@@ -11,10 +11,10 @@ from typing import final
 
 from torch import Tensor
 
-from ..aggregation.weighted import weigh_by_examples, weighted_sum
-from ..exchange import Contribution
-from ..mask import Mask
+from ..core.exchange import Contribution
+from ..core.mask import Mask
 from ..training import Site
+from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .support.selective import SelectiveState
 from .support.unit_pruning import PruningConfig, PruningMethod
 from .traffic import MessageFacts

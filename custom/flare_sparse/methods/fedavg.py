@@ -11,7 +11,7 @@ from typing import final
 
 from torch import Tensor
 
-from ..exchange import Contribution, Patch
+from ..core.exchange import Contribution, Patch
 from .support.averaging import AveragedState, AveragingMethod, FedAvgConfig, learn_average
 
 

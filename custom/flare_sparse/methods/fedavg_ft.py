@@ -11,7 +11,7 @@ from typing import final
 from pydantic import Field
 from torch import Tensor
 
-from ..exchange import Contribution, Patch
+from ..core.exchange import Contribution, Patch
 from .support.averaging import AveragedState, AveragingMethod, FedAvgConfig, learn_average
 from .support.finetuning import FINE_TUNED, FineTuning
 

@@ -12,9 +12,9 @@ from typing import Literal, final
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
-from ..exchange import Contribution, Patch, Request, Update
+from ..core.exchange import Contribution, Patch, Request, Update
 from ..training import Site
+from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
 from .method import TRAIN, ModelState, train_locally
 from .support.adaptation import AdaptationConfig, AdaptationMethod
 

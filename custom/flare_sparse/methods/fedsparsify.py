@@ -14,9 +14,9 @@ from typing import final
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregation.server_step import ServerMemory, take_server_step, update_model_average
-from ..exchange import Contribution, Patch
-from ..mask import Mask, floor_fraction, prune_mask
+from ..core.exchange import Contribution, Patch
+from ..core.mask import Mask, floor_fraction, prune_mask
+from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .method import MaskPreset
 from .support.averaging import AveragingConfig, AveragingMethod
 from .support.finetuning import FINETUNE

@@ -11,10 +11,10 @@ from typing import final
 
 from torch import Tensor
 
-from ..aggregation.weighted import weigh_by_examples, weighted_sum
-from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, UpdateSpec
-from ..mask import Mask
-from ..params import Layout
+from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, UpdateSpec
+from ..core.mask import Mask
+from ..core.params import Layout
+from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import ModelState, broadcast
 from .support.lora import LoRAConfig, LoRAMethod
 

@@ -14,9 +14,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import weigh_by_examples, weighted_sum
-from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..training import Site
+from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import TRAIN, ModelState, train_locally
 from .support.lora import RankedConfig, RankedMethod
 

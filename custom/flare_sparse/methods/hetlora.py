@@ -17,10 +17,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import normalize_capped, weigh_by_examples, weighted_sum
-from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ..mask import Mask, floor_fraction
+from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.mask import Mask, floor_fraction
 from ..training import Site
+from .aggregation.weighted import normalize_capped, weigh_by_examples, weighted_sum
 from .method import TRAIN
 from .support.lora import RankedConfig, RankedMethod
 from .support.masks import unite_masks

@@ -10,7 +10,7 @@ from typing import final
 
 from torch import Tensor
 
-from ..exchange import Assignment, Contribution, Patch, Request, Update
+from ..core.exchange import Assignment, Contribution, Patch, Request, Update
 from ..training import Site
 from .method import Method, MethodConfig, ModelState, broadcast
 

@@ -16,12 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import weigh_by_examples, weighted_sum
-from ..exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ..mask import Mask
-from ..scores.ranks import Factor, compute_slot_scores, select_slots
+from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.mask import Mask
 from ..training import Site, TrainingConfig
+from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import broadcast, train_locally
+from .scores.ranks import Factor, compute_slot_scores, select_slots
 from .support.lora import RankedConfig, RankedMethod
 from .traffic import MessageFacts, SelectionBounds
 

@@ -16,10 +16,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..aggregation.weighted import Weights, weigh_equally, weighted_sum
-from ..exchange import Contribution, Patch, Request, Update
-from ..mask import Mask
+from ..core.exchange import Contribution, Patch, Request, Update
+from ..core.mask import Mask
 from ..training import Site
+from .aggregation.weighted import Weights, weigh_equally, weighted_sum
 from .method import train_locally
 from .support.adaptation import AdaptationMethod, take_one_step
 from .support.gates import Gates

@@ -14,15 +14,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import Weights
-from ..errors import ConfigError, suggest
-from ..exchange import Contribution, Patch, Request, Update
-from ..mask import Mask, floor_fraction, top_k
-from ..params import Layout, TensorSpec
-from ..scores.scbf.groups import GroupSection
-from ..scores.snip import compute_saliency
+from ..core.errors import ConfigError, suggest
+from ..core.exchange import Contribution, Patch, Request, Update
+from ..core.mask import Mask, floor_fraction, top_k
+from ..core.params import Layout, TensorSpec
 from ..training import Site
+from .aggregation.weighted import Weights
 from .metagater import MetaGater, State
+from .scores.scbf.groups import GroupSection
+from .scores.snip import compute_saliency
 from .support.adaptation import ADAPT, AdaptationMethod, take_one_step
 from .support.meta_learning import MetaLearningConfig
 from .traffic import MessageFacts, SelectionBounds

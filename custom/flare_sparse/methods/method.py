@@ -4,7 +4,7 @@ A complete toy method, in which every site votes for every entry and the server 
 
     >>> from dataclasses import dataclass
     >>> import torch
-    >>> from flare_sparse.exchange import Patch, Update
+    >>> from flare_sparse.core.exchange import Patch, Update
     >>> @dataclass(frozen=True)
     ... class Votes:
     ...     round: int
@@ -35,16 +35,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ..aggregation.weighted import Weights, weigh_by_examples
-from ..capabilities import Capabilities, local_capabilities
-from ..errors import ConfigError
-from ..exchange import EVALUATE, STATISTICS, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
-from ..mask import Mask
-from ..params import Layout
-from ..seeds import make_generator
-from ..structure.scaling import build_statistics_mask
+from ..compute.structure.scaling import build_statistics_mask
+from ..core.errors import ConfigError
+from ..core.exchange import EVALUATE, STATISTICS, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.mask import Mask
+from ..core.params import Layout
+from ..core.seeds import make_generator
 from ..training import Site, TrainingConfig
 from ..training.personal import Personal
+from ..wire.capabilities import Capabilities, local_capabilities
+from .aggregation.weighted import Weights, weigh_by_examples
 from .traffic import MessageFacts, SelectionBounds
 
 MaskPreset = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]

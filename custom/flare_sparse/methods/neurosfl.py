@@ -16,18 +16,18 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregation.robust import aggregate
-from ..aggregation.server_step import ServerMemory, take_server_step, update_model_average
-from ..aggregation.weighted import Weights, average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
-from ..errors import ConfigError
-from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ..mask import Mask, floor_fraction, top_k, top_k_per_tensor
-from ..params import Layout
-from ..scores.erk import compute_erk_densities, draw_random_mask, shuffle_mask
-from ..scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
-from ..seeds import make_generator
+from ..core.errors import ConfigError
+from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.mask import Mask, floor_fraction, top_k, top_k_per_tensor
+from ..core.params import Layout
+from ..core.seeds import make_generator
 from ..training import Site
+from .aggregation.robust import aggregate
+from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
+from .aggregation.weighted import Weights, average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
 from .method import TRAIN, MaskPreset, broadcast
+from .scores.erk import compute_erk_densities, draw_random_mask, shuffle_mask
+from .scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
 from .support.averaging import AveragingConfig, AveragingMethod
 from .support.masks import unite_masks
 from .traffic import MessageFacts, SelectionBounds

@@ -11,10 +11,10 @@ from typing import Literal, Self, final
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ..aggregation.weighted import Weights, weigh_equally, weighted_sum
-from ..exchange import Contribution, Patch, Request, Update
-from ..mask import Mask
+from ..core.exchange import Contribution, Patch, Request, Update
+from ..core.mask import Mask
 from ..training import Site, TrainingConfig
+from .aggregation.weighted import Weights, weigh_equally, weighted_sum
 from .method import ModelState
 from .support.adaptation import AdaptationConfig, AdaptationMethod
 

@@ -12,8 +12,8 @@ from typing import final
 
 from torch import Tensor
 
-from ..exchange import Contribution
-from ..mask import Mask
+from ..core.exchange import Contribution
+from ..core.mask import Mask
 from ..training import Site
 from .support.channels import ChannelConfig, ChannelSelector, ChannelSiteConfig
 from .support.selective import SelectiveState, aggregate_revealed

@@ -16,11 +16,11 @@ from typing import final
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregation.weighted import weigh_by_examples, weighted_sum
-from ..exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ..mask import Mask, floor_fraction, top_k
-from ..structure.norms import clip_variances
+from ..compute.structure.norms import clip_variances
+from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.mask import Mask, floor_fraction, top_k
 from ..training import Site
+from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import TRAIN, Method, MethodConfig
 from .support.masks import unite_masks
 from .traffic import MessageFacts, SelectionBounds

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import Field
 from torch import nn
 
-from ..models.adapters import AdapterConfig, add_adapters
-from ..models.base import BaseName, find_base_folder, load_base, seed_initialization
-from ..task import Task, TaskConfig
+from .models.adapters import AdapterConfig, add_adapters
+from .models.base import BaseName, find_base_folder, load_base, seed_initialization
+from .task import Task, TaskConfig
 
 
 class AdaptedTaskConfig(TaskConfig):

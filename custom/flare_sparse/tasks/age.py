@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..task import Metric, Task, TaskConfig
+from .task import Metric, Task, TaskConfig
 
 
 class AgeConfig(TaskConfig):

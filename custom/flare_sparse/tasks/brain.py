@@ -11,17 +11,17 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
-from ..data import bids
-from ..data.augmentation import Augmentation
-from ..data.screening import screen_subjects
-from ..data.volumes import Normalization, VolumeDataset, VolumeExample, build_preprocessing, read_voxels
-from ..models import ModelConfig
-from ..models.config import require_input
-from ..models.fields import Volume
-from ..task import Cohort, Examples, SiteData, build_examples
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .age import AgeConfig, AgeTask
 from .classes import BinaryTask
+from .data import bids
+from .data.augmentation import Augmentation
+from .data.screening import screen_subjects
+from .data.volumes import Normalization, VolumeDataset, VolumeExample, build_preprocessing, read_voxels
+from .models import ModelConfig
+from .models.config import require_input
+from .models.fields import Volume
+from .task import Cohort, Examples, SiteData, build_examples
 
 
 class BrainConfig(AdaptedTaskConfig):

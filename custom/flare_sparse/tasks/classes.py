@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..task import Metric, Task
+from .task import Metric, Task
 
 
 class BinaryTask(Task, ABC):

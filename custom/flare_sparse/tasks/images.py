@@ -12,14 +12,14 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ..data.augmentation import Augmentation
-from ..data.images import read_cohort, read_images
-from ..errors import DataError
-from ..models import ModelConfig
-from ..models.config import require_input
-from ..models.fields import Image
-from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
+from ..core.errors import DataError
 from .classes import check_class_weights, compute_binary_metrics, compute_cross_entropy, explain_unread_weights
+from .data.augmentation import Augmentation
+from .data.images import read_cohort, read_images
+from .models import ModelConfig
+from .models.config import require_input
+from .models.fields import Image
+from .task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
 
 
 class ImageConfig(TaskConfig):

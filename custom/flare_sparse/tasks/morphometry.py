@@ -21,15 +21,15 @@ from pydantic import Field
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ..data.atlases import ATLASES
-from ..data.screening import SEX_VALUES, parse_sex, screen_subjects
-from ..data.tables import Table, format_identifier, read_table
-from ..errors import DataError, suggest
-from ..models import ModelConfig
-from ..models.config import require_input
-from ..task import Cohort, Examples, SiteData, Task, TaskConfig, build_examples
+from ..core.errors import DataError, suggest
 from .age import AgeConfig, AgeTask
 from .classes import BinaryTask
+from .data.atlases import ATLASES
+from .data.screening import SEX_VALUES, parse_sex, screen_subjects
+from .data.tables import Table, format_identifier, read_table
+from .models import ModelConfig
+from .models.config import require_input
+from .task import Cohort, Examples, SiteData, Task, TaskConfig, build_examples
 
 ID = "subject"
 

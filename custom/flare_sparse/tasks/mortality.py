@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from ..data.admissions import AdmissionColumns, Admissions, read_admissions
-from ..errors import DataError
-from ..models import ModelConfig
-from ..models.config import require_input
-from ..split import Split
-from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
+from ..core.errors import DataError
+from ..core.split import Split
+from .data.admissions import AdmissionColumns, Admissions, read_admissions
+from .models import ModelConfig
+from .models.config import require_input
+from .task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
 
 BINS = 10
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..data.features import format_labels, read_labels
-from ..data.tables import Table
-from ..errors import DataError
-from ..task import Kind, Metric
+from ..core.errors import DataError
 from .classes import compute_binary_metrics, compute_cross_entropy
+from .data.features import format_labels, read_labels
+from .data.tables import Table
+from .task import Kind, Metric
 
 PAIRS_AT_ONCE = 2**20
 """Pairs of subjects that a C-index compares at a time."""

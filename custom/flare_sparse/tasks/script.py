@@ -13,8 +13,8 @@ from typing import Any, Literal, final
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 
-from ..errors import ConfigError
-from ..task import Examples, Metric, SiteData, Task, TaskConfig
+from ..core.errors import ConfigError
+from .task import Examples, Metric, SiteData, Task, TaskConfig
 
 
 class ScriptMetric(BaseModel):

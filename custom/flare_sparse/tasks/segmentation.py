@@ -13,28 +13,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from ..data.augmentation import Augmentation
-from ..data.cases import (
-    CaseFiles,
-    Derivative,
-    Suffixes,
-    find_cases,
-    find_images,
-    read_cases,
-    read_cohort,
-    split_cases,
-)
-from ..data.nifti import read_nifti
-from ..data.pairs import Pairs
-from ..data.patches import sample_patch, take_central_patch
-from ..data.segmentation import Item, Normalization, Preparation, SegmentationDataset, read_volumes, write_labels
-from ..errors import ConfigError, DataError
-from ..models import ModelConfig
-from ..models.config import require_input
-from ..models.fields import Count, Volume
-from ..task import Cohort, Examples, Metric, Picture, SiteData
+from ..core.errors import ConfigError, DataError
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .case_metrics import measure_case, name_metrics
+from .data.augmentation import Augmentation
+from .data.cases import CaseFiles, Derivative, Suffixes, find_cases, find_images, read_cases, read_cohort, split_cases
+from .data.nifti import read_nifti
+from .data.pairs import Pairs
+from .data.patches import sample_patch, take_central_patch
+from .data.segmentation import Item, Normalization, Preparation, SegmentationDataset, read_volumes, write_labels
+from .models import ModelConfig
+from .models.config import require_input
+from .models.fields import Count, Volume
+from .task import Cohort, Examples, Metric, Picture, SiteData
 
 _NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
 _MAX_LABEL = 65_535

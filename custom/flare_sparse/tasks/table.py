@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from ..data.features import Features, compute_scale, encode_features, read_labels
-from ..data.screening import screen_subjects
-from ..data.tables import Table, read_table
-from ..errors import DataError
-from ..split import Split
-from ..structure.scaling import TargetScaler
-from ..task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
+from ..compute.structure.scaling import TargetScaler
+from ..core.errors import DataError
+from ..core.split import Split
+from .data.features import Features, compute_scale, encode_features, read_labels
+from .data.screening import screen_subjects
+from .data.tables import Table, read_table
 from .table_config import TableConfig
+from .task import Cohort, Examples, Metric, SiteData, Task, TaskConfig, build_examples
 
 FEW_ROWS = 20
 """Number of rows below which their scale is inaccurate: the standard error of the deviation of 20 rows is 16 %."""

@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..data.atlases import ATLASES
-from ..data.features import count_inputs
-from ..models import ModelConfig
-from ..models.config import require_input
-from ..structure.harmonization import Harmonizer
-from ..structure.scaling import InputScaler, StatisticsLayer
-from ..task import Kind, TaskConfig
+from ..compute.structure.harmonization import Harmonizer
+from ..compute.structure.scaling import InputScaler, StatisticsLayer
 from .classes import check_class_weights, explain_unread_weights
+from .data.atlases import ATLASES
+from .data.features import count_inputs
+from .models import ModelConfig
+from .models.config import require_input
 from .outcomes import ClassOutcome, NumberOutcome, Outcome, SurvivalOutcome
+from .task import Kind, TaskConfig
 
 BINARY_LABELS = ("0", "1")
 """Labels of kind binary without classes."""

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from ..data.tables import read_table
-from ..errors import ConfigError, DataError
-from ..models.base import find_base_folder, seed_initialization
-from ..models.text import Architecture, build_text_classifier, tokenize
-from ..task import Cohort, Examples, Metric, SiteData, build_examples
+from ..core.errors import ConfigError, DataError
 from .adaptation import AdaptableTask, AdaptedTaskConfig
 from .classes import check_class_weights, compute_cross_entropy, explain_unread_weights
+from .data.tables import read_table
+from .models.base import find_base_folder, seed_initialization
+from .models.text import Architecture, build_text_classifier, tokenize
+from .task import Cohort, Examples, Metric, SiteData, build_examples
 
 
 class TextConfig(AdaptedTaskConfig):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..errors import ConfigError, DataError
-from ..reading import stack_examples
-from ..seeds import seed_torch
-from ..task import Task, iterate_minibatches
+from ..core.errors import ConfigError, DataError
+from ..core.reading import stack_examples
+from ..core.seeds import seed_torch
+from ..tasks.task import Task, iterate_minibatches
 from .flat import FlatModel
 
 _TOO_FEW_VALUES = "more than 1 value per channel"

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..mask import Mask
+from ..core.errors import ConfigError
+from ..core.mask import Mask
 from .flat import FlatModel
 
 Compute = Literal["auto", "dense", "sparse"]
@@ -47,8 +47,8 @@ def use_compute(
         yield
         return
     # numba is an optional dependency, which takes a second to import.
-    from ..kernels.network import build_blocks, install_blocks
-    from ..kernels.preparation import prepare_loops
+    from ..compute.kernels.network import build_blocks, install_blocks
+    from ..compute.kernels.preparation import prepare_loops
 
     if not trainable.is_full:
         prepare_loops()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
-from ..mask import Mask
-from ..params import Layout, get_frozen_tensors
+from ..core.errors import ConfigError
+from ..core.mask import Mask
+from ..core.params import Layout, get_frozen_tensors
 from .live import LiveEntries
 from .personal import PersonalTensors
 

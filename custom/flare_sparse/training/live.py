@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..mask import Mask
-from ..params import Layout
+from ..core.mask import Mask
+from ..core.params import Layout
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import FlareSparseError
-from ..mask import Mask
-from ..task import Task
+from ..core.errors import FlareSparseError
+from ..core.mask import Mask
+from ..tasks.task import Task
 from .flat import FlatModel
 from .inputs import find_non_finite
 from .live import LiveEntries

@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
-from ..params import Layout
-from ..structure.scaling import find_site_tensors
+from ..compute.structure.scaling import find_site_tensors
+from ..core.errors import ConfigError
+from ..core.params import Layout
 
 Personal = Literal["norms", "head", "site"] | tuple[str, ...]
 """Tensors that stay at the sites: a group, or patterns of names; no pattern: none."""

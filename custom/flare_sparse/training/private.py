@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from ..errors import ConfigError
-from ..mask import Mask
-from ..privacy.accounting import SamplingPlan
-from ..privacy.mechanism import Question, SiteMechanism, clip_rows, limit_steps
-from ..structure.norms import choose_groups, mixes_examples
-from ..task import Task
+from ..compute.structure.norms import choose_groups, mixes_examples
+from ..core.errors import ConfigError
+from ..core.mask import Mask
+from ..privacy.dp.accounting import SamplingPlan
+from ..privacy.dp.mechanism import Question, SiteMechanism, clip_rows, limit_steps
+from ..tasks.task import Task
 from .config import TrainingConfig
 from .flat import FlatModel
 from .live import LiveEntries

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ..reading import MinibatchReader
+from ..core.reading import MinibatchReader
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..mask import floor_fraction
+from ..core.mask import floor_fraction
 
 
 class LearningRateSchedule(BaseModel):

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import FlareSparseError
+from ..core.errors import FlareSparseError
 
 NUM_STEPS = "NUM_STEPS_CURRENT_ROUND"
 """Key of FLARE for the number of optimiser steps of a round, in the meta that a script sends."""

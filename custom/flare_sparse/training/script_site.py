@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from ..errors import ConfigError, MetricsError, PolicyRefusal
-from ..mask import Mask
-from ..params import Layout
-from ..seeds import derive_seed
-from ..task import Examples, Task
+from ..core.errors import ConfigError, MetricsError, PolicyRefusal
+from ..core.mask import Mask
+from ..core.params import Layout
+from ..core.seeds import derive_seed
+from ..tasks.task import Examples, Task
 from .config import TrainingConfig
 from .sample_usage import SampleUsage
 from .script_exchange import (

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from ..errors import ConfigError
-from ..exchange import Patch
-from ..mask import Mask
-from ..params import Layout
-from ..privacy.account import BudgetSpent
-from ..privacy.mechanism import SiteMechanism
-from ..privacy.metrics import MetricRelease
-from ..seeds import derive_seed, make_generator, seed_torch
-from ..structure.compact import remove_channels
-from ..structure.observing import ObservedNetwork
-from ..structure.removal import narrow_network
-from ..structure.scaling import StatisticsLayer
-from ..task import TEST_EXAMPLES, VALIDATION, Examples, Task
+from ..compute.structure.compact import remove_channels
+from ..compute.structure.observing import ObservedNetwork
+from ..compute.structure.removal import narrow_network
+from ..compute.structure.scaling import StatisticsLayer
+from ..core.errors import ConfigError
+from ..core.exchange import Patch
+from ..core.mask import Mask
+from ..core.params import Layout
+from ..core.seeds import derive_seed, make_generator, seed_torch
+from ..privacy.dp.account import BudgetSpent
+from ..privacy.dp.mechanism import SiteMechanism
+from ..privacy.dp.metrics import MetricRelease
+from ..tasks.task import TEST_EXAMPLES, VALIDATION, Examples, Task
 from .batches import check_joins_last, iterate_pass, plan_batch_sizes
 from .compute import use_compute
 from .config import TrainingConfig

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..mask import Mask
-from ..task import Task
+from ..core.mask import Mask
+from ..tasks.task import Task
 from .flat import FlatModel
 from .loop import TrainingDiverged, disable_dropout, explain_divergence
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from ..errors import ConfigError
-from ..task import Task
+from ..core.errors import ConfigError
+from ..tasks.task import Task
 
 
 def evaluate_subjects(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from ..errors import MissingBase, RejectedMessage
-from ..exchange import Base, Patch
+from ..core.errors import MissingBase, RejectedMessage
+from ..core.exchange import Base, Patch
 from .encodings import Encoding
 from .envelope import Header, is_kind
 from .plan import Plan, ValueFormat

@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..errors import RejectedMessage
-from ..exchange import EncryptedValues
+from ..core.errors import RejectedMessage
+from ..core.exchange import EncryptedValues
 from .plan import CiphertextFormat
 
 FORMAT_CODE = 4

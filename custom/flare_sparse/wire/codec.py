@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import RejectedMessage, WireError
-from ..exchange import Base, Content, EncryptedValues, Patch
-from ..mask import Mask
+from ..core.errors import RejectedMessage, WireError
+from ..core.exchange import Base, Content, EncryptedValues, Patch
+from ..core.mask import Mask
 from . import ciphertexts
 from .checks import NO_MASK, check_base, check_identity, check_patch, check_sender_plan, find_by_code, find_value_format
 from .encoding_choice import choose_encoding, compute_selection_entropy

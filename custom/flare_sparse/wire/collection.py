@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RejectedMessage
+from ..core.errors import RejectedMessage
 
 MAGIC, VERSION = b"FSPB", 1
 _HEAD = struct.Struct("<4sHHQI")

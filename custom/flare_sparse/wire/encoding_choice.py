@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..mask import Mask
-from ..params import Layout
+from ..core.mask import Mask
+from ..core.params import Layout
 from .encodings import Encoding
 
 

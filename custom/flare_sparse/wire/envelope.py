@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import RejectedMessage
+from ..core.errors import RejectedMessage
 
 MAGIC = b"FSPM"
 HEADER_BYTES = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..exchange import Content
+from ..core.exchange import Content
 from .encoding_choice import compute_selection_entropy
 from .messages import Decoded, Encoded
 from .plan import Plan

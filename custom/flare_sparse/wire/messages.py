@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ..exchange import Content, Patch
-from ..mask import Mask
+from ..core.exchange import Content, Patch
+from ..core.mask import Mask
 from .plan import ValueFormat
 
 

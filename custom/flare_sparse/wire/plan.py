@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..mask import Mask
-from ..params import Layout
+from ..core.mask import Mask
+from ..core.params import Layout
 
 ValueType = Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "float32_zstd", "bfloat16_zstd"]
 """Number formats of values in the clear."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..errors import RejectedMessage
-from ..mask import Mask
-from ..params import Layout
+from ..core.errors import RejectedMessage
+from ..core.mask import Mask
+from ..core.params import Layout
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 """Bits of a value, by format."""

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..exchange import Content, Patch
-from ..mask import Mask
-from ..params import Layout
+from ..core.exchange import Content, Patch
+from ..core.mask import Mask
+from ..core.params import Layout
 from .plan import Plan, ValueType
 from .quantized import find_exact_values, measure_quantized, read_quantized, write_quantized
 from .shuffled import measure_shuffled, pack_shuffled, unpack_shuffled

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..errors import RejectedMessage
+from ..core.errors import RejectedMessage
 from .encodings.bits import compress, decompress
 
 _LENGTH_BYTES = 8

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import RejectedMessage
-from ..exchange import Patch
+from ..core.errors import RejectedMessage
+from ..core.exchange import Patch
 from .ciphertexts import FORMAT_CODE as CIPHERTEXT_CODE
 from .plan import ValueFormat, ValueType
 from .quantized import BITS, LARGEST, compute_quantized_bytes

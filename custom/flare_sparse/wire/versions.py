@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import RejectedMessage
+from ..core.errors import RejectedMessage
 from . import envelope
 from .encodings import ENCODINGS, Encoding
 from .envelope import MAGIC, Header

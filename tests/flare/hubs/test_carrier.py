@@ -12,9 +12,9 @@ from nvflare.apis.controller_spec import Task, TaskCompletionStatus
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable
 
-from flare_sparse.federation import HubRules
 from flare_sparse.flare.hubs.carrier import HubCarrier
 from flare_sparse.flare.payload import COLLECTION, JOIN, build_refusal, collection_to_shareable, extract_collection
+from flare_sparse.rounds.federation import HubRules
 
 COLLECTION_BYTES = np.arange(7, dtype=np.uint8)
 HUBS = {"hub-1": HubRules(("site-1", "site-2")), "hub-2": HubRules(("site-3",))}

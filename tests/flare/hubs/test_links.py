@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hub_kits import Authority
 
-from flare_sparse.errors import ConfigError, RequestRefused
+from flare_sparse.core.errors import ConfigError, RequestRefused
 from flare_sparse.flare.hubs.addresses import HUBS_FILE, find_address
 from flare_sparse.flare.hubs.connection import HubConnection, serve_hub
 from flare_sparse.flare.hubs.listener import HubListener

@@ -13,10 +13,7 @@ from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 
-from flare_sparse.endpoints.server import Attempt
-from flare_sparse.errors import MissingBase, RejectedMessage
-from flare_sparse.federation import Hub, HubRules, SiteLinks, SiteReply, SumQuestions
-from flare_sparse.federation.parcels import EXCHANGE, HELLO, SUM
+from flare_sparse.core.errors import MissingBase, RejectedMessage
 from flare_sparse.flare.hubs.messages import (
     MAX_ANSWER_BYTES,
     RECEIVER,
@@ -34,8 +31,11 @@ from flare_sparse.flare.payload import (
     shareable_to_message,
     sum_to_shareable,
 )
-from flare_sparse.secure_aggregation.limits import SumRules
-from flare_sparse.secure_aggregation.rings import SectionFormat
+from flare_sparse.privacy.secure_aggregation.limits import SumRules
+from flare_sparse.privacy.secure_aggregation.rings import SectionFormat
+from flare_sparse.rounds.endpoints.server import Attempt
+from flare_sparse.rounds.federation import Hub, HubRules, SiteLinks, SiteReply, SumQuestions
+from flare_sparse.rounds.federation.parcels import EXCHANGE, HELLO, SUM
 from flare_sparse.wire.collection import Parcel, pack_collection
 
 MESSAGE = np.arange(9, dtype=np.uint8)

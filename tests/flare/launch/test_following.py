@@ -18,7 +18,7 @@ from nvflare.fuel.flare_api.api_spec import (
     SessionClosed,
 )
 
-from flare_sparse.errors import ConfigError
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.controller import READY, RESULTS
 from flare_sparse.flare.feed import STATS, TOPIC
 from flare_sparse.flare.launch import connection as connection_module
@@ -26,7 +26,7 @@ from flare_sparse.flare.launch import following, submission
 from flare_sparse.flare.launch.connection import RECONNECT_S, RETRY_S, ServerConnection
 from flare_sparse.flare.launch.ending import JobFailed
 from flare_sparse.flare.launch.following import DROPPED, JobFollower, SiteActivity, find_activity, is_lost
-from flare_sparse.runs.growing import GrowingRecord
+from flare_sparse.results.runs.growing import GrowingRecord
 
 LINE = "round {}/9  3/3 sites  4.0 kB  1.0 s"
 

@@ -17,7 +17,7 @@ from nvflare.fuel.common.excepts import ComponentNotAuthorized
 from nvflare.private.fed_json_config import FedJsonConfigurator
 
 import flare_sparse
-from flare_sparse.errors import ConfigError
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.site.allow_list import CLASSES, SERVER_CLASSES, allow_classes, get_allow_list, read_resources
 
 

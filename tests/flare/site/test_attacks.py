@@ -22,27 +22,27 @@ from nvflare.apis.fl_context import FLContextManager
 from nvflare.apis.utils.task_utils import apply_filters
 from torch import Tensor
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.endpoints.model_change import ChangeLimit
-from flare_sparse.endpoints.request_log import RequestLog
-from flare_sparse.endpoints.server import ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.errors import RequestRefused
-from flare_sparse.exchange import EVALUATE, Assignment, Contribution, Patch, Request, UpdateSpec
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.config.policy.policy import PRESETS, read_policy
+from flare_sparse.core.errors import RequestRefused
+from flare_sparse.core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, UpdateSpec
+from flare_sparse.core.mask import Mask
 from flare_sparse.flare.filters import EncodeUpdate
 from flare_sparse.flare.payload import UPDATE, update_to_dxo
 from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
-from flare_sparse.mask import Mask
-from flare_sparse.methods import METHODS
 from flare_sparse.methods.neurosfl import SCORE
-from flare_sparse.policy.policy import PRESETS, read_policy
-from flare_sparse.privacy.account import PrivacyAccount
-from flare_sparse.privacy.accounting import SamplingPlan
-from flare_sparse.privacy.config import PrivacyConfig
-from flare_sparse.privacy.mechanism import SiteMechanism
-from flare_sparse.task import SiteData
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.privacy.dp.account import PrivacyAccount
+from flare_sparse.privacy.dp.accounting import SamplingPlan
+from flare_sparse.privacy.dp.config import PrivacyConfig
+from flare_sparse.privacy.dp.mechanism import SiteMechanism
+from flare_sparse.rounds.endpoints.model_change import ChangeLimit
+from flare_sparse.rounds.endpoints.request_log import RequestLog
+from flare_sparse.rounds.endpoints.server import ServerEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.tasks.mortality import Mortality, MortalityConfig
+from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 

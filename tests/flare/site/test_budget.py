@@ -16,19 +16,19 @@ from nvflare.apis.signal import Signal
 from nvflare.apis.utils.task_utils import apply_filters
 from toy import Plain, ToyBench
 
-from flare_sparse.endpoints.server import ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.exchange import Assignment, Patch, Request
+from flare_sparse.core.exchange import Assignment, Patch, Request
+from flare_sparse.core.mask import Mask
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import DecodeRequest, EncodeUpdate
 from flare_sparse.flare.payload import CODE_HEADER, get_refusal_code, message_to_shareable
 from flare_sparse.flare.session import SiteSession, _open_account
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
-from flare_sparse.mask import Mask
-from flare_sparse.privacy.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
-from flare_sparse.privacy.accounting import SamplingPlan, compute_epsilon
-from flare_sparse.privacy.config import PrivacyConfig
-from flare_sparse.privacy.mechanism import SiteMechanism
+from flare_sparse.privacy.dp.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
+from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
+from flare_sparse.privacy.dp.config import PrivacyConfig
+from flare_sparse.privacy.dp.mechanism import SiteMechanism
+from flare_sparse.rounds.endpoints.server import ServerEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.wire.ledger import Ledger
 
 RUN = "0" * 16

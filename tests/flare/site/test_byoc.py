@@ -11,7 +11,7 @@ from nvflare.fuel.sec.authz import AuthzContext, Person, Policy, parse_policy_co
 from nvflare.lighter import templates
 from nvflare.lighter.utils import load_yaml
 
-from flare_sparse.errors import ConfigError
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.site.byoc import list_code_senders, read_permissions, revoke_code_right
 
 

@@ -26,13 +26,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from toy import Toy
 
-from flare_sparse.assemble import build_initial_model
-from flare_sparse.capabilities import local_capabilities
-from flare_sparse.encryption import PRECISION, KeyContexts, ServerCipher, SiteCipher
-from flare_sparse.endpoints.server import ServerEndpoint
-from flare_sparse.endpoints.site import SiteEndpoint
-from flare_sparse.endpoints.site_sums import SiteSums
-from flare_sparse.exchange import Assignment, Patch, Request, UpdateSpec
+from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.core.exchange import Assignment, Patch, Request, UpdateSpec
+from flare_sparse.core.mask import Mask
 from flare_sparse.flare.executor import SparseExecutor
 from flare_sparse.flare.filters import EncodeUpdate
 from flare_sparse.flare.payload import (
@@ -51,18 +47,22 @@ from flare_sparse.flare.session import SiteSession
 from flare_sparse.flare.site.authorizer import SitePlanAuthorizer
 from flare_sparse.flare.site.guards import SiteLastGate, SiteResultPolicy
 from flare_sparse.flare.site.install import install_guards
-from flare_sparse.mask import Mask
-from flare_sparse.methods import METHODS
-from flare_sparse.privacy.account import PrivacyAccount
-from flare_sparse.privacy.accounting import SamplingPlan, compute_epsilon
-from flare_sparse.privacy.config import PrivacyConfig
-from flare_sparse.privacy.mechanism import SiteMechanism
-from flare_sparse.secure_aggregation.identities import generate_identity
-from flare_sparse.secure_aggregation.limits import SumRules
-from flare_sparse.secure_aggregation.messages import Step, pack_message, unpack_message
-from flare_sparse.secure_aggregation.pads import SumId
-from flare_sparse.task import Examples
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.privacy.dp.account import PrivacyAccount
+from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
+from flare_sparse.privacy.dp.config import PrivacyConfig
+from flare_sparse.privacy.dp.mechanism import SiteMechanism
+from flare_sparse.privacy.encryption import PRECISION, KeyContexts, ServerCipher, SiteCipher
+from flare_sparse.privacy.secure_aggregation.identities import generate_identity
+from flare_sparse.privacy.secure_aggregation.limits import SumRules
+from flare_sparse.privacy.secure_aggregation.messages import Step, pack_message, unpack_message
+from flare_sparse.privacy.secure_aggregation.pads import SumId
+from flare_sparse.rounds.endpoints.server import ServerEndpoint
+from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.rounds.endpoints.site_sums import SiteSums
+from flare_sparse.tasks.task import Examples
 from flare_sparse.training import Site
+from flare_sparse.wire.capabilities import local_capabilities
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
 

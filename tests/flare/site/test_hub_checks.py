@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from hub_kits import Authority
 
-from flare_sparse.config import load_config
-from flare_sparse.errors import ConfigError
-from flare_sparse.federation import HubRules
+from flare_sparse.config.loading import load_config
+from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.hubs.addresses import HUBS_FILE
 from flare_sparse.flare.hubs.listener import HubListener
 from flare_sparse.flare.hubs.mailboxes import Mailboxes
@@ -20,6 +19,7 @@ from flare_sparse.flare.hubs.tls import build_context
 from flare_sparse.flare.site.hub_checks import check_hub_role
 from flare_sparse.flare.site.install import install_guards
 from flare_sparse.flare.site.preflight import check_site
+from flare_sparse.rounds.federation import HubRules
 
 HUBS = {"hub-1": HubRules(("site-1", "site-2")), "hub-2": HubRules(("site-3",))}
 

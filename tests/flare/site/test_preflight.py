@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from flare_sparse.config import load_config
+from flare_sparse.config.loading import load_config
 from flare_sparse.flare.site.allow_list import CLASSES, allow_classes
 from flare_sparse.flare.site.install import install_guards
 from flare_sparse.flare.site.preflight import Finding, check_site
-from flare_sparse.privacy.account import PRIVACY_FOLDER, PrivacyAccount, build_entry
-from flare_sparse.privacy.accounting import Charge, compute_epsilon
+from flare_sparse.privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount, build_entry
+from flare_sparse.privacy.dp.accounting import Charge, compute_epsilon
 from flare_sparse.training import compute
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from flare_sparse.exchange import Patch
-from flare_sparse.mask import Mask
-from flare_sparse.params import Layout, TensorSpec
+from flare_sparse.core.exchange import Patch
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.wire.codec import decode, encode
 from flare_sparse.wire.encodings import ENCODINGS
 from flare_sparse.wire.messages import Decoded

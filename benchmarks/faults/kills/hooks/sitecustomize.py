@@ -108,7 +108,7 @@ def _stop_before_asking(function: Any) -> Any:
 def _stop_before_answering(function: Any) -> Any:
     @functools.wraps(function)
     def answer(sums: Any, question: Any) -> Any:
-        from flare_sparse.secure_aggregation.messages import unpack_message
+        from flare_sparse.privacy.secure_aggregation.messages import unpack_message
 
         stop_if_armed(unpack_message(question, "server")[0].name.lower())
         return function(sums, question)
@@ -117,14 +117,14 @@ def _stop_before_answering(function: Any) -> Any:
 
 
 WRAPPERS: dict[str, list[tuple[str, str, Callable[[Any], Any]]]] = {
-    "flare_sparse.federation.loop": [("Federation", "run", _stop_before("before"))],
-    "flare_sparse.endpoints.server": [("ServerEndpoint", "encode_requests", _log_attempts)],
-    "flare_sparse.endpoints.server_sums": [("SumExchange", "ask", _stop_before_asking)],
-    "flare_sparse.endpoints.site": [("SiteEndpoint", "answer", _stop_in_training)],
-    "flare_sparse.endpoints.site_sums": [("SiteSums", "answer", _stop_before_answering)],
+    "flare_sparse.rounds.federation.loop": [("Federation", "run", _stop_before("before"))],
+    "flare_sparse.rounds.endpoints.server": [("ServerEndpoint", "encode_requests", _log_attempts)],
+    "flare_sparse.rounds.endpoints.server_sums": [("SumExchange", "ask", _stop_before_asking)],
+    "flare_sparse.rounds.endpoints.site": [("SiteEndpoint", "answer", _stop_in_training)],
+    "flare_sparse.rounds.endpoints.site_sums": [("SiteSums", "answer", _stop_before_answering)],
     "flare_sparse.flare.filters": [("DecodeUpdate", "process", _stop_before_decoding)],
     "flare_sparse.flare.aggregator": [("StagingAggregator", "aggregate", _stop_before("aggregating"))],
-    "flare_sparse.checkpoint.store": [("Store", "save", _stop_before("saving"))],
+    "flare_sparse.core.checkpoint.store": [("Store", "save", _stop_before("saving"))],
     "nvflare.private.fed.client.client_runner": [("ClientRunner", "_try_send_result_once", _stop_before("sending"))],
 }
 

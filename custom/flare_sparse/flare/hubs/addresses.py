@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...config.yaml_files import read_yaml
-from ...errors import ConfigError
+from ...core.errors import ConfigError
 
 HUBS_FILE = "flare_sparse_hubs.yaml"
 

@@ -12,8 +12,8 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from ...federation import HubRules, Link
-from ...federation.tree import Wait
+from ...rounds.federation import HubRules, Link
+from ...rounds.federation.tree import Wait
 from ..payload import COLLECTION, JOIN, collection_to_shareable, extract_collection, get_refusal_code
 
 _LOG = logging.getLogger(__name__)

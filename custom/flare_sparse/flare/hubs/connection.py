@@ -9,7 +9,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.client import HTTPException, HTTPSConnection
 
-from ...errors import RequestRefused
+from ...core.errors import RequestRefused
 from .listener import IDLE_S, JOB, NUMBER
 from .tls import read_common_name
 

@@ -22,9 +22,9 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 
-from ...config import JobConfig
-from ...errors import ConfigError, RejectedMessage, get_failure_code
-from ...federation import Hub
+from ...config.schema import JobConfig
+from ...core.errors import ConfigError, RejectedMessage, get_failure_code
+from ...rounds.federation import Hub
 from ..payload import build_refusal, collection_to_shareable, extract_collection
 from ..session import get_workspace, read_job, write_site_error
 from .addresses import HUBS_FILE, find_address

@@ -14,10 +14,19 @@ import numpy as np
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable
 
-from ...endpoints.server import Attempt
-from ...errors import RejectedMessage, WireError, abbreviate
-from ...federation import RawReply, SiteLinks, SiteReply, SumQuestions
-from ...federation.parcels import EXCHANGE, HELLO, SUM, pack_code, pack_parcel, pack_reply, read_code, unpack_reply
+from ...core.errors import RejectedMessage, WireError, abbreviate
+from ...rounds.endpoints.server import Attempt
+from ...rounds.federation import RawReply, SiteLinks, SiteReply, SumQuestions
+from ...rounds.federation.parcels import (
+    EXCHANGE,
+    HELLO,
+    SUM,
+    pack_code,
+    pack_parcel,
+    pack_reply,
+    read_code,
+    unpack_reply,
+)
 from ...wire.collection import Parcel, pack_collection, unpack_collection
 from ..payload import (
     ACKNOWLEDGED,

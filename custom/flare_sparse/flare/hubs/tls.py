@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...core.errors import ConfigError
 from ..kits import CERTIFICATE_FILE, KEY_FILE, ROOT_FILE
 
 

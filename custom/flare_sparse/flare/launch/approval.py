@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes
 from nvflare.lighter.tool_consts import NVFLARE_SUBMITTER_CRT_FILE
 from nvflare.lighter.utils import load_crt_chain, verify_folder_signature_and_get_signers
 
-from ...evidence.facts import Approval
+from ...results.evidence.facts import Approval
 from .submission import JOB_FILE
 
 ROOT_CERTIFICATE = "rootCA.pem"

@@ -14,7 +14,7 @@ from typing import TypeVar
 from nvflare.fuel.flare_api.api_spec import AuthenticationError, NoConnection, SessionClosed
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from ...errors import ConfigError
+from ...core.errors import ConfigError
 from .ending import describe_silent_server
 
 T = TypeVar("T")

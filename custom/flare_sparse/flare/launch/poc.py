@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...data.source import LOCAL_FILE, format_site_file
-from ...encryption import CLIENT_FILE
-from ...errors import ConfigError
-from ...task import SiteData
+from ...core.errors import ConfigError
+from ...privacy.encryption import CLIENT_FILE
+from ...tasks.data.source import LOCAL_FILE, format_site_file
+from ...tasks.task import SiteData
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..site.allow_list import allow_classes
 from .ending import JobFailed

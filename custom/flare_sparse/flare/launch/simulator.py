@@ -15,13 +15,13 @@ from typing import Any
 
 from nvflare.recipe import SimEnv
 
-from ...checkpoint.writing import replace_atomically
-from ...data.source import SITE_FILE_VARIABLE
-from ...errors import ConfigError
-from ...policy.policy import POLICY_FILE
-from ...runs.folder import LAYER_COMPUTE, write_layer_compute
-from ...runs.growing import LEDGER, ROUNDS, GrowingRecord
-from ...runs.model_files import SITE_MODELS, delete_models, list_site_models
+from ...config.policy.policy import POLICY_FILE
+from ...core.checkpoint.writing import replace_atomically
+from ...core.errors import ConfigError
+from ...results.runs.folder import LAYER_COMPUTE, write_layer_compute
+from ...results.runs.growing import LEDGER, ROUNDS, GrowingRecord
+from ...results.runs.model_files import SITE_MODELS, delete_models, list_site_models
+from ...tasks.data.source import SITE_FILE_VARIABLE
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
 from ..he_keys import KEYS_VARIABLE

@@ -14,9 +14,9 @@ from typing import Any
 
 from nvflare.fuel.flare_api.api_spec import JobNotFound
 
-from ...checkpoint.writing import replace_atomically
-from ...runs.growing import ROUNDS, GrowingRecord
-from ...runs.model_files import delete_models
+from ...core.checkpoint.writing import replace_atomically
+from ...results.runs.growing import ROUNDS, GrowingRecord
+from ...results.runs.model_files import delete_models
 from ..controller import RESULTS
 from ..recipe import SparseRecipe
 from .connection import LOST, ServerConnection, open_connection

@@ -13,7 +13,7 @@ from typing import Any
 
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
-from ...errors import ConfigError
+from ...core.errors import ConfigError
 from .kit_files import find_active_file, read_object, write_object
 
 PACKAGE = "flare_sparse."

@@ -17,7 +17,7 @@ from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.fl_exception import UnsafeComponentError
 
-from ...policy.policy import POLICY_FILE, read_policy
+from ...config.policy.policy import POLICY_FILE, read_policy
 from .allow_list import CLASSES, CODE_CLASSES, PACKAGE
 
 GATE = "flare_sparse.flare.site.guards.SiteLastGate"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...core.errors import ConfigError
 from .allow_list import find_local_folder
 from .kit_files import find_active_file, read_object, write_object
 

@@ -23,16 +23,16 @@ from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable
 
-from ...encryption import PRECISION
-from ...endpoints.site import SiteEndpoint
-from ...endpoints.site_state import RequestId
-from ...errors import FlareSparseError, PolicyRefusal
-from ...exchange import Patch, Request, Update
-from ...mask import Mask
-from ...policy.initial import find_changed_tensor
-from ...policy.isolation import MAX_EXAMPLES, withhold_isolated_units
-from ...policy.policy import Policy, raise_refusals
-from ...task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES
+from ...config.policy.initial import find_changed_tensor
+from ...config.policy.isolation import MAX_EXAMPLES, withhold_isolated_units
+from ...config.policy.policy import Policy, raise_refusals
+from ...core.errors import FlareSparseError, PolicyRefusal
+from ...core.exchange import Patch, Request, Update
+from ...core.mask import Mask
+from ...privacy.encryption import PRECISION
+from ...rounds.endpoints.site import SiteEndpoint
+from ...rounds.endpoints.site_state import RequestId
+from ...tasks.task import EPSILON, TEST_EXAMPLES, VALIDATION_EXAMPLES
 from ...wire.codec import decode
 from ...wire.messages import Decoded
 from ...wire.plan import ValueFormat

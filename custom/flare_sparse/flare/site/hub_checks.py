@@ -8,7 +8,7 @@ import ssl
 from pathlib import Path
 from typing import Literal
 
-from ...federation import HubRules
+from ...rounds.federation import HubRules
 from ..hubs.addresses import find_address
 from ..hubs.tls import build_context, read_common_name
 from .authorizer import find_missing_guard

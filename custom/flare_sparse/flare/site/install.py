@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
-from ...policy.policy import POLICY_FILE, Policy, find_policy_file, read_policy
+from ...config.policy.policy import POLICY_FILE, Policy, find_policy_file, read_policy
+from ...core.errors import ConfigError
 from .allow_list import LOG_STREAMING, RESOURCES, find_local_folder, read_resources
 from .authorizer import AUTHORIZER, GATE, RESULT_POLICY
 from .kit_files import read_object, write_object, write_text

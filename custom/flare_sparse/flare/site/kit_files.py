@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...core.errors import ConfigError
 
 
 def find_active_file(local: Path, name: str) -> Path | None:

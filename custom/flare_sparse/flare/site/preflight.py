@@ -13,17 +13,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ...assemble import Assembly, assemble, check_kernels, open_site, plan_sampling
-from ...config import JobConfig
-from ...data.source import find_site_data
-from ...errors import ConfigError, FlareSparseError
-from ...policy.check import find_policy_conflicts
-from ...policy.policy import POLICY_FILE, read_policy
-from ...privacy.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
-from ...privacy.accounting import Charge
-from ...privacy.forecast import Forecast, explain_shortage
-from ...task import Task
+from ...config.assemble import Assembly, assemble, check_kernels, open_site, plan_sampling
+from ...config.policy.check import find_policy_conflicts
+from ...config.policy.policy import POLICY_FILE, read_policy
+from ...config.schema import JobConfig
+from ...core.errors import ConfigError, FlareSparseError
+from ...privacy.dp.account import LEDGER_FILE, PRIVACY_FOLDER, read_ledger
+from ...privacy.dp.accounting import Charge
+from ...privacy.dp.forecast import Forecast, explain_shortage
+from ...tasks.data.source import find_site_data
 from ...tasks.script import ScriptTask
+from ...tasks.task import Task
 from .allow_list import (
     CLASSES,
     EVERYTHING,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...endpoints.request_log import RunRecord, read_record
-from ...errors import ConfigError
+from ...core.errors import ConfigError
+from ...rounds.endpoints.request_log import RunRecord, read_record
 from ..session import REQUESTS_FOLDER
 from .allow_list import find_local_folder
 

@@ -9,10 +9,10 @@ from typing import Self, TypeVar
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ...errors import ConfigError
-from ...exchange import Assignment, Patch, Request, Update
-from ...mask import Mask
-from ...task import COUNTS
+from ...core.errors import ConfigError
+from ...core.exchange import Assignment, Patch, Request, Update
+from ...core.mask import Mask
+from ...tasks.task import COUNTS
 from ...training import Site, TrainingConfig
 from ..method import Method, MethodConfig, StateT, broadcast, sample_sites
 from .personal_training import attribute_divergence, check_finite

@@ -11,18 +11,18 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ...aggregation.robust import AggregationRule
-from ...aggregation.server_step import (
+from ...core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
+from ...core.mask import Mask
+from ...core.params import Layout
+from ...training import Site
+from ..aggregation.robust import AggregationRule
+from ..aggregation.server_step import (
     ModelAverage,
     ServerMemory,
     ServerOptimizer,
     take_server_step,
     update_model_average,
 )
-from ...exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
-from ...mask import Mask
-from ...params import Layout
-from ...training import Site
 from ..method import Method, MethodConfig, broadcast
 from .finetuning import FINE_TUNED, FINETUNE, FineTuning, attribute_fine_tuning, fine_tune
 

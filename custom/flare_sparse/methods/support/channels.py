@@ -11,13 +11,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ...mask import Mask, floor_fraction
-from ...params import Layout
-from ...scores.scbf.groups import Biases, Groups, Selection
-from ...scores.scbf.selection import NeuronGroups, build_groups
-from ...seeds import make_generator
+from ...core.mask import Mask, floor_fraction
+from ...core.params import Layout
+from ...core.seeds import make_generator
 from ...training import Site
 from ..method import MethodConfig
+from ..scores.scbf.groups import Biases, Groups, Selection
+from ..scores.scbf.selection import NeuronGroups, build_groups
 from .selective import Aggregation, explain_quantization_blocker
 
 

@@ -14,8 +14,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ...errors import MetricsError
-from ...mask import Mask
+from ...core.errors import MetricsError
+from ...core.mask import Mask
 from ...training import Site, TrainingConfig
 from ...training.personal import PERSONAL
 from .personal_training import PersonalTrainingDiverged, attribute_divergence, check_finite

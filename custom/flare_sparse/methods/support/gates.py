@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...mask import Mask
-from ...params import Layout
+from ...core.mask import Mask
+from ...core.params import Layout
 
 _GATE_SUFFIX = ".gate.open.weight"
 

@@ -7,14 +7,14 @@ from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...capabilities import Capabilities, local_capabilities
-from ...errors import RejectedMessage
-from ...exchange import Request
-from ...mask import Mask
-from ...params import Layout
-from ...scores.ranks import Slots
+from ...core.errors import RejectedMessage
+from ...core.exchange import Request
+from ...core.mask import Mask
+from ...core.params import Layout
 from ...training import Site, TrainingConfig
+from ...wire.capabilities import Capabilities, local_capabilities
 from ..method import Method, MethodConfig, StateT
+from ..scores.ranks import Slots
 
 Rank = Annotated[int, Field(ge=1, le=4096)]
 

@@ -9,8 +9,8 @@ from functools import partial, reduce
 
 from torch import Tensor
 
-from ...mask import Mask, top_k
-from ...params import Layout
+from ...core.mask import Mask, top_k
+from ...core.params import Layout
 
 
 def unite_masks(masks: Iterable[Mask]) -> Mask:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ...errors import FlareSparseError, MetricsError
+from ...core.errors import FlareSparseError, MetricsError
 from ...training.loop import TrainingDiverged
 
 

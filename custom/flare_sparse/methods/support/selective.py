@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
-from ...exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ...mask import Mask
+from ...core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ...core.mask import Mask
 from ...training import Site
+from ..aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
 from ..method import ConfigT, Method, broadcast
 from ..traffic import MessageFacts, SelectionBounds
 from .masks import unite_masks

@@ -14,14 +14,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ...errors import ConfigError
-from ...exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
-from ...mask import Mask
-from ...params import Layout
-from ...scores.scbf.apoz import count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
-from ...structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
+from ...compute.structure import build_channel_graph, build_live_mask, find_removable_layers, get_kept_units
+from ...core.errors import ConfigError
+from ...core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ...core.mask import Mask
+from ...core.params import Layout
 from ...training import Site
 from ..method import TRAIN, MethodConfig, broadcast
+from ..scores.scbf.apoz import count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
 from ..traffic import MessageFacts, SelectionBounds
 from .selective import REMOVED, SelectiveMethod, SelectiveState
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ...data.cases import Case, CaseFiles
-from ...data.nifti import format_shape
-from ...data.segmentation import AFFINE_TOLERANCE_MM, measure_distance
-from ...errors import DataError, describe_exception
+from ...core.errors import DataError, describe_exception
+from ..data.cases import Case, CaseFiles
+from ..data.nifti import format_shape
+from ..data.segmentation import AFFINE_TOLERANCE_MM, measure_distance
 from .declaration import KEYS
 
 Item = Mapping[str, Tensor]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...errors import ConfigError, describe_exception, suggest
+from ...core.errors import ConfigError, describe_exception, suggest
 from .references import References
 
 Kind = Literal["network", "loss", "transform", "inferer", "metric"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import ConfigError, abbreviate
-from ...task import METRIC_NAMES, Metric, is_metric_name
+from ...core.errors import ConfigError, abbreviate
+from ..task import METRIC_NAMES, Metric, is_metric_name
 from .components import LOWER_IS_BETTER, Component, parse_component, read_component, read_transforms
 from .references import References
 

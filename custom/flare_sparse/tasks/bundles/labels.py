@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ...errors import DataError
+from ...core.errors import DataError
 from .components import Component
 from .declaration import Declaration
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from ...errors import ConfigError, abbreviate
+from ...core.errors import ConfigError, abbreviate
 
 MAX_VALUES = 20_000
 """Most values of a resolved item: a few references to references stand for more than fit into memory."""

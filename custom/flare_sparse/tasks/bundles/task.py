@@ -16,12 +16,12 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ...data.cases import Case, CaseFiles, Derivative, Suffixes, find_cases, read_cases, read_cohort, split_cases
-from ...data.pairs import Pairs
-from ...data.segmentation import check_files
-from ...errors import ConfigError, DataError
-from ...task import Cohort, Examples, Metric, SiteData
+from ...core.errors import ConfigError, DataError
 from ..adaptation import AdaptableTask, AdaptedTaskConfig
+from ..data.cases import Case, CaseFiles, Derivative, Suffixes, find_cases, read_cases, read_cohort, split_cases
+from ..data.pairs import Pairs
+from ..data.segmentation import check_files
+from ..task import Cohort, Examples, Metric, SiteData
 from .cases import CaseDataset, Item, describe_cause, read_case, strip_metadata
 from .components import LOWER_IS_BETTER, Component
 from .declaration import KEYS, Declaration, encode_json, find_training_file, read_declaration

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...mask import Mask
-from ...params import Layout
+from ...core.mask import Mask
+from ...core.params import Layout
 from .bits import pack_bits, unpack_bits
 from .encoding import Encoding
 

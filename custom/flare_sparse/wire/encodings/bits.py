@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
-from ...errors import RejectedMessage
+from ...core.errors import RejectedMessage
 
 _PLAIN, _ZSTD = 0, 1
 

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from ...mask import Mask
-from ...params import Layout
+from ...core.mask import Mask
+from ...core.params import Layout
 from .encoding import Encoding, require_length
 
 

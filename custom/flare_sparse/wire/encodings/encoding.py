@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...errors import RejectedMessage
-from ...mask import Mask
-from ...params import Layout
+from ...core.errors import RejectedMessage
+from ...core.mask import Mask
+from ...core.params import Layout
 
 
 class Encoding(ABC):

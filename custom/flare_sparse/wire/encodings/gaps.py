@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...errors import RejectedMessage
-from ...mask import Mask
-from ...params import Layout
+from ...core.errors import RejectedMessage
+from ...core.mask import Mask
+from ...core.params import Layout
 from .encoding import Encoding
 
 _BLOCK = 256

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...mask import Mask
-from ...params import Layout
+from ...core.mask import Mask
+from ...core.params import Layout
 from .encoding import Encoding, require_length
 
 

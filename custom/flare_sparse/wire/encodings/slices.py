@@ -7,9 +7,9 @@ import struct
 import numpy as np
 import torch
 
-from ...errors import RejectedMessage
-from ...mask import Mask
-from ...params import Layout, TensorSpec
+from ...core.errors import RejectedMessage
+from ...core.mask import Mask
+from ...core.params import Layout, TensorSpec
 from .encoding import Encoding
 
 _NONE, _ALL, _ROWS, _COLUMNS = range(4)

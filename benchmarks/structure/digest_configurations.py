@@ -1,0 +1,81 @@
+"""Run every configuration for a few rounds in one process each, and print the sha256 of the model that it ends with.
+
+Two trees compute the same where their digests are equal:
+
+    python benchmarks/structure/digest_configurations.py --data DATA --out before.json   # in the one tree
+    python benchmarks/structure/digest_configurations.py --data DATA --out after.json --against before.json
+
+Runs in a cold and in a warm cache of compiled kernels are alike; text encoders are found in $FLARE_SPARSE_MODELS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def digest_model(folder: Path) -> dict[str, str]:
+    """Return the sha256 of each safetensors file that a run left at the top of its folder, by name."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def locate_data(config: Path, data: Path | None) -> list[str]:
+    """Return the options that point a configuration to its data set, found below ``data`` by the name of its path."""
+    path = yaml.safe_load(config.read_text(encoding="utf-8")).get("simulator", {}).get("data", {}).get("path")
+    if path is None or data is None:
+        return []
+    found = sorted(data.rglob(path), key=lambda place: len(place.parts))
+    return ["--set", f"simulator.data.path={found[0]}"] if found else []
+
+
+def run_configuration(config: Path, options: argparse.Namespace) -> dict[str, str]:
+    """Run a configuration in the environment ``local``; return its digests, or ``{"error": text}``."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "run"
+        start = [sys.executable, "-c", "from flare_sparse.cli import app; app()", "run", str(config), "--env", "local"]
+        line = [*start, "--out", str(out), "--rounds", str(options.rounds), *locate_data(config, options.data)]
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, timeout=options.timeout, check=False)
+        except subprocess.TimeoutExpired:
+            return {"error": f"no end within {options.timeout:g} s"}
+        if done.returncode:
+            return {"error": (done.stderr or done.stdout).strip()[-300:]}
+        return digest_model(out)
+
+
+def main() -> None:
+    """Run the configurations, and compare their digests with those of another tree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", nargs="*", type=Path, help="configurations; all of app_configs/ by default")
+    parser.add_argument("--data", type=Path, help="folder below which the data sets of the configurations lie")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of each run (default 2)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds of one run (default 300)")
+    parser.add_argument("--out", type=Path, help="JSON file of the digests")
+    parser.add_argument("--against", type=Path, help="digests of another tree; the exit code is 1 where any differ")
+    options = parser.parse_args()
+    found: dict[str, dict[str, str]] = {}
+    for config in options.configs or sorted((ROOT / "app_configs").glob("*.yaml")):
+        start = time.monotonic()
+        found[config.stem] = run_configuration(config.resolve(), options)
+        print(f"{config.stem}: {found[config.stem]} ({time.monotonic() - start:.0f} s)", flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if options.against:
+        before = json.loads(options.against.read_text(encoding="utf-8"))
+        different = [name for name in found if name in before and found[name] != before[name]]
+        print(f"{len(found) - len(different)} equal, different: {', '.join(different) or 'none'}")
+        sys.exit(bool(different))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Sparse computation and the structure of networks."""

@@ -1,0 +1,142 @@
+"""Smaller copies of gated networks, without the channels that a site's gates never open."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import ConfigError
+from ...core.mask import Mask
+from ...core.params import Layout
+from .channels import CHANNELWISE, CONVOLUTIONS, cut_channels, iterate_leaf_modules, keep_entries
+
+
+def compact_network(network: nn.Sequential, observed: Mapping[str, Tensor]) -> nn.Sequential:
+    """Return a copy of a gated network without the channels that were closed for all observed examples.
+
+    A layer whose remaining channels were open for all examples loses its gate. Up to rounding, the copy computes the
+    same function on every input that opens none of the removed channels and closes none of a layer without a gate. A
+    channel whose gate group is zero is closed for every input; one that was closed on the observed examples may open
+    on others.
+
+    Args:
+        network: sequential network with gated layers, which are modules with a ``body`` and a ``gate``.
+        observed: gates ``(n, channels)`` in {0, 1} by name of the gated layer, such as from ``observe_gates``.
+
+    Raises:
+        ConfigError: the layer that reads a gated layer's channels is not supported.
+    """
+    small = copy.deepcopy(network)
+    for name, q in observed.items():
+        _cut_gated_layer(small, name, (q != 0).any(0))
+        if bool(((q != 0).any(0) == (q != 0).all(0)).all()):
+            _remove_gate(small, name)
+    return small
+
+
+def remove_channels(network: nn.Sequential, closed: Mapping[str, Tensor]) -> tuple[nn.Sequential, Mask]:
+    """Return a copy of a gated network without closed channels, and the entries of the network's vector that it keeps.
+
+    All gates stay, for the remaining channels. If ``vector`` belongs to the network, ``mask.take(vector)`` belongs to
+    the copy.
+
+    Args:
+        network: sequential network with gated layers, which are modules with a ``body`` and a ``gate``.
+        closed: bool ``(channels,)`` by name of the gated layer: channels that are closed for every input.
+
+    Raises:
+        ConfigError: all channels of a layer are closed, or the layer that reads its channels is not supported.
+    """
+    # The mask comes from cutting a second copy whose weights are their own positions in the vector. Those need
+    # float64: float32 holds integers exactly only up to 2**24.
+    layout, numbered = Layout.from_module(network), copy.deepcopy(network).double()
+    positions = layout.unflatten(torch.arange(layout.size, dtype=torch.float64))
+    numbered.load_state_dict({**numbered.state_dict(), **positions})
+    small = copy.deepcopy(network)
+    for name, channels in closed.items():
+        if bool(channels.any()):
+            _cut_gated_layer(numbered, name, ~channels)
+            _cut_gated_layer(small, name, ~channels)
+    tensors = {**dict(numbered.named_parameters()), **dict(numbered.named_buffers())}
+    remaining = Layout.from_module(small).flatten(tensors)
+    bits = torch.zeros(layout.size, dtype=torch.bool)
+    bits[remaining.long()] = True
+    return small, Mask(bits)
+
+
+def is_gated(part: Any) -> bool:
+    """Return whether a module is a block with a channel gate, as ``models/gates.py`` builds them."""
+    return isinstance(part, nn.Module) and {"body", "gate"} <= {name for name, _ in part.named_children()}
+
+
+def _cut_gated_layer(network: nn.Sequential, name: str, channels: Tensor) -> None:
+    """Keep only ``channels`` (bool) of a gated layer and of the layer that reads it, in place."""
+    layer: Any = dict(network.named_modules()).get(name)
+    if not is_gated(layer):
+        raise ConfigError(f"{name!r} is not a gated layer; gated layers: {_list_gated_layers(network)}")
+    live = channels.nonzero().squeeze(1)
+    if not len(live):
+        raise ConfigError(f"{name!r}: every channel is closed, so no channel of the layer would remain")
+    layer.body = cut_channels(layer.body, live)
+    _cut_reader(network, layer, live, len(channels))
+    layer.gate.open = _keep_output_rows(layer.gate.open, live)
+
+
+def _remove_gate(network: nn.Sequential, name: str) -> None:
+    """Replace a gated layer by its body, in place."""
+    parts = dict(network.named_modules())
+    prefix, _, last = name.rpartition(".")
+    layer = parts[name]
+    assert is_gated(layer)
+    setattr(parts[prefix], last, layer.body)
+
+
+def _list_gated_layers(network: nn.Module) -> str:
+    return ", ".join(name for name, part in network.named_modules() if is_gated(part)) or "none"
+
+
+def _cut_reader(network: nn.Sequential, layer: nn.Module, live: Tensor, channels: int) -> None:
+    """Remove the cut channels from the inputs of the next convolution or linear layer, and of its gate."""
+    order: list[Any] = _list_parts(network)
+    for part in order[order.index(layer) + 1 :]:
+        inner = next(iterate_leaf_modules(part.body)) if is_gated(part) else part
+        if isinstance(inner, CONVOLUTIONS) and inner.in_channels == channels and inner.groups == 1:
+            inner.weight = nn.Parameter(inner.weight.detach()[:, live])
+            inner.in_channels = len(live)
+            if is_gated(part):
+                part.gate.hidden = _cut_input_columns(part.gate.hidden, live, channels)
+            return
+        if isinstance(inner, nn.Linear) and inner.in_features % channels == 0:
+            _keep_input_columns(inner, live, channels)
+            return
+        if not isinstance(inner, (*CHANNELWISE, nn.Flatten)):
+            break
+    raise ConfigError("the channels of a gated layer must be read by the next convolution (groups=1) or linear layer")
+
+
+def _list_parts(network: nn.Module) -> list[nn.Module]:
+    return [leaf for part in network.children() for leaf in iterate_leaf_modules(part)]
+
+
+def _keep_input_columns(linear: nn.Linear, live: Tensor, channels: int) -> None:
+    """Keep only the input columns of the channels ``live``, in place."""
+    # In a flattened feature map each channel is a run of in_features / channels columns.
+    weight = linear.weight.detach().unflatten(1, (channels, -1))[:, live].flatten(1)
+    linear.weight, linear.in_features = nn.Parameter(weight.contiguous()), weight.shape[1]
+
+
+def _cut_input_columns(linear: nn.Linear, live: Tensor, channels: int) -> nn.Linear:
+    cut = copy.deepcopy(linear)
+    _keep_input_columns(cut, live, channels)
+    return cut
+
+
+def _keep_output_rows(linear: nn.Linear, live: Tensor) -> nn.Linear:
+    cut = copy.deepcopy(linear)
+    keep_entries(cut, live, "weight", "bias")
+    cut.out_features = len(live)
+    return cut

@@ -1,0 +1,301 @@
+"""Build a job's parts from its settings: task, model, method and run id.
+
+Server and sites call the same functions, so that both endpoints of a run agree without exchanging these parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ValidationError
+from torch import Tensor, nn
+
+from ..compute.structure.scaling import build_statistics_mask, find_site_tensors
+from ..core.checkpoint.store import Store
+from ..core.errors import ConfigError
+from ..core.params import Layout
+from ..core.seeds import seed_torch
+from ..methods.method import Method
+from ..privacy.dp.account import PrivacyAccount
+from ..privacy.dp.accounting import SamplingPlan
+from ..privacy.dp.config import PrivacyConfig
+from ..privacy.dp.mechanism import SiteMechanism
+from ..privacy.dp.metrics import MetricRelease
+from ..rounds.federation import RoundRules
+from ..tasks.task import SiteData, Task, load_examples
+from ..training import Site
+from ..training.compute import can_use_kernels
+from ..training.personal import select_personal
+from ..training.private import check_private_network
+from ..training.script_exchange import ScriptRunner
+from ..training.script_site import ScriptSite, WeighBy
+from ..wire.values import is_quantized
+from .loading import build_method, serialize_job
+from .schema import JobConfig, build_task
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Parts of one job, equal at both endpoints because they are built from the same settings.
+
+    Attributes:
+        task: the learning problem.
+        method: the federated method.
+        layout: layout of the tensors that are exchanged.
+        weights: ``(P,)`` their initial values.
+        run_id: name of the run.
+        network: layout of the task's whole model: with the tensors that stay at the sites.
+        personal: initial values of these tensors by name; empty: all tensors are exchanged.
+        privacy: differential privacy of the sites' training; None: the job does not ask for it.
+        job: name of the job.
+    """
+
+    task: Task
+    method: Method[Any, Any]
+    layout: Layout
+    weights: Tensor
+    run_id: str
+    network: Layout
+    personal: dict[str, Tensor]
+    privacy: PrivacyConfig | None = None
+    job: str = ""
+
+    def complete(self, weights: Tensor) -> Tensor:
+        """Return the vector of the whole model: ``weights`` ``(P,)`` and the initial values of what sites keep."""
+        if not self.personal:
+            return weights
+        return self.network.flatten({**self.layout.unflatten(weights), **self.personal})
+
+    def build_network(self, weights: Tensor) -> nn.Module:
+        """Return the task's network with the weights of its whole model, ``(network.size,)``, in evaluation mode."""
+        model = self.task.model()
+        model.load_state_dict(self.network.unflatten(weights), strict=False)
+        return model.eval()
+
+
+def assemble(job: JobConfig, user_task: Task | None = None, max_entries: int | None = None) -> Assembly:
+    """Build the parts of a job.
+
+    Args:
+        job: validated settings.
+        user_task: a user task, already built; None to build the registered task that the job names.
+        max_entries: largest number of entries of the model; None: no limit.
+
+    Raises:
+        ConfigError: the model cannot be built from the settings, or is too large.
+    """
+    task = user_task or build_task(job)
+    if max_entries is not None:
+        _check_size(count_model_entries(task), max_entries)
+    network, initial = build_initial_model(task, job.seed)
+    if job.privacy is not None:
+        check_private_network(network.skeleton or task.model())
+    _check_size(network.size, max_entries)
+    tensors = network.unflatten(initial)
+    personal = {name: tensors.pop(name).clone() for name in select_personal(network, job.method.config.personal)}
+    layout = network.drop(personal)
+    _check_statistics(job, layout)
+    _check_site_tensors(layout)
+    weights = layout.flatten(tensors) if personal else initial
+    run_id = compute_run_id(serialize_job(job), layout)
+    method = build_method(job, layout)
+    return Assembly(task, method, layout, weights, run_id, network, personal, job.privacy, job.name)
+
+
+def build_rules(job: JobConfig) -> RoundRules:
+    """Build the rules by which the rounds of a job are committed."""
+    settings = job.federation
+    return RoundRules(
+        min_sites=settings.min_sites,
+        min_weight=settings.min_weight,
+        retries=settings.retries,
+        round_s=settings.round_s,
+        max_share=settings.max_share,
+        clip_norm=settings.clip_norm,
+        max_norm_ratio=settings.max_norm_ratio,
+        examples_tolerance=settings.examples_tolerance,
+        quarantine_after=settings.quarantine_after,
+        examples=settings.examples,
+        patience=settings.early_stopping.patience if settings.early_stopping else None,
+    )
+
+
+def open_checkpoints(job: JobConfig, assembly: Assembly, root: Path, end: str) -> Store:
+    """Open the checkpoint store of one endpoint of a job.
+
+    The folder is named after the run id, so that another job finds no checkpoints there and starts from round 1.
+
+    Args:
+        job: settings of the job.
+        assembly: its parts.
+        root: folder that holds the checkpoints of all jobs.
+        end: ``"server"`` or the name of a site.
+    """
+    owner = {"run": assembly.run_id, "layout": assembly.layout.fingerprint, "end": end, "job": serialize_job(job)}
+    return Store(root / f"{job.name}-{assembly.run_id}" / end, owner)
+
+
+def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None = None) -> Site:
+    """Load a site's data and build the site.
+
+    Args:
+        assembly: parts of the job.
+        data: location of the site's data.
+        account: the site's secret and privacy ledger; None: new ones in memory.
+
+    Raises:
+        ConfigError: the site file sets a setting that the method does not let sites choose, or an invalid value.
+        DataError: the data is missing or invalid; the message names files and stays at the site.
+        TaskFailed: the task's ``load`` raised an exception of its own.
+    """
+    method = assembly.method
+    # Settings are checked before the data is loaded: loading may take minutes.
+    site_settings = validate_site_settings(method, data)
+    examples = load_examples(assembly.task, data, method.seed)
+    for warning in examples.warnings:
+        _LOG.warning("site %s: %s", data.site, warning)
+    device = str(method.config.training.torch_device)
+    # What describes the site's own examples; all other tensors start with the values that the seed gives every site.
+    described = assembly.task.describe_site(examples.train) if examples.n_train else {}
+    personal = {name: described.get(name, values) for name, values in assembly.personal.items()}
+    site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device, personal=personal)
+    site.site_settings = site_settings
+    if assembly.privacy is None:
+        return site
+    site.sends_metrics, account = assembly.privacy.metrics != "none", account or PrivacyAccount()
+    if assembly.privacy.metrics == "noised":
+        # A request carries the model of the round before it: those that are evaluated, and the result.
+        releases = sum(map(method.config.is_evaluated, range(method.config.rounds))) + 1
+        site.metric_release = MetricRelease(assembly.privacy, releases, account, assembly.run_id, assembly.job)
+    if site.can_train:
+        plan = plan_sampling(method, len(site.subjects))
+        site.mechanism = SiteMechanism(assembly.privacy, plan, account, assembly.run_id, assembly.job)
+    return site
+
+
+def check_kernels(method: Method[Any, Any]) -> None:
+    """Check before a site trains that this machine has the sparse kernels, and compile them, if the job demands them.
+
+    Raises:
+        ConfigError: ``training.compute`` is ``sparse``, and numba is missing or the site computes on a GPU.
+    """
+    training = method.config.training
+    if can_use_kernels(training.compute, training.torch_device) and training.compute == "sparse":
+        # numba is an optional dependency, which takes a second to import.
+        from ..compute.kernels.preparation import prepare_loops
+
+        prepare_loops()
+
+
+def plan_sampling(method: Method[Any, Any], subjects: int) -> SamplingPlan:
+    """Return the sampling of a method's trainings at a site with this number of subjects."""
+    config = method.config.training
+    plan = SamplingPlan.build(subjects, config.batch_size, config.epochs, method.config.rounds, config.accumulate)
+    return replace(plan, score_steps=method.config.count_score_lots(plan.steps // config.epochs))
+
+
+def open_script_site(assembly: Assembly, data: SiteData, runner: ScriptRunner, weigh_by: WeighBy) -> ScriptSite:
+    """Build a site that trains with a script; the script loads the site's data.
+
+    Raises:
+        ConfigError: as :func:`open_site`.
+    """
+    method = assembly.method
+    site_settings = validate_site_settings(method, data)
+    site = ScriptSite(data.site, assembly.task, assembly.layout, method.seed, runner, method.config.rounds, weigh_by)
+    site.site_settings = site_settings
+    return site
+
+
+def validate_site_settings(method: Method[Any, Any], data: SiteData) -> BaseModel | None:
+    """Return the method's settings from the site file; None if there are none."""
+    settings = data.methods.get(method.name)
+    if not settings:
+        return None
+    if method.SiteConfig is None:
+        raise ConfigError(
+            f"site {data.site}: methods.{method.name}: this method has no settings that a site may choose"
+        )
+    try:
+        return method.SiteConfig.model_validate(settings)
+    except ValidationError as error:
+        problems = [f"methods.{method.name}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        allowed = ", ".join(method.SiteConfig.model_fields)
+        raise ConfigError(f"site {data.site}: {'; '.join(problems)}. A site may set: {allowed}") from error
+
+
+def build_initial_model(task: Task, seed: int) -> tuple[Layout, Tensor]:
+    """Return the layout of the task's model and its initial vector ``(P,)``, drawn from the run's seed."""
+    with seed_torch(seed):
+        module = task.model()
+    layout = Layout.from_module(module)
+    return layout, layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
+
+
+def count_model_entries(task: Task) -> int:
+    """Return the number of parameters of a task's model without allocating them; 0 if that is impossible."""
+    try:
+        with seed_torch(0), torch.device("meta"):
+            return sum(parameter.numel() for parameter in task.model().parameters())
+    # A model may read its own values while it is built, which tensors without memory do not have.
+    except Exception:  # noqa: BLE001
+        return 0
+
+
+def _check_size(entries: int, max_entries: int | None) -> None:
+    """Raises:
+    ConfigError: the model has more entries than the policy allows.
+    """
+    if max_entries is not None and entries > max_entries:
+        raise ConfigError(
+            f"the job's model has {entries} entries; the policy here allows max_model_entries {max_entries}"
+        )
+
+
+def _check_statistics(job: JobConfig, layout: Layout) -> None:
+    """Raises:
+    ConfigError: the network has an input scaler, and the job's messages do not carry its statistics as they are.
+    """
+    # Formats of few bits round no buffers, and the statistics are one.
+    is_exact = job.wire.values in ("float32", "float32_zstd") or is_quantized(job.wire.values)
+    is_plain = not job.encrypted and job.sum_rules is None and is_exact and job.privacy is None
+    if not is_plain and build_statistics_mask(layout).count:
+        setting, remedy = f"wire.values: {job.wire.values}", "choose float32, float32_zstd, int8, int4 or int2"
+        for other, is_set in (
+            ("wire.encryption: ckks", job.encrypted),
+            (f"wire.aggregation: {job.wire.aggregation}", job.sum_rules is not None),
+            ("privacy", job.privacy is not None),
+        ):
+            if is_set:
+                setting, remedy = other, "remove the setting, or set task.model.standardize: false of voxel_mlp"
+        raise ConfigError(
+            f"{setting}: the statistics by which the network standardises its inputs travel in the clear as float32, "
+            f"without noise; {remedy}, or choose another task.scaling or task.model"
+        )
+
+
+def _check_site_tensors(layout: Layout) -> None:
+    """Raises:
+    ConfigError: what describes the sites' own data would be exchanged.
+    """
+    exchanged = {spec.name for spec in layout.tensors} & set(find_site_tensors(layout))
+    if exchanged:
+        raise ConfigError(
+            f"task: {min(exchanged)} describes the data of one site and must stay there; set method.personal: site, or "
+            "name it among the patterns"
+        )
+
+
+def compute_run_id(config: Mapping[str, Any], layout: Layout) -> str:
+    """Return the run id, 16 hex digits: equal for equal settings and layouts."""
+    text = json.dumps([config, layout.fingerprint], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,123 @@
+"""Check a job against a site's policy before the job comes, on the messages of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+from ...core.exchange import STATISTICS
+from ...core.params import Layout
+from ...privacy.dp.accounting import Charge
+from ...privacy.dp.forecast import Forecast, explain_shortage
+from ...rounds.local.dry_run import DrySite, dry_run
+from ...training import SampleUsage
+from ...wire.ledger import LedgerLine
+from ..assemble import Assembly, plan_sampling
+from ..schema import JobConfig
+from .policy import Policy
+
+
+def find_policy_conflicts(
+    policy: Policy,
+    job: JobConfig,
+    assembly: Assembly,
+    examples: Mapping[str, int],
+    subjects: Mapping[str, int] | None = None,
+    earlier: Sequence[Charge] = (),
+) -> list[str]:
+    """Return the reasons why a policy would refuse the updates of a job; empty when it would accept them.
+
+    Args:
+        policy: policy of a site.
+        job: settings of the job.
+        assembly: the parts of that job.
+        examples: number of training examples by site, as far as known. The minima of examples are not checked for
+            sites without training examples, which only evaluate models.
+        subjects: number of training subjects by site; None: every example is a subject of its own.
+        earlier: what earlier jobs have charged the site's subjects.
+
+    Raises:
+        RoundFailed: the method needs more sites than are given.
+    """
+    method, layout = assembly.method, assembly.layout
+    dry_sites = {name: DrySite(name, layout, examples=count) for name, count in examples.items() if count}
+    sites = dry_sites or {"site-1": DrySite("site-1", layout)}
+    _, ledger = dry_run(method, assembly.weights, sites, job.wire.values, encrypted=job.encrypted)
+    usages = {name: site.usages for name, site in dry_sites.items()}
+    conflicts = list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))
+    has_values = any(line.direction == "up" and line.content != "metrics" for line in ledger.lines)
+    if policy.masked and not job.is_masked and has_values:
+        conflicts.append("masked: no values of a single site may be readable; set wire.aggregation: masked")
+    recording = policy.check_recording(records_updates=job.audit.record_updates)
+    return [*recording, *conflicts, *find_budget_conflicts(policy, assembly, subjects or examples, earlier)]
+
+
+def find_budget_conflicts(
+    policy: Policy, assembly: Assembly, subjects: Mapping[str, int], earlier: Sequence[Charge] = ()
+) -> Iterator[str]:
+    """Yield why a policy's privacy budget does not cover a job; nothing if it does.
+
+    Args:
+        policy: policy of a site.
+        assembly: the parts of the job.
+        subjects: number of training subjects by site, as far as known.
+        earlier: what earlier jobs have charged the site's subjects.
+    """
+    limit = policy.privacy_budget
+    if limit is None:
+        return
+    if assembly.privacy is None:
+        yield "epsilon: the job has no privacy section; add one, such as privacy: {epsilon: 3}"
+        return
+    for site, count in sorted(subjects.items()):
+        if count:
+            plan = plan_sampling(assembly.method, count)
+            if shortage := explain_shortage(Forecast.compute(assembly.privacy, plan, limit, earlier), limit):
+                yield f"{shortage} ({site})"
+
+
+def iterate_conflicts(
+    policy: Policy,
+    method: str,
+    messages: Iterable[LedgerLine],
+    usages: Mapping[str, Sequence[SampleUsage]],
+    layout: Layout,
+) -> Iterator[str]:
+    """Yield the conflicts between a policy and a job that can be found before the job runs.
+
+    Terms on the trained values (``max_norm``) and the tensors of a partial update are not known by then.
+
+    Args:
+        policy: policy of a site.
+        method: name of the job's method.
+        messages: ledger of a dry run.
+        usages: by site, the examples and minibatches of each update; only of sites whose data is known.
+        layout: layout of the model.
+    """
+    uploads = [line for line in messages if line.direction == "up"]
+    if policy.methods is not None and method not in policy.methods:
+        yield f"methods: {method} may not run at this site; allowed: {', '.join(policy.methods)}"
+    for content in sorted({line.content for line in uploads} - set(policy.contents)):
+        yield f"contents: {method} sends {content}, which may not leave; choose other settings or another method"
+    with_values = [line for line in uploads if line.content != "metrics"]
+    largest = max((line.payload_bytes for line in uploads), default=0)
+    if policy.max_upload_bytes and largest > policy.max_upload_bytes:
+        yield f"max_upload_bytes: a message has {largest} bytes, the limit is {policy.max_upload_bytes}; raise sparsity"
+    share = max((line.scalars_sent / line.scalars_total for line in with_values), default=0.0)
+    if share > policy.max_upload_share:
+        yield f"max_upload_share: {share:.1%} of the model's entries, the limit is {policy.max_upload_share:.1%}"
+    trained = [line for line in with_values if line.content in ("weights", "delta")]
+    if policy.encrypted and any(line.values != "ckks" for line in trained):
+        yield "encrypted: weights and deltas must be encrypted; set wire.encryption: ckks"
+    if (policy.encrypted or policy.noise) and any(line.content == STATISTICS for line in uploads):
+        yield "statistics of inputs leave without encryption and noise, which the policy asks for; choose task.scaling"
+    withheld = [spec.name for spec in layout.tensors if not policy.allows_tensor(spec)]
+    if withheld and any(line.scalars_sent == line.scalars_total for line in with_values):
+        yield f"tensors: {withheld[0]} may not leave, and a message has all tensors of the model"
+    for site, site_usages in sorted(usages.items()):
+        contents = [line.content for line in uploads if line.site == site]
+        shortfalls = (
+            policy.find_shortfalls(content, usage) for content, usage in zip(contents, site_usages, strict=True)
+        )
+        for reason in dict.fromkeys(chain.from_iterable(shortfalls)):
+            yield f"{reason} ({site}); add data, or let the method read more of it (scores: saliency_batches)"

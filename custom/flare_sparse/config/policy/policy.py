@@ -1,0 +1,352 @@
+"""A site's policy: the terms under which values may leave the site, read from a file of the site's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from ...compute.structure.scaling import select_statistics
+from ...core.errors import ConfigError, PolicyRefusal, suggest
+from ...core.exchange import EVALUATE, STATISTICS, Content, Patch
+from ...core.mask import Mask
+from ...core.params import Layout, TensorSpec
+from ...privacy.dp.account import Budget
+from ...tasks.task import COUNTS, EPSILON, get_count_name
+from ...training import SampleUsage
+from ..yaml_files import parse_yaml, read_settings
+
+POLICY_FILE = "flare_sparse_policy.yaml"
+"""Name of the policy's file in the ``local`` folder of the site's startup kit."""
+PRESETS = {file.stem: file for file in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
+"""Policies that come with the package, by name: open, careful, strict."""
+
+
+class Policy(BaseModel):
+    """What may leave a site. The default policy allows everything that the package sends."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    methods: tuple[str, ...] | None = Field(None, description="methods that may run here; default: all")
+    contents: tuple[Content, ...] = Field(
+        ("weights", "delta", "scores", "metrics", "statistics"),
+        description="contents that an update may have; without 'scores' no saliency leaves; 'metrics': metrics alone; "
+        "'statistics': count, mean and standard deviation of each input",
+    )
+    min_examples: int = Field(
+        0, ge=0, description="minimum number of distinct training examples from which an update was computed"
+    )
+    min_score_examples: int = Field(0, ge=0, description="the same minimum for scores, such as 64")
+    min_score_batches: int = Field(0, ge=0, description="minimum number of minibatches for scores, such as 4")
+    min_test_examples: int = Field(0, ge=0, description="metrics of fewer test or validation examples stay at the site")
+    metrics: Literal["exact", "rounded", "none"] = Field(
+        "exact", description="rounded: to two decimals, or three digits of a number above 1; none: no metrics leave"
+    )
+    max_evaluations: int | None = Field(
+        None, ge=1, description="number of models of a run whose metrics leave; those after the last round do not count"
+    )
+    max_daily_evaluations: int | None = Field(
+        None, ge=1, description="number of models of all runs whose metrics leave within 24 hours"
+    )
+    max_starts: int | None = Field(
+        None, ge=1, description="how often the server may start a job again and repeat its requests"
+    )
+    min_entries: int = Field(
+        0, ge=0, description="fewest entries that a request may ask to train or to score; for scores, of every tensor"
+    )
+    max_model_entries: int = Field(
+        2**28, ge=1, description="largest number of entries of a job's model; a site needs about 22 bytes for each"
+    )
+    max_model_change: float | None = Field(
+        None,
+        gt=0,
+        description="largest distance of a model from the last one, as a multiple of the norm of the site's own delta",
+    )
+    verify_initial_model: bool = Field(
+        False, description="answer requests for the job's initial model only if it is the one that its seed defines"
+    )
+    record_updates: bool = Field(
+        True, description="whether a job may run whose server keeps every update for an audit (audit.record_updates)"
+    )
+    withhold_isolated: bool = Field(
+        False, description="leave out the changes of units of linear layers that reveal the input of a single example"
+    )
+    score_bits: int | None = Field(None, ge=1, le=8, description="quantize scores to this many bits, per tensor")
+    channel_scores: bool = Field(False, description="replace each score by the mean of its output channel")
+    max_upload_bytes: int | None = Field(None, ge=128, description="size limit of a message in bytes")
+    max_upload_share: float = Field(1.0, gt=0, le=1, description="largest share of the model's entries in a message")
+    tensors: tuple[str, ...] = Field(("*",), description="names of tensors that may leave; * and ? are wildcards")
+    clip_norm: float | None = Field(None, gt=0, description="clip longer deltas to this L2 norm before they leave")
+    max_norm: float | None = Field(None, gt=0, description="refuse deltas with a larger L2 norm")
+    noise: float = Field(
+        0.0, ge=0, description="standard deviation of Gaussian noise on weights and deltas, as a share of clip_norm"
+    )
+    encrypted: bool = Field(False, description="refuse weights and deltas that are not encrypted")
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="privacy budget of a subject over all jobs; only jobs with privacy may train then",
+    )
+    delta: float = Field(1e-5, gt=0, lt=1, description="probability that epsilon does not bound")
+    masked: bool = Field(
+        False,
+        description="refuse weights, deltas and scores that are not masked (wire.aggregation), so that the "
+        "server reads their sum only",
+    )
+    min_sum_sites: int = Field(
+        3, ge=3, description="fewest sites of a masked sum, and fewest by which two sums of one request differ"
+    )
+    foreign_jobs: bool = Field(False, description="let results of other packages' jobs leave without any check")
+
+    @model_validator(mode="after")
+    def _require_clip_norm_for_noise(self) -> Policy:
+        if self.noise and self.clip_norm is None:
+            raise ValueError("noise is a share of clip_norm; give clip_norm, too")
+        return self
+
+    @property
+    def privacy_budget(self) -> Budget | None:
+        """Limit on the privacy loss of a subject over all jobs; None: each job's own budget is the only one."""
+        return None if self.epsilon is None else Budget(self.epsilon, self.delta)
+
+    @property
+    def upload_caps(self) -> dict[str, int | float]:
+        """Limits on uploads that the site tells the server, so that no update is requested that may not leave."""
+        caps = {"max_upload_bytes": self.max_upload_bytes, "max_upload_share": self.max_upload_share}
+        return {name: cap for name, cap in caps.items() if cap not in (None, 1.0)}
+
+    def find_refusals(
+        self, content: Content, usage: SampleUsage, mask: Mask, values: Tensor, layout: Layout, size: int | None = None
+    ) -> Iterator[str]:
+        """Yield the reasons why an update may not leave; none when it may.
+
+        Args:
+            content: content of the update.
+            usage: training examples and minibatches from which it was computed.
+            mask: entries that are sent.
+            values: ``(mask.count,)`` values of these entries; for weights, less the weights that the site received.
+            layout: layout of the model.
+            size: bytes of the encoded message, if known.
+        """
+        if content not in self.contents:
+            yield f"contents: {content} may not leave this site"
+        if size is not None and self.max_upload_bytes is not None and size > self.max_upload_bytes:
+            yield f"max_upload_bytes: the message has {size} bytes, the limit is {self.max_upload_bytes}"
+        if content == "metrics":
+            return
+        yield from self.find_shortfalls(content, usage)
+        if mask.count > self.max_upload_share * layout.size:
+            share = mask.count / layout.size
+            yield f"max_upload_share: {share:.1%} of the model's entries, the limit is {self.max_upload_share:.1%}"
+        if not mask <= Mask.from_tensors(layout, self.allows_tensor):
+            yield f"tensors: the update has entries of a tensor that does not match {', '.join(self.tensors)}"
+        if not bool(torch.isfinite(values).all()):
+            yield "finite: a value is NaN or infinite"
+        elif content == STATISTICS:
+            yield from self._check_statistics(values, mask, layout)
+        elif self.max_norm is not None and content != "scores" and compute_norm(values) > self.max_norm:
+            yield f"max_norm: the delta has an L2 norm of {compute_norm(values):.3g}, the limit is {self.max_norm}"
+
+    def _check_statistics(self, values: Tensor, mask: Mask, layout: Layout) -> Iterator[str]:
+        """Yield the reasons why statistics of inputs may not leave."""
+        if self.encrypted:
+            yield "encrypted: statistics of inputs are sent in the clear"
+        if self.noise:
+            yield "noise: statistics of inputs would leave without noise"
+        # The mean of a column with one value present is that value, however many subjects the site has.
+        for _, statistics in select_statistics(mask.put(values, torch.zeros(mask.size)), layout):
+            count = statistics[0][statistics[0] > 0]
+            if len(count) and int(count.min()) < self.min_examples:
+                yield f"min_examples: an input has {int(count.min())} values, the minimum is {self.min_examples}"
+
+    def find_shortfalls(self, content: str, usage: SampleUsage) -> Iterator[str]:
+        """Yield each minimum of examples or minibatches that an update falls short of; none for metrics."""
+        if content == "metrics":
+            return
+        minima = [("min_examples", "examples", usage.examples, self.min_examples)]
+        if content == "scores":
+            minima.append(("min_score_examples", "examples", usage.examples, self.min_score_examples))
+            minima.append(("min_score_batches", "minibatches", usage.batches, self.min_score_batches))
+        for term, unit, count, minimum in minima:
+            if count < minimum:
+                yield f"{term}: {content} were computed from {count} {unit}, the minimum is {minimum}"
+
+    def check_recording(self, *, records_updates: bool) -> Iterator[str]:
+        """Yield the reason why a job may not run here whose server keeps every update; none if it may."""
+        if records_updates and not self.record_updates:
+            yield "record_updates: the server of this job keeps every update; set audit.record_updates to false"
+
+    def check_request(self, kind: str, entries: int) -> Iterator[str]:
+        """Yield the reason why a request asks for too few entries; none if it may be answered.
+
+        Args:
+            kind: kind of the request.
+            entries: number of entries that it asks to train or to score.
+        """
+        # A score or a delta of few entries escapes quantization and averaging, which act on many values at once.
+        # Statistics of inputs depend on no model and are as many as there are inputs.
+        if kind not in (EVALUATE, STATISTICS) and entries < self.min_entries:
+            yield f"min_entries: the request asks for {entries} entries, the minimum is {self.min_entries}"
+
+    def check_score_request(self, trainable: Mask, scored: Mask, layout: Layout) -> Iterator[str]:
+        """Yield each tensor or channel of which a request asks for the scores of too few entries.
+
+        Scores are quantized per tensor and averaged per channel, so few entries of one tensor or channel would leave
+        unchanged, however many entries of other tensors go with them. A group that is asked for as a whole passes.
+
+        Args:
+            trainable: entries that the request asks for.
+            scored: entries that have a score; where the method chooses them itself, no group is too small.
+            layout: layout of the model.
+        """
+        if not scored <= trainable:
+            return
+        for name, bits in layout.unflatten(trainable.bits).items():
+            by_channel = self.channel_scores and bits.dim() > 1
+            groups = bits.flatten(1) if by_channel else bits.reshape(1, -1)
+            counts, minimum = groups.sum(1), min(self.min_entries, groups.shape[1])
+            if bool(((counts > 0) & (counts < minimum)).any()):
+                group = f"a channel of {name}" if by_channel else name
+                asked = f"scores of {int(counts[counts > 0].min())} entries of {group}"
+                yield f"min_entries: the request asks for {asked}, the minimum is {minimum}"
+
+    def sanitize_metrics(self, metrics: Mapping[str, float], examples: Mapping[str, int]) -> dict[str, float]:
+        """Return the metrics that may leave, each computed from enough examples.
+
+        Args:
+            metrics: the site's metrics.
+            examples: numbers of test and of validation examples, by the name of the metric that reports them.
+
+        Rounding to hundredths is absolute below 1: relative to the value, it would show a single example among many
+        whose error a hostile model keeps near zero.
+        """
+        # It follows from the job's settings and the number of subjects, and the record needs it whole.
+        spent = {name: value for name, value in metrics.items() if name == EPSILON}
+        if self.metrics == "none":
+            return spent
+        # Validation examples are a part of their own: enough test examples do not hide a single one of these.
+        enough = {
+            name: value
+            for name, value in metrics.items()
+            if name != EPSILON and examples.get(get_count_name(name), 0) >= self.min_test_examples
+        }
+        if self.metrics == "rounded":
+            enough = {name: value if name in COUNTS else _round_metric(value) for name, value in enough.items()}
+        return enough | spent
+
+    def allows_tensor(self, spec: TensorSpec) -> bool:
+        """Whether the tensor's name matches one of ``tensors``."""
+        return any(fnmatchcase(spec.name, pattern) for pattern in self.tensors)
+
+    def sanitize_values(
+        self, content: Content, patch: Patch, layout: Layout, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Return the values ``(count,)`` that may leave in place of a patch's: coarse scores, clipped and noisy deltas.
+
+        Where no term applies, the very object ``patch.values`` is returned.
+
+        Args:
+            content: content of the update.
+            patch: its values; for weights, less the weights that the site received.
+            layout: layout of the model.
+            generator: source of the noise; None: one seeded by the operating system.
+        """
+        values = patch.values
+        if content == STATISTICS:
+            return values
+        if content == "scores":
+            coarse = self.channel_scores or self.score_bits is not None
+            return patch.mask.take(self._coarsen_scores(patch.to_vector(), patch.mask, layout)) if coarse else values
+        if self.clip_norm is not None and (norm := compute_norm(values)) > self.clip_norm:
+            values = values * (self.clip_norm / norm)
+        if self.noise and self.clip_norm is not None:
+            noise = torch.randn(values.shape, generator=generator or _build_secret_generator())
+            values = values + self.noise * self.clip_norm * noise
+        return values
+
+    def _coarsen_scores(self, scores: Tensor, mask: Mask, layout: Layout) -> Tensor:
+        """Average scores over output channels and quantize them per tensor, in place."""
+        for name, tensor in layout.unflatten(scores).items():
+            sent = layout.unflatten(mask.bits)[name]
+            if self.channel_scores and tensor.dim() > 1:
+                # Mean over the entries that are sent only: the others are zero in the vector.
+                sums, counts = (tensor * sent).flatten(1).sum(1), sent.flatten(1).sum(1).clamp_min(1)
+                tensor.copy_((sums / counts).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor))
+            if self.score_bits is not None and float(largest := tensor.abs().max()) > 0:
+                levels = 2**self.score_bits - 1
+                tensor.copy_((tensor / largest * levels).round() / levels * largest)
+        return scores
+
+
+def _round_metric(value: float) -> float:
+    if not math.isfinite(value):
+        return value
+    return round(value, 2 - max(0, math.floor(math.log10(max(abs(value), 1.0)))))
+
+
+def compute_norm(values: Tensor) -> float:
+    """Return the L2 norm, summed in double precision."""
+    return float(values.double().square().sum().sqrt())
+
+
+def _build_secret_generator() -> torch.Generator:
+    # The run's seed is known to the server, which could subtract noise derived from it.
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def find_policy_file(name_or_file: Path) -> Path:
+    """Return the file of a policy: the user's own file, or a preset by its name, such as ``careful``.
+
+    Raises:
+        ConfigError: there is neither such a file nor such a preset.
+    """
+    if name_or_file.is_file():
+        return name_or_file
+    if file := PRESETS.get(str(name_or_file)):
+        return file
+    raise ConfigError(f"{name_or_file}: there is no such file and no such preset; the presets are {', '.join(PRESETS)}")
+
+
+def read_policy(file: Path) -> Policy:
+    """Read a policy; without a file, return the default policy, which allows everything.
+
+    Raises:
+        ConfigError: the file cannot be read, or a term is unknown or out of range.
+    """
+    if not file.is_file():
+        return Policy()
+    try:
+        content: Any = parse_yaml(read_settings(file)) or {}
+        return Policy.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{file}: " + "; ".join(_describe_problem(part["loc"], part["msg"]) for part in error.errors())
+        ) from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read as a policy: {error}") from error
+
+
+def _describe_problem(location: tuple[int | str, ...], message: str) -> str:
+    name = ".".join(str(part) for part in location)
+    terms = Policy.model_fields
+    if not name or name.split(".")[0] in terms:
+        return f"{name or 'content'}: {message}."
+    return f"{name}: {message}.{suggest(name, terms)} The terms of a policy are {', '.join(terms)}"
+
+
+def raise_refusals(refusals: Iterable[str]) -> None:
+    """Raises:
+    PolicyRefusal: there is at least one reason.
+    """
+    if listed := "; ".join(refusals):
+        raise PolicyRefusal(f"this site's policy: {listed}")

@@ -1,0 +1,50 @@
+"""The methods, one module each, close to its paper; a new method adds its line to ``METHODS``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .dispfl import DisPFL
+from .dssgd import DSSGD
+from .fawp import FAwP
+from .fedavg import FedAvg
+from .fedavg_ft import FedAvgFT
+from .fedavg_one_step import FedAvgOneStep
+from .fedsparsify import FedSparsify
+from .ffa_lora import FFALoRA
+from .flexlora import FlexLoRA
+from .hetlora import HetLoRA
+from .local_only import LocalOnly
+from .lora_a2 import LoRAA2
+from .metagater import MetaGater
+from .metasnip import MetaSNIP
+from .method import Method, MethodConfig
+from .neurosfl import NeuroSFL
+from .per_fedavg import PerFedAvg
+from .scbf import SCBF
+from .scbfwp import SCBFwP
+from .topk_ef import TopKEF
+
+METHODS: dict[str, type[Method[Any, Any]]] = {
+    FedAvg.name: FedAvg,
+    FedAvgFT.name: FedAvgFT,
+    NeuroSFL.name: NeuroSFL,
+    FedSparsify.name: FedSparsify,
+    SCBF.name: SCBF,
+    SCBFwP.name: SCBFwP,
+    FAwP.name: FAwP,
+    DSSGD.name: DSSGD,
+    MetaGater.name: MetaGater,
+    DisPFL.name: DisPFL,
+    LoRAA2.name: LoRAA2,
+    FFALoRA.name: FFALoRA,
+    FlexLoRA.name: FlexLoRA,
+    HetLoRA.name: HetLoRA,
+    TopKEF.name: TopKEF,
+    FedAvgOneStep.name: FedAvgOneStep,
+    PerFedAvg.name: PerFedAvg,
+    MetaSNIP.name: MetaSNIP,
+    LocalOnly.name: LocalOnly,
+}
+
+__all__ = ["METHODS", "Method", "MethodConfig"]

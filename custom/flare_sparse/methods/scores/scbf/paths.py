@@ -1,0 +1,242 @@
+"""Norms of channel paths, and the connections that selected paths traverse (SCBF, section 3.2, Eqs. 3 to 6).
+
+A *channel path* runs through the channel graph: one unit in every layer from the first to the output. Its norm is the
+sum of the squared deltas of its connections, where the whole row of weights that reads the network's input counts as
+one connection (docs/algorithms.md, section 3.4). The number of paths is the product of the layer widths, so large
+networks are handled without listing them:
+
+* :func:`compute_extreme_norms` returns for every connection the largest or smallest norm of the paths through it, by
+  dynamic programming in O(number of connections);
+* :func:`list_norms` lists all norms of a small network;
+* :func:`~flare_sparse.methods.scores.scbf.sampling.sample_norms` returns the norms of paths drawn uniformly from a
+  large one.
+
+*Energies* are one float64 tensor per weighted layer of the graph, in its order: ``(out,)`` for a layer that reads the
+network's input, ``(out, in / groups)`` for all others. A *prefix* is the part of a path from the input to one value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ....compute.structure.graph import ChannelGraph
+from ....compute.structure.nodes import Concat, InputNode, Pad, Sum, Weighted
+from ....core.params import Layout
+
+INFINITY = float("inf")
+
+
+def compute_energies(graph: ChannelGraph, layout: Layout, delta: Tensor) -> list[Tensor]:
+    """Compute the squared norm of the delta of every connection.
+
+    A connection is the kernel between two channels, or all weights that read a flattened channel.
+
+    Args:
+        graph: channel graph of the network.
+        layout: layout of the network.
+        delta: ``(P,)``.
+    """
+    tensors = layout.unflatten(delta)
+    energies = []
+    for index in graph.layers:
+        layer = _get_layer(graph, index)
+        weight = tensors[f"{layer.module}.weight"]
+        if graph.is_input_layer(index):
+            energies.append(_compute_squared_norms(weight.reshape(layer.channels, -1)))
+        else:
+            width = graph.values[layer.inputs[0]].channels // layer.groups
+            norms = _compute_squared_norms(weight.reshape(layer.channels * width, -1))
+            energies.append(norms.view(layer.channels, width))
+    return energies
+
+
+def _compute_squared_norms(rows: Tensor) -> Tensor:
+    """Return the sum of squares of every row, float64."""
+    # float64 is exact for small integers, so that tied paths keep equal norms and ties go to the lowest index.
+    return rows.double().square().sum(1)
+
+
+def compute_extreme_norms(
+    graph: ChannelGraph, energy: Sequence[Tensor], *, largest: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Compute the largest or smallest norm of the paths through every connection and every unit.
+
+    Args:
+        graph: channel graph of the network.
+        energy: energies of its connections.
+        largest: whether to return the largest or the smallest norms.
+
+    Returns:
+        One tensor per layer, shaped as its energies; and one per value of the graph, ``(channels,)``. Where no path
+        passes, minus infinity (``largest``) or plus infinity.
+    """
+    no_path = -INFINITY if largest else INFINITY
+    reduce = torch.amax if largest else torch.amin
+    elementwise = torch.maximum if largest else torch.minimum
+    # The extreme norm through a connection is that of its prefix, plus its energy, plus that of its suffix.
+    prefixes = _compute_prefix_norms(graph, energy, reduce, no_path)
+    suffixes: list[Tensor] = [torch.full((value.channels,), no_path, dtype=torch.float64) for value in graph.values]
+    suffixes[graph.output] = torch.zeros(graph.values[graph.output].channels, dtype=torch.float64)
+    edges: dict[int, Tensor] = {}
+    for index in reversed(range(len(graph.values))):
+        value = graph.values[index]
+        if isinstance(value, Weighted):
+            layer_energy = energy[graph.layers.index(index)]
+            if graph.is_input_layer(index):
+                edges[index] = layer_energy + suffixes[index]
+                continue
+            source, width = value.inputs[0], layer_energy.shape[1]
+            edge = layer_energy.view(value.groups, -1, width) + suffixes[index].view(value.groups, -1, 1)
+            edges[index] = (edge + prefixes[source].view(value.groups, 1, -1)).view_as(layer_energy)
+            suffixes[source] = elementwise(suffixes[source], reduce(edge, 1).flatten())
+        else:
+            for source, part in _split_among_inputs(graph, index, suffixes[index]):
+                suffixes[source] = elementwise(suffixes[source], part)
+    return [edges[index] for index in graph.layers], [a + b for a, b in zip(prefixes, suffixes, strict=True)]
+
+
+def _compute_prefix_norms(
+    graph: ChannelGraph, energy: Sequence[Tensor], reduce: Callable[[Tensor, int], Tensor], no_path: float
+) -> list[Tensor]:
+    """Compute for each value the extreme norm of the prefixes that end in each of its channels, ``(channels,)``."""
+    norms: list[Tensor] = []
+    for index, value in enumerate(graph.values):
+        inputs = [norms[source] for source in value.inputs]
+        if isinstance(value, Weighted):
+            layer_energy = energy[graph.layers.index(index)]
+            if graph.is_input_layer(index):
+                norms.append(layer_energy)
+            else:
+                width = layer_energy.shape[1]
+                grouped = layer_energy.view(value.groups, -1, width) + inputs[0].view(value.groups, 1, -1)
+                norms.append(reduce(grouped, 2).flatten())
+        elif isinstance(value, Sum):
+            norms.append(reduce(torch.stack(inputs), 0))
+        else:
+            norms.append(join_inputs(graph, index, inputs, no_path))
+    return norms
+
+
+def join_inputs(graph: ChannelGraph, index: int, inputs: Sequence[Tensor], absent: float) -> Tensor:
+    """Return the per-channel numbers (last axis) of a value that is neither a layer nor a sum, from its inputs'.
+
+    Args:
+        graph: channel graph of the network.
+        index: index of the value.
+        inputs: numbers of its inputs.
+        absent: number of the channels that a padding adds.
+    """
+    value = graph.values[index]
+    if isinstance(value, InputNode):
+        return torch.zeros(0, dtype=torch.float64)
+    if isinstance(value, Concat):
+        return torch.cat(list(inputs), dim=-1)
+    if isinstance(value, Pad):
+        after = value.channels - value.before - inputs[0].shape[-1]
+        return torch.nn.functional.pad(inputs[0], (value.before, after), value=absent)
+    return inputs[0]
+
+
+def _split_among_inputs(graph: ChannelGraph, index: int, result: Tensor) -> list[tuple[int, Tensor]]:
+    """Split the per-channel numbers (last axis) of a value that is not a layer among its inputs."""
+    value = graph.values[index]
+    parts, start = [], value.before if isinstance(value, Pad) else 0
+    for source in value.inputs:
+        width = graph.values[source].channels
+        parts.append((source, result[..., start : start + width]))
+        start += width if isinstance(value, Concat) else 0
+    return parts
+
+
+def count_prefixes(graph: ChannelGraph) -> list[int]:
+    """Return for each value the number of rows of its prefixes in :func:`list_norms`; exact however large."""
+    counts: list[int] = []
+    for index, value in enumerate(graph.values):
+        inputs = [counts[source] for source in value.inputs]
+        if isinstance(value, InputNode):
+            counts.append(0)
+        elif isinstance(value, Weighted):
+            width = graph.values[value.inputs[0]].channels // value.groups
+            counts.append(1 if graph.is_input_layer(index) else inputs[0] * width)
+        else:
+            counts.append(sum(inputs) if isinstance(value, Sum) else max(inputs))
+    return counts
+
+
+def list_norms(graph: ChannelGraph, energy: Sequence[Tensor]) -> Tensor:
+    """List the norms of all paths, ``(rows, outputs)``; minus infinity where there is no path.
+
+    For a stack of layers of widths m_1 to m_L this is the paper's tensor T (Eq. 3) as ``(m_1 * ... , m_L)``, in C
+    order.
+    """
+    norms: list[Tensor] = []
+    for index, value in enumerate(graph.values):
+        inputs = [norms[source] for source in value.inputs]
+        if isinstance(value, Weighted):
+            layer_energy = energy[graph.layers.index(index)]
+            if graph.is_input_layer(index):
+                norms.append(layer_energy[None])
+            else:
+                width = layer_energy.shape[1]
+                prefixes = inputs[0].view(-1, value.groups, width).transpose(1, 2)
+                steps = layer_energy.view(value.groups, -1, width).permute(2, 0, 1)
+                norms.append((prefixes[..., None] + steps).reshape(-1, value.channels))
+        elif value.channels == 0:
+            norms.append(torch.zeros(0, 0, dtype=torch.float64))
+        elif isinstance(value, Sum):
+            norms.append(torch.cat(inputs))
+        else:
+            # Concatenated values may have different numbers of prefixes; missing rows are paths that do not exist.
+            rows = max(map(len, inputs))
+            norms.append(join_inputs(graph, index, [_pad_rows(i, rows) for i in inputs], -INFINITY))
+    return norms[graph.output]
+
+
+def _pad_rows(prefixes: Tensor, rows: int) -> Tensor:
+    return torch.nn.functional.pad(prefixes, (0, 0, 0, rows - len(prefixes)), value=-INFINITY)
+
+
+def find_traversed(graph: ChannelGraph, selected: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return which connections and units the selected paths traverse.
+
+    Args:
+        graph: channel graph of the network.
+        selected: bool, shaped as the result of :func:`list_norms`.
+
+    Returns:
+        Bool tensors shaped as those of :func:`compute_extreme_norms`.
+    """
+    counts = count_prefixes(graph)
+    # For each value, the prefixes of selected paths, (prefixes, channels); filled from the output back to the input.
+    traversed = [
+        torch.zeros(n, value.channels, dtype=torch.bool) for n, value in zip(counts, graph.values, strict=True)
+    ]
+    traversed[graph.output] = selected
+    edges: dict[int, Tensor] = {}
+    for index in reversed(range(len(graph.values))):
+        value = graph.values[index]
+        if isinstance(value, Weighted):
+            if graph.is_input_layer(index):
+                edges[index] = traversed[index][0]
+                continue
+            source = value.inputs[0]
+            width = graph.values[source].channels // value.groups
+            steps = traversed[index].view(-1, width, value.groups, value.channels // value.groups)
+            edges[index] = steps.any(0).permute(1, 2, 0).reshape(value.channels, width)
+            traversed[source] |= steps.any(3).transpose(1, 2).reshape(len(traversed[source]), -1)
+        else:
+            first = 0
+            for source, part in _split_among_inputs(graph, index, traversed[index]):
+                traversed[source] |= part[first : first + counts[source]]
+                # A sum lists the prefixes of its inputs one after another; other values share one list of rows.
+                first += counts[source] if isinstance(value, Sum) else 0
+    return [edges[index] for index in graph.layers], [prefixes.any(0) for prefixes in traversed]
+
+
+def _get_layer(graph: ChannelGraph, index: int) -> Weighted:
+    layer = graph.values[index]
+    assert isinstance(layer, Weighted)
+    return layer

@@ -1,0 +1,234 @@
+"""A site's account: its secret and the ledger of what its subjects have been charged, over all jobs.
+
+The ledger is a file of the site. Nothing rolls it back: a resumed run, a retry and a new start of the job add to it
+what they compute anew, and only that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...core.checkpoint.writing import write_json
+from ...core.errors import FlareSparseError
+from .accounting import Charge, compute_epsilon, merge_charges
+from .secret import create_secret, read_secret
+
+PRIVACY_FOLDER = "flare_sparse_privacy"
+"""Folder in a site's startup kit with its secret and its ledger, by name of the site."""
+SECRET_FILE, LEDGER_FILE = "secret.key", "ledger.json"
+
+TRAIN = "train"
+"""Part of the training subjects."""
+_TOLERANCE = 1e-6
+"""Relative excess over a budget that is rounding."""
+
+
+class BudgetSpent(FlareSparseError):
+    """The next training would exceed a privacy budget; the site abstains. Only the code leaves the site."""
+
+    code = "E_BUDGET"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limit on what a subject is charged.
+
+    Attributes:
+        epsilon: largest epsilon.
+        delta: probability that it does not bound.
+        planned: steps for which the noise was computed, so that they keep the limit; None: there is no such plan.
+    """
+
+    epsilon: float
+    delta: float
+    planned: Charge | None = None
+
+    def is_exceeded_by(self, charges: Sequence[Charge]) -> bool:
+        """Return whether charges add up to more than the limit."""
+        merged = merge_charges(charges)
+        # The accountant takes a tenth of a second, and a round of a run has nothing new to compute.
+        if self.planned is not None and len(merged) == 1:
+            (only,), planned = merged, self.planned
+            if only.steps <= planned.steps and replace(only, steps=planned.steps) == planned:
+                return False
+        return compute_epsilon(merged, self.delta) > self.epsilon * (1 + _TOLERANCE)
+
+
+class Entry(BaseModel):
+    """One answer that subjects were charged for.
+
+    Attributes:
+        run, job: id of the run and name of the job.
+        round: round of the request.
+        question: digest of all that the site was asked: model, live entries, steps.
+        answer: digest of the values; the same answer again tells nothing new.
+        noise_multiplier, sample_rate, steps: the charge.
+        time: Unix time.
+        part: subjects that are charged: of training, test or validation; in one job these are different people.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: str
+    job: str
+    round: int
+    question: str
+    answer: str
+    noise_multiplier: float = Field(gt=0)
+    sample_rate: float = Field(gt=0, le=1)
+    steps: int = Field(ge=0)
+    time: float
+    part: str = TRAIN
+
+    @property
+    def charge(self) -> Charge:
+        """The charge of the answer."""
+        return Charge(self.noise_multiplier, self.sample_rate, self.steps)
+
+
+class Ledger(BaseModel):
+    """All answers that a site's subjects were charged for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    entries: list[Entry] = Field(default_factory=list)
+
+    def list_charges(self, run: str | None = None, part: str | None = None) -> list[Charge]:
+        """Return the charges of one run, or of all runs, of one part of its subjects, or of all."""
+        return [entry.charge for entry in self.entries if run in (None, entry.run) and part in (None, entry.part)]
+
+    def compute_spent(self, run: str, delta: float) -> float:
+        """Return the epsilon that a run has charged the subjects of the part that has been charged most."""
+        parts = {entry.part for entry in self.entries if entry.run == run}
+        return max((compute_epsilon(self.list_charges(run, part), delta) for part in parts), default=0.0)
+
+
+class PrivacyAccount:
+    """A site's secret, its ledger, and the limit that its policy sets over all jobs.
+
+    Args:
+        folder: folder of the site; None: secret and ledger are kept in memory, for a site that is never asked again.
+        limit: largest epsilon over all jobs; None: each job's own budget is the only limit.
+
+    Attributes:
+        secret: key of all random numbers of the mechanism.
+    """
+
+    def __init__(self, folder: Path | None = None, limit: Budget | None = None):
+        self.folder, self.limit = folder, limit
+        self.secret = create_secret() if folder is None else read_secret(folder / SECRET_FILE)
+        self._memory = Ledger()
+
+    def read(self) -> Ledger:
+        """Return the ledger.
+
+        Raises:
+            BudgetSpent: it cannot be read; a budget that cannot be counted is not granted.
+        """
+        return self._memory if self.folder is None else read_ledger(self.folder / LEDGER_FILE)
+
+    def compute_spent(self, run: str, delta: float) -> float:
+        """Return the epsilon that a run has charged this site's subjects."""
+        return self.read().compute_spent(run, delta)
+
+    def check(self, run: str, question: str, charge: Charge, budget: Budget | None) -> None:
+        """Raise unless a question fits into the budgets, or was answered before.
+
+        Args:
+            run: id of the run.
+            question: digest of the question.
+            charge: its charge.
+            budget: budget of the run; None: it has none.
+
+        Raises:
+            BudgetSpent: the question would exceed a budget.
+        """
+        ledger = self.read()
+        if not any((entry.run, entry.question) == (run, question) for entry in ledger.entries):
+            self._check_budgets(ledger, run, charge, budget, TRAIN)
+
+    def charge(self, entry: Entry, budget: Budget | None) -> None:
+        """Add an answer to the ledger, on disk when the call returns, before anything leaves; the same answer once.
+
+        Raises:
+            BudgetSpent: it would exceed a budget, or the ledger cannot be written.
+        """
+        with self._open() as ledger:
+            known = {(known.run, known.question, known.answer) for known in ledger.entries}
+            if (entry.run, entry.question, entry.answer) in known:
+                return
+            self._check_budgets(ledger, entry.run, entry.charge, budget, entry.part)
+            ledger.entries.append(entry)
+
+    def _check_budgets(self, ledger: Ledger, run: str, charge: Charge, budget: Budget | None, part: str) -> None:
+        # Who is a test subject of one job may be a training subject of another, so the site's limit adds all parts.
+        for limit, charges, source in (
+            (budget, ledger.list_charges(run, part), "the job's privacy.epsilon"),
+            (self.limit, ledger.list_charges(), "epsilon of this site's policy, over all jobs"),
+        ):
+            if limit is None:
+                continue
+            if limit.is_exceeded_by([*charges, charge]):
+                spent = compute_epsilon([*charges, charge], limit.delta)
+                raise BudgetSpent(
+                    f"{source} is {limit.epsilon:g} at delta {limit.delta:g}; "
+                    f"{compute_epsilon(charges, limit.delta):.3f} is spent, and this round would make it {spent:.3f}. "
+                    "The site abstains; the run continues without it"
+                )
+
+    @contextmanager
+    def _open(self) -> Iterator[Ledger]:
+        """Yield the ledger and write it back; a file is locked meanwhile, since jobs of a site run side by side."""
+        if self.folder is None:
+            yield self._memory
+            return
+        try:
+            with (self.folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                ledger = self.read()
+                yield ledger
+                write_json(self.folder / LEDGER_FILE, ledger.model_dump())
+        except OSError as error:
+            raise BudgetSpent(f"{self.folder}: the privacy ledger cannot be written: {error}") from error
+
+
+def build_entry(run: str, job: str, t: int, question: str, answer: str, charge: Charge, part: str = TRAIN) -> Entry:
+    """Return the entry of an answer that is computed now."""
+    return Entry(
+        run=run,
+        job=job,
+        round=t,
+        question=question,
+        answer=answer,
+        noise_multiplier=charge.noise_multiplier,
+        sample_rate=charge.sample_rate,
+        steps=charge.steps,
+        time=time.time(),
+        part=part,
+    )
+
+
+def read_ledger(file: Path) -> Ledger:
+    """Read a ledger; one without a file is empty.
+
+    Raises:
+        BudgetSpent: it cannot be read.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Ledger()
+    except OSError as error:
+        raise BudgetSpent(f"{file}: the privacy ledger cannot be read: {error}") from error
+    try:
+        return Ledger.model_validate(json.loads(text))
+    except (ValueError, ValidationError, RecursionError) as error:
+        raise BudgetSpent(f"{file}: the privacy ledger is damaged: {error}; restore it from a backup") from error

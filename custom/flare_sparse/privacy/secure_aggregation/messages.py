@@ -1,0 +1,237 @@
+"""Messages of a sum (docs/wire-format.md, section "Sums of fixed-point values").
+
+A message holds: magic (4 bytes) | version (uint16) | step (uint16) | id of the sum (36 bytes) | length of the payload
+(uint32) | CRC-32 of all of this and of the payload (uint32) | payload. The payload of padded values starts at a
+multiple of 8. Sites are named by one byte with the length and the UTF-8 bytes of the name.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from ...core.errors import RejectedMessage
+from .keys import MAX_KEYS_BYTES, SignedKeys
+from .pads import SumId
+from .party import BOX_BYTES
+from .rings import MAX_SITES
+from .shamir import SHARE_BYTES
+
+MAGIC, VERSION = b"FSPS", 1
+_HEAD = struct.Struct("<4sHH36sI")
+_CHECKSUM = struct.Struct("<I")
+_SHARE = struct.Struct("<d")
+HEADER_BYTES = _HEAD.size + _CHECKSUM.size + 4
+FINGERPRINT_BYTES = 16
+
+
+class Step(IntEnum):
+    """The exchanges of a sum, in their order."""
+
+    KEYS = 1
+    SHARES = 2
+    VALUES = 3
+    REVEAL = 4
+    TERMS = 5
+    """The only exchange of a sum without pads: the sites' integers."""
+
+
+PADDED_STEPS = (Step.KEYS, Step.SHARES, Step.VALUES, Step.REVEAL)
+SUMMED_STEPS = (Step.VALUES, Step.TERMS)
+"""Steps whose replies hold a section of values, which a hub adds."""
+
+
+def pack_message(step: Step, sum_id: SumId, payload: bytes) -> np.ndarray:
+    """Return a message, uint8 ``(n,)``."""
+    head = _HEAD.pack(MAGIC, VERSION, step, sum_id.to_bytes(), len(payload))
+    checksum = _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(head)))
+    return np.frombuffer(b"".join([head, checksum, bytes(4), payload]), np.uint8)
+
+
+def unpack_message(data: np.ndarray, site: str) -> tuple[Step, bytes, bytes]:
+    """Return step, id of the sum and payload of a message, which is not trusted.
+
+    Args:
+        data: uint8 ``(n,)``.
+        site: name of the sender.
+
+    Raises:
+        RejectedMessage: the message is malformed or damaged.
+    """
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 1:
+        raise RejectedMessage("E_DTYPE", "message", "uint8 (n,)", type(data).__name__, site)
+    if data.size < HEADER_BYTES:
+        raise RejectedMessage("E_LEN", "message", f"at least {HEADER_BYTES} bytes", data.size, site)
+    content = data.tobytes()
+    magic, version, step, sum_id, size = _HEAD.unpack_from(content)
+    if (magic, version) != (MAGIC, VERSION) or step not in list(Step):
+        raise RejectedMessage("E_VERSION", "magic, version, step", (MAGIC, VERSION), (magic, version, step), site)
+    payload = content[HEADER_BYTES:]
+    if len(payload) != size:
+        raise RejectedMessage("E_LEN", "payload", size, len(payload), site)
+    (checksum,) = _CHECKSUM.unpack_from(content, _HEAD.size)
+    if checksum != zlib.crc32(payload, zlib.crc32(content[: _HEAD.size])):
+        raise RejectedMessage("E_CRC", "checksum", "the checksum of the content", "another one", site)
+    if any(content[_HEAD.size + _CHECKSUM.size : HEADER_BYTES]):
+        raise RejectedMessage("E_CANON", "padding", "zero bytes", "other bytes", site)
+    return Step(step), sum_id, payload
+
+
+def unpack_reply(data: np.ndarray, step: Step, sum_id: SumId, site: str) -> bytes:
+    """Return the payload of a site's reply in a step of a sum.
+
+    Raises:
+        RejectedMessage: the message is malformed, damaged, or of another step or sum.
+    """
+    actual_step, actual_id, payload = unpack_message(data, site)
+    if (actual_step, actual_id) != (step, sum_id.to_bytes()):
+        raise RejectedMessage("E_REPLAY", "step, sum", step.name, actual_step.name, site)
+    return payload
+
+
+def pack_members(members: Sequence[SignedKeys]) -> bytes:
+    """Return the payload of the keys of all sites."""
+    parts = [(_pack_name(keys.name), keys.to_bytes()) for keys in members]
+    return b"".join(name + struct.pack("<H", len(keys)) + keys for name, keys in parts)
+
+
+def unpack_members(payload: bytes) -> list[SignedKeys]:
+    """Return the keys of all sites.
+
+    Raises:
+        RejectedMessage: the payload is malformed.
+    """
+    members, reader = [], _Reader(payload)
+    while reader.has_more:
+        name = reader.read_name()
+        (size,) = struct.unpack("<H", reader.read(2))
+        members.append(SignedKeys.from_bytes(name, reader.read(min(size, MAX_KEYS_BYTES + 1))))
+        _check_count(len(members))
+    return members
+
+
+def pack_boxes(boxes: Mapping[str, bytes]) -> bytes:
+    """Return the payload of the boxes for one site, by sender."""
+    return b"".join(_pack_name(name) + box for name, box in sorted(boxes.items()))
+
+
+def unpack_boxes(payload: bytes) -> dict[str, bytes]:
+    """Return the boxes for this site, by sender.
+
+    Raises:
+        RejectedMessage: the payload is malformed.
+    """
+    boxes: dict[str, bytes] = {}
+    reader = _Reader(payload)
+    while reader.has_more:
+        name = reader.read_name()
+        if name in boxes:
+            raise RejectedMessage("E_CANON", "boxes", "one of each sender", "two of one", "server")
+        boxes[name] = reader.read(BOX_BYTES)
+        _check_count(len(boxes))
+    return boxes
+
+
+def pack_names(names: Sequence[str]) -> bytes:
+    """Return the payload of a list of sites."""
+    return b"".join(_pack_name(name) for name in names)
+
+
+def unpack_names(payload: bytes) -> list[str]:
+    """Return a list of sites.
+
+    Raises:
+        RejectedMessage: the payload is malformed.
+    """
+    names: list[str] = []
+    reader = _Reader(payload)
+    while reader.has_more:
+        names.append(reader.read_name())
+        _check_count(len(names))
+    return names
+
+
+def pack_share(share: float) -> bytes:
+    """Return the payload of a site's share of a sum."""
+    return _SHARE.pack(share)
+
+
+def unpack_share(payload: bytes) -> float:
+    """Return a site's share of a sum, above 0 and at most 1.
+
+    Raises:
+        RejectedMessage: the payload is malformed, or no such number.
+    """
+    if len(payload) != _SHARE.size:
+        raise RejectedMessage("E_LEN", "share", _SHARE.size, len(payload), "server")
+    (share,) = _SHARE.unpack(payload)
+    # With a larger one the sum could wrap around. "not 0 < x" and not "x <= 0", which NaN would pass.
+    if not 0 < share <= 1:
+        raise RejectedMessage("E_WEIGHT", "share", "above 0, at most 1", share, "server")
+    return float(share)
+
+
+def split_payload(payload: bytes, size: int, site: str) -> list[bytes]:
+    """Return the parts of ``size`` bytes of a payload: the boxes or the shares of a reply.
+
+    Raises:
+        RejectedMessage: its length is no multiple of ``size``.
+    """
+    if len(payload) % size or len(payload) > size * MAX_SITES:
+        raise RejectedMessage("E_LEN", "payload", f"a multiple of {size} bytes", len(payload), site)
+    return list(_iterate_parts(payload, size))
+
+
+def bound_reply_bytes(step: Step, section_bytes: int, sites: int) -> int:
+    """Return the largest length of a site's reply in a step."""
+    sizes = {
+        Step.KEYS: MAX_KEYS_BYTES,
+        Step.SHARES: BOX_BYTES * sites,
+        Step.VALUES: FINGERPRINT_BYTES + section_bytes,
+        Step.REVEAL: SHARE_BYTES * sites,
+        Step.TERMS: FINGERPRINT_BYTES + section_bytes,
+    }
+    return HEADER_BYTES + sizes[step]
+
+
+def _pack_name(name: str) -> bytes:
+    encoded = name.encode()
+    return bytes([len(encoded)]) + encoded
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_SITES:
+        raise RejectedMessage("E_SIZE", "sites", f"at most {MAX_SITES}", count, "server")
+
+
+def _iterate_parts(payload: bytes, size: int) -> Iterator[bytes]:
+    for start in range(0, len(payload), size):
+        yield payload[start : start + size]
+
+
+class _Reader:
+    """Reads a payload that is not trusted from its beginning to its end."""
+
+    def __init__(self, payload: bytes):
+        self._payload, self._position = payload, 0
+
+    @property
+    def has_more(self) -> bool:
+        return self._position < len(self._payload)
+
+    def read(self, size: int) -> bytes:
+        part = self._payload[self._position : self._position + size]
+        if len(part) != size:
+            raise RejectedMessage("E_LEN", "payload", f"{size} more bytes", len(part), "server")
+        self._position += size
+        return part
+
+    def read_name(self) -> str:
+        try:
+            return self.read(self.read(1)[0]).decode()
+        except UnicodeDecodeError as error:
+            raise RejectedMessage("E_CANON", "name", "UTF-8", "other bytes", "server") from error

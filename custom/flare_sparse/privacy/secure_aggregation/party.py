@@ -1,0 +1,232 @@
+"""One site's part in one sum: keys, shares, padded values, reveal. Each step is taken once, in this order."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...core.errors import RequestRefused
+from .identities import SiteIdentity
+from .keys import SignedKeys, commit_to
+from .limits import FEWEST_SITES
+from .pads import TAG_BYTES, SumId, agree, decrypt_shares, derive_key, draw_pad, encrypt_shares, get_public_key
+from .rings import MAX_SITES, RingFormat
+from .shamir import SHARE_BYTES, split_secret
+
+BOX_BYTES = 2 * SHARE_BYTES + TAG_BYTES
+"""Length of the box with one site's shares for another."""
+
+
+def compute_threshold(sites: int) -> int:
+    """Return t: shares that recover a secret, and fewest sites that end a sum which ``sites`` sites began.
+
+    More than two thirds: an honest site reveals one share of each other site, of the one secret or of the other. A
+    server that tells sites different things needs t answers of both kinds, which fewer than a third colluding sites do
+    not give.
+
+    >>> [compute_threshold(sites) for sites in (3, 4, 5, 8, 10)]
+    [3, 3, 4, 6, 7]
+    """
+    return 2 * sites // 3 + 1
+
+
+def compute_sign(name: str, other: str) -> int:
+    """Return the sign with which ``name`` adds the pad that it shares with ``other``; the other adds the opposite."""
+    return 1 if name < other else -1
+
+
+@dataclass(frozen=True)
+class _Secrets:
+    """The secrets of one sum.
+
+    Attributes:
+        channel: private X25519 key of the boxes.
+        pad: private X25519 key of the pads that cancel.
+        seed: seed of the site's own pad.
+    """
+
+    channel: bytes
+    pad: bytes
+    seed: bytes
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What a site knows after a step; a new object for every step.
+
+    Attributes:
+        members: keys of all sites that published some, by name, itself included.
+        own_shares: shares of this site's seed and of its key of pads, in the order of the members' names.
+        shares: shares of the seed and of the key of pads of every site of the sum, by site.
+        has_revealed: whether the site has sent shares of others.
+    """
+
+    members: Mapping[str, SignedKeys] | None = None
+    own_shares: tuple[list[bytes], list[bytes]] | None = None
+    shares: Mapping[str, tuple[bytes, bytes]] | None = None
+    has_revealed: bool = False
+
+
+class SumParty:
+    """A site in one sum. A site that restarts has forgotten it, and has dropped out.
+
+    Args:
+        sum_id: id of the sum.
+        identity: signs the keys and checks those of the others.
+        num_examples: number of training examples of the site.
+        min_sites: fewest sites of a sum that this site takes part in.
+        model_digest: digest of the model that the values were computed from; a sum has one model.
+
+    Attributes:
+        keys: what the site publishes.
+    """
+
+    def __init__(
+        self,
+        sum_id: SumId,
+        identity: SiteIdentity,
+        num_examples: int,
+        min_sites: int = FEWEST_SITES,
+        model_digest: str = "",
+    ):
+        self.sum_id, self.identity, self.min_sites = sum_id, identity, max(min_sites, FEWEST_SITES)
+        self.model_digest = model_digest
+        # New for every attempt and never derived from a seed of the run: a pad that is used twice reveals the
+        # difference of the two messages.
+        self._secrets = _Secrets(*(secrets.token_bytes(32) for _ in range(3)))
+        keys = SignedKeys(
+            identity.name,
+            num_examples,
+            get_public_key(self._secrets.channel),
+            get_public_key(self._secrets.pad),
+            commit_to(self._secrets.seed),
+        )
+        self.keys = keys.sign(identity, sum_id)
+        self._progress = _Progress()
+
+    @property
+    def name(self) -> str:
+        """Name of this site."""
+        return self.identity.name
+
+    @property
+    def members(self) -> list[str]:
+        """Names of the sites of the sum, those whose shares this site holds."""
+        return sorted(self._progress.shares or ())
+
+    def share(self, members: Sequence[SignedKeys]) -> list[bytes]:
+        """Return a box of ``BOX_BYTES`` bytes for every other site, in the order of their names.
+
+        Args:
+            members: keys of all sites, as the server relays them; not trusted.
+
+        Raises:
+            RejectedMessage: some keys are not signed by their site for this sum.
+            RequestRefused: the sites are too few or too many, one of them comes twice, or this one is not among them.
+        """
+        by_name = {keys.name: keys for keys in members}
+        if self._progress.members is not None:
+            raise RequestRefused("this site has already shared the secrets of this sum")
+        if len(by_name) != len(members) or by_name.get(self.name) != self.keys:
+            raise RequestRefused("the keys of the sum are not one of each site, with those that this site published")
+        if not self.min_sites <= len(members) <= MAX_SITES:
+            raise RequestRefused(
+                f"the sum has {len(members)} sites; this site takes part in sums of {self.min_sites} to {MAX_SITES}"
+            )
+        for keys in members:
+            keys.verify(self.identity.root, self.sum_id)
+        threshold = compute_threshold(len(members))
+        seeds = split_secret(self._secrets.seed, len(members), threshold)
+        pads = split_secret(self._secrets.pad, len(members), threshold)
+        self._progress = _Progress(dict(sorted(by_name.items())), (seeds, pads))
+        return [
+            encrypt_shares(self._agree_channel(keys, self.name, name), seed + pad)
+            for (name, keys), seed, pad in zip(sorted(by_name.items()), seeds, pads, strict=True)
+            if name != self.name
+        ]
+
+    def pad(self, boxes: Mapping[str, bytes], values: np.ndarray, ring: RingFormat) -> np.ndarray:
+        """Return the section of this site's values with all pads added.
+
+        Args:
+            boxes: box for this site of every other site of the sum, by sender; not trusted.
+            values: uint8 ``(ring.section_bytes,)``, the section of the values.
+            ring: format of the section.
+
+        Raises:
+            RejectedMessage: a box is not one of its sender for this site, or its sender has another model.
+            RequestRefused: a sender has published no keys, or the sites are too few.
+        """
+        members, own_shares = self._progress.members, self._progress.own_shares
+        if members is None or own_shares is None or self._progress.shares is not None:
+            raise RequestRefused("the values of this sum are asked for out of order")
+        if self.name in boxes or not boxes.keys() <= members.keys():
+            raise RequestRefused("the boxes are not those of other sites that published keys")
+        self._require_enough(len(boxes) + 1, len(members))
+        opened = {
+            name: decrypt_shares(self._agree_channel(members[name], name, self.name), box, name)
+            for name, box in boxes.items()
+        }
+        position = list(members).index(self.name)
+        shares = {name: (content[:SHARE_BYTES], content[SHARE_BYTES:]) for name, content in opened.items()}
+        shares[self.name] = (own_shares[0][position], own_shares[1][position])
+        total = values.copy()
+        own_pad = draw_pad(derive_key(self._secrets.seed, "own pad", self.sum_id, self.name), total.size)
+        ring.add(total, own_pad)
+        for name in sorted(boxes):
+            key = agree_pad(self._secrets.pad, members[name].pad_key, self.sum_id, self.name, name)
+            ring.add(total, draw_pad(key, total.size), compute_sign(self.name, name))
+        self._progress = replace(self._progress, shares=shares)
+        return total
+
+    def reveal(self, survivors: Sequence[str]) -> list[bytes]:
+        """Return one share of every site of the sum, in the order of names: of the seed of a survivor, else of its key.
+
+        Args:
+            survivors: sites whose padded values the server has; not trusted.
+
+        Raises:
+            RequestRefused: this site has revealed before, is not among the survivors, or they are too few.
+        """
+        shares = self.check_survivors(survivors)
+        self._progress = replace(self._progress, has_revealed=True)
+        return [seed if name in survivors else pad for name, (seed, pad) in sorted(shares.items())]
+
+    def check_survivors(self, survivors: Sequence[str]) -> Mapping[str, tuple[bytes, bytes]]:
+        """Return the shares that this site holds, if it may reveal them for these survivors.
+
+        Raises:
+            RequestRefused: as :meth:`reveal`.
+        """
+        shares, members = self._progress.shares, self._progress.members
+        # Once and never again: the seed and the key of one site together open its values.
+        if shares is None or members is None or self._progress.has_revealed:
+            raise RequestRefused("the shares of this sum are asked for out of order, or twice")
+        if len(set(survivors)) != len(survivors) or self.name not in survivors or not set(survivors) <= shares.keys():
+            raise RequestRefused("the survivors are not sites of this sum, each once, with this one among them")
+        self._require_enough(len(survivors), len(members))
+        return shares
+
+    def _require_enough(self, sites: int, members: int) -> None:
+        """Raises:
+        RequestRefused: fewer sites than the threshold or this site's minimum are left.
+        """
+        needed = max(self.min_sites, compute_threshold(members))
+        if sites < needed:
+            raise RequestRefused(f"{sites} of {members} sites are left in the sum; this site requires {needed}")
+
+    def _agree_channel(self, keys: SignedKeys, sender: str, receiver: str) -> bytes:
+        # The model is part of the key and never travels: a server that sends one site a model of its own, and the
+        # others one with known answers, would read that site's answer in the sum (Pasquini et al. 2022, section 7).
+        # Boxes of sites with different models do not open, so no values leave.
+        purpose = f"shares {self.model_digest}"
+        return agree(self._secrets.channel, keys.channel_key, purpose, self.sum_id, (sender, receiver))
+
+
+def agree_pad(private_key: bytes, public_key: bytes, sum_id: SumId, name: str, other: str) -> bytes:
+    """Return the key of the pad that two sites share, from the private key of one and the public key of the other."""
+    first, second = sorted((name, other))
+    return agree(private_key, public_key, "pad", sum_id, (first, second))

@@ -1,0 +1,1 @@
+"""What becomes of a run: result folders, reports, attacks, evidence."""

@@ -1,0 +1,151 @@
+"""Facts of a run for its evidence: cohorts, privacy, policies, traffic, versions, deviations, approval, digests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...config.policy.policy import Policy
+from ...core.errors import ConfigError
+from ...core.params import compute_digest
+from ...tasks.task import TEST_EXAMPLES, VALIDATION_EXAMPLES
+from ..runs.contributions import describe_missed
+from ..runs.folder import list_versions
+from ..runs.load import load_assembly
+from ..runs.model_files import read_model
+from ..runs.results import AUDIT_FILE, RunResult
+from .deviations import list_deviations
+
+
+@dataclass(frozen=True)
+class Approval:
+    """Who submitted a job of FLARE, by its signatures.
+
+    Attributes:
+        signature: ``verified``: every file of the job is signed by a certificate of the federation's root; ``invalid``;
+            ``unverified``: there is no root certificate to check it with; ``none``: the run has no signed job.
+        note: the reason, in words.
+        job_id: id of the job at the server; empty without a job.
+        submitter: name, organization and role of the signer; without a verified signature as the server states them.
+        submitted_at: ISO 8601 time, as the server states it.
+        deployed: which participants accepted the job, as the server states it.
+        certificate_sha256: fingerprint of the submitter's certificate.
+    """
+
+    signature: str
+    note: str
+    job_id: str = ""
+    submitter: Mapping[str, str] | None = None
+    submitted_at: str = ""
+    deployed: tuple[str, ...] = ()
+    certificate_sha256: str = ""
+
+
+def collect_facts(run: RunResult, approval: Approval, policies: Mapping[str, Policy]) -> dict[str, Any]:
+    """Return the facts of a finished run, the content of ``evidence.json``.
+
+    Args:
+        run: the run.
+        approval: who submitted the job.
+        policies: policies in force by site; a run's record has none, because they stay at the sites.
+
+    Raises:
+        ConfigError: the model in the folder is not the one of the record, or a policy is of a site that the run does
+            not name.
+    """
+    if unknown := sorted(set(policies) - set(run.sites)):
+        raise ConfigError(f"--policy {unknown[0]}=...: the run has no such site; its sites are {', '.join(run.sites)}")
+    versions = list_versions()
+    return {
+        "run": run.summary["run"],
+        "name": run.summary["name"],
+        "method": run.summary["method"],
+        "seed": run.summary["seed"],
+        "rounds": run.summary["rounds"],
+        "model_sha256": check_model(run),
+        "cohorts": _list_cohorts(run),
+        "metrics": run.summary["final"]["metrics"],
+        "privacy": _describe_privacy(run),
+        "policies": {site: _describe_policy(policies.get(site), approval) for site in run.sites},
+        "audit": _read_audit(run),
+        "traffic": run.summary["traffic"],
+        "versions": run.summary.get("versions") or "not recorded by this run",
+        "versions_of_evidence": versions,
+        "approval": asdict(approval),
+        "deviations": list_deviations(run),
+    }
+
+
+def check_model(run: RunResult) -> str:
+    """Return the digest of the run's model, computed from its file.
+
+    Raises:
+        ConfigError: the model is missing, or its digest is not the one of the record.
+    """
+    recorded = run.summary["model_sha256"]
+    if not recorded:
+        return "encrypted: the server cannot read the model"
+    digest = compute_digest(read_model(run.path / "model.safetensors", load_assembly(run.path)[0].layout))
+    if digest != recorded:
+        raise ConfigError(
+            f"{run.path}: model.safetensors has the digest {digest}, summary.json states {recorded}; the folder was "
+            "changed after the run. Take the evidence from an unchanged copy of the result folder"
+        )
+    return digest
+
+
+def _list_cohorts(run: RunResult) -> dict[str, dict[str, Any]]:
+    trained = run.summary.get("examples", {})
+    cohorts = {}
+    for site in run.sites:
+        metrics, part = run.summary["final"]["sites"].get(site, {}), run.contributions.get(site)
+        counts = {"train": trained.get(site), "validation": metrics.get(VALIDATION_EXAMPLES)}
+        counts |= {"test": metrics.get(TEST_EXAMPLES)}
+        cohorts[site] = {
+            **{name: None if count is None else int(count) for name, count in counts.items()},
+            "rounds_contributed": part.contributed if part else 0,
+            "rounds_expected": part.expected if part else 0,
+            "missed": describe_missed(part) if part else "",
+        }
+    return cohorts
+
+
+def _describe_privacy(run: RunResult) -> dict[str, Any]:
+    spent = run.summary.get("privacy")
+    return {"budget": spent} if spent else {"budget": None, "note": "no privacy budget was computed for this run"}
+
+
+def _describe_policy(policy: Policy | None, approval: Approval) -> dict[str, Any]:
+    if policy is not None:
+        return {"terms": policy.model_dump(mode="json")}
+    if not approval.job_id:
+        return {"terms": None, "note": "none in force: no policy applies to a run without a federation"}
+    return {"terms": None, "note": "not given: a site's policy stays at the site; add it with --policy"}
+
+
+def _read_audit(run: RunResult) -> Any:
+    file = run.path / AUDIT_FILE
+    if not file.is_file():
+        return {"attacks": None, "note": "no attack was tried on this run"}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"{file}: cannot be read: {error}; repeat the audit of the run, or delete the file"
+        ) from error
+
+
+def find_crate_files(run: Path) -> list[Path]:
+    """Return the files of a result folder that go into the crate, relative to it; no site's own model, no predictions.
+
+    Models of sites and predictions of subjects are data of the sites, and checkpoints hold the state of every site.
+    """
+    names = ["summary.json", "rounds.jsonl", "ledger.jsonl", "model_card.md", AUDIT_FILE]
+    names += [f"{prefix}{name}.safetensors" for prefix in ("", "best_", "encrypted_", "encrypted_best_")
+              for name in ("model", "mask")]  # fmt: skip
+    found = [Path(name) for name in names if (run / name).is_file()]
+    code = [path.relative_to(run) for path in sorted((run / "code").rglob("*")) if path.is_file()]
+    return found + [path for path in code if "__pycache__" not in path.parts]

@@ -1,0 +1,163 @@
+"""Model card: what the model is, how it was trained, how well it performs at each site, and its limits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...tasks.task import TEST_EXAMPLES
+from ..runs.contributions import Contributions, describe_missed
+from ..runs.progress import format_bytes
+from ..runs.results import RunResult
+from .attacks import describe_attacks
+from .findings import describe_caveat
+from .tables import NO_TESTS, build_evaluations, build_events, build_privacy, describe_means, format_metric
+
+FILE = "model_card.md"
+
+
+def write_card(run: RunResult) -> Path:
+    """Write ``model_card.md`` into a run's folder: Markdown with the front matter that model hubs read."""
+    path = run.path / FILE
+    path.write_text(format_card(run), encoding="utf-8")
+    return path
+
+
+def format_card(run: RunResult) -> str:
+    """Return the model card of a finished run as Markdown."""
+    s = run.summary
+    names = run.metric_names
+    sites = "\n".join(_format_site(run, site) for site in run.sites)
+    final = "no overall evaluation" if run.final_metric is None else f"{run.final_metric:.3f}"
+    sparsity = f"{100 * s['sparsity']:.1f} % of its entries are off (zero)" if s["sparsity"] else "dense"
+    return f"""---
+{yaml.safe_dump(build_metadata(run), sort_keys=False, allow_unicode=True)}---
+
+# {s["name"]}
+
+A model trained by federated learning with `{s["method"]}` on the data of {_count_contributors(run)} for {s["rounds"]}
+rounds (seed {s["seed"]}); {sparsity}. The data never left the sites.{_describe_absent(run)}
+
+## Performance
+
+{run.metric_label} over the test examples of all sites: **{final}**. {describe_caveat([run])} {describe_means([run])}
+
+| site | rounds contributed | test examples | {" | ".join([run.metric_label, *names[1:]])} |
+| --- | --- | --- |{" --- |" * len(names)}
+{sites}
+{_format_overall(run)}
+{_describe_cohorts(run)}
+## Communication
+
+{format_bytes(run.sum_directions("payload_bytes"))} in {run.sum_directions("messages")} messages; dense FedAvg would
+have sent {format_bytes(run.sum_directions("dense_bytes"))}.{_describe_events(run)}
+
+{_describe_attacks(run)}## Usage
+
+```python
+from flare_sparse import load_model
+
+model = load_model("{run.path.name}")  # this folder: a torch module in evaluation mode
+```
+
+The model is `model.safetensors` ({_describe_digest(s)}) with `config.yaml` beside it. `flare-sparse save` exports it
+for other libraries and as ONNX.
+
+## Limits
+
+Not for diagnosis or treatment: the model has not been validated for clinical use. Not for data of scanners, ages or
+diseases that no site had. Federated training does not anonymize: a model can reveal information on its training data.
+{_describe_privacy(run)}"""
+
+
+def _describe_privacy(run: RunResult) -> str:
+    """Return the section on differential privacy; empty without it."""
+    if (table := build_privacy([run])) is None:
+        return ""
+    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return f"\n## Privacy\n\n{table.note}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def build_metadata(run: RunResult) -> dict[str, Any]:
+    """Return the card's front matter in the form of the Hugging Face hub, with the final metrics as a model index.
+
+    Source: https://huggingface.co/docs/hub/model-cards, "Model card metadata" and "Evaluation results".
+    """
+    task = run.config.get("task", {}).get("name", "unknown")
+    overall = run.summary["final"]["metrics"]
+    metrics = [
+        {"type": name, "name": run.metric_label if name == run.metric else name, "value": float(overall[name])}
+        for name in run.metric_names
+        if overall.get(name) is not None and math.isfinite(overall[name])
+    ]
+    metadata: dict[str, Any] = {
+        "library_name": "pytorch",
+        "tags": ["federated-learning", "nvidia-flare", "flare-sparse", str(run.summary["method"])],
+        "metrics": [run.metric],
+    }
+    if metrics:
+        cohort = {"name": f"test examples of {len(run.sites)} sites", "type": "federated"}
+        result = {"task": {"type": "other", "name": str(task)}, "dataset": cohort, "metrics": metrics}
+        metadata["model-index"] = [{"name": str(run.summary["name"]), "results": [result]}]
+    return metadata
+
+
+def _count_contributors(run: RunResult) -> str:
+    """Return how many sites contributed; a site that contributed to no round is not counted."""
+    parts = run.contributions
+    count = sum(part.contributed > 0 for part in parts.values())
+    return f"{count} sites" if count == len(parts) else f"{count} of {len(parts)} sites"
+
+
+def _describe_absent(run: RunResult) -> str:
+    absent = {site: part for site, part in run.contributions.items() if not part.contributed}
+    if not absent:
+        return ""
+    listed = ", ".join(f"{site} ({describe_missed(part) or 'never asked'})" for site, part in absent.items())
+    return f"\n\nThe model learned nothing from these sites, which contributed to no round: {listed}."
+
+
+def _format_site(run: RunResult, site: str) -> str:
+    """Return the row of a site, also of one without contributions or test examples."""
+    metrics, part = run.summary["final"]["sites"].get(site, {}), run.contributions.get(site, Contributions())
+    tests = metrics.get(TEST_EXAMPLES)
+    rounds = f"{part.contributed} of {part.expected}" if part.expected else "never asked"
+    cells = [site, rounds, f"{tests:.0f}" if tests else NO_TESTS]
+    return "| " + " | ".join([*cells, *(format_metric(metrics.get(name)) for name in run.metric_names)]) + " |"
+
+
+def _format_overall(run: RunResult) -> str:
+    overall = run.summary["final"]["metrics"]
+    cells = ["all sites", "", f"{overall.get(TEST_EXAMPLES, 0):.0f}"]
+    return "| " + " | ".join([*cells, *(format_metric(overall.get(name)) for name in run.metric_names)]) + " |"
+
+
+def _describe_cohorts(run: RunResult) -> str:
+    """Return the table of ``flare-sparse evaluate``; empty without any evaluation."""
+    table = build_evaluations([run])
+    if table is None:
+        return ""
+    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return f"\n{table.title}: {table.note}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _describe_events(run: RunResult) -> str:
+    table = build_events([run])
+    return "" if table is None else "\n\nEvents of the run:\n\n" + "\n".join(
+        f"- round {row[2]}, {row[0]}: {row[3]} {row[4]}".rstrip() for row in table.rows
+    )  # fmt: skip
+
+
+def _describe_attacks(run: RunResult) -> str:
+    """Return the section on ``flare-sparse audit``; empty without an audit."""
+    sentences = "\n".join(f"- {sentence}" for sentence in describe_attacks(run))
+    return f"## Attacks\n\n{sentences}\n\n" if sentences else ""
+
+
+def _describe_digest(summary: dict[str, Any]) -> str:
+    """Return the digest of the model's values; an encrypted model has none until a site decrypts it."""
+    digest = summary["model_sha256"]
+    return f"sha256 of its values {digest}" if digest else "encrypted; a site decrypts it: `flare-sparse decrypt`"

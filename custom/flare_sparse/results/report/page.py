@@ -1,0 +1,247 @@
+"""Self-contained HTML report: works offline, in print and on a phone."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from ..runs.folder import CONFIG
+from ..runs.progress import format_bytes
+from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
+from . import figures
+from .attacks import build_attacks
+from .comparisons import build_comparisons, build_group_comparisons
+from .findings import describe_caveat, describe_findings, describe_sites
+from .tables import (
+    NO_TESTS,
+    build_contributions,
+    build_evaluations,
+    build_events,
+    build_matrices,
+    build_metrics,
+    build_privacy,
+    build_seed_averages,
+    compare_bytes,
+    describe_means,
+    format_metric,
+)
+
+TRAFFIC_CAPTION = (
+    "Dense FedAvg: the bytes that it would have sent instead of each message. Floor: the values in their number format "
+    "plus the entropy of the selection of entries, given what the receiver holds; no encoding of the same updates can "
+    "be shorter. The difference between sent and floor is headers, padding and the encoding of the selection."
+)
+
+
+@dataclass(frozen=True)
+class ReportFigure:
+    """A figure of the report.
+
+    Attributes:
+        name: name of the PNG file without its suffix.
+        title: heading above the figure.
+        caption: text below the figure.
+        draw: draws the figure of some runs.
+        applies: whether the runs have the data that the figure shows.
+        shows_subjects: whether the figure contains images of subjects.
+    """
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[list[RunResult]], Figure]
+    applies: Callable[[list[RunResult]], bool] = lambda runs: True
+    shows_subjects: bool = False
+
+
+FIGURES = (
+    ReportFigure(
+        "learning",
+        "Quality",
+        "Left: by round. Right: by bytes sent; further left is cheaper. A round evaluates the model it starts from.",
+        figures.draw_learning_curves,
+        lambda runs: any(run.learning_curve for run in runs),
+    ),
+    ReportFigure("traffic", "Bytes", TRAFFIC_CAPTION, figures.draw_traffic),
+    ReportFigure(
+        "sites",
+        "Sites",
+        "Each dot is the metric on one site's own test examples.",
+        figures.draw_site_metrics,
+        lambda runs: any(run.site_metrics for run in runs),
+    ),
+    ReportFigure(
+        "gains",
+        "Gain over training alone",
+        "Each site's final metric compared with training alone, with the same seed and the same test examples.",
+        figures.draw_gains,
+        lambda runs: bool(compute_site_gains(runs)),
+    ),
+    ReportFigure(
+        "cases",
+        "Cases",
+        "Best, median and worst test case of each site; outlines: labels (solid) and prediction (dashed), a colour for "
+        "each class. This page contains images of subjects: --no-pictures leaves them out.",
+        figures.draw_cases,
+        lambda runs: bool(runs[0].pictures),
+        shows_subjects=True,
+    ),
+    ReportFigure(
+        "layers",
+        "Sparsity",
+        "Share of live entries of each weight tensor in the final model.",
+        figures.draw_layer_densities,
+        lambda runs: any(run.layer_densities and min(run.layer_densities.values()) < 1 for run in runs),
+    ),
+    ReportFigure(
+        "inversion",
+        "Inputs rebuilt from messages",
+        "From an update or from scores of 1, 2, 4 and 8 examples of the first run, by flare-sparse audit: the input "
+        "that was rebuilt best.",
+        figures.draw_inversions,
+        lambda runs: bool(figures.list_pictures(runs[0])),
+    ),
+)
+
+
+def write_report(runs: list[RunResult], out: Path, *, pictures: bool = True) -> list[Path]:
+    """Write ``report.html`` and its figures as PNG files.
+
+    Args:
+        runs: runs to compare; they share one metric.
+        out: folder to write to; created if missing.
+        pictures: whether the page may contain images of subjects.
+
+    Returns:
+        The files written, the page first.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    files, images = [], []
+    for figure in FIGURES:
+        if not figure.applies(runs) or (figure.shows_subjects and not pictures):
+            continue
+        data = figures.render_png(figure.draw, runs)
+        files.append(out / f"{figure.name}.png")
+        files[-1].write_bytes(data)
+        caption = f"{figure.caption} {describe_means(runs)}" if figure.name == "learning" else figure.caption
+        # The first chunk of a PNG file holds its width and height.
+        width, height = struct.unpack(">II", data[16:24])
+        alt = f"{figure.title} of {', '.join(run.label for run in runs)}: the tables of this page list the values"
+        images.append(
+            SimpleNamespace(
+                title=figure.title, caption=caption, alt=alt, width=width, height=height,
+                data=base64.b64encode(data).decode(),
+            )
+        )  # fmt: skip
+    environment = Environment(
+        loader=PackageLoader("flare_sparse.results.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    page = out / "report.html"
+    template = environment.get_template("page.html.jinja")
+    page.write_text(template.render(**_build_content(runs), figures=images), encoding="utf-8")
+    return [page, *files]
+
+
+def _build_content(runs: list[RunResult]) -> dict[str, Any]:
+    """Return the variables of the template."""
+    first, labels = runs[0], ", ".join(label_groups(group_by_seed(runs)))
+    names = sorted({site for run in runs for site in run.sites})
+    return {
+        "title": first.summary["name"] if len(runs) == 1 else f"{len(runs)} runs: {labels}",
+        "subtitle": f"{first.summary['method']}, {describe_sites(first)}, {first.summary['rounds']} rounds"
+        if len(runs) == 1
+        else f"{len(names)} sites; metric: {first.metric_label}",
+        "findings": describe_findings(runs),
+        "caveat": describe_caveat(runs),
+        "metric": first.metric_label,
+        "cards": _build_cards(first),
+        "runs": [SimpleNamespace(label=r.label, summary=r.summary, config=_read_config(r)) for r in runs],
+        "rows": [_build_run_row(run) for run in runs],
+        "averages": build_seed_averages(runs),
+        "metrics": build_metrics(runs),
+        "comparisons": [table for table in (build_comparisons(runs), build_group_comparisons(runs)) if table],
+        "means": describe_means(runs),
+        "contributions": build_contributions(runs),
+        "evaluations": build_evaluations(runs),
+        "matrices": build_matrices(runs),
+        "privacy": build_privacy(runs),
+        "attacks": build_attacks(runs),
+        "events": build_events(runs),
+        "sites": [_build_site_row(site, runs) for site in names],
+        "without_contribution": [entry for run in runs for entry in _list_without_contribution(run)],
+        "version": version("flare-sparse"),
+    }
+
+
+def _build_cards(run: RunResult) -> list[tuple[str, str]]:
+    return [
+        (format_metric(run.final_metric), f"{run.metric_label}, all sites"),
+        (format_bytes(run.sum_directions("payload_bytes")), "sent"),
+        (_format_reduction(run), "than dense FedAvg"),
+        (f"{100 * run.summary['sparsity']:.1f} %", "of the entries off"),
+    ]
+
+
+def _build_run_row(run: RunResult) -> SimpleNamespace:
+    best, worst, dense_bytes = run.summary["best"], run.worst_site, run.sum_directions("dense_bytes")
+    return SimpleNamespace(
+        label=run.label,
+        final=format_metric(run.final_metric),
+        worst=f"{format_metric(worst[1])} ({worst[0]})" if worst else "-",
+        best=f"{format_metric(best['metrics'].get(run.metric))} ({best['round']})" if best["round"] >= 0 else "-",
+        sent=format_bytes(run.sum_directions("payload_bytes")),
+        dense=format_bytes(dense_bytes) if dense_bytes else "-",
+        reduction=_format_reduction(run),
+        floor=format_bytes(run.sum_directions("floor_bytes")),
+        sparsity=f"{100 * run.summary['sparsity']:.1f} %",
+        rounds=run.summary["rounds"],
+        seed=run.summary["seed"],
+        seconds=f"{run.summary['seconds']:.0f}",
+    )
+
+
+def _build_site_row(site: str, runs: list[RunResult]) -> SimpleNamespace:
+    evaluations = [run.summary["final"]["sites"] for run in runs]
+    num_tests = next((sites[site].get("test_examples") for sites in evaluations if site in sites), None)
+    cells = [
+        SimpleNamespace(
+            text=format_metric(run.site_metrics.get(site)), worst=bool(run.worst_site and run.worst_site[0] == site)
+        )
+        for run in runs
+    ]
+    return SimpleNamespace(name=site, tests=f"{num_tests:.0f}" if num_tests else NO_TESTS, cells=cells)
+
+
+def _list_without_contribution(run: RunResult) -> list[SimpleNamespace]:
+    """Return the sites that did not contribute to a round, with the reason."""
+    entries = []
+    for line in run.rounds:
+        reasons = {**line["rejected"], **dict.fromkeys(line["timed_out"], "did not reply in time")}
+        reasons |= dict.fromkeys(line.get("quarantined", []), "quarantined after repeated misses")
+        reasons |= line.get("excluded", {})
+        entries += [
+            SimpleNamespace(run=run.label, round=line["round"], site=site, reason=reason)
+            for site, reason in sorted(reasons.items())
+        ]
+    return entries
+
+
+def _read_config(run: RunResult) -> str:
+    file = run.path / CONFIG
+    return file.read_text(encoding="utf-8") if file.is_file() else "config.yaml is missing"
+
+
+def _format_reduction(run: RunResult) -> str:
+    return compare_bytes(run.sum_directions("payload_bytes"), run.sum_directions("dense_bytes"))

@@ -1,0 +1,236 @@
+"""Tables of the report and the model card: who contributed, all metrics, models by site, averages over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from ...tasks.task import TEST_EXAMPLES
+from ..runs.contributions import Contributions, describe_missed
+from ..runs.progress import compare_with_dense, format_bytes
+from ..runs.results import RunResult, group_by_seed, label_groups
+
+NO_TESTS = "no test examples"
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A table as text.
+
+    Attributes:
+        title: heading.
+        columns: heads of the columns; the first one is left-aligned.
+        rows: cells by row.
+        note: text below the table.
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def format_metric(value: float | None) -> str:
+    """Format a metric with three decimals; None becomes a dash."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def compare_bytes(sent: float, dense: float) -> str:
+    """Return how many times fewer or more bytes were sent than dense FedAvg sends, such as ``12.3x less``."""
+    if not dense or not sent:
+        return "-"
+    return compare_with_dense(sent, dense).removesuffix(" than dense").removesuffix(" as dense")
+
+
+def build_contributions(runs: Sequence[RunResult]) -> ReportTable:
+    """Return in how many rounds each site contributed."""
+    sites = sorted({site for run in runs for site in run.contributions})
+    rows = [[site, *(_format_part(run.contributions.get(site)) for run in runs)] for site in sites]
+    note = "Rounds in which a site's update counted, of those that it was to contribute to; evaluations do not count."
+    return ReportTable("Who contributed", ["site", *(run.label for run in runs)], rows, note)
+
+
+def _format_part(part: Contributions | None) -> str:
+    if part is None:
+        return "-"
+    if not part.expected:
+        return "never asked"
+    missed = f" ({describe_missed(part)})" if part.missed else ""
+    return f"{part.contributed or 'none'} of {part.expected}{missed}"
+
+
+def build_metrics(runs: Sequence[RunResult]) -> ReportTable:
+    """Return all metrics of the final models over all sites."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
+    overall = [run.summary["final"]["metrics"] for run in runs]
+    rows = [[run.label, *(format_metric(m.get(n)) for n in names)] for run, m in zip(runs, overall, strict=True)]
+    # The figure of the learning curves has the same note.
+    note = "" if any(run.learning_curve for run in runs) else describe_means(runs)
+    return ReportTable("All metrics", ["run", *names], rows, note)
+
+
+def describe_means(runs: Sequence[RunResult]) -> str:
+    """Return what a value over all sites is, which sites it lacks, and how the best model was selected."""
+    missing = {}
+    for run in runs:
+        for site in run.sites:
+            metrics = run.summary["final"]["sites"].get(site, {})
+            absent = [name for name in run.metric_names if name not in metrics]
+            if absent:
+                missing[site] = "all" if len(absent) == len(run.metric_names) else ", ".join(absent)
+    explanation = (
+        "Values over all sites are means of the sites' values, weighted by test examples. For means over examples, "
+        "such as MAE and accuracy, that is the value over all examples; for AUC, C-index, F1 and RMSE it is not."
+    )
+    sentences = [explanation]
+    if missing:
+        listed = "; ".join(f"{site} ({names})" for site, names in sorted(missing.items()))
+        sentences.append(f"Sites without a value, which are not in these means: {listed}.")
+    if any(run.summary["best"]["round"] >= 0 for run in runs):
+        sentences.append(
+            "The best model was selected by its metric on validation examples; test examples choose nothing."
+        )
+    return " ".join(sentences)
+
+
+def build_seed_averages(runs: list[RunResult]) -> ReportTable | None:
+    """Return mean, standard deviation and range of runs that differ by seed only; None without such runs."""
+    groups = group_by_seed(runs)
+    if all(len(group) == 1 for group in groups):
+        return None
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
+    rows = []
+    for label, group in zip(label_groups(groups), groups, strict=True):
+        cells = []
+        for name in names:
+            values = [v for run in group if (v := run.summary["final"]["metrics"].get(name)) is not None]
+            cells.append(_format_spread(values, with_range=name == names[0]))
+        sent, dense = (mean(run.sum_directions(key) for run in group) for key in ("payload_bytes", "dense_bytes"))
+        rows.append([label, str(len(group)), *cells, format_bytes(sent), compare_bytes(sent, dense)])
+    columns = ["method", "seeds", *names, "sent", "than dense FedAvg"]
+    note = "Mean ± standard deviation over seeds (n - 1); in brackets the smallest and the largest value."
+    return ReportTable("Averages over seeds", columns, rows, note)
+
+
+def _format_spread(values: Sequence[float], *, with_range: bool) -> str:
+    if len(values) < 2:
+        return format_metric(values[0] if values else None)
+    limits = f" [{min(values):.3f}, {max(values):.3f}]" if with_range else ""
+    return f"{mean(values):.3f} ± {stdev(values):.3f}{limits}"
+
+
+def build_matrices(runs: Sequence[RunResult]) -> list[ReportTable]:
+    """Return, for each metric, the values of every model (row) at every site and evaluated cohort (column)."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
+    sites = sorted({site for run in runs for site in [*run.sites, *run.cross_site.get("results", {})]})
+    records = sorted((str(record["cohort"]), record["examples"]) for run in runs for record in run.evaluations)
+    cohorts = {cohort: f"cohort {cohort} ({examples})" for cohort, examples in records}
+    rows = [row for run in runs for row in _list_models(run)]
+    tables = []
+    for name in names:
+        cells = [
+            [label, *(format_metric(values.get(column, {}).get(name)) for column in [*sites, *cohorts])]
+            for label, values in rows
+        ]
+        # A row without any value of this metric says nothing.
+        kept = [row for row in cells if set(row[1:]) != {"-"}]
+        if kept:
+            heads = [*(f"{site} ({_count_tests(runs, site)})" for site in sites), *cohorts.values()]
+            tables.append(ReportTable(f"Models by site: {name}", ["model", *heads], kept, _describe_matrix(runs)))
+    return tables
+
+
+def _list_models(run: RunResult) -> list[tuple[str, Mapping[str, Mapping[str, Any]]]]:
+    """Return each model of a run with its metrics by site or cohort."""
+    results = run.cross_site.get("results", {})
+    evaluated = {model for values in results.values() for model in values}
+    final, best = run.summary["final"]["sites"], run.best_site_metrics
+    models: dict[str, dict[str, Mapping[str, Any]]] = {}
+    if run.personal_model:
+        models["own"] = dict(final)
+    else:
+        models["final"] = dict(final)
+    if best:
+        models["best"] = dict(best)
+    for model in sorted(evaluated, key=lambda name: (name != "final", name != "best", name)):
+        models.setdefault(model, {}).update({site: values[model] for site, values in results.items()})
+    for record in run.evaluations:
+        models.setdefault(str(record["model"]), {})[str(record["cohort"])] = record["metrics"]
+    order = ["own", "final", "best"]
+    return [(f"{run.label}: {_label_model(name)}", models[name])
+            for name in sorted(models, key=lambda n: (order.index(n) if n in order else len(order), n))]  # fmt: skip
+
+
+def _label_model(name: str) -> str:
+    labels = {"own": "each site's own model", "final": "final model", "best": "best model"}
+    return labels.get(name, f"model of {name}")
+
+
+def _describe_matrix(runs: Sequence[RunResult]) -> str:
+    own = "" if any(run.cross_site for run in runs) else (
+        " flare-sparse evaluate RUN --matrix evaluates the sites' own models at every other site, where all data is on "
+        "one machine."
+    )  # fmt: skip
+    return f"In brackets: test examples of the site, or examples of a cohort of flare-sparse evaluate.{own}"
+
+
+def _count_tests(runs: Sequence[RunResult], site: str) -> str:
+    counts = [run.summary["final"]["sites"].get(site, {}).get(TEST_EXAMPLES) for run in runs]
+    counts += [run.cross_site.get("examples", {}).get(site) for run in runs]
+    count = next((count for count in counts if count), 0)
+    return f"{count:.0f}" if count else NO_TESTS
+
+
+def build_evaluations(runs: Sequence[RunResult]) -> ReportTable | None:
+    """Return all metrics on the cohorts of ``flare-sparse evaluate``; None without any."""
+    records = [(run, record) for run in runs for record in run.evaluations]
+    if not records:
+        return None
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
+    names += sorted({name for _, record in records for name in record["metrics"]} - set(names))
+    rows = [
+        [str(record["cohort"]), f"{run.label}: {_label_model(str(record['model']))}", f"{record['examples']}"]
+        + [_format_interval(record, name) for name in names]
+        for run, record in records
+    ]
+    notes = [f"{record['cohort']}: {note}" for _, record in records for note in record.get("notes", [])]
+    text = "flare-sparse evaluate; in brackets the 95 % bootstrap interval over the cohort's examples."
+    return ReportTable("Evaluated cohorts", ["cohort", "model", "examples", *names], rows, " ".join([text, *notes]))
+
+
+def _format_interval(record: Mapping[str, Any], name: str) -> str:
+    bounds = record.get("intervals", {}).get(name)
+    value = format_metric(record["metrics"].get(name))
+    return f"{value} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else value
+
+
+def build_privacy(runs: Sequence[RunResult]) -> ReportTable | None:
+    """Return what each site's subjects have been charged; None if no run has differential privacy."""
+    rows = []
+    for run in runs:
+        if (privacy := run.summary.get("privacy")) is None:
+            continue
+        budget = "-" if privacy["epsilon"] is None else f"{privacy['epsilon']:g}"
+        for site, spent in privacy["spent"].items():
+            outside = ", ".join(privacy["outside_budget"])
+            rows.append([site, run.label, f"{spent:.2f}", budget, f"{privacy['delta']:g}", outside])
+    columns = ["site", "run", "epsilon spent", "budget", "delta", "outside the budget"]
+    note = (
+        "Differential privacy of a subject of the site: what all messages of the run tell about its training examples "
+        "is bounded by epsilon, except with probability delta."
+    )
+    return ReportTable("Privacy", columns, rows, note) if rows else None
+
+
+def build_events(runs: Sequence[RunResult]) -> ReportTable | None:
+    """Return what the runs recovered from, such as damaged checkpoints; None if nothing happened."""
+    rows = [
+        [str(event.get("site", "server")), run.label, str(event.get("round", "-")), str(event.get("event", "-")),
+         str(event.get("detail", ""))]
+        for run in runs
+        for event in run.summary.get("events", [])
+    ]  # fmt: skip
+    columns = ["site", "run", "round", "event", "detail"]
+    return ReportTable("Events", columns, rows, "What the run recovered from, or lost.") if rows else None

@@ -1,0 +1,211 @@
+"""Trivial baselines: the mean of each site, and linear models of each site alone and of all sites pooled.
+
+A network that is worse than these has not learned what a hospital needs. They are fitted on the training examples that
+the run had. The penalty is chosen on the validation examples, or without any by a five-fold cross-validation over the
+training subjects; the models of single sites share one penalty, because a site is too small to choose its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...tasks.task import Kind
+from .cox import compute_partial_loss, fit_cox
+
+PENALTIES = tuple(10.0**power for power in range(-1, 6))
+"""Penalties of the squared norm of standardised coefficients to choose from."""
+FOLDS = 5
+NAMES: dict[Kind, str] = {"regression": "ridge", "binary": "logistic", "classes": "logistic", "survival": "cox"}
+"""Name of the linear model by kind of the targets."""
+Predict = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class BaselineData:
+    """Rows of examples.
+
+    Attributes:
+        x: features ``(n, d)``; NaN where one is missing.
+        y: targets: numbers or classes from 0 ``(n, 1)``, or times and events ``(n, 2)``.
+        subjects: ``(n,)`` number of each row's subject; None: every row is a subject of its own.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    subjects: np.ndarray | None = None
+
+    def take(self, rows: np.ndarray) -> BaselineData:
+        """Return some of the rows."""
+        return BaselineData(self.x[rows], self.y[rows], None if self.subjects is None else self.subjects[rows])
+
+    def number_subjects(self) -> np.ndarray:
+        """Return the number ``(n,)`` of each row's subject, from 0 in the order in which they occur."""
+        if self.subjects is None:
+            return np.arange(len(self.x))
+        _, rows, numbers = np.unique(self.subjects, return_index=True, return_inverse=True)
+        return np.argsort(np.argsort(rows))[numbers]
+
+
+@dataclass(frozen=True)
+class SiteRows:
+    """The examples of one site as rows."""
+
+    train: BaselineData
+    validation: BaselineData
+    test: BaselineData
+
+
+def fit_baselines(kind: Kind, sites: Mapping[str, SiteRows]) -> dict[str, np.ndarray]:
+    """Return the predictions of each baseline for the test examples of all sites, in the order of ``sites``.
+
+    Predictions are numbers ``(n, 1)``, the probability of class 1 ``(n, 1)``, probabilities ``(n, classes)``, or the
+    logarithm of a relative hazard ``(n, 1)``, of which the mean is 0 everywhere.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+    """
+    model = _Linear(kind, _count_classes(kind, sites.values()))
+    pooled = stack_rows([site.train for site in sites.values()])
+    name = NAMES[kind]
+    strength = _choose_penalty(model, {"all": (pooled, stack_rows([site.validation for site in sites.values()]))})
+    shared = model.fit(pooled, strength)
+    strength = _choose_penalty(model, {key: (site.train, site.validation) for key, site in sites.items()})
+    results: dict[str, list[np.ndarray]] = {"site_mean": [], f"{name}_local": [], f"{name}_pooled": []}
+    for site in sites.values():
+        if not len(site.test.x):
+            continue
+        # A site without training examples of its own has nothing but the others' mean.
+        source = site.train if len(site.train.x) else pooled
+        results["site_mean"].append(model.fit_mean(source)(site.test.x))
+        results[f"{name}_local"].append(model.fit(source, strength)(site.test.x))
+        results[f"{name}_pooled"].append(shared(site.test.x))
+    return {baseline: np.concatenate(parts) for baseline, parts in results.items()}
+
+
+class _Linear:
+    """Ridge, logistic or Cox regression on standardised features.
+
+    Args:
+        kind: kind of the targets.
+        classes: number of classes; 0 for other targets.
+    """
+
+    def __init__(self, kind: Kind, classes: int):
+        self.kind, self.classes = kind, classes
+
+    def fit_mean(self, data: BaselineData) -> Predict:
+        """Return the predictor of the mean, or of the shares of the classes."""
+        if self.kind == "survival":
+            mean = np.zeros(1)
+        elif self.kind == "regression":
+            mean = data.y.mean(axis=0)
+        else:
+            shares = np.bincount(data.y[:, 0].astype(int), minlength=self.classes) / len(data.y)
+            mean = shares[1:] if self.kind == "binary" else shares
+        return lambda x: np.tile(mean, (len(x), 1))
+
+    def fit(self, data: BaselineData, penalty: float) -> Predict:
+        """Return the predictor of a linear model; that of the mean where there is nothing to fit.
+
+        A missing feature becomes the mean of the training examples that have it.
+        """
+        present = ~np.isnan(data.x)
+        means = np.where(present, data.x, 0.0).sum(axis=0) / present.sum(axis=0).clip(min=1)
+
+        def impute(x: np.ndarray) -> np.ndarray:
+            missing = np.isnan(x)
+            # Voxels are never missing, and a copy of theirs would be large.
+            return np.where(missing, means, x) if missing.any() else x
+
+        train = impute(data.x)
+        scale = train.std(axis=0) if len(train) else np.zeros(train.shape[1])
+        # Voxels outside the brain and constant columns carry nothing, and would divide by zero. Each column is measured
+        # by its own values: a thickness in mm varies a million times less than a volume in mm3.
+        varying = scale > 1e-6 * np.abs(train).max(axis=0, initial=1e-30)
+        # Without an event, a partial likelihood has no minimum.
+        targets = data.y[:, -1]
+        if len(np.unique(data.y)) < 2 or not varying.any() or (self.kind == "survival" and not targets.any()):
+            return self.fit_mean(data)
+        mean, scale = train[:, varying].mean(axis=0), scale[varying]
+
+        def standardize(x: np.ndarray) -> np.ndarray:
+            return np.asarray((impute(x)[:, varying] - mean) / scale)
+
+        if self.kind == "survival":
+            coefficients = fit_cox(standardize(data.x), data.y[:, 0], targets, penalty)
+            return lambda x: (standardize(x) @ coefficients)[:, None]
+        predict = self._fit_standardized(standardize(data.x), targets, penalty)
+        return lambda x: predict(standardize(x))
+
+    def _fit_standardized(self, x: np.ndarray, y: np.ndarray, penalty: float) -> Predict:
+        # Only a report needs scikit-learn, which takes a second to import.
+        from sklearn.linear_model import LogisticRegression, Ridge
+
+        if self.kind == "regression":
+            ridge = Ridge(alpha=penalty).fit(x, y)
+            return lambda new: np.asarray(ridge.predict(new)).reshape(-1, 1)
+        logistic = LogisticRegression(C=1 / penalty, max_iter=2000).fit(x, y.astype(int))
+        return lambda new: self._spread(logistic, new)
+
+    def _spread(self, logistic: Any, x: np.ndarray) -> np.ndarray:
+        """Return probabilities over all classes: 0 for those that the training examples lack."""
+        probabilities = np.zeros((len(x), self.classes))
+        probabilities[:, logistic.classes_] = logistic.predict_proba(x)
+        return probabilities[:, 1:] if self.kind == "binary" else probabilities
+
+    def compute_loss(self, predictions: np.ndarray, y: np.ndarray) -> float:
+        """Return the sum of absolute errors, of the logarithmic losses, or the negative partial log-likelihood."""
+        if self.kind == "survival":
+            return compute_partial_loss(predictions[:, 0], y[:, 0], y[:, 1])[0]
+        if self.kind == "regression":
+            return float(np.abs(predictions - y).sum())
+        classes = y[:, 0].astype(int)
+        if self.kind == "binary":
+            predictions = np.hstack([1 - predictions, predictions])
+        return float(-np.log(np.maximum(predictions[np.arange(len(y)), classes], 1e-6)).sum())
+
+
+def _choose_penalty(model: _Linear, sets: Mapping[str, tuple[BaselineData, BaselineData]]) -> float:
+    """Return the penalty with the smallest loss over all pairs of training and validation examples."""
+    if any(len(validation.x) for _, validation in sets.values()):
+        pairs = [(train, validation) for train, validation in sets.values() if len(validation.x) and len(train.x)]
+    else:
+        pairs = [pair for train, _ in sets.values() for pair in _iterate_folds(train)]
+    losses = [
+        sum(model.compute_loss(model.fit(train, penalty)(held_out.x), held_out.y) for train, held_out in pairs)
+        for penalty in PENALTIES
+    ]
+    return PENALTIES[int(np.argmin(losses))]
+
+
+def _iterate_folds(data: BaselineData) -> Iterable[tuple[BaselineData, BaselineData]]:
+    """Yield training and held-out rows, all rows of a subject together; the rows are in the order of the split."""
+    subjects = data.number_subjects()
+    count = len(np.unique(subjects))
+    if count < 2:
+        return
+    fold_of = subjects % FOLDS
+    for fold in range(min(FOLDS, count)):
+        yield data.take(fold_of != fold), data.take(fold_of == fold)
+
+
+def stack_rows(parts: Iterable[BaselineData]) -> BaselineData:
+    """Return the rows of several sites as one table, in which no two sites share a subject."""
+    filled = [part for part in parts if len(part.x)]
+    if not filled:
+        return BaselineData(np.zeros((0, 1)), np.zeros((0, 1)))
+    numbers = [part.number_subjects() for part in filled]
+    starts = np.cumsum([0, *(own.max() + 1 for own in numbers)])
+    subjects = np.concatenate([own + start for own, start in zip(numbers, starts, strict=False)])
+    return BaselineData(np.vstack([part.x for part in filled]), np.vstack([part.y for part in filled]), subjects)
+
+
+def _count_classes(kind: Kind, sites: Iterable[SiteRows]) -> int:
+    if kind in ("regression", "survival"):
+        return 0
+    targets = [part.y for site in sites for part in (site.train, site.validation, site.test) if len(part.y)]
+    return max(2, int(max(y.max() for y in targets)) + 1)

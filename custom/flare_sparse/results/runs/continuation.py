@@ -1,0 +1,137 @@
+"""Continuation of a finished run with more rounds: its last checkpoints become those of a longer run.
+
+The checkpoint of the last committed round holds the state before the final evaluation. A longer run that resumes from
+it is therefore the run that had more rounds from the start, bit for bit, if the method's rounds do not depend on their
+number (:meth:`~flare_sparse.methods.Method.find_continuation_blocker`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...config.assemble import Assembly, open_checkpoints
+from ...core.checkpoint.store import Store, iterate_differences
+from ...config.schema import JobConfig, RunConfig
+from ...config.loading import serialize_job
+from ...privacy.encryption import KeyContexts
+from ...rounds.endpoints.server import SERVER
+from ...core.errors import ConfigError
+from .folder import SUMMARY
+from .load import load_assembly
+
+FINAL = "final_checkpoints"
+"""Folder in the result folder that holds the last checkpoint of each end of a finished run."""
+
+
+def keep_final_checkpoints(checkpoints: Path) -> None:
+    """Keep the checkpoint of the last committed round of every end beside ``checkpoints``, and delete all others.
+
+    Args:
+        checkpoints: folder of the checkpoints of a finished run, in its result folder.
+    """
+    for server in checkpoints.glob(f"*/{SERVER}"):
+        committed = Store(server, {}).find_newest()
+        for folder in server.parent.iterdir():
+            store = Store(folder, {})
+            # A site's checkpoints after the last commit belong to the final evaluation, which a longer run discards.
+            newest = None if committed is None else store.find_newest(below=committed + 1)
+            for number in store.list_numbers():
+                if number != newest:
+                    shutil.rmtree(folder / f"{number:08d}", ignore_errors=True)
+    final = checkpoints.with_name(FINAL)
+    shutil.rmtree(final, ignore_errors=True)
+    # Renamed: --resume must not find the checkpoints of a finished run.
+    if any(checkpoints.glob(f"*/{SERVER}/[0-9]*")):
+        checkpoints.replace(final)
+    else:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+
+
+def copy_final_checkpoints(folder: Path, open_store: Callable[[str], Store]) -> None:
+    """Copy the last checkpoint of every end.
+
+    Args:
+        folder: folder of the checkpoints of one run.
+        open_store: returns the store of an end (``"server"`` or a site's name) of the longer run.
+
+    Raises:
+        CheckpointError: a copy could not be written.
+    """
+    for end in sorted(path.name for path in folder.iterdir() if path.is_dir()):
+        Store(folder / end, {}).copy_newest(open_store(end))
+
+
+def prepare_continuation(run: Path, config: RunConfig, assembly: Assembly, out: Path, folder: str) -> None:
+    """Give a run the last checkpoints of a shorter one, so that it can resume from them. ``run`` is not changed.
+
+    Args:
+        run: result folder of the finished run.
+        config: configuration of the longer run.
+        assembly: parts of the longer run.
+        out: result folder of the longer run.
+        folder: name of the folder of checkpoints in ``out``.
+
+    Raises:
+        ConfigError: the run cannot be continued with these settings.
+        CheckpointError: a checkpoint could not be written.
+    """
+    if not (run / SUMMARY).is_file():
+        raise ConfigError(f"--continue-from {run}: no record of a finished run; an interrupted one needs --resume")
+    finished, finished_config = load_assembly(run)
+    _check_settings(run, finished_config, config)
+    rounds = assembly.method.config.rounds
+    if reason := finished.method.find_continuation_blocker(rounds):
+        raise ConfigError(
+            f"--continue-from {run}: {config.method.name} cannot continue: {reason}. Start a run of {rounds} rounds "
+            "without --continue-from"
+        )
+    source = run / FINAL / f"{finished_config.name}-{finished.run_id}"
+    if Store(source / SERVER, {}).find_newest() is None:
+        raise ConfigError(
+            f"--continue-from {run}: {source / SERVER} holds no checkpoint, so the run cannot be continued. Runs with "
+            "--env sim, local and poc keep one; it may have been deleted"
+        )
+    if out.resolve() == run.resolve() or (out / SUMMARY).is_file():
+        raise ConfigError(f"--out {out}: holds a finished run; choose another folder for the longer run")
+    # Copied beside and renamed: an interrupted command must not leave a part of the checkpoints to --resume.
+    unfinished = out / f"{folder}.part"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(out / folder, ignore_errors=True)
+    copy_final_checkpoints(source, lambda end: open_checkpoints(config.job, assembly, unfinished, end))
+    unfinished.replace(out / folder)
+
+
+def copy_key_contexts(source: Path, target: Path) -> None:
+    """Copy the key contexts of an encrypted run: only they decrypt its checkpoints.
+
+    Raises:
+        ConfigError: the key contexts are missing.
+    """
+    KeyContexts.read(source).write(target)
+
+
+def _check_settings(run: Path, finished: RunConfig, config: RunConfig) -> None:
+    """Raises:
+    ConfigError: settings other than the number of rounds differ, or there are no more rounds than the run has.
+    """
+    if differences := list(iterate_differences(_drop_rounds(finished), _drop_rounds(config))):
+        raise ConfigError(
+            f"--continue-from {run}: only method.rounds may differ from the finished run, but also do "
+            f"{'; '.join(differences[:6])}. Use its config.yaml, {run / 'config.yaml'}"
+        )
+    rounds, finished_rounds = config.method.config.rounds, finished.method.config.rounds
+    if rounds <= finished_rounds:
+        raise ConfigError(
+            f"--continue-from {run}: method.rounds is {rounds}, and the run has {finished_rounds} already; set a "
+            f"larger total, such as --rounds {2 * finished_rounds}"
+        )
+
+
+def _drop_rounds(config: JobConfig) -> dict[str, Any]:
+    """Return the settings on which the first rounds depend."""
+    settings = serialize_job(config)
+    settings["method"] = {name: value for name, value in settings["method"].items() if name != "rounds"}
+    return {name: value for name, value in settings.items() if name != "name"}

@@ -1,0 +1,168 @@
+"""Evaluation of a finished run's models on data at hand, without a federation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
+
+from ...config.assemble import Assembly, open_site
+from ...tasks.task import TEST_EXAMPLES
+from ...core.errors import DataError, FlareSparseError
+from ...core.seeds import make_generator
+from ...tasks.task import Examples, SiteData, Task
+from ...training import Site
+
+Split = Literal["all", "test", "validation", "train"]
+LEVEL = 0.95
+"""Level of the bootstrap intervals."""
+
+
+@dataclass(frozen=True)
+class CohortResult:
+    """Metrics of one model on one cohort.
+
+    Attributes:
+        examples: number of examples.
+        skipped: number of unusable examples that the task skipped.
+        metrics: the task's metrics.
+        intervals: lower and upper bound of the bootstrap interval, by metric.
+        notes: the task's notes on the examples, and why a metric has no interval.
+    """
+
+    examples: int
+    skipped: int
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Cohort:
+    """The examples of one site, loaded and preprocessed by the run's own task with the run's settings.
+
+    Args:
+        assembly: parts of the run.
+        data: location of the examples.
+        split: all examples, or those that the task's split with the run's seed assigns to testing, validation or
+            training.
+
+    Attributes:
+        size: number of examples.
+        skipped: number of unusable examples that the task skipped.
+
+    Raises:
+        DataError: the data cannot be loaded.
+    """
+
+    def __init__(self, assembly: Assembly, data: SiteData, split: Split):
+        self.data, self.task = data, assembly.task
+        try:
+            examples = open_site(assembly, data).examples
+        except FlareSparseError:
+            raise
+        # A user task may raise anything.
+        except Exception as error:
+            raise DataError(f"{data.path}: {_describe(self.task, 'load', error)}") from error
+        dataset = _select(examples, split)
+        self.size, self.skipped = len(dataset), examples.skipped  # type: ignore[arg-type]
+        self._notes = tuple(examples.notes)
+        device = str(assembly.method.config.training.torch_device)
+        no_examples = TensorDataset(torch.zeros(0))
+        self._site = Site(
+            data.site, self.task, Examples(no_examples, dataset), assembly.network, assembly.method.seed, device
+        )
+
+    def evaluate(self, weights: Tensor, resamples: int = 0) -> CohortResult:
+        """Return the metrics of a model ``(P,)``, computed as the sites of the run compute them.
+
+        Args:
+            weights: the model.
+            resamples: number of bootstrap resamples of the examples; 0: no intervals.
+
+        Raises:
+            DataError: the model cannot be applied to the examples.
+        """
+        captured: list[tuple[Tensor, Tensor]] = []
+        compute_metrics = self.task.metrics
+
+        def capture(predictions: Tensor, targets: Tensor) -> dict[str, float]:
+            captured.append((predictions, targets))
+            return compute_metrics(predictions, targets)
+
+        # The wrapper is an instance attribute; without it the class's own method is found again.
+        self.task.metrics = capture  # type: ignore[method-assign]
+        try:
+            metrics = self._site.evaluate(weights)
+        except FlareSparseError:
+            raise
+        except Exception as error:
+            raise DataError(f"{self.data.path}: {_describe(self.task, 'evaluate', error)}") from error
+        finally:
+            del self.task.metrics
+        metrics.pop(TEST_EXAMPLES, None)
+        intervals, notes = self._compute_intervals(captured, metrics, resamples)
+        return CohortResult(self.size, self.skipped, metrics, intervals, (*self._notes, *notes))
+
+    def _compute_intervals(
+        self, captured: Sequence[tuple[Tensor, Tensor]], metrics: dict[str, float], resamples: int
+    ) -> tuple[dict[str, tuple[float, float]], list[str]]:
+        if not resamples:
+            return {}, []
+        if len(captured) != 1 or any(len(part) != self.size for part in captured[0]):
+            return {}, ["no intervals: the task does not compute its metrics once over all examples"]
+        if self.size < 2:
+            return {}, ["no intervals: one example cannot be resampled"]
+        try:
+            return bootstrap(self.task, *captured[0], sorted(metrics), resamples)
+        except Exception as error:  # noqa: BLE001
+            return {}, [f"no intervals: {_describe(self.task, 'metrics', error)} on a resample of the examples"]
+
+
+def bootstrap(
+    task: Task, predictions: Tensor, targets: Tensor, names: Sequence[str], resamples: int
+) -> tuple[dict[str, tuple[float, float]], list[str]]:
+    """Return percentile intervals of a task's metrics, and notes on the metrics without one.
+
+    Efron and Tibshirani (1993), An Introduction to the Bootstrap, section 13.3. Examples are resampled as if they were
+    independent; several examples of one subject make the intervals too narrow.
+
+    Args:
+        task: computes the metrics.
+        predictions: the first dimension is the example.
+        targets: as ``predictions``.
+        names: the metrics.
+        resamples: number of resamples, with replacement.
+    """
+    generator, count = make_generator(0, "bootstrap"), len(targets)
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(resamples):
+        drawn = torch.randint(count, (count,), generator=generator).to(predictions.device)
+        for name, value in task.metrics(predictions[drawn], targets[drawn.to(targets.device)]).items():
+            if name in values:
+                values[name].append(float(value))
+    intervals, notes = {}, []
+    for name, drawn_values in values.items():
+        # A metric that is undefined on many resamples, such as the AUC of a few examples, has no honest interval.
+        if len(drawn_values) < 0.95 * resamples:
+            notes.append(f"{name}: no interval, defined on {len(drawn_values)} of {resamples} resamples")
+            continue
+        bounds = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
+        low, high = torch.quantile(torch.tensor(drawn_values, dtype=torch.float64), bounds).tolist()
+        intervals[name] = (low, high)
+    return intervals, notes
+
+
+def _select(examples: Examples, split: Split) -> Dataset[Any]:
+    parts = {"train": examples.train, "validation": examples.validation, "test": examples.test}
+    sized = [part for name, part in parts.items() if split in ("all", name) and part is not None]
+    chosen = [part for part in sized if len(part)]  # type: ignore[arg-type]
+    return ConcatDataset(chosen) if chosen else TensorDataset(torch.zeros(0))
+
+
+def _describe(task: Task, function: str, error: Exception) -> str:
+    """Return which function of a task failed, and how."""
+    return f"{type(task).__name__}.{function} failed: {type(error).__name__}: {error}"

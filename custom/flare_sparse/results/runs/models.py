@@ -1,0 +1,58 @@
+"""The models in a result folder: the final one, the best one, and the sites' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from ...config.assemble import Assembly
+from ...core.errors import ConfigError, suggest
+from .model_files import ENCRYPTED, list_site_models, read_model
+
+FILES = {"final": "model.safetensors", "best": "best_model.safetensors"}
+
+
+def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
+    """Read one model of a run, a vector of ``assembly.network``.
+
+    Tensors that stay at the sites have their initial values in the run's model, and the site's own in a site's model.
+
+    Args:
+        run: result folder.
+        assembly: parts of the run.
+        name: ``final``, ``best``, or the name of a site for the site's own model.
+
+    Raises:
+        ConfigError: the run has no such model, or it is encrypted.
+    """
+    if name not in FILES:
+        site_models = list_site_models(run)
+        if name not in site_models:
+            existing = f"The sites with one are {', '.join(site_models)}" if site_models else f"{run} holds none"
+            raise ConfigError(
+                f"{run}: there is no own model of site {name!r}.{suggest(name, site_models)} {existing}; only runs "
+                "with --env local and sim of a method with personal models keep them"
+            )
+        return read_model(site_models[name], assembly.network)
+    if not assembly.method.has_global_model:
+        raise ConfigError(
+            f"{run}: {assembly.method.name} trains no common model: each site's model is "
+            f"{assembly.method.site_model}. flare-sparse evaluate and predict use a site's model with --site-model "
+            "SITE; evaluate --matrix evaluates every site's model at every other site"
+        )
+    file = run / FILES[name]
+    if not file.is_file() and not (run / f"{ENCRYPTED}{file.name}").is_file():
+        if name == "best":
+            raise ConfigError(f"{file}: the run has no best model; leave --best out to use the final one")
+        raise ConfigError(
+            f"{file}: the run has no model, because it has not ended; an interrupted run continues with the same "
+            "flare-sparse run command and --resume"
+        )
+    return assembly.complete(read_model(file, assembly.layout))
+
+
+def list_run_models(run: Path, assembly: Assembly) -> list[str]:
+    """Return the names of the models in a result folder, as :func:`read_run_model` accepts them."""
+    names = [name for name, file in FILES.items() if assembly.method.has_global_model and (run / file).is_file()]
+    return [*names, *list_site_models(run)]

@@ -1,0 +1,254 @@
+"""Predictions of a run's models, and of its baselines, for every test subject of every site on this machine.
+
+A subject is a site and the rank of its identifier among the identifiers of that site: the same in every split, and no
+name. Ranks of two runs name the same subjects only where the sites' identifiers are the same, which their digest tells.
+Only a run whose data lies on this machine has such predictions: a deployed site sends metrics, as its policy
+allows, and no prediction of a subject.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...config.assemble import Assembly
+from ...core.checkpoint.writing import write_json
+from ...core.errors import DataError
+from ...core.params import Layout
+from ...tasks.task import Examples, Kind, SiteData, Task, load_examples
+from .baselines import BaselineData, SiteRows, fit_baselines
+from .model_files import list_site_models
+from .models import read_run_model
+
+PREDICTIONS_FILE = "test_predictions.json"
+"""File in the folder of evaluations with the predictions of every test subject."""
+RUN = "run"
+"""Name of the run's own predictions."""
+TOLERANCE = 1e-3
+"""Largest relative difference of a recomputed metric from the recorded one; other data differs far more."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions for the test examples of all sites, in the order of the sites' names.
+
+    Attributes:
+        identity: run id and digest of the model that the predictions are of.
+        kind: kind of the targets; None: unknown.
+        sites: ``(n,)`` names of the sites.
+        subjects: ``(n,)`` rank of the subject's identifier at its site; -1: not known.
+        targets: ``(n, t)``.
+        values: predictions ``(n, k)`` by name: ``"run"`` and the baselines.
+        digests: SHA-256 of each site's identifiers, of the test targets where they are not known.
+        site_models: names of the predictors that are another model at each site.
+        pooled: metrics of the run over all test subjects at once.
+        note: why baselines are missing; empty where they are not.
+    """
+
+    identity: str
+    kind: Kind | None
+    sites: np.ndarray
+    subjects: np.ndarray
+    targets: np.ndarray
+    values: dict[str, np.ndarray]
+    digests: dict[str, str]
+    site_models: tuple[str, ...] = ()
+    pooled: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def baselines(self) -> list[str]:
+        """Names of the baselines."""
+        return [name for name in self.values if name != RUN]
+
+    def number_subjects(self) -> np.ndarray:
+        """Return the number ``(n,)`` of each example's subject, from 0; one of its own where the subject is unknown."""
+        unknown = -1 - np.arange(len(self.subjects))
+        keys = zip(self.sites.tolist(), np.where(self.subjects < 0, unknown, self.subjects).tolist(), strict=True)
+        return number_labels(list(keys))
+
+    def write(self, file: Path) -> None:
+        """Write the predictions as JSON."""
+        file.parent.mkdir(exist_ok=True)
+        content = {
+            "identity": self.identity,
+            "kind": self.kind,
+            "sites": self.sites.tolist(),
+            "subjects": self.subjects.tolist(),
+            "targets": self.targets.tolist(),
+            "predictions": {name: values.tolist() for name, values in self.values.items()},
+            "digests": self.digests,
+            "site_models": self.site_models,
+            "pooled": self.pooled,
+            "note": self.note,
+        }
+        write_json(file, content)
+
+    @classmethod
+    def read(cls, file: Path, identity: str) -> Predictions | None:
+        """Read the predictions of a run; None if there are none, or those of another model."""
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if content["identity"] != identity:
+                return None
+            count = len(content["sites"])
+            return cls(
+                identity,
+                content["kind"],
+                np.array(content["sites"], dtype=str),
+                np.array(content["subjects"], dtype=np.int64),
+                np.array(content["targets"], dtype=np.float64).reshape(count, -1),
+                {name: np.array(v, dtype=np.float64).reshape(count, -1) for name, v in content["predictions"].items()},
+                content["digests"],
+                tuple(content["site_models"]),
+                content["pooled"],
+                content["note"],
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def compute_predictions(
+    run: Path,
+    assembly: Assembly,
+    sites: Mapping[str, SiteData],
+    recorded: Mapping[str, Mapping[str, float]],
+    identity: str,
+) -> Predictions:
+    """Return the predictions of a run's final models and of its baselines.
+
+    Args:
+        run: result folder.
+        assembly: parts of the run.
+        sites: data of the sites.
+        recorded: final metrics by site, which the predictions must reproduce.
+        identity: run id and digest of the model.
+
+    Raises:
+        ConfigError: the run has no readable model.
+        DataError: the data cannot be loaded, or is not that of the run.
+    """
+    task, own = assembly.task, list_site_models(run) if assembly.method.site_model else {}
+    parts, rows, digests = [], {}, {}
+    for name in sorted(sites):
+        examples = load_examples(task, sites[name], assembly.method.seed)
+        # A site that never contributed has no model of its own, and no part in a comparison.
+        if name not in recorded or (assembly.method.site_model and name not in own):
+            continue
+        weights = read_run_model(run, assembly, name if name in own else "final")
+        parts.append(_predict_site(assembly, weights, name, examples, recorded[name]))
+        digests[name] = _compute_digest(examples, parts[-1][1])
+        rows[name] = _tabulate(task, examples)
+    parts = [part for part in parts if len(part[0])]
+    if not parts:
+        raise DataError(f"{run}: no site has test examples and a model, so there is nothing to compare")
+    predictions, targets = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    values, note = _fit(task, rows)
+    return Predictions(
+        identity=identity,
+        kind=task.kind,
+        sites=np.concatenate([part[3] for part in parts]),
+        subjects=np.concatenate([part[2] for part in parts]),
+        targets=_to_rows(targets),
+        values={RUN: _to_rows(predictions), **values},
+        digests=digests,
+        site_models=(*([RUN] if own else []), *(name for name in values if name.endswith("_local"))),
+        pooled=task.metrics(predictions, targets),
+        note=note,
+    )
+
+
+def number_labels(labels: Sequence[Hashable]) -> np.ndarray:
+    """Return the number ``(n,)`` of each label, from 0 in the order in which they occur.
+
+    >>> number_labels(["b", "a", "b"])
+    array([0, 1, 0])
+    """
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
+
+
+def _predict_site(
+    assembly: Assembly, weights: Tensor, name: str, examples: Examples, recorded: Mapping[str, float]
+) -> tuple[Tensor, Tensor, np.ndarray, np.ndarray]:
+    """Return predictions, targets, subjects and the site's name for each test example of a site."""
+    if not examples.n_test:
+        return torch.zeros(0), torch.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=str)
+    task = assembly.task
+    predictions, targets = task.measure_all(assembly.build_network(weights), examples.test)
+    metrics = task.metrics(predictions, targets)
+    for metric, value in metrics.items():
+        expected = recorded.get(metric, value)
+        if abs(value - expected) > TOLERANCE * max(abs(expected), 1.0):
+            raise DataError(
+                f"site {name}: {metric} of the final model is {value:.6g} on the data here, but the run recorded "
+                f"{expected:.6g}; the data or the package has changed since the run"
+            )
+    return predictions, targets, _rank_subjects(examples), np.full(examples.n_test, name)
+
+
+def _rank_subjects(examples: Examples) -> np.ndarray:
+    """Return the rank of each test example's subject among the site's subjects; -1 where the task names none."""
+    tested = examples.test_subjects or examples.test_ids
+    if len(tested) != examples.n_test:
+        return np.full(examples.n_test, -1)
+    ranks = {name: rank for rank, name in enumerate(sorted({subject for subject, _ in _list_names(examples)}))}
+    return np.array([ranks[name] for name in tested], dtype=np.int64)
+
+
+def _compute_digest(examples: Examples, targets: Tensor) -> str:
+    """Return the SHA-256 of a site's sorted identifiers; of its test targets where the task names no subject."""
+    named = sorted(_list_names(examples)) if (_rank_subjects(examples) >= 0).all() else _to_rows(targets).tolist()
+    return sha256(json.dumps(named).encode()).hexdigest()
+
+
+def _list_names(examples: Examples) -> list[tuple[str, str]]:
+    """Return subject and identifier of each example; an example without a subject is one of its own."""
+    parts = (
+        (examples.train_ids, examples.train_subjects),
+        (examples.validation_ids, examples.validation_subjects),
+        (examples.test_ids, examples.test_subjects),
+    )
+    return [pair for ids, subjects in parts for pair in zip(subjects or ids, ids or subjects, strict=True)]
+
+
+def _tabulate(task: Task, examples: Examples) -> SiteRows | None:
+    """Return a site's examples as rows; None if the task has no linear baseline."""
+    if task.kind is None:
+        return None
+    try:
+        parts = [task.tabulate_all(part) for part in (examples.train, examples.validation, examples.test)]
+    except NotImplementedError:
+        return None
+    owners = (examples.train_subjects, examples.validation_subjects, examples.test_subjects)
+    return SiteRows(
+        *(
+            BaselineData(_to_rows(x), _to_rows(y), number_labels(subjects) if subjects else None)
+            for (x, y), subjects in zip(parts, owners, strict=True)
+        )
+    )
+
+
+def _fit(task: Task, rows: Mapping[str, SiteRows | None]) -> tuple[dict[str, np.ndarray], str]:
+    """Return the predictions of each baseline for all test subjects, and why there are none."""
+    usable = {name: site for name, site in rows.items() if site is not None}
+    if task.kind is None or len(usable) < len(rows):
+        return {}, f"{type(task).__name__} has no linear baselines: it sets no kind, or its inputs are no rows"
+    try:
+        return fit_baselines(task.kind, usable), ""
+    except ImportError:
+        return {}, "baselines need scikit-learn: pip install 'flare-sparse[baselines]'"
+
+
+def _to_rows(values: Any) -> np.ndarray:
+    """Return an array ``(n, k)`` in float64."""
+    array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
+    return array.reshape(len(array), -1) if len(array) else np.zeros((0, 1))

@@ -1,0 +1,139 @@
+"""Progress of a run as display text: one line per round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...rounds.federation.events import STEPPED_BACK
+
+RECENT_ROUNDS = 10
+"""Rounds whose mean duration an estimate of the time left extends."""
+LEAST_SHOWN_S = 10
+"""Shortest estimate that a round's line shows."""
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with decimal units: 1234567 as ``1.2 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000 or unit == "GB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def compare_with_dense(sent: float, dense: float) -> str:
+    """Return how the bytes sent compare with those of dense FedAvg, as display text.
+
+    >>> compare_with_dense(10, 40)
+    '4.0x less than dense'
+    >>> compare_with_dense(52, 40)
+    '1.3x more than dense'
+    >>> compare_with_dense(40, 40), compare_with_dense(40, 0), compare_with_dense(0, 40)
+    ('as much as dense', 'dense FedAvg has no such messages', 'nothing sent')
+    """
+    if not sent:
+        return "nothing sent"
+    if not dense:
+        return "dense FedAvg has no such messages"
+    ratio = dense / sent
+    if abs(ratio - 1) < 0.05:
+        return "as much as dense"
+    return f"{ratio:.1f}x less than dense" if ratio > 1 else f"{1 / ratio:.1f}x more than dense"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration in its largest two units.
+
+    >>> [format_duration(seconds) for seconds in (4.2, 75, 3700, 200000)]
+    ['4 s', '1 min 15 s', '1 h 1 min', '2 d 7 h']
+    """
+    count = round(seconds)
+    for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if count >= size:
+            return f"{count // size} {unit} {count % size // smaller} {smaller_unit}"
+    return f"{count} s"
+
+
+def estimate_seconds_left(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the time until a run ends: the rounds that remain, at the mean duration of the last ten.
+
+    The first round counts only while it is the only one: it takes longer, because libraries are loaded in it.
+
+    Args:
+        lines: lines of ``rounds.jsonl`` so far.
+
+    Returns:
+        Seconds; 0 after the last round; None before the first.
+    """
+    if not lines or lines[-1]["round"] < 1:
+        return None
+    current, total = lines[-1]["round"], lines[-1]["rounds"]
+    # A round may have several requests, such as a count of zeros after the training.
+    before = 0 if current == 1 else max(current - RECENT_ROUNDS, 1)
+    recent = [line for line in lines if before < line["round"] <= current]
+    seconds = float(sum(line["seconds"] for line in recent))
+    return max(int(total - current), 0) * seconds / int(current - before)
+
+
+def append_round(lines: list[Mapping[str, Any]], line: Mapping[str, Any]) -> None:
+    """Append the line of a round; the rounds that the run stepped back from before it are removed."""
+    if any(event["event"] == STEPPED_BACK for event in line.get("events", ())):
+        lines[:] = [other for other in lines if other["round"] < line["round"]]
+    lines.append(line)
+
+
+class ProgressFormatter:
+    """Formats the rounds of a run one after another, with an estimate of the time left."""
+
+    def __init__(self) -> None:
+        self._lines: list[Mapping[str, Any]] = []
+
+    def format(self, line: Mapping[str, Any]) -> str:
+        """Return the display text of the next round; see :func:`format_progress`."""
+        append_round(self._lines, line)
+        left = estimate_seconds_left(self._lines)
+        return format_progress(line, left if left and left >= LEAST_SHOWN_S else None)
+
+    def format_with_events(self, line: Mapping[str, Any]) -> list[str]:
+        """Return the lines of text for the next round: its events, which precede its commit, and the round."""
+        return [*format_events(line), self.format(line)]
+
+
+def format_events(line: Mapping[str, Any]) -> list[str]:
+    """Format the events of a round, such as a step back or a damaged checkpoint: one line of text for each.
+
+    Args:
+        line: a line of ``rounds.jsonl``.
+    """
+    return [f"{event['site']}: {event['detail']}" for event in line.get("events", ())]
+
+
+def format_progress(line: Mapping[str, Any], seconds_left: float | None = None) -> str:
+    """Format a round: contributing sites, metric of the model that the round started from, bytes and seconds.
+
+    Args:
+        line: a line of ``rounds.jsonl``.
+        seconds_left: estimate of the time until the run ends; None: unknown.
+    """
+    sent = line["bytes_up"] + line["bytes_down"]
+    value = line["metrics"].get(line["metric"])
+    parts = [
+        "final model" if line["round"] > line["rounds"] else f"round {line['round']}/{line['rounds']}",
+        line["kind"] if line["kind"] not in ("train", "evaluate") else "",
+        f"{len(line['sites_contributed'])}/{len(line['sites_asked'])} sites",
+        "" if value is None else f"{line['metric']} {value:.3f} {line['unit']}".strip(),
+        format_bytes(sent) + (f" ({compare_with_dense(sent, line['dense_bytes'])})" if line["dense_bytes"] else ""),
+        f"{line['seconds']:.1f} s",
+        f"{format_duration(seconds_left)} left" if seconds_left else "",
+        f"rejected: {_list_reasons(line['rejected'])}" if line["rejected"] else "",
+        f"excluded: {_list_reasons(line['excluded'])}" if line.get("excluded") else "",
+        f"did not reply: {', '.join(line['timed_out'])}" if line["timed_out"] else "",
+        f"in quarantine: {', '.join(line['quarantined'])}" if line.get("quarantined") else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _list_reasons(reasons: Mapping[str, str]) -> str:
+    """Return each site with the code that its reason begins with."""
+    return ", ".join(f"{site} {reason.partition(':')[0]}" for site, reason in sorted(reasons.items()))

@@ -1,0 +1,319 @@
+"""Reader of a run's record, and comparisons between runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import yaml
+
+from .folder import CONFIG
+from ...tasks.task import TEST_EXAMPLES, VALIDATION
+from ...core.errors import ConfigError
+from ...methods.registry import METHODS
+from .contributions import Contributions, read_contributions
+from .pictures import PICTURES_FILE, CasePicture, read_pictures
+from .predictions import PREDICTIONS_FILE, Predictions
+
+
+EVALUATIONS = "evaluations"
+"""Folder of the evaluations of a run's models, in the result folder."""
+CROSS_SITE_FILE = "cross_site.json"
+"""File in that folder with the metrics of every model at every site."""
+AUDIT_FILE = "audit.json"
+"""File with the record of ``flare-sparse audit``, in the result folder."""
+AUDIT_FOLDER = "audit"
+"""Folder with what an interrupted audit continues from, in the result folder."""
+PICTURES = "inversion.npz"
+"""File in that folder with true and rebuilt inputs."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Record of a finished run.
+
+    Attributes:
+        label: name of the run in tables and figures.
+        path: result folder.
+        summary: content of ``summary.json``.
+        rounds: lines of ``rounds.jsonl``.
+        messages: lines of ``ledger.jsonl``.
+    """
+
+    label: str
+    path: Path
+    summary: dict[str, Any]
+    rounds: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> RunResult:
+        """Read the record in a result folder.
+
+        Raises:
+            ConfigError: the folder holds no record, or the run has not finished.
+        """
+        try:
+            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+            rounds, messages = (
+                [json.loads(line) for line in (path / name).read_text(encoding="utf-8").splitlines()]
+                for name in ("rounds.jsonl", "ledger.jsonl")
+            )
+            # Fail here, with a clear message, if a key that the properties below read is missing.
+            summary["metric"]["name"], summary["traffic"]["down"], summary["final"]["sites"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}: no record of a finished run ({type(error).__name__}: {error}); expected the result folder of "
+                "flare-sparse run, with summary.json, rounds.jsonl and ledger.jsonl"
+            ) from error
+        return cls(summary["name"], path, summary, rounds, messages)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Content of ``config.yaml``; empty if it is missing."""
+        file = self.path / CONFIG
+        return dict(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+    @property
+    def fold(self) -> int | None:
+        """The fold that the run tests; None without folds."""
+        split = self.config.get("task", {}).get("split", {})
+        return int(split["fold"]) if split.get("folds") else None
+
+    @property
+    def metric(self) -> str:
+        """Name of the task's metric."""
+        return str(self.summary["metric"]["name"])
+
+    @property
+    def metric_label(self) -> str:
+        """Metric with its unit, such as ``mae (years)``."""
+        unit = self.summary["metric"]["unit"]
+        return f"{self.metric} ({unit})" if unit else self.metric
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether a lower value of the metric is better."""
+        return bool(self.summary["metric"]["mode"] == "min")
+
+    @property
+    def final_metric(self) -> float | None:
+        """Metric of the final model over all sites' test examples; None if there was no overall evaluation."""
+        value = self.summary["final"]["metrics"].get(self.metric)
+        return None if value is None else float(value)
+
+    @cached_property
+    def site_metrics(self) -> dict[str, float]:
+        """Metric of the final model by site, in name order."""
+        sites = self.summary["final"]["sites"]
+        return {site: float(metrics[self.metric]) for site, metrics in sorted(sites.items()) if self.metric in metrics}
+
+    @property
+    def worst_site(self) -> tuple[str, float] | None:
+        """The site with the worst metric, and that metric; None if no site was evaluated."""
+        if not self.site_metrics:
+            return None
+        select_worst = max if self.lower_is_better else min
+        return select_worst(self.site_metrics.items(), key=lambda item: item[1])
+
+    def compute_gains(self, local_only: RunResult) -> dict[str, float]:
+        """Return each site's gain over training alone; negative: the site is worse off in the federation.
+
+        Args:
+            local_only: a run of ``local_only`` with the same metric. Sites evaluated in only one run are omitted.
+        """
+        sign = -1 if self.lower_is_better else 1
+        sites = [site for site in self.site_metrics if site in local_only.site_metrics]
+        return {site: sign * (self.site_metrics[site] - local_only.site_metrics[site]) for site in sites}
+
+    @cached_property
+    def learning_curve(self) -> list[tuple[int, float, float]]:
+        """Per evaluation: the evaluated round, its metric, and the MB sent before the evaluation."""
+        points, sent = [], 0.0
+        for line in self.rounds:
+            if self.metric in line["metrics"]:
+                points.append((int(line["evaluated_round"]), float(line["metrics"][self.metric]), sent / 1e6))
+            sent += line["bytes_down"] + line["bytes_up"]
+        return points
+
+    @cached_property
+    def metric_names(self) -> list[str]:
+        """Names of all metrics of the final model on test examples, the task's own metric first."""
+        parts = [self.summary["final"]["metrics"], *self.summary["final"]["sites"].values()]
+        names = {name for metrics in parts for name in metrics if not name.startswith(VALIDATION)}
+        return sorted(names - {TEST_EXAMPLES} | {self.metric}, key=lambda name: (name != self.metric, name))
+
+    @cached_property
+    def contributions(self) -> dict[str, Contributions]:
+        """In how many rounds each site was asked and contributed, in name order; no evaluation counts."""
+        return read_contributions(self.summary, self.rounds)
+
+    @property
+    def sites(self) -> list[str]:
+        """All sites that the record names, with or without contributions and test examples."""
+        return sorted({*self.summary["sites"], *self.summary["final"]["sites"], *self.contributions})
+
+    @cached_property
+    def best_site_metrics(self) -> dict[str, dict[str, float]]:
+        """Metrics of the best model by site; empty without a best model."""
+        best = self.summary["best"]["round"]
+        return next((line["site_metrics"] for line in self.rounds if best >= 0 and line["evaluated_round"] == best), {})
+
+    @property
+    def personal_model(self) -> str:
+        """What each site's own model is, which the final metrics are of; empty where they are of the run's model."""
+        method = METHODS.get(str(self.summary["method"]))
+        return method.describe_site_model(self.config.get("method", {})) if method else ""
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Records of ``flare-sparse evaluate --data``, by file name; files that are no such record are passed over."""
+        records = [_read_json(file) for file in sorted((self.path / EVALUATIONS).glob("*.json"))]
+        return [record for record in records if record.keys() >= {"cohort", "model", "metrics", "examples"}]
+
+    @cached_property
+    def predictions(self) -> Predictions | None:
+        """Predictions for every test subject; None if ``flare-sparse report`` has not computed any."""
+        return Predictions.read(self.path / EVALUATIONS / PREDICTIONS_FILE, self.identity)
+
+    @cached_property
+    def pictures(self) -> list[CasePicture]:
+        """Pictures of some test cases of every site; empty if ``flare-sparse report`` has not drawn any."""
+        return read_pictures(self.path / EVALUATIONS / PICTURES_FILE, self.identity) or []
+
+    @property
+    def identity(self) -> str:
+        """Run id and digest of the final model, which the predictions of a run name."""
+        return f"{self.summary['run']}:{self.summary['model_sha256']}"
+
+    @cached_property
+    def cross_site(self) -> dict[str, Any]:
+        """Record of ``flare-sparse evaluate --matrix``; empty without one."""
+        record = _read_json(self.path / EVALUATIONS / CROSS_SITE_FILE)
+        return record if record.keys() >= {"results", "examples"} else {}
+
+    @cached_property
+    def audit(self) -> dict[str, Any]:
+        """Record of ``flare-sparse audit``; empty without one, or if it is of another model."""
+        record = _read_json(self.path / AUDIT_FILE)
+        is_current = record.get("model_sha256") == self.summary["model_sha256"]
+        return record if is_current and record.keys() >= {"attacks", "skipped"} else {}
+
+    def sum_directions(self, key: str) -> int:
+        """Return a count summed over both directions.
+
+        Args:
+            key: ``messages``, ``payload_bytes``, ``dense_bytes`` or ``floor_bytes``.
+        """
+        return sum(int(self.summary["traffic"][direction][key]) for direction in ("down", "up"))
+
+    @property
+    def reduction(self) -> float:
+        """Bytes that dense FedAvg would have sent divided by the bytes sent."""
+        return self.sum_directions("dense_bytes") / max(self.sum_directions("payload_bytes"), 1)
+
+    @cached_property
+    def layer_densities(self) -> dict[str, float]:
+        """Share of live entries of every tensor with two or more dimensions; empty without a mask."""
+        file = self.path / "mask.safetensors"
+        if not file.is_file():
+            return {}
+        with safetensors.safe_open(file, framework="pt") as stored:
+            # safe_open returns no mapping: its names must be listed with keys().
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        return {name: float(bits.float().mean()) for name, bits in tensors.items() if bits.dim() > 1}
+
+
+def group_by_seed(runs: list[RunResult]) -> list[list[RunResult]]:
+    """Return the runs in groups whose members differ by nothing but their seed and fold, in the order of ``runs``."""
+    groups: dict[str, list[RunResult]] = {}
+    for run in runs:
+        settings = _select_settings(run.config) or str(run.path)
+        groups.setdefault(json.dumps([settings, run.metric, run.summary["method"]], sort_keys=True), []).append(run)
+    # Two runs of one seed and fold are no independent repetitions: their mean and range would mean nothing.
+    repeated = [
+        group for group in groups.values() if len({(run.summary["seed"], run.fold) for run in group}) == len(group)
+    ]
+    return [part for group in groups.values() for part in ([group] if group in repeated else [[run] for run in group])]
+
+
+def _select_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run without its name, seed and fold."""
+    if not config:
+        return {}
+    task = dict(config.get("task", {}))
+    if split := task.get("split"):
+        task["split"] = {name: value for name, value in split.items() if name != "fold"}
+    return {name: value for name, value in {**config, "task": task}.items() if name not in ("seed", "name")}
+
+
+def label_groups(groups: list[list[RunResult]]) -> list[str]:
+    """Return the labels of the groups of :func:`group_by_seed` in tables and figures."""
+    methods = Counter(str(group[0].summary["method"]) for group in groups)
+    labels = []
+    for group in groups:
+        method = str(group[0].summary["method"])
+        name = method if methods[method] == 1 else group[0].label
+        labels.append(group[0].label if len(group) == 1 else f"{name} ({_count_repetitions(group)})")
+    return labels
+
+
+def _count_repetitions(group: list[RunResult]) -> str:
+    seeds, folds = len({run.summary["seed"] for run in group}), len({run.fold for run in group})
+    counts = [f"{seeds} seeds"] if seeds > 1 else []
+    return ", ".join(counts + ([f"{folds} folds"] if folds > 1 else []))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def find_dense_run(run: RunResult, runs: list[RunResult]) -> RunResult | None:
+    """Return the run of dense FedAvg with the seed and fold of ``run``, which has the same initial weights and split.
+
+    None if there is no such run, or if ``run`` is dense FedAvg itself.
+    """
+    dense = [other for other in runs if other.summary["method"] == "fedavg" and abs(other.reduction - 1) < 0.05]
+    return None if run in dense else _find_same_split(run, dense)
+
+
+def compute_site_gains(runs: list[RunResult]) -> dict[str, dict[str, float]]:
+    """Return the gains of each run's sites over the ``local_only`` run with the same split, by label and site.
+
+    Runs without such a ``local_only`` run, or without common sites, are omitted.
+    """
+    local_only = [run for run in runs if run.summary["method"] == "local_only"]
+    pairs = [(run, _find_same_split(run, local_only)) for run in runs if run not in local_only]
+    gains_by_label = {run.label: run.compute_gains(other) for run, other in pairs if other}
+    return {label: gains for label, gains in gains_by_label.items() if gains}
+
+
+def _find_same_split(run: RunResult, others: list[RunResult]) -> RunResult | None:
+    split = run.summary["seed"], run.fold
+    return next((other for other in others if (other.summary["seed"], other.fold) == split), None)
+
+
+def read_runs(paths: list[Path]) -> list[RunResult]:
+    """Read runs and label them: by method if that is unique, else by folder name, else by path.
+
+    Raises:
+        ConfigError: a folder holds no record, or the runs have different metrics.
+    """
+    runs = [RunResult.read(path) for path in paths]
+    if len({run.metric for run in runs}) > 1:
+        metrics = ", ".join(f"{run.path.name}: {run.metric}" for run in runs)
+        raise ConfigError(f"these runs have different metrics ({metrics}); report them separately")
+    methods = [str(run.summary["method"]) for run in runs]
+    labels = methods if len(set(methods)) == len(methods) else [run.path.name for run in runs]
+    if len(set(labels)) < len(labels):
+        labels = [str(run.path) for run in runs]
+    return [replace(run, label=label) for label, run in zip(labels, runs, strict=True)]

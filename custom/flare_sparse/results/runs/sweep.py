@@ -1,0 +1,183 @@
+"""A sweep: runs of one configuration with several settings and seeds, compared on validation examples alone."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from ...core.errors import ConfigError
+from ...tasks.task import VALIDATION, get_count_name
+
+_BRACKETS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep.
+
+    Attributes:
+        settings: overrides of the configuration, ``key=value``.
+        seed: seed of the run.
+    """
+
+    settings: tuple[str, ...]
+    seed: int
+
+    @property
+    def label(self) -> str:
+        """Settings and seed, as display text."""
+        return ", ".join([*self._short_settings, f"seed {self.seed}"])
+
+    @property
+    def _short_settings(self) -> list[str]:
+        pairs = [setting.partition("=") for setting in self.settings]
+        return [f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs]
+
+    @property
+    def folder(self) -> str:
+        """Name of the result folder: readable, and different for different settings."""
+        text = "_".join(self._short_settings)
+        digest = hashlib.sha256("\n".join(self.settings).encode()).hexdigest()[:6]
+        return f"{re.sub(r'[^A-Za-z0-9=._-]+', '-', text)[:60]}_{digest}_seed-{self.seed}"
+
+
+@dataclass(frozen=True)
+class SettingsResult:
+    """The runs of a sweep that differ by their seed only.
+
+    Attributes:
+        settings: their overrides.
+        values: the task's metric of the final model on validation examples, by seed of a finished run that has it.
+        failures: why a run failed or lacks the metric, by seed.
+        examples: validation examples of the final model, by seed.
+        sent: bytes of all messages of a finished run, on average; None without one.
+    """
+
+    settings: tuple[str, ...]
+    values: dict[int, float]
+    failures: dict[int, str]
+    examples: dict[int, float]
+    sent: float | None
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the metric over the seeds; None without a finished run."""
+        return mean(self.values.values()) if self.values else None
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation over the seeds (n - 1); None for one seed."""
+        return stdev(self.values.values()) if len(self.values) > 1 else None
+
+
+def expand_grid(grid: Sequence[str], seeds: Sequence[int]) -> list[Trial]:
+    """Return a trial for each combination of the settings' values and each seed.
+
+    >>> [trial.settings for trial in expand_grid(["method.sparsity=0.8,0.9", "seed=1"], [1])]
+    Traceback (most recent call last):
+    ...
+    flare_sparse.core.errors.ConfigError: --grid seed: use --seeds N, which runs every setting with the same N seeds
+    >>> [trial.settings for trial in expand_grid(["method.training.lr=0.1,0.01", "method.rounds=5"], [1])]
+    [('method.training.lr=0.1', 'method.rounds=5'), ('method.training.lr=0.01', 'method.rounds=5')]
+
+    Args:
+        grid: ``key=value,value``; commas within brackets belong to a value.
+        seeds: the seeds.
+
+    Raises:
+        ConfigError: a setting has no value, or is named twice.
+    """
+    axes = [_parse_axis(text) for text in grid]
+    keys = [key for key, _ in axes]
+    if "seed" in keys:
+        raise ConfigError("--grid seed: use --seeds N, which runs every setting with the same N seeds")
+    if split := [key for key in keys if f"{key}.".startswith("task.split.")]:
+        raise ConfigError(
+            f"--grid {split[0]}: settings are compared on the same validation subjects; set it for all runs by --set"
+        )
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"--grid: {next(key for key in keys if keys.count(key) > 1)} is named twice; give it once")
+    combinations = itertools.product(*([f"{key}={value}" for value in values] for key, values in axes))
+    return [Trial(settings, seed) for settings in combinations for seed in seeds]
+
+
+def rank_settings(results: Mapping[Trial, Mapping[str, Any]], failures: Mapping[Trial, str]) -> list[SettingsResult]:
+    """Return the settings of a sweep, best first by the mean metric on validation examples.
+
+    Settings of which a run failed, or has no metric on validation examples, come last: the mean over the other seeds
+    would be too good.
+
+    Args:
+        results: summary of each finished run, at least one.
+        failures: why a run failed, for each other trial.
+
+    Raises:
+        ConfigError: no run has the metric on validation examples.
+    """
+    groups: dict[tuple[str, ...], dict[int, Mapping[str, Any]]] = {}
+    for trial, summary in results.items():
+        groups.setdefault(trial.settings, {})[trial.seed] = summary
+    failed: dict[tuple[str, ...], dict[int, str]] = {}
+    for trial, reason in failures.items():
+        groups.setdefault(trial.settings, {})
+        failed.setdefault(trial.settings, {})[trial.seed] = reason
+    metric = next(iter(results.values()))["metric"]
+    ranked = []
+    for settings, summaries in groups.items():
+        metrics = {seed: summary["final"]["metrics"] for seed, summary in summaries.items()}
+        name = f"{VALIDATION}{metric['name']}"
+        count = get_count_name(name)
+        values = {seed: own[name] for seed, own in metrics.items() if own.get(name) is not None}
+        lacking = {seed: _explain_lack(metric["name"]) for seed in metrics.keys() - values.keys()}
+        reasons = dict(sorted({**failed.get(settings, {}), **lacking}.items()))
+        examples = {seed: own[count] for seed, own in metrics.items() if count in own}
+        sent = [sum(way["payload_bytes"] for way in s["traffic"].values()) for s in summaries.values()]
+        ranked.append(SettingsResult(settings, values, reasons, examples, mean(sent) if sent else None))
+    if not any(result.values for result in ranked):
+        raise ConfigError(f"in all finished runs, {_explain_lack(metric['name'])}")
+    sign = -1 if metric["mode"] == "max" else 1
+
+    def rank(result: SettingsResult) -> tuple[bool, bool, float]:
+        return bool(result.failures), result.mean is None, sign * (result.mean or 0.0)
+
+    return sorted(ranked, key=rank)
+
+
+def find_unequal_validation(results: Sequence[SettingsResult]) -> str:
+    """Return a warning about settings that were evaluated on other validation examples; empty if there are none."""
+    by_seed: dict[int, dict[float, str]] = {}
+    for result in results:
+        for seed, count in result.examples.items():
+            by_seed.setdefault(seed, {}).setdefault(count, ", ".join(result.settings))
+    unequal = [(seed, counts) for seed, counts in sorted(by_seed.items()) if len(counts) > 1]
+    if not unequal:
+        return ""
+    seed, counts = unequal[0]
+    shown = "; ".join(f"{count:g} with {settings}" for count, settings in sorted(counts.items()))
+    return (
+        f"the settings cannot be compared: they have different numbers of validation examples (seed {seed}: {shown}), "
+        "probably because a setting decides which examples are used"
+    )
+
+
+def _explain_lack(metric: str) -> str:
+    return f"no site reported {metric} on validation examples; raise task.split.validation for all runs by --set"
+
+
+def _parse_axis(text: str) -> tuple[str, list[str]]:
+    key, equals, values = text.partition("=")
+    parts, depth = [""], 0
+    for character in values:
+        depth += _BRACKETS.get(character, 0)
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if not key or not equals or not all(part.strip() for part in parts):
+        raise ConfigError(f"--grid {text!r}: expected KEY.PATH=VALUE,VALUE, such as method.sparsity=0.8,0.9")
+    return key, [part.strip() for part in parts]

@@ -1,0 +1,1 @@
+"""The rounds of a run: both ends of the wire, the federation, runs in one process."""

@@ -1,0 +1,54 @@
+"""Checks of a request against the site's own copy of the job, whatever its policy says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.errors import RequestRefused
+from ...core.exchange import EVALUATE, STATISTICS
+from ...core.mask import Mask
+from ...methods.method import Method
+from .site_state import RequestId
+
+
+def is_training(kind: str) -> bool:
+    """Return whether a request of this kind reads the entries of a mask; the others read the model alone."""
+    return kind not in (EVALUATE, STATISTICS)
+
+
+def check_kind(method: Method[Any, Any], request: RequestId) -> None:
+    """Raises:
+    RequestRefused: the method sends no such request in this round.
+    """
+    if not method.count_requests(*request):
+        raise RequestRefused(f"{_name(request)}: this site's copy of the job has no such request")
+
+
+def check_trainable(method: Method[Any, Any], request: RequestId, trainable: Mask, live: Mask) -> None:
+    """Check that a request asks for entries that the method could ask for.
+
+    A mask of the server's own choice isolates weights, and so does the difference of two masks.
+
+    Args:
+        method: the method of this site's copy of the job.
+        request: kind and round of the request.
+        trainable: entries that the request asks to train or to score.
+        live: live entries of the model.
+
+    Raises:
+        RequestRefused: the entries are zero in the model, or the method's masks have more or fewer.
+    """
+    if not is_training(request.kind):
+        return
+    fewest, most = method.bound_trainable(*request)
+    if not trainable <= live:
+        raise RequestRefused(f"{_name(request)} asks for entries that are zero in the model")
+    if not fewest <= trainable.count <= most:
+        count = str(fewest) if fewest == most else f"{fewest} to {most}"
+        raise RequestRefused(
+            f"{_name(request)} asks for {trainable.count} entries; by this site's copy of the job there are {count}"
+        )
+
+
+def _name(request: RequestId) -> str:
+    return f"request {request.kind!r} of round {request.round}"

@@ -1,0 +1,243 @@
+"""A site's record of the requests that it answered: which ones the job provides for, and how often.
+
+The record is a file of the site, so that a restart does not reset any limit. It also holds the digest of every model
+that the site received, which sites can compare with each other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...core.checkpoint.writing import write_json
+from ...core.errors import FlareSparseError, RequestRefused
+from ...privacy.secure_aggregation.limits import find_difference_violation
+from .site_state import RequestId
+
+DAY_S = 86_400
+
+
+class AnsweredRequest(BaseModel):
+    """One model of one request, and how often the site has answered it.
+
+    Attributes:
+        kind, round: id of the request.
+        digest: SHA-256 of the received model's live entries and their values, 64 hex digits.
+        start: number of the start of the job, from 1.
+        answers: number of answers in this start.
+        time: Unix time of the first answer.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: str
+    round: int
+    digest: str
+    start: int
+    answers: int
+    time: float
+
+
+class RevealedSum(BaseModel):
+    """A sum that the site has helped to reveal.
+
+    Attributes:
+        kind, round: id of the request whose updates were summed.
+        sites: names of the sites of the sum.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: str
+    round: int
+    sites: list[str]
+
+
+class RunRecord(BaseModel):
+    """The record of one run.
+
+    Attributes:
+        run: id of the run.
+        requests: requests in the order of their first answer.
+        evaluations: Unix time of the first release of the metrics of a model, by kind, round and digest.
+        sums: sums of padded values that the site has helped to reveal.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: str
+    requests: list[AnsweredRequest] = Field(default_factory=list)
+    evaluations: dict[str, float] = Field(default_factory=dict)
+    sums: list[RevealedSum] = Field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        """Number of the current start of the job; 0 before the first request."""
+        return self.requests[-1].start if self.requests else 0
+
+
+class RequestLog:
+    """Refuses requests that the job does not provide for, and records the others.
+
+    The server of a job asks for each request of a round at most ``attempts`` times, and rounds increase. Only a server
+    that was started again deviates: it returns to an earlier round or repeats one. Such a deviation therefore counts as
+    a new start of the job, and a policy limits the number of starts.
+
+    Args:
+        run: id of the run.
+        count_requests: how many different requests of a kind the method sends in a round.
+        attempts: how often the server may send one request, retries included.
+        max_starts: limit on the starts of the job; None: no limit.
+        file: the record; None: the record is kept in memory only.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        count_requests: Callable[[str, int], int],
+        *,
+        attempts: int,
+        max_starts: int | None = None,
+        file: Path | None = None,
+    ):
+        self.run, self.attempts, self.max_starts, self.file = run, attempts, max_starts, file
+        self._count_requests = count_requests
+        self._record = RunRecord(run=run)
+
+    def admit(self, request: RequestId, digest: str, *, is_regrown: bool = False) -> None:
+        """Record an answer to a request before it is computed.
+
+        Args:
+            request: kind and round of the request.
+            digest: digest of the received model, see :attr:`~flare_sparse.core.exchange.Patch.digest`.
+            is_regrown: whether the mask has entries that the method had removed for good.
+
+        Raises:
+            RequestRefused: the job does not provide for this request, or the record cannot be read or written.
+        """
+        with self._open() as record:
+            self._count_answer(record, request, digest, is_regrown=is_regrown)
+
+    def release_metrics(self, request: RequestId, digest: str, limit: int | None, daily: int | None) -> bool:
+        """Return whether the metrics of a model may leave, and record that they do.
+
+        Metrics of a model that have left before may leave again: they are the same.
+
+        Args:
+            request: kind and round of the request.
+            digest: digest of the received model.
+            limit: number of models of this run whose metrics may leave, without those after the last round; None: all.
+            daily: number of models of all runs whose metrics may leave within 24 hours; None: all.
+
+        Raises:
+            RequestRefused: the record cannot be read or written.
+        """
+        key, now = f"{request.kind}/{request.round}/{digest}", time.time()
+        with self._open() as record:
+            if key in record.evaluations:
+                return True
+            if limit is not None and len(record.evaluations) >= limit and not self._is_final(request):
+                return False
+            if daily is not None and self._count_recent(record, now) >= daily:
+                return False
+            record.evaluations[key] = now
+        return True
+
+    def admit_sum(self, request: RequestId, sites: Sequence[str], min_sites: int) -> None:
+        """Record a sum before this site helps to reveal it.
+
+        Args:
+            request: kind and round of the request whose updates are summed.
+            sites: names of the sites of the sum.
+            min_sites: fewest sites of a sum.
+
+        Raises:
+            RequestRefused: with an earlier sum of the same request it would reveal one over fewer sites, or the record
+                cannot be read or written.
+        """
+        with self._open() as record:
+            same_request = [entry.sites for entry in record.sums if (entry.kind, entry.round) == request]
+            if reason := find_difference_violation(same_request, sites, min_sites):
+                raise RequestRefused(f"request {request.kind!r} of round {request.round}: {reason}")
+            if sorted(sites) not in same_request:
+                record.sums.append(RevealedSum(kind=request.kind, round=request.round, sites=sorted(sites)))
+
+    def _count_answer(self, record: RunRecord, request: RequestId, digest: str, *, is_regrown: bool) -> None:
+        """Add an answer to the record.
+
+        Raises:
+            RequestRefused: it would begin one start of the job too many.
+        """
+        start = record.start
+        current = [entry for entry in record.requests if entry.start == start]
+        same_request = [entry for entry in current if (entry.kind, entry.round) == request]
+        repeated = next((entry for entry in same_request if entry.digest == digest), None)
+        # Only a server that has returned to an earlier mask sends removed entries again, whatever the round's number.
+        is_latest = not is_regrown and request.round >= max((entry.round for entry in current), default=0)
+        # All requests of a kind in a round share their attempts: successive ones may carry the same model, such as two
+        # steps of scores after which the mask is the same.
+        count = self._count_requests(*request)
+        if repeated and is_latest and sum(entry.answers for entry in same_request) < self.attempts * count:
+            repeated.answers += 1
+            return
+        is_new = is_latest and not repeated and len(same_request) < count
+        if not is_new or not start:
+            start += 1
+        if self.max_starts is not None and start > self.max_starts:
+            raise RequestRefused(
+                f"request {request.kind!r} of round {request.round}: it repeats an earlier one or returns to an "
+                f"earlier round or mask, as after a new start of the job; this site's policy allows max_starts "
+                f"{self.max_starts}. If the coordinating centre explains why, raise max_starts or remove {self.file}"
+            )
+        kind, t = request
+        entry = AnsweredRequest(kind=kind, round=t, digest=digest, start=start, answers=1, time=time.time())
+        record.requests.append(entry)
+
+    def _is_final(self, request: RequestId) -> bool:
+        # The last round of a job has no successor that the method asks for.
+        kind, t = request
+        return not self._count_requests(kind, t - 1) and not self._count_requests(kind, t + 1)
+
+    def _count_recent(self, record: RunRecord, now: float) -> int:
+        """Return how many models of all runs had their metrics released within a day."""
+        records = [record]
+        if self.file is not None:
+            others = [file for file in self.file.parent.glob("*.json") if file != self.file]
+            records += [read_record(file) for file in others]
+        return sum(now - moment < DAY_S for part in records for moment in part.evaluations.values())
+
+    @contextmanager
+    def _open(self) -> Iterator[RunRecord]:
+        """Yield the record and write it back; a file is locked meanwhile, since jobs of a site run side by side."""
+        if self.file is None:
+            yield self._record
+            return
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with (self.file.parent / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                record = read_record(self.file) if self.file.is_file() else RunRecord(run=self.run)
+                yield record
+                write_json(self.file, record.model_dump())
+        except (OSError, FlareSparseError) as error:
+            if isinstance(error, RequestRefused):
+                raise
+            raise RequestRefused(f"{self.file}: the record of answered requests cannot be written: {error}") from error
+
+
+def read_record(file: Path) -> RunRecord:
+    """Read the record of a run.
+
+    Raises:
+        RequestRefused: it cannot be read; a limit that cannot be counted is not granted.
+    """
+    try:
+        return RunRecord.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError, RecursionError) as error:
+        raise RequestRefused(f"{file}: the record of answered requests cannot be read: {error}") from error

@@ -1,0 +1,235 @@
+"""The server's end of the sums of fixed-point values: questions and replies of each step, their bytes, and the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.errors import RejectedMessage
+from ...core.exchange import Assignment, Contribution, Patch
+from ...core.mask import Mask
+from ...core.params import Layout
+from ...methods.aggregation.weighted import Weights
+from ...privacy.secure_aggregation.collector import ClearCollector, SumCollector, TooFewSites
+from ...privacy.secure_aggregation.identities import RootCertificate
+from ...privacy.secure_aggregation.keys import SignedKeys
+from ...privacy.secure_aggregation.limits import SumRules
+from ...privacy.secure_aggregation.messages import (
+    FINGERPRINT_BYTES,
+    PADDED_STEPS,
+    SUMMED_STEPS,
+    Step,
+    bound_reply_bytes,
+    pack_boxes,
+    pack_members,
+    pack_message,
+    pack_names,
+    pack_share,
+    split_payload,
+    unpack_reply,
+)
+from ...privacy.secure_aggregation.pads import SumId
+from ...privacy.secure_aggregation.party import BOX_BYTES
+from ...privacy.secure_aggregation.shamir import SHARE_BYTES
+from ...wire.ledger import Ledger, LedgerLine
+from .sums import build_ring, compute_reference, compute_shares, compute_weights
+
+SUM_SITE = "sum"
+"""Site of the contribution that stands for all summed ones."""
+
+
+@dataclass(frozen=True)
+class ServerSums:
+    """What the server knows of the sums of a job.
+
+    Attributes:
+        layout: layout of the model.
+        run: id of the run, 16 hex digits.
+        rules: bound and smallest size of the sums.
+        get_weights: weights of the method's aggregation, by kind of request.
+        root: root certificate of the federation; None: the sums have no pads.
+        ledger: receives a line per message.
+    """
+
+    layout: Layout
+    run: str
+    rules: SumRules
+    get_weights: Callable[[str], Weights]
+    root: RootCertificate | None
+    ledger: Ledger
+
+    def start(self, assignments: Mapping[str, Assignment], sequence: int) -> SumExchange | None:
+        """Return the sum over the updates of an attempt; None if its requests ask for metrics only.
+
+        Raises:
+            ValueError: the sites have different assignments, which no sum can have.
+        """
+        assignment = next(iter(assignments.values()))
+        mask = assignment.expected.mask
+        if mask is None or assignment.request.kind == "evaluate":
+            return None
+        if any(other is not assignment for other in assignments.values()):
+            raise ValueError("updates can only be summed if all sites have the same assignment")
+        request = assignment.request
+        return SumExchange(self, SumId(self.run, request.kind, request.round, sequence), assignment, mask)
+
+
+class SumExchange:
+    """The steps of one sum. Each has questions, one for each site that is still in it, and replies.
+
+    Attributes:
+        steps: the steps, in their order.
+        section: format in which a hub can add the values of several sites.
+        failure: why the sum has failed; empty: it has not.
+    """
+
+    def __init__(self, sums: ServerSums, sum_id: SumId, assignment: Assignment, mask: Mask):
+        self.sums, self.sum_id, self.assignment, self.mask = sums, sum_id, assignment, mask
+        ring = build_ring(assignment.expected.content, mask, sums.layout, sums.rules)
+        self.section = ring.section
+        self.steps = PADDED_STEPS if sums.rules.is_padded else (Step.TERMS,)
+        self._padded = SumCollector(sum_id, ring, sums.root, sums.rules.min_sites)
+        self._clear = ClearCollector(ring)
+        self.collector = self._padded if sums.rules.is_padded else self._clear
+        self.failure = ""
+
+    def ask(self, step: Step, examples: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Return the question of a step to each site that is still in the sum; none after a failure.
+
+        Args:
+            step: the step.
+            examples: reported numbers of examples of the sites that have an update.
+        """
+        try:
+            payloads = dict(self._iterate_payloads(step, examples))
+        except TooFewSites as error:
+            self.failure = str(error)
+            return {}
+        messages: dict[bytes, np.ndarray] = {}
+        # Equal questions share one buffer, so that a transport can send them as one broadcast.
+        for payload in payloads.values():
+            messages.setdefault(payload, pack_message(step, self.sum_id, payload))
+        for site, payload in payloads.items():
+            self._record(step, site, "down", messages[payload].size)
+        return {site: messages[payload] for site, payload in payloads.items()}
+
+    def _iterate_payloads(self, step: Step, examples: Mapping[str, int]) -> Iterator[tuple[str, bytes]]:
+        if step == Step.KEYS:
+            yield from dict.fromkeys(sorted(examples), b"").items()
+        elif step == Step.SHARES:
+            members = pack_members(self._padded.list_members())
+            yield from dict.fromkeys(sorted(self._padded.members), members).items()
+        elif step == Step.VALUES:
+            for site in self._padded.sharers:
+                yield site, pack_boxes(self._padded.list_boxes(site))
+        elif step == Step.TERMS:
+            # Its share alone: a site need not learn the numbers of examples of the others.
+            weigh = self.sums.get_weights(self.sum_id.kind)
+            for site, share in compute_shares(self._clear.begin(examples), list(examples), weigh).items():
+                yield site, pack_share(share)
+        else:
+            survivors = self._padded.list_survivors()
+            yield from dict.fromkeys(survivors, pack_names(survivors)).items()
+
+    def accept(self, step: Step, sites: Sequence[str], data: Any, examples: Mapping[str, int]) -> None:
+        """Take the reply of a site, or the one of a hub that has added the values of several sites; it is not trusted.
+
+        Args:
+            step: the step.
+            sites: the site, or those whose values a hub has added.
+            data: the message.
+            examples: as in :meth:`ask`.
+
+        Raises:
+            RejectedMessage: it is malformed, or not the reply of these sites to this step.
+        """
+        limit, site = bound_reply_bytes(step, self.section.size, len(examples)), sites[0]
+        if len(sites) > 1 and step not in SUMMED_STEPS:
+            raise RejectedMessage("E_REPLAY", "reply", "one of each site", f"one of {len(sites)} sites", site)
+        # Before the message is copied or summed up.
+        if not isinstance(data, np.ndarray) or data.size > limit:
+            found = data.size if isinstance(data, np.ndarray) else type(data).__name__
+            raise RejectedMessage("E_LEN", "message", f"at most {limit} bytes", found, site)
+        payload = unpack_reply(data, step, self.sum_id, site)
+        if step == Step.KEYS and payload:
+            self._accept_keys(SignedKeys.from_bytes(site, payload), examples)
+        elif step == Step.SHARES:
+            self._padded.accept_boxes(site, split_payload(payload, BOX_BYTES, site))
+        elif step in SUMMED_STEPS:
+            fingerprint = bytes.fromhex(self.mask.fingerprint)
+            if payload[:FINGERPRINT_BYTES] != fingerprint:
+                found = payload[:FINGERPRINT_BYTES].hex()
+                raise RejectedMessage("E_MASK", "selection", self.mask.fingerprint, found, site)
+            self.collector.accept_values(sites, np.frombuffer(payload[FINGERPRINT_BYTES:], np.uint8))
+        elif step == Step.REVEAL:
+            self._padded.accept_shares(site, split_payload(payload, SHARE_BYTES, site))
+        # A hub's reply stands for messages of the same length, which the hub received.
+        for name in sites:
+            self._record(step, name, "up", data.size)
+
+    def _accept_keys(self, keys: SignedKeys, examples: Mapping[str, int]) -> None:
+        # The sites weigh by the signed number, the quorum by the reported one.
+        if keys.num_examples != examples[keys.name]:
+            raise RejectedMessage("E_WEIGHT", "examples", examples[keys.name], keys.num_examples, keys.name)
+        self._padded.accept_keys(keys)
+
+    def finish(self, contributions: Mapping[str, Contribution]) -> tuple[Contribution | None, dict[str, Contribution]]:
+        """Return the contribution that stands for all summed ones, and the contributions of its sites.
+
+        The values of a single contribution are NaN: the server cannot read them.
+
+        Args:
+            contributions: the sites' replies without values.
+        """
+        if self.failure:
+            return None, {}
+        try:
+            total = self.collector.compute_sum()
+        except TooFewSites as error:
+            self.failure = str(error)
+            return None, {}
+        content, survivors = self.assignment.expected.content, self.collector.survivors
+        hidden = Patch(torch.full((1,), torch.nan).expand(self.mask.count), self.mask)
+        summed = {site: replace(contributions[site], content=content, patch=hidden) for site in survivors}
+        examples = sum(contribution.num_examples for contribution in summed.values())
+        patch = Patch(torch.from_numpy(self._scale(total)).float(), self.mask)
+        return Contribution(SUM_SITE, patch, content, examples), summed
+
+    def _scale(self, total: np.ndarray) -> np.ndarray:
+        """Return the method's sum over the survivors from the ring's, which weighs by shares of all sharers."""
+        weigh, counts = self.sums.get_weights(self.sum_id.kind), self.collector.examples
+        among_sharers = compute_weights(counts, self.collector.sharers, weigh)
+        among_survivors = sum(compute_weights(counts, self.collector.survivors, weigh).values())
+        part = sum(among_sharers[site] for site in self.collector.survivors) / sum(among_sharers.values())
+        model = (self.assignment.full_model or self.assignment.request.model).to_vector()
+        reference = compute_reference(self.assignment.expected.content, self.mask, model)
+        scaled: np.ndarray = total * (among_survivors / part) + reference * among_survivors
+        return scaled
+
+    def _record(self, step: Step, site: str, direction: Any, size: int) -> None:
+        """Add a message to the ledger; keys, shares and reveals count as messages without values."""
+        has_values = step in SUMMED_STEPS and direction == "up"
+        content = self.assignment.expected.content if has_values else "metrics"
+        total, section = self.sums.layout.size, self.section.size
+        line = LedgerLine(
+            run=self.sum_id.run,
+            round=self.sum_id.round,
+            sequence=self.sum_id.sequence,
+            site=site,
+            direction=direction,
+            kind=self.sum_id.kind,
+            content=content,
+            encoding="shared" if has_values else step.name.lower(),
+            values="masked" if self.sums.rules.is_padded else "fixed_point",
+            scalars_total=total,
+            scalars_sent=self.mask.count if has_values else 0,
+            payload_bytes=size,
+            selection_bytes=0,
+            dense_bytes=4 * total if content in ("weights", "delta") else 0,
+            floor_bytes=section if has_values else 0,
+        )
+        self.sums.ledger.lines.append(line)

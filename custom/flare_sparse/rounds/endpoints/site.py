@@ -1,0 +1,346 @@
+"""A site's end of the wire: decodes requests, lets the method answer them and encodes the updates."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from ...core.checkpoint.store import Store
+from ...core.errors import FlareSparseError, MissingBase, RejectedMessage, TaskFailed, abbreviate
+from ...core.exchange import EVALUATE, EXACT_CONTENTS, STATISTICS, Patch, Request, SiteEvent, Update
+from ...core.mask import Mask
+from ...core.seeds import make_generator
+from ...methods.method import Method
+from ...privacy.encryption import SiteCipher
+from ...tasks.task import EPSILON
+from ...training import Site
+from ...wire.codec import decode, encode, read_sequence
+from ...wire.messages import Decoded, Encoded
+from ...wire.plan import Plan, ValueType
+from ...wire.values import is_quantized
+from .bases import SiteBase, correct_variances, plan_request, plan_update
+from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, describe_event
+from .model_change import ChangeLimit
+from .request_checks import check_kind, check_trainable, is_training
+from .request_log import RequestLog
+from .site_state import RequestId, SiteMemory, SiteSnapshot, SiteState
+from .site_sums import SiteSums
+
+_LOG = logging.getLogger(__name__)
+
+
+class SiteEndpoint:
+    """Decodes requests, answers them and encodes the updates, without FLARE.
+
+    :class:`~flare_sparse.rounds.endpoints.site_state.SiteState` is what the site remembers between messages. It
+    defines how a message, a retry and a restart change that state.
+
+    Args:
+        site: trains and evaluates.
+        method: computes the updates.
+        run: id of the run, 16 hex digits, computed from the site's own copy of the job.
+        values: number format on the wire.
+        store: receives a checkpoint before each update is sent. None: after a crash the site needs the full model, and
+            the tensors that the method keeps at the site are lost.
+        cipher: encrypts weights and decrypts models; None: all values travel in the clear.
+        requests: record of the answered requests; None: requests are checked but not counted.
+        sums: withholds the values of updates and pads them for a sum; None: updates carry their values.
+        changes: refuses models that are too far from the last one; None: they may be anywhere.
+
+    Attributes:
+        request: the last accepted request; None before the first.
+        events: what this site reports beside each of its updates. The server ignores repeated reports, so a report
+            is not lost with an update.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        method: Method[Any, Any],
+        run: str,
+        values: ValueType,
+        store: Store | None = None,
+        cipher: SiteCipher | None = None,
+        requests: RequestLog | None = None,
+        sums: SiteSums | None = None,
+        changes: ChangeLimit | None = None,
+    ):
+        self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
+        self.cipher, self.requests, self.sums, self.changes = cipher, requests, sums, changes
+        self.request: Request | None = None
+        self.events: tuple[SiteEvent, ...] = ()
+        self._state = SiteState()
+        self._trainable: Mask | None = None
+
+    def receive(self, data: Any, acknowledged: int | None = None) -> Request:
+        """Decode a request and write its model into ``site.weights``.
+
+        Args:
+            data: the message.
+            acknowledged: number of the attempt with this site's last update that the server has, see
+                :class:`~flare_sparse.rounds.endpoints.server.Attempt`; None: unknown.
+
+        Raises:
+            MissingBase: this site does not hold the vector that the patch applies to; the server must send the full
+                model.
+            RejectedMessage: the message is malformed or outdated, or belongs to another run or model.
+            RequestRefused: this site's copy of the job has no such request, or provides for no more of them.
+            CheckpointError: the site's checkpoints belong to another job.
+        """
+        # Checkpoints are loaded here and not in the constructor: the sequence number of the first message after the
+        # start decides which of them are still valid.
+        if self._state.sequence == 0:
+            sequence = read_sequence(data, "server")
+            # The number travels beside the message, without a checksum: a wrong one would cost the site its residual.
+            if acknowledged is not None and (type(acknowledged) is not int or not 0 <= acknowledged < sequence):
+                raise RejectedMessage("E_KIND", "acknowledged", f"below {sequence}", abbreviate(acknowledged), "server")
+            self._restart(sequence, acknowledged)
+        message = self._decode_request(data)
+        if message.sequence <= self._state.sequence:
+            raise RejectedMessage("E_REPLAY", "sequence", f"above {self._state.sequence}", message.sequence, "server")
+        if message.trainable is None:
+            raise RejectedMessage("E_KIND", "trainable", "a request", "an update", "server")
+        request_id = RequestId(message.kind, message.round)
+        check_kind(self.method, request_id)
+        patch = correct_variances(self.decrypt(message.patch), self.site.layout)
+        previous = self._trainable or (self._state.base.mask if self._state.base else message.trainable)
+        base = self._apply(patch, message.sequence)
+        self._state = self._state.receive(request_id, base)
+        self.site.receive(self._state.memory.method)
+        # Refused after the state has changed: the site holds the model that its weights contain.
+        check_trainable(self.method, request_id, message.trainable, base.mask)
+        if self.changes is not None:
+            self.changes.admit(request_id, self.site.weights, base.mask)
+        # A mask to which removed entries return is that of an earlier round, or one that isolates weights.
+        is_regrown = is_training(message.kind) and self.method.prunes_for_good and not message.trainable <= previous
+        if self.requests is not None:
+            self.requests.admit(request_id, self.compute_model_digest(), is_regrown=is_regrown)
+        self.request = Request(message.kind, message.round, patch, message.trainable)
+        if is_training(message.kind):
+            self._trainable = message.trainable
+        return self.request
+
+    def compute_model_digest(self) -> str:
+        """Return the digest of the model that this site holds; equal models have equal digests at all sites."""
+        assert self.site.live_patch is not None, "a request was received"
+        # Of the live entries alone: all others are zero.
+        return self.site.live_patch.digest
+
+    def answer(self, request: Request) -> Update:
+        """Return the method's update, with metrics of the received model unless the method reports its own.
+
+        Models between those of ``method.evaluate_every`` are not evaluated.
+
+        Raises:
+            TaskFailed: the user task raised an exception of its own; the text names the user's line.
+        """
+        try:
+            update = self._compute_update(request)
+        except FlareSparseError:
+            raise
+        except Exception as error:
+            action, remedy = f"round {request.round} ({request.kind})", "Correct the task, then resume with --resume"
+            raise TaskFailed(self.site.name, action, error, remedy) from error
+        # Reported once, with the number of the first attempt, so that the server knows a repeated report.
+        reported = {event.event for event in self.events}
+        new = [SiteEvent(code, self._state.sequence) for code in self.site.notices if code not in reported]
+        self.events = (*self.events, *new)
+        if self.changes is not None:
+            self.changes.measure(update, self.site.weights)
+        accounting = self.site.mechanism or self.site.metric_release
+        if accounting is None:
+            return update
+        return replace(update, metrics={**update.metrics, EPSILON: accounting.compute_spent()})
+
+    def _compute_update(self, request: Request) -> Update:
+        self.site.reset_usage()
+        # A site without training examples can only evaluate.
+        if request.kind == EVALUATE or not self.site.can_train:
+            no_values = Patch.empty(self.site.layout.size)
+            return Update(no_values, "metrics", self.site.num_examples, self.site.evaluate(self.site.weights))
+        if request.kind == STATISTICS:
+            statistics = Patch.from_vector(self.site.compute_statistics(), request.trainable)
+            return Update(statistics, STATISTICS, self.site.num_examples)
+        update = self.method.answer(request, self.site)
+        if update.metrics or update.content == "scores" or not self.method.config.is_evaluated(request.round - 1):
+            return update
+        return replace(update, metrics=self.site.evaluate(self.site.weights))
+
+    def encode(self, request: Request, update: Update) -> Encoded:
+        """Encode ``update`` and write the checkpoint; the rounding residual is added to the next update.
+
+        Raises:
+            RejectedMessage: a value is not finite, or cannot be encrypted or summed; nothing may be sent.
+            CheckpointError: the checkpoint could not be written; nothing may be sent.
+        """
+        residual = self._state.memory.residual
+        if self.sums is not None:
+            request_id = RequestId(request.kind, request.round)
+            # Sums without pads have no keys that the digest could enter.
+            digest = self.compute_model_digest() if self.sums.rules.is_padded else ""
+            update = self.sums.withhold(update, request_id, self._state.sequence, self.site.weights, digest)
+        encoded = self.encode_message(request, update)
+        # Error feedback applies to model values only: an update of scores or metrics leaves the residual unchanged.
+        if update.content in ("weights", "delta"):
+            residual = encoded.residual
+            # An entry that is switched off keeps no residual: it would arrive with it when it is regrown.
+            if update.is_complete and residual is not None:
+                residual = residual.where(update.patch.mask.bits, 0.0)
+        self._record_answer(RequestId(request.kind, request.round), SiteMemory(residual, dict(self.site.memory)))
+        return encoded
+
+    def encode_message(self, request: Request, update: Update) -> Encoded:
+        """Return the message of ``update``, the same each time until the next request.
+
+        Raises:
+            RejectedMessage: as in :meth:`encode`.
+        """
+        return encode(
+            self._encrypt(update),
+            self.plan_update(request),
+            content=update.content,
+            values="float32" if update.content in EXACT_CONTENTS else self.values,
+            residual=self._state.memory.residual,
+            generator=make_generator(self.method.seed, "rounding", self.site.name, request.kind, request.round),
+        )
+
+    def plan_update(self, request: Request) -> Plan:
+        """Return the plan of the update that answers ``request``."""
+        vector = self.site.weights if is_quantized(self.values) else None
+        return plan_update(self.site.layout, self.run, request, self._state.sequence, vector=vector)
+
+    def build_hello(self, **limits: Any) -> dict[str, str | int | float]:
+        """Return the hello: this site's capabilities, sent to the server before the first request.
+
+        Args:
+            limits: limits of the site's policy, fields of :class:`~flare_sparse.wire.capabilities.Capabilities`.
+        """
+        return self.method.get_capabilities(self.site).model_copy(update=limits).to_message()
+
+    def decrypt(self, patch: Patch) -> Patch:
+        """Return the patch with readable values.
+
+        Raises:
+            RejectedMessage: the values were not encrypted with this site's key.
+        """
+        if patch.encrypted is None or self.cipher is None:
+            return patch
+        return Patch(self.cipher.decrypt(patch.encrypted, patch.mask.count), patch.mask, patch.base)
+
+    def _encrypt(self, update: Update) -> Patch:
+        """Return the patch to send: weights and deltas encrypted if the job asks for it, scores and metrics never."""
+        if self.cipher is None or update.content not in ("weights", "delta"):
+            return update.patch
+        return replace(update.patch, encrypted=self.cipher.encrypt(update.patch.values))
+
+    def _decode_request(self, data: Any) -> Decoded:
+        """Decode a message over the current base or, if it is a retry, over a base from before an earlier attempt.
+
+        Raises:
+            MissingBase: as in :meth:`receive`.
+            RejectedMessage: as in :meth:`receive`.
+        """
+        try:
+            return self._decode_over(self._state.base, data)
+        except MissingBase:
+            # The server encodes a retry over the last base that this site acknowledged. If the site's update was lost
+            # in transit, the site is one base ahead. All attempts carry the same vector, so the older base is valid.
+            for base in reversed(self._state.earlier_bases):
+                with suppress(MissingBase):
+                    message = self._decode_over(base, data)
+                    if (message.kind, message.round) == self._state.received:
+                        return self._keep_vector(message) if message.is_difference else message
+            raise
+
+    def _keep_vector(self, message: Decoded) -> Decoded:
+        """Return a message whose differences this site has added already with the values that the site holds."""
+        mask = message.patch.mask
+        return replace(message, patch=Patch(mask.take(self.site.weights).clone(), mask, message.patch.base))
+
+    def _decode_over(self, base: SiteBase | None, data: Any) -> Decoded:
+        ciphertext_format = self.cipher.ciphertext_format if self.cipher else None
+        if base is not None:
+            base = replace(base, vector=self.site.weights)
+        plan = plan_request(self.site.layout, self.run, base, ciphertext_format=ciphertext_format)
+        return decode(data, plan, "server")
+
+    def _apply(self, patch: Patch, sequence: int) -> SiteBase:
+        """Write a patch into the site's vector, in place, and return the site's new base."""
+        base = self._state.base
+        if patch.base == "previous" and base is not None:
+            mask = base.mask
+            # The entries outside the base's mask are zero at both ends, and neither stores or sends them.
+            if not patch.mask <= mask:
+                raise RejectedMessage("E_MASK", "selection", "entries of the previous model", "others", "server")
+        else:
+            # Entries outside the mask are zero by definition; those of an unchanged mask are zero already.
+            if base is None or patch.mask != base.mask:
+                self.site.weights.zero_()
+            mask = patch.mask
+        patch.write_into(self.site.weights)
+        # The values of a whole model are at hand: the digest, the training and the checkpoint need not gather them.
+        is_whole = patch.base == "zeros"
+        self.site.live_patch = Patch(patch.values, mask) if is_whole else Patch.from_vector(self.site.weights, mask)
+        return SiteBase(mask, sequence)
+
+    def _restart(self, sequence: int, acknowledged: int | None) -> None:
+        """Restart from the checkpoints before message ``sequence``, and record what is lost.
+
+        Args:
+            sequence: number of the first message of this process.
+            acknowledged: as in :meth:`receive`.
+        """
+        damaged = self._load_checkpoints(self.store, sequence) if self.store is not None else []
+        events = [SiteEvent(CHECKPOINT_DAMAGED, number) for number in damaged]
+        # A checkpoint is written before its update is sent, so a damaged one stands for an update that an unknowing
+        # server may have.
+        latest = max([0, *damaged]) if acknowledged is None else acknowledged
+        # The residual before a lost update holds values that the update sent. Used again, they would be sent twice.
+        if latest > self._state.sequence:
+            self._state = self._state.forget_memory()
+            events.append(SiteEvent(MEMORY_DROPPED, latest))
+        self.events = tuple(events)
+        for event in events:
+            _LOG.warning(describe_event(event))
+
+    def _load_checkpoints(self, store: Store, sequence: int) -> list[int]:
+        """Load the state before message ``sequence`` and return the numbers of the damaged checkpoints."""
+        # Checkpoints with this number or a higher one belong to updates that the server discarded when it resumed.
+        store.delete(sequence)
+        newest = store.load(SiteSnapshot)
+        if newest is None:
+            return store.list_damaged()
+        _, snapshot = newest
+        fallback = _load_previous_request(store, newest)
+        reserve = _load_previous_request(store, fallback) if fallback else None
+        self.site.weights, self.site.live_patch = snapshot.to_vector(), Patch(snapshot.values, snapshot.base.mask)
+        damaged = store.list_damaged()
+        self._state = SiteState.restart(
+            snapshot, fallback[1] if fallback else None, damaged, reserve=reserve[0] if reserve else None
+        )
+        return damaged
+
+    def _record_answer(self, request: RequestId, memory: SiteMemory) -> None:
+        """Write the checkpoint of an update, then change the state.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; the state is unchanged.
+        """
+        state = self._state.answer(request, memory)
+        if self.store is not None:
+            assert state.base is not None, "an update answers a request that was received"
+            assert self.site.live_patch is not None
+            snapshot = SiteSnapshot(*request, self.site.live_patch.values, state.base, memory)
+            self.store.save(state.sequence, snapshot, also_keep=(state.fallback, state.reserve))
+        self._state = state
+
+
+def _load_previous_request(store: Store, checkpoint: tuple[int, SiteSnapshot]) -> tuple[int, SiteSnapshot] | None:
+    """Return the newest checkpoint before another one that is of another request; None without one."""
+    # Each attempt at a request has its own checkpoint; a retry starts from the one before the first of them.
+    request, previous = checkpoint[1].request, store.load(SiteSnapshot, below=checkpoint[0])
+    while previous is not None and previous[1].request == request:
+        previous = store.load(SiteSnapshot, below=previous[0])
+    return previous

@@ -1,0 +1,232 @@
+"""A site's end of the sums of fixed-point values: it withholds an update until its sum, and answers the sum's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import RejectedMessage, RequestRefused
+from ...core.exchange import Patch, Update
+from ...core.params import Layout
+from ...methods.aggregation.weighted import Weights
+from ...privacy.secure_aggregation.identities import SiteIdentity
+from ...privacy.secure_aggregation.keys import SignedKeys
+from ...privacy.secure_aggregation.limits import SumRules
+from ...privacy.secure_aggregation.messages import (
+    FINGERPRINT_BYTES,
+    HEADER_BYTES,
+    Step,
+    pack_message,
+    unpack_boxes,
+    unpack_members,
+    unpack_message,
+    unpack_names,
+    unpack_share,
+)
+from ...privacy.secure_aggregation.pads import SumId, read_sum_id
+from ...privacy.secure_aggregation.party import SumParty
+from ...privacy.secure_aggregation.rings import RingFormat
+from .request_log import RequestLog
+from .site_state import RequestId
+from .sums import build_ring, compute_reference, compute_shares
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """An update that waits for its sum.
+
+    Attributes:
+        request: id of the request that it answers.
+        sequence: number of the attempt.
+        update: the update.
+        values: float64 ``(k,)``, what is summed.
+        ring: format of the values.
+        model_digest: digest of the model of the request.
+    """
+
+    request: RequestId
+    sequence: int
+    update: Update
+    values: np.ndarray
+    ring: RingFormat
+    model_digest: str
+
+
+class SiteSums:
+    """Answers the steps of the sums of a job. Nothing is kept on disk but the sites of the revealed sums.
+
+    Args:
+        identity: signs this site's keys and checks those of the others; the site's name alone, for sums without pads.
+        layout: layout of the model.
+        run: id of the run, 16 hex digits.
+        rules: bound and smallest size of the sums.
+        get_weights: weights of the method's aggregation, by kind of request.
+        requests: record of the revealed sums; None: they are remembered as long as this process runs.
+
+    Raises:
+        ValueError: padded sums need keys, and the identity is a name alone.
+
+    Attributes:
+        reply: the last reply; a process that lets only this site's own messages leave compares with it.
+    """
+
+    def __init__(
+        self,
+        identity: SiteIdentity | str,
+        layout: Layout,
+        run: str,
+        rules: SumRules,
+        get_weights: Callable[[str], Weights],
+        requests: RequestLog | None = None,
+    ):
+        if isinstance(identity, str) and rules.is_padded:
+            raise ValueError("padded sums need the keys of a SiteIdentity")
+        self.identity, self.layout, self.run, self.rules = identity, layout, run, rules
+        self.name = identity if isinstance(identity, str) else identity.name
+        self.get_weights = get_weights
+        self.requests = requests or RequestLog(run, lambda kind, t: 1, attempts=1)
+        self.reply: np.ndarray | None = None
+        self._withheld: Withheld | None = None
+        self._party: SumParty | None = None
+        self._members: dict[str, SignedKeys] = {}
+        self._newest = 0
+
+    def withhold(
+        self, update: Update, request: RequestId, sequence: int, model: Tensor, model_digest: str = ""
+    ) -> Update:
+        """Keep the values of an update for its sum, and return the update without them.
+
+        Args:
+            update: the update.
+            request: id of the request that it answers.
+            sequence: number of the attempt.
+            model: ``(P,)`` the model of the request.
+            model_digest: its digest. A padded sum has values of one model only.
+
+        Raises:
+            RejectedMessage: a value is not finite, or above the bound of the ring. Nothing may be sent.
+        """
+        self._withheld = self._party = None
+        if update.content == "metrics":
+            return update
+        mask = update.patch.mask
+        ring = build_ring(update.content, mask, self.layout, self.rules)
+        values = update.patch.values.double().numpy() - compute_reference(update.content, mask, model)
+        # Refused now and not in the sum, where it would cost the other sites an attempt.
+        ring.encode(values, 1.0)
+        self._withheld = Withheld(request, sequence, update, values, ring, model_digest)
+        return Update(Patch.empty(self.layout.size), "metrics", update.num_examples, update.metrics)
+
+    def discard(self) -> None:
+        """Drop the update that waits for its sum: it may not leave."""
+        self._withheld = self._party = None
+
+    def is_withheld(self, patch: Patch) -> bool:
+        """Whether the update that waits for its sum has exactly these entries and values."""
+        if self._withheld is None:
+            return False
+        own = self._withheld.update.patch
+        return own.mask == patch.mask and torch.equal(own.values, patch.values)
+
+    @property
+    def message_bytes(self) -> int:
+        """Length of the message with the padded values of the update that waits; 0: none waits."""
+        return HEADER_BYTES + FINGERPRINT_BYTES + self._withheld.ring.section_bytes if self._withheld else 0
+
+    def answer(self, data: Any) -> np.ndarray:
+        """Return the reply to a question of the server, which is not trusted.
+
+        Raises:
+            RejectedMessage: the message is malformed, or holds keys or shares that are not those of their sites.
+            RequestRefused: this site does not take part in such a sum, or a step is out of order.
+        """
+        step, raw_id, payload = unpack_message(data, "server")
+        sum_id = read_sum_id(raw_id)
+        # Decided by this site's copy of the job and not by the question: values must not leave without their pads.
+        if self.rules.is_padded == (step == Step.TERMS):
+            kind = "masked" if self.rules.is_padded else "fixed_point"
+            raise RequestRefused(f"step {step.name} of a sum, but wire.aggregation of this site's job is {kind}")
+        if step == Step.TERMS:
+            answer = self._send_terms(sum_id, unpack_share(payload))
+        elif step == Step.KEYS:
+            answer = self._publish_keys(sum_id, payload)
+        else:
+            if self._party is None or sum_id != self._party.sum_id:
+                raise RequestRefused("this site has no part in the sum of the message, or has restarted since")
+            steps = {Step.SHARES: self._share, Step.VALUES: self._pad, Step.REVEAL: self._reveal}
+            answer = steps[step](self._party, payload)
+        self.reply = pack_message(step, sum_id, answer)
+        return self.reply
+
+    def _publish_keys(self, sum_id: SumId, payload: bytes) -> bytes:
+        """Return this site's keys; nothing if no update waits, as at a site without training examples."""
+        self._party, self._members = None, {}
+        if payload:
+            raise RejectedMessage("E_LEN", "payload", 0, len(payload), "server")
+        if self._withheld is None:
+            return b""
+        self._admit(sum_id, self._withheld)
+        assert isinstance(self.identity, SiteIdentity), "padded sums have keys"
+        examples, digest = self._withheld.update.num_examples, self._withheld.model_digest
+        self._party = SumParty(sum_id, self.identity, examples, self.rules.min_sites, digest)
+        return self._party.keys.to_bytes()
+
+    def _admit(self, sum_id: SumId, withheld: Withheld) -> None:
+        """Raises:
+        RejectedMessage: the sum is not one over the update that waits, or an outdated one.
+        """
+        kind, t = withheld.request
+        # A number is used for one sum; the update belongs to this attempt or to an earlier one of the same request.
+        if (sum_id.run, sum_id.kind, sum_id.round) != (self.run, kind, t) or sum_id.sequence < withheld.sequence:
+            raise RejectedMessage("E_REPLAY", "sum", (kind, t, withheld.sequence), sum_id, "server")
+        if sum_id.sequence <= self._newest:
+            raise RejectedMessage("E_REPLAY", "sequence", f"above {self._newest}", sum_id.sequence, "server")
+        self._newest = sum_id.sequence
+
+    def _send_terms(self, sum_id: SumId, share: float) -> bytes:
+        """Return this site's part of a sum without pads.
+
+        Args:
+            sum_id: id of the sum.
+            share: this site's share of the sum.
+        """
+        withheld = self._withheld
+        if withheld is None:
+            raise RequestRefused("no update of this site waits for the sum")
+        self._admit(sum_id, withheld)
+        self._withheld = None
+        section = withheld.ring.encode(withheld.values, share)
+        return bytes.fromhex(withheld.update.patch.mask.fingerprint) + section.tobytes()
+
+    def _share(self, party: SumParty, payload: bytes) -> bytes:
+        members = unpack_members(payload)
+        boxes = party.share(members)
+        self._members = {keys.name: keys for keys in members}
+        return b"".join(boxes)
+
+    def _pad(self, party: SumParty, payload: bytes) -> bytes:
+        withheld, boxes = self._withheld, unpack_boxes(payload)
+        if withheld is None:
+            raise RequestRefused("the values of this update have left in a sum already")
+        if not boxes.keys() <= self._members.keys():
+            raise RequestRefused("the boxes are not those of other sites that published keys")
+        examples = {name: keys.num_examples for name, keys in self._members.items()}
+        weigh = self.get_weights(withheld.request.kind)
+        share = compute_shares(examples, [self.name, *boxes], weigh)[self.name]
+        section = party.pad(boxes, withheld.ring.encode(withheld.values, share), withheld.ring)
+        # The same values are never padded twice: another sum needs another attempt at the request.
+        self._withheld = None
+        return bytes.fromhex(withheld.update.patch.mask.fingerprint) + section.tobytes()
+
+    def _reveal(self, party: SumParty, payload: bytes) -> bytes:
+        survivors = unpack_names(payload)
+        request = RequestId(party.sum_id.kind, party.sum_id.round)
+        party.check_survivors(survivors)
+        # Recorded before anything is revealed: a site that is killed in between must not forget it.
+        self.requests.admit_sum(request, survivors, self.rules.min_sites)
+        return b"".join(party.reveal(survivors))

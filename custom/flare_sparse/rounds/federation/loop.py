@@ -1,0 +1,296 @@
+"""The loop over the rounds of a run: ask, validate, aggregate, commit, evaluate."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...compute.structure.scaling import build_statistics_mask
+from ...core.checkpoint.store import Store
+from ...core.errors import SiteExcluded
+from ...core.exchange import EVALUATE, Contribution, EncryptedValues
+from ...methods.method import Method
+from ...tasks.task import Metric
+from ..endpoints.server import SERVER, ServerEndpoint
+from ..endpoints.server_state import ServerSnapshot
+from .census import Census, Handshake
+from .evaluation import BestModel, Evaluation
+from .events import ENDED_EARLY, UPDATE_DISCARDED, EventLog
+from .learning import HasQuorum, LearnResult, learn_from
+from .model_comparison import ModelComparison
+from .participants import Admission, Participants, Returned
+from .progress import Progress, Snapshot
+from .records import Outcome, RoundRecord
+from .replies import AttemptResult, SumTransport, Transport
+from .rounds import QuorumMissed, RoundResult, RoundRunner
+from .rules import Roster, RoundRules
+from .statistics import build_assignments, learn_statistics
+
+_LOG = logging.getLogger(__name__)
+OnUpdates = Callable[[int, Sequence[Contribution]], None]
+"""Receives the accepted updates of a round."""
+
+
+class Federation:
+    """Runs one method over the connected sites. Each run needs a new instance.
+
+    Args:
+        method: the method; only its server-side functions are called.
+        endpoint: the server's end of the wire.
+        metric: decides, on validation examples, which model is best.
+        connected: returns the names of the sites that are connected now.
+        transport: carries requests and replies.
+        rules: quorum, retries and limits of a round.
+        handshake: requests the capabilities of sites before their first request; None: all sites have all of them.
+        on_round: called with each record after its round is committed.
+        on_updates: called with number and accepted updates of each round before ``on_round``, for an audit.
+        store: receives a checkpoint with every commit; None: a crash loses the run.
+        on_excluded: called once per site and reason with the error that keeps a site from taking part.
+        returned: returns those of the given quarantined sites that have sent another hello.
+        sum_transport: carries the steps of sums of fixed-point values; None: the updates carry their values.
+    """
+
+    def __init__(
+        self,
+        method: Method[Any, Any],
+        endpoint: ServerEndpoint,
+        metric: Metric,
+        connected: Callable[[], list[str]],
+        transport: Transport,
+        *,
+        rules: RoundRules | None = None,
+        handshake: Handshake | None = None,
+        on_round: Callable[[RoundRecord], None] = lambda record: None,
+        on_updates: OnUpdates = lambda round_number, updates: None,
+        store: Store | None = None,
+        on_excluded: Callable[[SiteExcluded], None] = lambda reason: None,
+        returned: Returned = lambda sites: frozenset(),
+        sum_transport: SumTransport | None = None,
+    ):
+        self.method, self.endpoint = method, endpoint
+        self.rules, self.on_round, self.store = rules or RoundRules(), on_round, store
+        self._on_updates = on_updates
+        self._models = ModelComparison(
+            metric, self.rules.max_share, self.rules.patience, is_sampled=method.config.participation < 1
+        )
+        self._admission = Admission(connected, Census(handshake, on_excluded), self.rules, returned)
+        self._events = EventLog()
+        self._stepped_back: set[int] = set()
+        self._needs_statistics = build_statistics_mask(endpoint.layout).count > 0
+        self._rounds = RoundRunner(endpoint, self.rules, self._admission, transport, self._events, sum_transport)
+
+    def run(self, weights: Tensor, *, resume: bool = False) -> Outcome:
+        """Run all rounds, from the initial model or from the newest checkpoint.
+
+        Args:
+            weights: ``(P,)`` the initial model.
+            resume: continue from the newest checkpoint if there is one; otherwise all checkpoints are deleted.
+
+        Raises:
+            RoundFailed: too few sites can take part, or a round stayed below the quorum in every attempt; the last
+                commit is intact.
+            CheckpointError: a checkpoint could not be written, or belongs to another run.
+        """
+        participants = self._admission.admit(Participants(self.method), Roster())
+        start = progress = Progress(participants.method.init(weights, participants.sites))
+        if self.store is not None:
+            if resume:
+                progress = self._load_progress(self.store, progress)
+            else:
+                self.store.delete()
+            # The first admission used an empty roster; that of the checkpoint may quarantine sites.
+            participants = participants.select_available(progress.roster, self.rules)
+        while True:
+            # Also after a step back to the start, which discards the statistics with the first commit.
+            if self._needs_statistics and not progress.records:
+                progress = self._exchange_statistics(weights, progress, participants)
+                participants = self._admission.admit(participants, progress.roster)
+            participants, assignments = self._admission.assign(progress.state, participants, progress.roster)
+            if self._models.is_stopped(progress):
+                assignments = None
+            learn = partial(self._learn, participants.method, progress.state)
+            try:
+                if assignments is None:
+                    return self._finish(progress, participants)
+                result = self._rounds.run(assignments, participants.silent, progress.roster, learn)
+            except QuorumMissed as failure:
+                progress = self._step_back(failure, progress, start)
+            else:
+                progress = self._commit(result, progress, participants.method)
+                # Its updates would stay in memory beside those of the next round.
+                del result
+            participants = self._admission.admit(participants, progress.roster)
+
+    def _exchange_statistics(self, weights: Tensor, progress: Progress, participants: Participants) -> Progress:
+        """Return the progress after the exchange of statistics, with the pooled ones in the model."""
+        method, mask = participants.method, build_statistics_mask(self.endpoint.layout)
+
+        def build_state(statistics: Tensor) -> Any:
+            return method.init(mask.put(statistics, weights.clone()), participants.sites)
+
+        assignments = build_assignments(self.endpoint.layout, participants.sites)
+        learn = partial(learn_statistics, self.endpoint.layout, build_state)
+        result = self._rounds.run(assignments, participants.silent, progress.roster, learn)
+        # This exchange carried no model: the first patch over "previous" must not apply to it, also after a restart.
+        for site in assignments:
+            self.endpoint.forget_base(site)
+        return self._commit(result, progress, method)
+
+    def _step_back(self, failure: QuorumMissed, progress: Progress, start: Progress) -> Progress:
+        """Return the progress before the last commit, if most sites diverge from the model of that commit.
+
+        Raises:
+            QuorumMissed: the round failed for another reason, the sites diverged in their own training after the last
+                round, or the run already stepped back from this round.
+        """
+        if personal := ", ".join(failure.diverged_personally):
+            # The last model is sound: what diverged is one more training, with settings of its own.
+            raise QuorumMissed(
+                f"{failure} Most sites ({personal}) diverged in their own training after the last round: lower its "
+                "learning rate or its pull (method.finetune.lr, method.finetune.proximal or method.adapt_lr).",
+                failure.result,
+            ) from failure
+        diverged = ", ".join(failure.diverged)
+        if not diverged or self.store is None or not progress.records:
+            raise failure
+        last = progress.records[-1]
+        contributed = ", ".join(last.sites_contributed)
+        # Once per round: a site that sends a harmful update again would let the run repeat the round forever.
+        if last.round in self._stepped_back:
+            raise QuorumMissed(
+                f"round {last.round} was committed twice, and both times most sites ({diverged}) diverged from its "
+                f"model. One of the updates in it, of {contributed}, is harmful: run again without that site, or set "
+                "federation.clip_norm. A run that is resumed steps back from this commit by itself.",
+                failure.result,
+            ) from failure
+        self._stepped_back.add(last.round)
+        self._events.add_steps_back([self.store.step_back()])
+        for site in last.sites_contributed:
+            detail = f"its update of round {last.round} is discarded with that commit, from which sites diverged: "
+            self._events.add(site, UPDATE_DISCARDED, detail + diverged)
+        _LOG.warning(
+            "most sites (%s) diverged from the model of round %d: the run steps back by one commit and discards the "
+            "updates of %s",
+            diverged,
+            last.round,
+            contributed,
+        )
+        checkpoint = self.store.load(Snapshot[type(start.state)])  # type: ignore[misc]
+        if checkpoint is None:
+            self.endpoint.step_back(ServerSnapshot(0, 0, {}, {}))
+            return start
+        self.endpoint.step_back(checkpoint[1].endpoint)
+        return Progress.from_snapshot(checkpoint[1])
+
+    def _finish(self, progress: Progress, participants: Participants) -> Outcome:
+        """Evaluate the last model and return the outcome."""
+        method = participants.method
+        # Asked before the final evaluation, which may find that the last model is the best one.
+        is_early = self._models.is_stopped(progress) and progress.committed < method.config.rounds
+        if is_early and (shortfall := method.describe_shortfall(progress.state)):
+            self._events.add(SERVER, ENDED_EARLY, shortfall)
+        progress = replace(progress, state=method.finalize(progress.state))
+        # The request after the last round, also where early stopping leaves rounds out: a site answers it in that round
+        # alone.
+        last = replace(progress.state, round=method.config.rounds + 1)
+        assignments = method.ask_final(last, participants.sites)
+        result = self._rounds.run(assignments, participants.silent, progress.roster)
+        evaluation = self._evaluate(result)
+        # A request of another kind evaluates the sites' personal models, which are not candidates for the best model.
+        if result.last.attempt.kind == EVALUATE:
+            progress = replace(progress, best=self._select_best(progress, evaluation, method, is_last=True))
+        record = self._build_record(result, evaluation, progress, progress.state, method)
+        self.on_round(record)
+        model = method.model(progress.state)
+        return Outcome(
+            progress.state,
+            model.to_vector(),
+            model.mask,
+            evaluation,
+            progress.best,
+            [*progress.records, record],
+            self._get_encrypted_values(),
+            sorted({*self._admission.seen, *self.rules.examples}),
+            progress.committed if is_early else None,
+            dict(sorted(result.roster.registered.items())),
+        )
+
+    def _commit(self, result: RoundResult, progress: Progress, method: Method[Any, Any]) -> Progress:
+        """Write the checkpoint of a round and return the progress after it."""
+        assert result.learned is not None, "a training round computes a next state"
+        evaluation = self._evaluate(result)
+        # The sites evaluated the model that the round started from. It may be the best one, so its ciphertext is saved
+        # before the sum of this round replaces it.
+        best = self._select_best(progress, evaluation, method)
+        self.endpoint.aggregate_encrypted(result.learned.contributions)
+        state = result.learned.state
+        record = self._build_record(result, evaluation, progress, state, method)
+        progress = Progress(state, record.round, best, result.roster, (*progress.records, record))
+        # The checkpoint is the commit: a round is reported only after it, so that no reported round can be lost.
+        if self.store is not None:
+            snapshot = progress.to_snapshot(self.endpoint.snapshot(), self.endpoint.ledger.lines)
+            self.store.save(record.sequence, snapshot)
+        self._on_updates(record.round, result.last.accepted)
+        self.on_round(record)
+        return progress
+
+    def _learn(
+        self, method: Method[Any, Any], state: Any, result: AttemptResult, has_quorum: HasQuorum
+    ) -> tuple[AttemptResult, LearnResult | None]:
+        return learn_from(result, state, method, self.endpoint, self.rules, has_quorum)
+
+    def _evaluate(self, result: RoundResult) -> Evaluation:
+        return Evaluation.from_contributions(result.last.accepted, self.rules.max_share)
+
+    def _select_best(
+        self, progress: Progress, evaluation: Evaluation, method: Method[Any, Any], *, is_last: bool = False
+    ) -> BestModel:
+        """Return the better of the best model so far and the last committed model."""
+        # Each round also evaluates the model that it started from: evaluation needs no extra request, and the best
+        # model is known one round later.
+        if not self._models.is_better(evaluation, progress, is_last=is_last):
+            return progress.best
+        model = method.model(progress.state)
+        encrypted = self._get_encrypted_values()
+        return BestModel(progress.committed, evaluation, model.values, model.mask, encrypted)
+
+    def _build_record(
+        self, result: RoundResult, evaluation: Evaluation, previous: Progress, state: Any, method: Method[Any, Any]
+    ) -> RoundRecord:
+        return RoundRecord.from_result(
+            result,
+            evaluation,
+            evaluated_round=previous.committed,
+            mask=method.model(state).mask,
+            committed_at=time.time(),
+            events=self._events.take(result.last.attempt.round),
+        )
+
+    def _get_encrypted_values(self) -> EncryptedValues | None:
+        """Return the model's ciphertext, if the server cannot read the model."""
+        return self.endpoint.encrypted.values if self.endpoint.encrypted else None
+
+    def _load_progress(self, store: Store, start: Progress) -> Progress:
+        """Return the progress of the newest checkpoint, or ``start`` without one; report its rounds again."""
+        checkpoint = store.load(Snapshot[type(start.state)])  # type: ignore[misc]
+        if checkpoint is not None:
+            self._events.restore(event for record in checkpoint[1].records for event in record.events)
+        self._events.add_steps_back(store.list_stepped_back())
+        for detail in self._events.add_damaged_checkpoints(store.list_damaged(), is_empty=checkpoint is None):
+            _LOG.warning("%s: %s", SERVER, detail)
+        if checkpoint is None:
+            return start
+        _, snapshot = checkpoint
+        # The endpoint first: its sequence numbers continue, so that no late reply of the killed process is taken.
+        self.endpoint.restore(snapshot.endpoint)
+        self.endpoint.ledger.lines.extend(snapshot.messages)
+        # Each process writes records and ledger from round 0 on; without the earlier rounds they would be incomplete.
+        for record in snapshot.records:
+            self.on_round(record)
+        return Progress.from_snapshot(snapshot)

@@ -1,0 +1,220 @@
+"""What is known of a round, and of the end of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ...core.errors import RoundFailed
+from ...core.exchange import EVALUATE, EncryptedValues
+from ...core.mask import Mask
+from ...tasks.task import EPSILON
+from .evaluation import BestModel, Evaluation
+from .events import Event
+from .rounds import RoundResult
+
+CONTRIBUTED = "contributed"
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What is known when a round is committed; one line of ``rounds.jsonl``.
+
+    Every site asked is in exactly one of ``sites_contributed``, ``rejected``, ``abstained`` and ``timed_out``.
+
+    Attributes:
+        kind: kind of the requests.
+        round: 1-based; 0 before training.
+        sequence: number of the last attempt.
+        sites_asked: sites that received a request.
+        sites_contributed: sites whose contribution counts.
+        rejected: reason codes by site.
+        abstained: sites that replied without values.
+        timed_out: sites that did not reply in time.
+        quarantined: sites in quarantine after repeated misses.
+        excluded: reasons by site, of sites that could not take part and were not asked.
+        capped: number of examples that a site was counted with, where its own would have weighed too much.
+        clipped: L2 norm of a site's delta before it was clipped.
+        attempts: number of attempts.
+        evaluated_round: the round whose model ``evaluation`` is of: the one that this round started from. The model of
+            the last round is evaluated after all rounds.
+        evaluation: the sites' metrics.
+        bytes_down: payload bytes of all requests, earlier attempts included.
+        bytes_up: payload bytes of all updates, earlier attempts included.
+        dense_bytes: bytes of the same messages if all entries were sent.
+        sparsity: share of the entries that are off in the committed model.
+        seconds: time for requests, the sites' work and the replies.
+        committed_at: seconds since 1970.
+        events: damages, dropped memories and the like since the previous record, at the server and at the sites.
+        spent_epsilon: by site, what the run has charged its subjects so far; empty without differential privacy.
+    """
+
+    kind: str
+    round: int
+    sequence: int
+    sites_asked: list[str]
+    sites_contributed: list[str]
+    rejected: dict[str, str]
+    abstained: list[str]
+    timed_out: list[str]
+    quarantined: list[str]
+    excluded: dict[str, str]
+    capped: dict[str, int]
+    clipped: dict[str, float]
+    attempts: int
+    evaluated_round: int
+    evaluation: Evaluation
+    bytes_down: int
+    bytes_up: int
+    dense_bytes: int
+    sparsity: float
+    seconds: float
+    committed_at: float
+    events: list[Event] = field(default_factory=list)
+    spent_epsilon: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_result(
+        cls,
+        result: RoundResult,
+        evaluation: Evaluation,
+        *,
+        evaluated_round: int,
+        mask: Mask,
+        committed_at: float,
+        events: Sequence[Event] = (),
+    ) -> RoundRecord:
+        """Return the record of a round.
+
+        Args:
+            result: of the round.
+            evaluation: of the model that the round started from.
+            evaluated_round: round of that model.
+            mask: live entries of the committed model.
+            committed_at: seconds since 1970.
+            events: events since the previous record.
+
+        Raises:
+            RoundFailed: a site asked is in none of the fields, or in two.
+        """
+        last, messages = result.last, result.messages
+        record = cls(
+            kind=last.attempt.kind,
+            round=last.attempt.round,
+            sequence=last.attempt.sequence,
+            sites_asked=result.asked,
+            sites_contributed=result.contributed,
+            rejected=last.rejected,
+            abstained=[update.site for update in last.accepted if update.site not in set(result.contributed)],
+            timed_out=last.timed_out,
+            quarantined=result.quarantined,
+            excluded=result.excluded,
+            capped=result.learned.capped if result.learned else {},
+            clipped=result.learned.clipped if result.learned else {},
+            attempts=result.attempts,
+            evaluated_round=evaluated_round,
+            evaluation=evaluation,
+            bytes_down=sum(line.payload_bytes for line in messages if line.direction == "down"),
+            bytes_up=sum(line.payload_bytes for line in messages if line.direction == "up"),
+            dense_bytes=sum(line.dense_bytes for line in messages),
+            sparsity=1 - mask.count / max(mask.size, 1),
+            seconds=result.seconds,
+            committed_at=committed_at,
+            events=list(events),
+            spent_epsilon={
+                update.site: update.metrics[EPSILON] for update in last.accepted if EPSILON in update.metrics
+            },
+        )
+        # A site that is counted twice or not at all is a defect of this package, and a record must not hide it.
+        if not record.is_balanced:
+            raise RoundFailed(f"round {record.round}: not every site asked has exactly one outcome: {record}")
+        return record
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        """``"contributed"``, or the reason why not, of every site asked or left out."""
+        # Later entries replace earlier ones: a quarantined site is asked all the same where too few others remain.
+        return {
+            **dict.fromkeys(self.quarantined, "quarantined"),
+            **dict.fromkeys(self.excluded, "excluded"),
+            **dict.fromkeys(self.timed_out, "timed_out"),
+            **dict.fromkeys(self.abstained, "abstained"),
+            **self.rejected,
+            **dict.fromkeys(self.sites_contributed, CONTRIBUTED),
+        }
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether every site asked has exactly one outcome."""
+        return sorted(self.sites_asked) == sorted(
+            [*self.sites_contributed, *self.rejected, *self.abstained, *self.timed_out],
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run.
+
+    Attributes:
+        state: the method's last state.
+        weights: ``(P,)`` the last model; NaN where the server cannot read it.
+        mask: live entries of the last model.
+        evaluation: of the last model, or of the sites' personal models.
+        best: best committed model.
+        rounds: records of all rounds.
+        encrypted: values of the last model, if the server cannot read them.
+        sites: sites that were connected at any time or are expected by the settings.
+        stopped_after: round after which early stopping ended the run; None: it ran all rounds.
+        examples: number of training examples (n_k) by site that had an update accepted.
+    """
+
+    state: Any
+    weights: Tensor
+    mask: Mask
+    evaluation: Evaluation
+    best: BestModel
+    rounds: list[RoundRecord]
+    encrypted: EncryptedValues | None = None
+    sites: list[str] = field(default_factory=list)
+    stopped_after: int | None = None
+    examples: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of all rounds."""
+        return [event for record in self.rounds for event in record.events]
+
+    def count_contributions(self) -> dict[str, Participation]:
+        """Return how each site took part in the rounds that changed the model, in name order."""
+        # The record after the last round only evaluates.
+        rounds = [record for record in self.rounds[:-1] if record.kind != EVALUATE]
+        names = {*self.sites, *(site for record in rounds for site in record.outcomes)}
+        return {site: Participation.from_records(site, rounds) for site in sorted(names)}
+
+
+@dataclass(frozen=True)
+class Participation:
+    """How one site took part in the rounds that changed the model.
+
+    Attributes:
+        asked: rounds in which the site received a request.
+        contributed: rounds in which its contribution counted.
+        missed: rounds without its contribution, by reason: an error code, ``"timed_out"``, ``"abstained"``,
+            ``"excluded"`` or ``"quarantined"``.
+    """
+
+    asked: int
+    contributed: int
+    missed: dict[str, int]
+
+    @classmethod
+    def from_records(cls, site: str, records: Sequence[RoundRecord]) -> Participation:
+        """Return the participation of ``site`` in the rounds of ``records``."""
+        outcomes = Counter(record.outcomes[site] for record in records if site in record.outcomes)
+        # Not the number of outcomes: an excluded or quarantined site has an outcome without a request.
+        asked = sum(site in record.sites_asked for record in records)
+        return cls(asked, outcomes.pop(CONTRIBUTED, 0), dict(sorted(outcomes.items())))

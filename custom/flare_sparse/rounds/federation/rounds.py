@@ -1,0 +1,276 @@
+"""One round: attempts until the quorum is met."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ...core.errors import MissingBase, RoundFailed
+from ...core.exchange import Assignment, Contribution
+from ...wire.ledger import LedgerLine
+from ..endpoints.server import Attempt, ServerEndpoint
+from .events import BASE_LOST, EventLog
+from .learning import HasQuorum, LearnResult
+from .participants import Admission
+from .replies import AttemptResult, Reply, SumTransport, Transport, get_reason_code
+from .rules import Roster, RoundRules
+from .sums import sum_replies
+
+Learn = Callable[[AttemptResult, HasQuorum], tuple[AttemptResult, LearnResult | None]]
+"""Computes the next state from the replies; None below the quorum."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """Result of a round that met its quorum.
+
+    Attributes:
+        last: replies of the last attempt.
+        asked: sites that received a request.
+        contributed: sites with a contribution that counts.
+        learned: the next state; None if the round only evaluates.
+        roster: roster after the round.
+        attempts: number of attempts.
+        quarantined: sites in quarantine during the round.
+        excluded: reason by site, for the sites that could not take part.
+        messages: ledger lines of all attempts.
+        seconds: time from the first request to the last reply.
+    """
+
+    last: AttemptResult
+    asked: list[str]
+    contributed: list[str]
+    learned: LearnResult | None
+    roster: Roster
+    attempts: int
+    quarantined: list[str]
+    excluded: dict[str, str]
+    messages: list[LedgerLine]
+    seconds: float
+
+
+DIVERGENCE_CODES = frozenset({"E_DIVERGED", "E_FINITE", "E_METRICS"})
+"""Codes with which a site answers that cannot compute with the model that it received."""
+PERSONAL_DIVERGENCE_CODES = frozenset({"E_PERSONAL"})
+"""Codes with which a site answers whose own training after the last round diverged from a sound model."""
+
+
+class QuorumMissed(RoundFailed):
+    """A round stayed below the quorum in every attempt.
+
+    Attributes:
+        result: replies of the last attempt.
+    """
+
+    def __init__(self, text: str, result: AttemptResult):
+        super().__init__(text)
+        self.result = result
+
+    @property
+    def diverged(self) -> list[str]:
+        """Sites that could not compute with the model, if they are more than half of the sites that replied."""
+        return self._list_majority(DIVERGENCE_CODES)
+
+    @property
+    def diverged_personally(self) -> list[str]:
+        """Sites whose own training after the last round diverged, if they are more than half of those that replied."""
+        return self._list_majority(PERSONAL_DIVERGENCE_CODES)
+
+    def _list_majority(self, codes: frozenset[str]) -> list[str]:
+        """Return the sites rejected with one of the codes, if they are more than half of the sites that replied."""
+        replied = len(self.result.accepted) + len(self.result.rejected)
+        sites = sorted(site for site, code in self.result.rejected.items() if code in codes)
+        # A minority must not be able to discard a commit of the others by claiming to diverge.
+        return sites if len(sites) > replied / 2 else []
+
+
+class RoundRunner:
+    """Runs rounds over a transport.
+
+    Args:
+        endpoint: encodes requests and validates updates.
+        rules: quorum, retries and limits of a round.
+        admission: excludes sites with an upload cap that is too small.
+        transport: carries requests and replies.
+        events: receives what sites report and which of them lost their base.
+        sum_transport: carries the steps of sums; None: the updates carry their values.
+    """
+
+    def __init__(
+        self,
+        endpoint: ServerEndpoint,
+        rules: RoundRules,
+        admission: Admission,
+        transport: Transport,
+        events: EventLog,
+        sum_transport: SumTransport | None = None,
+    ):
+        self.endpoint, self.rules, self.admission, self.transport = endpoint, rules, admission, transport
+        self.events, self.sum_transport = events, sum_transport
+
+    def run(
+        self, assignments: Mapping[str, Assignment], silent: list[str], roster: Roster, learn: Learn | None = None
+    ) -> RoundResult:
+        """Send requests until enough sites contribute. Every update is validated before any is aggregated.
+
+        Args:
+            assignments: by site.
+            silent: sites that did not reply to the handshake.
+            roster: roster before the round.
+            learn: computes the next state; None: the round only evaluates, and every accepted update counts.
+
+        Raises:
+            RoundFailed: no site has a part in the request, or too few contributed in every attempt.
+        """
+        if not assignments:
+            raise RoundFailed(
+                "none of the connected sites has a part in the last request. The last committed model is intact."
+            )
+        rules = self.rules
+        if learn is None or _asks_for_scores(assignments):
+            # An evaluation commits no model, and some methods take scores from one designated site: the sites that
+            # have a part in such a round suffice.
+            rules = replace(rules, min_sites=min(rules.min_sites, len(assignments)))
+        _require_enough_asked(assignments, rules)
+        # Upload caps are checked before anything is sent: a site must not train for an update that it may not upload.
+        start, first_message = time.monotonic(), len(self.endpoint.ledger.lines)
+        assignments, over_cap = self.admission.exclude_over_cap(assignments, self.endpoint)
+        excluded = {
+            site: str(reason) for site, reason in sorted({**self.admission.census.excluded, **over_cap}.items())
+        }
+        # A quarantined site is asked after another hello, or if too few others remain.
+        quarantined = sorted(site for site in roster.quarantined if site not in assignments)
+        for attempt_number in range(1, self.rules.retries + 2):
+            result, roster = self._collect(assignments, roster)
+            # Measured before aggregation: the record gives the time of sites and network, without that of the server.
+            seconds = time.monotonic() - start
+            has_quorum = _build_quorum(roster, assignments, rules)
+            result, learned = learn(result, has_quorum) if learn else (result, None)
+            contributions = result.contributed if learn else result.accepted
+            # The quorum is checked again: learning rejects contributions that make the next state unusable.
+            if (learned or not learn) and has_quorum(contributions):
+                # Bases are forgotten only now that the round is decided: a retry must encode the same bits as the
+                # previous attempt, so a missed attempt must not change the base that the server assumes at a site.
+                for site in [*result.rejected, *result.timed_out]:
+                    self.endpoint.forget_base(site)
+                # A quarantined site is contacted only if too few others remain: its silence is not another miss.
+                silent_active = [site for site in silent if site not in quarantined]
+                accepted = [contribution.site for contribution in result.accepted]
+                return RoundResult(
+                    last=result,
+                    asked=sorted(assignments),
+                    contributed=[contribution.site for contribution in contributions],
+                    learned=learned,
+                    roster=roster.record_round(accepted, [*assignments, *silent_active], self.rules),
+                    attempts=attempt_number,
+                    quarantined=quarantined,
+                    excluded=excluded,
+                    messages=self.endpoint.ledger.lines[first_message:],
+                    seconds=seconds,
+                )
+            contributed = len(contributions)
+            # The next attempt has updates of its own: those of this one must not stay in memory beside them.
+            result = result.drop_values()
+            del contributions
+        raise QuorumMissed(self._describe_failure(result, contributed, len(assignments)), result)
+
+    def _collect(self, assignments: Mapping[str, Assignment], roster: Roster) -> tuple[AttemptResult, Roster]:
+        """Make one attempt and return its replies, and the roster with newly registered numbers of examples."""
+        deadline = None if self.rules.round_s is None else time.monotonic() + self.rules.round_s
+        attempt = self.endpoint.encode_requests(assignments)
+        replies = self._send(attempt, deadline, assignments)
+        # A site that lost its base (after a crash of its process or disk) receives the full model within the same
+        # attempt, once: it costs one more message, and the site still takes part in the round.
+        lost_base = {site: assignments[site] for site, reply in replies.items() if isinstance(reply, MissingBase)}
+        for site in lost_base:
+            self.endpoint.forget_base(site)
+            self.events.add(
+                site,
+                BASE_LOST,
+                f"the site did not hold the model that message {attempt.sequence} builds on; the full model was sent",
+            )
+        if lost_base:
+            attempt = self.endpoint.encode_requests(lost_base)
+            # Within the same deadline: an attempt must not last twice as long because one site lost its base.
+            replies |= self._send(attempt, deadline, lost_base)
+        for site, reply in replies.items():
+            if not isinstance(reply, Contribution):
+                continue
+            # Registered now and not at the commit: a site must not change its number of examples in a retry.
+            violation = roster.find_violation(reply, self.rules)
+            if violation:
+                replies[site] = violation
+            else:
+                roster = roster.register(reply)
+        accepted = [reply for reply in replies.values() if isinstance(reply, Contribution)]
+        self.events.add_reports(sorted(accepted, key=lambda contribution: contribution.site))
+        for site in self.endpoint.find_sites_with_wrong_key(accepted):
+            replies[site] = "E_KEY"
+        total = None
+        if self.endpoint.sums is not None and self.sum_transport is not None:
+            exchange = self.endpoint.sums.start(assignments, attempt.sequence)
+            if exchange is not None:
+                replies, total = sum_replies(exchange, replies, self.sum_transport, deadline)
+        return replace(_group_replies(attempt, assignments, replies), total=total), roster
+
+    def _send(
+        self, attempt: Attempt, deadline: float | None, assignments: Mapping[str, Assignment]
+    ) -> dict[str, Reply]:
+        """Return the replies of the sites asked that arrive before the deadline."""
+        if deadline is not None:
+            attempt = replace(attempt, seconds=max(deadline - time.monotonic(), 0.0))
+        return {site: reply for site, reply in self.transport(attempt).items() if site in assignments}
+
+    def _describe_failure(self, result: AttemptResult, contributed: int, asked: int) -> str:
+        rejected = [f"{site} {code}" for site, code in sorted(result.rejected.items())]
+        safe = "The last committed model is intact." if result.attempt.round > 1 else "No round was committed."
+        by_weight = f" with {self.rules.min_weight:.0%} of the examples of the sites asked"
+        return (
+            f"round {result.attempt.round} ({result.attempt.kind}): {contributed} of {asked} sites contributed in the "
+            f"last of {self.rules.retries + 1} attempts, {self.rules.min_sites} are needed"
+            f"{by_weight if self.rules.min_weight else ''}; rejected: {_list(rejected)}; timed out: "
+            f"{_list(result.timed_out)}. {safe}"
+        )
+
+
+def _list(items: Iterable[str]) -> str:
+    return ", ".join(items) or "none"
+
+
+def _asks_for_scores(assignments: Mapping[str, Assignment]) -> bool:
+    return all(assignment.expected.content == "scores" for assignment in assignments.values())
+
+
+def _require_enough_asked(assignments: Mapping[str, Assignment], rules: RoundRules) -> None:
+    """Raise if a round asks fewer sites than it needs: no reply could make up for that.
+
+    Raises:
+        RoundFailed: the method asks too few sites.
+    """
+    if len(assignments) < rules.min_sites:
+        request = next(iter(assignments.values())).request
+        raise RoundFailed(
+            f"round {request.round} ({request.kind}): federation.min_sites is {rules.min_sites}, but the method asks "
+            f"only {len(assignments)} of the sites to contribute: {', '.join(sorted(assignments))}. Lower "
+            "federation.min_sites, raise method.participation or add sites. The last committed model is intact."
+        )
+
+
+def _build_quorum(roster: Roster, assignments: Mapping[str, Assignment], rules: RoundRules) -> HasQuorum:
+    return lambda counted: roster.has_quorum([contribution.site for contribution in counted], assignments.keys(), rules)
+
+
+def _group_replies(
+    attempt: Attempt, assignments: Mapping[str, Assignment], replies: Mapping[str, Reply]
+) -> AttemptResult:
+    """Group replies into accepted and rejected ones; sort them by site: the order of arrival must not change sums."""
+    return AttemptResult(
+        attempt,
+        accepted=[reply for _, reply in sorted(replies.items()) if isinstance(reply, Contribution)],
+        rejected={
+            site: get_reason_code(reply) for site, reply in replies.items() if not isinstance(reply, Contribution)
+        },
+        timed_out=sorted(set(assignments) - set(replies)),
+        counts_empty=frozenset(site for site, assignment in assignments.items() if assignment.expected.counts_empty),
+    )

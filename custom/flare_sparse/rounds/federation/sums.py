@@ -1,0 +1,89 @@
+"""The steps of a sum of fixed-point values, after the sites have answered a request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from ...core.errors import WireError
+from ...core.exchange import Contribution
+from ...privacy.secure_aggregation.messages import SUMMED_STEPS, Step
+from ..endpoints.server_sums import SumExchange
+from .replies import HubReply, Reply, SumQuestions, SumReply, SumTransport
+
+_LOG = logging.getLogger(__name__)
+
+
+def sum_replies(
+    exchange: SumExchange, replies: Mapping[str, Reply], transport: SumTransport, deadline: float | None
+) -> tuple[dict[str, Reply], Contribution | None]:
+    """Return the replies after the sum, and the contribution that stands for the summed ones; None if it failed.
+
+    A site that drops out before its values are in the sum has not replied, or with the code of its refusal. One that
+    drops out later contributes.
+
+    Args:
+        exchange: the sum.
+        replies: replies to the request, without values.
+        transport: carries the steps.
+        deadline: time on the monotonic clock at which the attempt ends; None: the transport decides.
+    """
+    contributions = {site: reply for site, reply in replies.items() if isinstance(reply, Contribution)}
+    # A weight of 0 adds nothing to a sum, and a sum of such weights cannot be divided by them.
+    examples = {site: reply.num_examples for site, reply in contributions.items() if reply.num_examples}
+    after: dict[str, Reply] = dict(replies)
+    for step in exchange.steps:
+        questions = exchange.ask(step, examples)
+        answers = _send(step, questions, transport, deadline, exchange, examples) if questions else {}
+        if step == Step.REVEAL:
+            break
+        for site in questions:
+            if site not in answers:
+                del after[site]
+            elif answers[site]:
+                after[site] = answers[site]
+    total, summed = exchange.finish(contributions)
+    if exchange.failure:
+        _LOG.warning("round %d (%s): %s", exchange.sum_id.round, exchange.sum_id.kind, exchange.failure)
+    return {**after, **summed}, total
+
+
+def _send(
+    step: Step,
+    questions: Mapping[str, np.ndarray],
+    transport: SumTransport,
+    deadline: float | None,
+    exchange: SumExchange,
+    examples: Mapping[str, int],
+) -> dict[str, str]:
+    """Return the reason code of each site that replied to a step; empty if its reply is accepted."""
+    seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+    section = exchange.section if step in SUMMED_STEPS else None
+    codes: dict[str, str] = {}
+    lines = exchange.sums.ledger.lines
+    first_line = len(lines)
+    # In the order of arrival: integers of a ring have one sum in every order, so each reply is added and forgotten.
+    for site, answer in transport(SumQuestions(questions, seconds, section, exchange.mask.fingerprint)):
+        # A site may answer twice: the first answer counts. A hub's reply stands for several sites.
+        if site in questions and site not in codes:
+            codes.update(_accept(step, site, answer, exchange, examples))
+    # In the order of names, so that a ledger of equal runs is equal.
+    lines[first_line:] = sorted(lines[first_line:], key=lambda line: line.site)
+    return codes
+
+
+def _accept(
+    step: Step, site: str, answer: SumReply, exchange: SumExchange, examples: Mapping[str, int]
+) -> dict[str, str]:
+    """Take one reply and return the reason code of each site that it stands for; empty if it is accepted."""
+    if isinstance(answer, str):
+        return {site: answer}
+    sites, message = (answer.sites, answer.message) if isinstance(answer, HubReply) else ((site,), answer)
+    try:
+        exchange.accept(step, sites, message, examples)
+    except WireError as error:
+        return dict.fromkeys(sites, error.code)
+    return dict.fromkeys(sites, "")

@@ -1,0 +1,198 @@
+"""Dry run: a local run without data or training, to count the bytes of a job's messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compute.structure import narrow_network
+from ...compute.structure.scaling import build_statistics_mask
+from ...core.errors import TaskFailed
+from ...core.mask import Mask
+from ...core.params import Layout
+from ...core.seeds import make_generator
+from ...methods.method import Method
+from ...privacy.encryption import KeyContexts
+from ...privacy.secure_aggregation.limits import SumRules
+from ...tasks.task import Metric
+from ...training import SampleUsage, Site, TrainingConfig
+from ...training.site import OBSERVED_BATCH
+from ...wire.ledger import Ledger
+from ...wire.plan import ValueType
+from ..federation import HubRules, Outcome
+from .run import run_locally
+
+
+class DrySite(Site):
+    """A site without data, for counting bytes: training and gradients return noise of the right shape.
+
+    Args:
+        name: name of the site.
+        layout: layout of the model.
+        seed: seed of the noise.
+        examples: number of training examples that the site pretends to have.
+
+    Attributes:
+        usages: sample usage behind each update: how many of the pretended examples a real site would have read, at
+            least.
+    """
+
+    def __init__(self, name: str, layout: Layout, seed: int = 0, examples: int = 1):
+        self.name, self.layout, self.seed, self._count = name, layout, seed, examples
+        self.usages: list[SampleUsage] = []
+        self.weights = torch.zeros(layout.size)
+        self.memory = {}
+        generator = make_generator(seed, "dry", name)
+        self._noise = torch.rand(layout.size, generator=generator).add_(0.5)
+        self._step = _draw_step(layout, generator)
+
+    @property
+    def num_examples(self) -> int:
+        return self._count
+
+    @property
+    def usage(self) -> SampleUsage:
+        return self.usages[-1] if self.usages else SampleUsage()
+
+    def reset_usage(self) -> None:
+        self.usages.append(SampleUsage())
+
+    def _count_usage(self, size: int, batches: int | None, passes: int = 1) -> None:
+        count = passes * math.ceil(self._count / size) if batches is None else batches
+        previous = self.usages.pop() if self.usages else SampleUsage()
+        self.usages.append(
+            SampleUsage(max(previous.examples, min(self._count, count * size)), previous.batches + count)
+        )
+
+    def train_entries(
+        self,
+        start: Tensor,
+        trainable: Mask,
+        config: TrainingConfig,
+        t: int,
+        *,
+        steps: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        self._count_usage(config.batch_size, steps, config.epochs)
+        return trainable.take(self._perturb(start))
+
+    def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
+        self._count_usage(config.batch_size, 1)
+        return self._perturb(start)
+
+    def _perturb(self, start: Tensor) -> Tensor:
+        """Return ``start`` with every entry changed.
+
+        The steps are small, so that the values stay within every number format over hundreds of rounds.
+        """
+        return start + self._step
+
+    def compute_gradients(
+        self, weights: Tensor, batch_size: int, batches: int | None, t: int, *, batch_statistics: bool = True
+    ) -> Iterator[Tensor]:
+        self._count_usage(batch_size, batches)
+        for _ in range(batches or 1):
+            yield self._noise.clone()
+
+    def compute_statistics(self) -> Tensor:
+        self._count_usage(OBSERVED_BATCH, None)
+        return torch.zeros(self.layout.size)
+
+    def joins_last(self, batch_size: int) -> bool:
+        return False
+
+    def narrow(self, live: Mask) -> Site:
+        if live.is_full:
+            return self
+        assert self.layout.skeleton is not None
+        smaller = DrySite(
+            self.name, Layout.from_module(narrow_network(self.layout.skeleton, live)), self.seed, self._count
+        )
+        smaller.usages = self.usages
+        smaller.weights = live.take(self.weights)
+        return smaller
+
+    def remove_channels(self, closed: Mapping[str, Tensor]) -> tuple[Site, Mask]:
+        return self, Mask.full(self.layout.size)
+
+    def observe_units(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
+        """Count the usage only: without data there are no activations to observe."""
+        self._count_usage(OBSERVED_BATCH, None)
+
+    def evaluate(self, weights: Tensor) -> dict[str, float]:
+        return {}
+
+    def evaluate_validation(self, weights: Tensor) -> dict[str, float]:
+        return {}
+
+
+def _draw_step(layout: Layout, generator: torch.Generator) -> Tensor:
+    """Return a typical delta ``(P,)``: normal, divided in each layer by its number of inputs."""
+    # As in trained deltas: a weight moves less in a layer with many inputs, most of which are rarely active.
+    step = torch.randn(layout.size, generator=generator) / 100
+    for tensor, start in zip(layout.tensors, layout.offsets, strict=False):
+        if len(tensor.shape) > 1 and tensor.size:
+            step[start : start + tensor.size] /= tensor.size // tensor.shape[0]
+    # Training leaves the statistics of inputs as they are.
+    step[build_statistics_mask(layout).bits] = 0
+    return step
+
+
+def estimate_traffic(
+    method: Method[Any, Any], weights: Tensor, sites: int, values: ValueType, *, encrypted: bool = False
+) -> tuple[Outcome, Ledger]:
+    """Count the messages of a whole run over ``sites`` dry sites, ``site-1``, ``site-2``, ...
+
+    Args:
+        method: the method.
+        weights: initial weights ``(P,)``.
+        sites: number of sites.
+        values: number format of the values in messages.
+        encrypted: encrypt the weights, with newly generated keys.
+
+    Returns:
+        The outcome and the ledger; every message was really encoded.
+    """
+    dry_sites = {name: DrySite(name, method.layout) for name in (f"site-{i}" for i in range(1, sites + 1))}
+    return dry_run(method, weights, dry_sites, values, encrypted=encrypted)
+
+
+def dry_run(
+    method: Method[Any, Any],
+    weights: Tensor,
+    dry_sites: Mapping[str, DrySite],
+    values: ValueType,
+    *,
+    encrypted: bool = False,
+    sum_rules: SumRules | None = None,
+    hubs: Mapping[str, HubRules] | None = None,
+) -> tuple[Outcome, Ledger]:
+    """Count the messages of a whole run over given dry sites, whose ``usages`` then hold the usage per update.
+
+    Args and returned values are those of :func:`estimate_traffic`; ``sum_rules`` are those of fixed-point sums, and
+    ``hubs`` those of each hub, whose collections the ledger then lists, too.
+    """
+    contexts = KeyContexts.generate() if encrypted else None
+    metric = Metric("none", "", "min")
+    return run_locally(
+        method,
+        weights,
+        dry_sites,
+        metric,
+        values=values,
+        contexts=contexts,
+        sum_rules=sum_rules,
+        hubs=hubs,
+        on_site_error=_raise_site_error,
+    )
+
+
+def _raise_site_error(_: str, error: Exception) -> None:
+    """Raise the error of a dry site: neither data nor a user task can be at fault."""
+    # The advice of TaskFailed, to correct the task and to resume, does not apply.
+    raise (error.__cause__ or error) if isinstance(error, TaskFailed) else error

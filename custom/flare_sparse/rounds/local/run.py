@@ -1,0 +1,263 @@
+"""Run of a method in one process: every message is encoded, decoded and counted as in FLARE, with the same result."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ...core.checkpoint.store import Store
+from ...core.errors import ConfigError, FlareSparseError, MissingBase, WireError, format_site_error, get_failure_code
+from ...core.exchange import Update
+from ...core.seeds import limit_threads
+from ...methods.method import Method
+from ...privacy.encryption import KeyContexts, ServerCipher, SiteCipher
+from ...privacy.secure_aggregation.identities import generate_identity
+from ...privacy.secure_aggregation.limits import SumRules
+from ...tasks.task import Metric
+from ...training import Site
+from ...wire.capabilities import local_capabilities
+from ...wire.ledger import Ledger
+from ...wire.plan import ValueType
+from ..endpoints.events import pack_events
+from ..endpoints.server import SERVER, Attempt, ServerEndpoint
+from ..endpoints.server_sums import ServerSums
+from ..endpoints.site import SiteEndpoint
+from ..endpoints.site_sums import SiteSums
+from ..federation import (
+    Federation,
+    Hub,
+    HubRules,
+    Link,
+    OnUpdates,
+    Outcome,
+    RawReply,
+    Reply,
+    RoundRecord,
+    RoundRules,
+    SiteLinks,
+    SiteReply,
+    Tree,
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+def log_site_error(site: str, error: Exception) -> None:
+    """Log the failure of a site."""
+    _LOG.error("site %s: %s", site, format_site_error(error).strip())
+
+
+def run_locally(
+    method: Method[Any, Any],
+    weights: Tensor,
+    sites: Mapping[str, Site | Exception],
+    metric: Metric,
+    *,
+    values: ValueType = "float32",
+    run: str = "0" * 16,
+    rules: RoundRules | None = None,
+    on_round: Callable[[RoundRecord], None] = lambda record: None,
+    on_updates: OnUpdates = lambda round_number, updates: None,
+    ledger: Ledger | None = None,
+    thread_count: int = 1,
+    stores: Callable[[str], Store | None] = lambda end: None,
+    resume: bool = False,
+    contexts: KeyContexts | None = None,
+    sum_rules: SumRules | None = None,
+    hubs: Mapping[str, HubRules] | None = None,
+    on_site_error: Callable[[str, Exception], None] = log_site_error,
+) -> tuple[Outcome, Ledger]:
+    """Run a method over sites in this process, through the real wire.
+
+    Args:
+        method: the method.
+        weights: initial weights ``(P,)``.
+        sites: sites by name, or the error that kept a site from loading its data.
+        metric: metric that selects the best model.
+        values: number format of the values in messages.
+        run: run id, 16 hex digits.
+        rules: rules that decide when a round is committed; None: the defaults.
+        on_round: called with the record of each committed round.
+        on_updates: called with number and accepted updates of each round.
+        ledger: receives a line per message; None: a new ledger.
+        thread_count: number of torch threads, which fixes the order of float sums.
+        stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
+        resume: continue from the checkpoints in ``stores``.
+        contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
+        sum_rules: rules of the sums of fixed-point values; None: each update carries its values.
+        hubs: rules of each hub, which adds the values of its sites; None: the server reaches every site directly.
+        on_site_error: called with the name and the error of a site that fails. As in FLARE, the server learns the code
+            of the error alone, and the run continues with the other sites.
+
+    Returns:
+        The outcome and the ledger.
+
+    Raises:
+        ConfigError: a hub has a site that the run has not.
+    """
+    ledger = Ledger() if ledger is None else ledger
+    server_cipher = ServerCipher(contexts.server) if contexts else None
+    sums, site_sums = build_sums(method, run, sum_rules, list(sites), ledger) if sum_rules else (None, {})
+    server = ServerEndpoint(method.layout, run, values, ledger, server_cipher, method.seed, sums)
+    cipher = SiteCipher(contexts.client) if contexts else None
+    endpoints = {
+        name: site
+        if isinstance(site, Exception)
+        else SiteEndpoint(site, method, run, values, stores(name), cipher, sums=site_sums.get(name))
+        for name, site in sorted(sites.items())
+    }
+    tree = build_tree(hubs or {}, server, endpoints, on_site_error)
+    federation = Federation(
+        method,
+        server,
+        metric,
+        lambda: sorted(endpoints),
+        tree.exchange,
+        rules=rules,
+        handshake=tree.shake_hands,
+        on_round=on_round,
+        on_updates=on_updates,
+        store=stores(SERVER),
+        sum_transport=tree.exchange_sum,
+    )
+    with limit_threads(thread_count):
+        outcome = federation.run(weights, resume=resume)
+    return outcome, ledger
+
+
+def build_tree(
+    hubs: Mapping[str, HubRules],
+    server: ServerEndpoint,
+    endpoints: Mapping[str, SiteEndpoint | Exception],
+    on_site_error: Callable[[str, Exception], None],
+) -> Tree:
+    """Return the transport to the sites of this process: through their hubs, and directly to those without one.
+
+    Raises:
+        ConfigError: a hub has a site that is not among the endpoints.
+    """
+    missing = sorted({site for rules in hubs.values() for site in rules.sites} - endpoints.keys())
+    if missing:
+        raise ConfigError(
+            f"federation.hubs: {', '.join(missing)}: no such site in this run; its sites are {', '.join(endpoints)}"
+        )
+    links = SiteLinks(
+        lambda attempt: dict(collect_replies(attempt, endpoints, on_site_error)),
+        lambda questions: dict(deliver_sum(questions.messages, endpoints, on_site_error)),
+        lambda names: {name: _build_hello(endpoints[name]) for name in names},
+    )
+
+    def build_link(rules: HubRules) -> Link:
+        hub = Hub(rules, links)
+        return lambda collection, _: partial(hub.answer, collection)
+
+    return Tree(
+        hubs,
+        {name: build_link(rules) for name, rules in hubs.items()},
+        server,
+        lambda attempt: dict(deliver(attempt, server, endpoints, on_site_error)),
+        lambda questions: deliver_sum(questions.messages, endpoints, on_site_error),
+        links.handshake,
+    )
+
+
+def deliver(
+    attempt: Attempt,
+    server: ServerEndpoint,
+    endpoints: Mapping[str, SiteEndpoint | Exception],
+    on_site_error: Callable[[str, Exception], None],
+) -> Iterator[tuple[str, Reply]]:
+    """Deliver an attempt's requests to the sites; yield the validated reply of each site that answers in time."""
+    for name, reply in collect_replies(attempt, endpoints, on_site_error):
+        if not isinstance(reply, SiteReply):
+            yield name, reply
+            continue
+        try:
+            yield name, server.decode(name, reply.message, reply.examples, reply.metrics, reply.events)
+        except WireError as error:
+            yield name, error
+
+
+def collect_replies(
+    attempt: Attempt,
+    endpoints: Mapping[str, SiteEndpoint | Exception],
+    on_site_error: Callable[[str, Exception], None],
+) -> Iterator[tuple[str, RawReply]]:
+    """Deliver an attempt's requests to the sites; yield the reply of each site that answers in time, not validated."""
+    for name, message in attempt.messages.items():
+        start, endpoint = time.monotonic(), endpoints[name]
+        if isinstance(endpoint, Exception):
+            # Not raised again: each raise would extend its traceback, so that equal errors get different reports.
+            on_site_error(name, endpoint)
+            yield name, get_failure_code(endpoint)
+            continue
+        try:
+            update, data, events = _answer(endpoint, message, attempt.acknowledged.get(name))
+        except MissingBase as error:
+            # Not a failure: the server sends the full model.
+            yield name, error
+            continue
+        # Any exception of a task, a model or its data, as at a site of FLARE.
+        except Exception as error:
+            # The sites of this process share the server's disk: the run cannot go on without this one.
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            on_site_error(name, error)
+            yield name, get_failure_code(error)
+            continue
+        # The sites of this process take turns, and each has the whole time, as if they worked at the same time.
+        if attempt.seconds is not None and time.monotonic() - start > attempt.seconds:
+            continue
+        yield name, SiteReply(data, update.num_examples, update.metrics, events)
+
+
+def build_sums(
+    method: Method[Any, Any], run: str, rules: SumRules, names: list[str], ledger: Ledger
+) -> tuple[ServerSums, dict[str, SiteSums]]:
+    """Return both ends of the sums of a run in this process.
+
+    The sites' certificates are generated for it: they prove nothing here, but the messages are those of a federation.
+    """
+    identities = {name: generate_identity(name) for name in names} if rules.is_padded else {}
+    root = identities[names[0]].root if identities else None
+    server = ServerSums(method.layout, run, rules, method.get_sum_weights, root, ledger)
+    return server, {
+        name: SiteSums(identities.get(name, name), method.layout, run, rules, method.get_sum_weights) for name in names
+    }
+
+
+def deliver_sum(
+    questions: Mapping[str, np.ndarray],
+    endpoints: Mapping[str, SiteEndpoint | Exception],
+    on_site_error: Callable[[str, Exception], None],
+) -> Iterator[tuple[str, np.ndarray | str]]:
+    """Deliver the questions of a step of a sum to the sites; yield each reply, or the code of the site's failure."""
+    for name, question in questions.items():
+        endpoint = endpoints[name]
+        assert not isinstance(endpoint, Exception), "a site that failed has no part in a sum"
+        assert endpoint.sums is not None, "all sites of a run take part in sums"
+        try:
+            yield name, endpoint.sums.answer(question)
+        except FlareSparseError as error:
+            on_site_error(name, error)
+            yield name, error.code
+
+
+def _answer(endpoint: SiteEndpoint, message: Any, acknowledged: int | None) -> tuple[Update, Any, Any]:
+    """Return a site's update, its encoded message and its events."""
+    request = endpoint.receive(message, acknowledged)
+    update = endpoint.answer(request)
+    data = endpoint.encode(request, update).data
+    return update, data, pack_events(endpoint.events)
+
+
+def _build_hello(endpoint: SiteEndpoint | Exception) -> dict[str, str | int | float]:
+    """Return a site's hello; a site that cannot load its data sends its versions only."""
+    return local_capabilities().to_message() if isinstance(endpoint, Exception) else endpoint.build_hello()

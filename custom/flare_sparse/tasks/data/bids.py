@@ -1,0 +1,171 @@
+"""BIDS data sets: ``participants.tsv`` and ``sub-*/anat/*_T1w.nii.gz`` (Gorgolewski et al. 2016).
+
+A path names one BIDS folder, or a folder of several. In the second case identifiers are ``FOLDER/sub-x``, and the
+natural site of a subject is its folder.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ...core.errors import DataError, suggest
+from ..task import Cohort
+from .screening import SEX_VALUES, parse_sex
+
+TABLE = "participants.tsv"
+MISSING = ("", "n/a", "na", "nan")
+_LABEL = re.compile(r"sub-[A-Za-z0-9]+")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One subject: its row in ``participants.tsv`` and its T1-weighted image; either may be missing.
+
+    Attributes:
+        row: text by column; None when the subject has a folder but no row.
+        image: first image in name order; None when there is none.
+    """
+
+    row: Mapping[str, str] | None = field(default=None)
+    image: Path | None = field(default=None)
+
+    def get_text(self, column: str) -> str:
+        """Return the text of a column.
+
+        Raises:
+            DataError: the subject has no row, or the column is absent or empty.
+        """
+        if self.row is None:
+            raise DataError(f"unknown participant: it has no row in {TABLE}")
+        if column not in self.row:
+            hint = suggest(column, self.row)
+            raise DataError(f"{TABLE} has no column {column!r}.{hint} Found: {', '.join(self.row)}")
+        value = self.row[column].strip()
+        if value.lower() in MISSING:
+            raise DataError(f"{column} is missing in {TABLE}")
+        return value
+
+    def parse_age(self) -> float:
+        """Return the age in years.
+
+        Raises:
+            DataError: the age is missing, not a number, or outside 0 to 120.
+        """
+        text = self.get_text("age")
+        try:
+            years = float(text)
+        except ValueError:
+            years = math.nan
+        if not 0 <= years <= 120:
+            raise DataError(f"age {text!r} in {TABLE}; expected years, 0 to 120")
+        return years
+
+    def parse_sex(self) -> float:
+        """Return 1 for male, 0 for female.
+
+        Raises:
+            DataError: the sex is missing or none of ``SEX_VALUES``.
+        """
+        text = self.get_text("sex")
+        if math.isnan(sex := parse_sex(text)):
+            raise DataError(f"sex {text!r} in {TABLE}; expected {SEX_VALUES}")
+        return sex
+
+    def get_image(self) -> Path:
+        """Return the path of the T1-weighted image.
+
+        Raises:
+            DataError: there is no image.
+        """
+        if self.image is None:
+            raise DataError("missing file: no anat/*_T1w.nii.gz")
+        return self.image
+
+
+def read_subjects(path: Path) -> dict[str, Subject]:
+    """Read all subjects of one BIDS folder, or of all BIDS folders inside ``path``.
+
+    Returns:
+        Subjects by identifier, in name order.
+
+    Raises:
+        DataError: there is no BIDS data set, or a ``participants.tsv`` is malformed.
+    """
+    if (path / TABLE).is_file():
+        return _read_dataset(path)
+    folders = [folder for folder in sorted(path.glob("*/")) if (folder / TABLE).is_file()] if path.is_dir() else []
+    if not folders:
+        raise DataError(
+            f"{path}: no BIDS data set; expected {TABLE} and sub-*/anat/*_T1w.nii.gz in this folder or its subfolders"
+        )
+    return {
+        f"{folder.name}/{name}": Subject(None if s.row is None else {**s.row, "site": folder.name}, s.image)
+        for folder in folders
+        for name, s in _read_dataset(folder).items()
+    }
+
+
+def read_cohort(path: Path) -> Cohort:
+    """Return the subjects that have a row, with all columns of ``participants.tsv``.
+
+    The column ``age`` is numeric, NaN where missing; all others are text.
+
+    Raises:
+        DataError: as :func:`read_subjects`.
+    """
+    rows = {name: s.row for name, s in read_subjects(path).items() if s.row is not None}
+    names = dict.fromkeys(column for row in rows.values() for column in row)
+    columns = {name: np.array([row.get(name, "") for row in rows.values()]) for name in names}
+    if "age" in columns:
+        columns["age"] = np.array([_parse_number(text) for text in columns["age"]])
+    return Cohort(tuple(rows), columns)
+
+
+def _parse_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _read_dataset(folder: Path) -> dict[str, Subject]:
+    rows = read_rows(folder / TABLE)
+    on_disk = {entry.name for entry in folder.glob("sub-*/")}
+    return {name: Subject(rows.get(name), _find_image(folder / name)) for name in sorted(on_disk | set(rows))}
+
+
+def _find_image(folder: Path) -> Path | None:
+    images = sorted(folder.glob("anat/*_T1w.nii.gz")) or sorted(folder.glob("anat/*_T1w.nii"))
+    return images[0] if images else None
+
+
+def read_rows(table: Path) -> dict[str, dict[str, str]]:
+    """Return the rows of ``participants.tsv`` by participant; refuse ids that are not plain BIDS labels.
+
+    Labels become folder names below the data set, so ``../x`` must not pass.
+    """
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE, restval=""))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{table}: cannot be read: {error}. Expected UTF-8 text, tab-separated columns") from error
+    if lines and "participant_id" not in lines[0]:
+        raise DataError(f"{table}: no column 'participant_id'; found {', '.join(map(str, lines[0]))}")
+    rows: dict[str, dict[str, str]] = {}
+    for number, line in enumerate(lines, start=2):
+        name = line["participant_id"]
+        if not _LABEL.fullmatch(name):
+            raise DataError(f"{table}, line {number}: participant_id {name!r}; expected sub- and letters or digits")
+        if name in rows:
+            raise DataError(f"{table}, line {number}: {name} occurs twice; remove one row")
+        if None in line:
+            raise DataError(f"{table}, line {number}: more fields than columns")
+        rows[name] = line
+    return rows

@@ -1,0 +1,307 @@
+"""Cases of a segmentation: the files of their images and label maps, in the three layouts that data sets come in.
+
+1. BIDS: ``sub-*/[ses-*/]anat/*_<suffix>.nii.gz`` and ``derivatives/*/sub-*/[ses-*/]anat/*_dseg.nii.gz``.
+2. A folder of the Medical Segmentation Decathlon, with ``dataset.json`` (Antonelli et al. 2022).
+3. Any other folder, by patterns of the files' names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Generic, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from ...core.errors import DataError
+from ...core.split import Split, SplitConfig
+from ..task import Cohort
+from .bids import TABLE, read_rows
+from .pairs import CASE, Pairs, match_files
+from .screening import screen_subjects
+
+T = TypeVar("T")
+
+Suffixes = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9]+$")], ...],
+    Field(min_length=1, description="BIDS suffix of the image of each channel, such as [T1w, FLAIR]"),
+]
+Derivative = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9*_.-]+$", description="folder of the label maps in derivatives/; *: any")
+]
+
+DECATHLON = "dataset.json"
+EXPECTED = (
+    f"expected a BIDS data set (sub-*/anat and derivatives/*/sub-*/anat/*_dseg.nii.gz), a folder with {DECATHLON}, or "
+    "a folder of such folders; for other names set task.pairs"
+)
+
+
+@dataclass(frozen=True)
+class CaseFiles:
+    """Files of one case.
+
+    Attributes:
+        images: one image for each channel, or one image with all of them.
+        labels: label map; None: there is none.
+        row: the case's row in ``participants.tsv`` and its ``site``, if the data has them.
+        subject: identifier of the subject; cases of one subject are in the same part of a split.
+        problem: why the images are no case; empty if they are.
+        label_problem: why there is not one label map; empty if there is, or none.
+    """
+
+    images: tuple[Path, ...]
+    labels: Path | None
+    row: Mapping[str, str] = field(default_factory=dict)
+    subject: str = ""
+    problem: str = ""
+    label_problem: str = ""
+
+    def require_labels(self) -> Path:
+        """Return the label map.
+
+        Raises:
+            DataError: there is not one file of each kind.
+        """
+        if problem := self.problem or self.label_problem:
+            raise DataError(problem)
+        if self.labels is None:
+            raise DataError("missing file: there is no label map")
+        return self.labels
+
+
+def find_cases(
+    path: Path, suffixes: Sequence[str] = ("T1w",), derivative: str = "*", pairs: Pairs | None = None
+) -> dict[str, CaseFiles]:
+    """Return the cases of a data set, or of the data sets in the folders of ``path``, in name order.
+
+    Args:
+        path: folder of the data.
+        suffixes: BIDS suffix of each image of a case.
+        derivative: folder of the label maps in ``derivatives``; ``*`` is any text.
+        pairs: patterns of the files; None: BIDS or Decathlon, whichever the folder is.
+
+    Returns:
+        Cases by identifier. With several data sets, identifiers are ``FOLDER/CASE`` and sites are the folders.
+
+    Raises:
+        DataError: there is no data set.
+    """
+    if cases := _find_in_folder(path, suffixes, derivative, pairs):
+        return cases
+    folders = sorted(folder for folder in path.glob("*/") if not folder.name.startswith(".")) if path.is_dir() else []
+    found = {folder: _find_in_folder(folder, suffixes, derivative, pairs) for folder in folders}
+    several = {
+        f"{folder.name}/{name}": replace(
+            case, row={**case.row, "site": folder.name}, subject=f"{folder.name}/{case.subject}"
+        )
+        for folder, cases in found.items()
+        for name, case in cases.items()
+    }
+    if not several:
+        expected = f"expected files {', '.join([*pairs.images, pairs.labels])}" if pairs else EXPECTED
+        raise DataError(f"{path}: no cases to segment; {expected}")
+    return several
+
+
+def find_images(path: Path, suffixes: Sequence[str], derivative: str, pairs: Pairs | None) -> dict[str, CaseFiles]:
+    """Return cases to predict: a single image, the cases as in training, or else each image of a folder.
+
+    Raises:
+        DataError: there is no image, or a folder has two of one name.
+    """
+    files = [path] if path.is_file() else sorted([*path.glob("*.nii.gz"), *path.glob("*.nii")])
+    try:
+        cases = _find_in_folder(path, suffixes, derivative, pairs)
+    except DataError:
+        # Other tools put an index of another format beside their images.
+        if not files:
+            raise
+        cases = {}
+    # The images of a folder come before the data sets in the folders beside them.
+    return cases or _build_unlabelled_cases(files) or find_cases(path, suffixes, derivative, pairs)
+
+
+def _build_unlabelled_cases(files: Iterable[Path]) -> dict[str, CaseFiles]:
+    """Return a case for each image, by its name without the extension."""
+    cases: dict[str, CaseFiles] = {}
+    for file in files:
+        name = file.name.removesuffix(".gz").removesuffix(".nii")
+        if name in cases:
+            raise DataError(f"{file.parent}: {name}.nii and {name}.nii.gz are images of one case; remove one of them")
+        cases[name] = CaseFiles((file,), None, subject=name)
+    return cases
+
+
+def read_cohort(cases: Mapping[str, CaseFiles]) -> Cohort:
+    """Return the index of cases, with the columns of ``participants.tsv``, all as text, if there is one."""
+    names = dict.fromkeys(column for case in cases.values() for column in case.row)
+    columns = {name: np.array([case.row.get(name, "") for case in cases.values()]) for name in names}
+    return Cohort(tuple(cases), columns)
+
+
+@dataclass(frozen=True)
+class Case(Generic[T]):
+    """One case.
+
+    Attributes:
+        files: its files.
+        cached: the case in memory; None: read at each access.
+    """
+
+    files: CaseFiles
+    cached: T | None = None
+
+
+def read_cases(
+    cases: Mapping[str, CaseFiles],
+    names: Iterable[str],
+    read: Callable[[CaseFiles], T],
+    *,
+    cache: bool,
+    skip_bad_subjects: bool,
+    source: Path,
+) -> tuple[dict[str, Case[T]], int]:
+    """Read every case once; return the usable ones by name, and the number of skipped cases.
+
+    Args:
+        cases: files of all cases by name.
+        names: cases to read.
+        read: reads the files of a case; raises a DataError if it is unusable.
+        cache: keep what was read in memory.
+        skip_bad_subjects: skip unusable cases instead of raising.
+        source: file or folder, named in the error.
+
+    Raises:
+        DataError: a case is missing or unusable and may not be skipped, or no usable case remains.
+    """
+
+    def read_case(name: str) -> Case[T]:
+        if name not in cases:
+            raise DataError("there is no such case")
+        content = read(cases[name])
+        return Case(cases[name], content if cache else None)
+
+    return screen_subjects(names, read_case, skip_bad_subjects=skip_bad_subjects, source=source)
+
+
+def split_cases(subjects: Mapping[str, str], config: SplitConfig, seed: int) -> Split:
+    """Split cases by their subjects, so that the cases of a subject are in the same part.
+
+    Args:
+        subjects: subject of each case.
+        config: shares of the parts.
+        seed: seed of the split.
+    """
+    cases: dict[str, list[str]] = {}
+    for name, subject in subjects.items():
+        cases.setdefault(subject, []).append(name)
+    parts = config.assign(cases, seed)
+    train, validation, test = (
+        tuple(name for subject in part for name in cases[subject])
+        for part in (parts.train, parts.validation, parts.test)
+    )
+    return Split(train, validation, test)
+
+
+def _find_in_folder(
+    folder: Path, suffixes: Sequence[str], derivative: str, pairs: Pairs | None
+) -> dict[str, CaseFiles]:
+    """Return the cases of one data set; empty if the folder is none."""
+    if pairs is not None:
+        cases = _find_pairs(folder, pairs)
+    elif (folder / DECATHLON).is_file():
+        cases = _read_decathlon(folder)
+    else:
+        cases = _find_bids(folder, suffixes, derivative)
+    return cases
+
+
+def _find_bids(folder: Path, suffixes: Sequence[str], derivative: str) -> dict[str, CaseFiles]:
+    rows = read_rows(folder / TABLE) if (folder / TABLE).is_file() else {}
+    cases = {}
+    for place in sorted([*folder.glob("sub-*/anat/"), *folder.glob("sub-*/ses-*/anat/")]):
+        inner = place.relative_to(folder)
+        found = [_list_images(place, f"*_{suffix}") for suffix in suffixes]
+        labels = [
+            file for pipeline in sorted(folder.glob(f"derivatives/{derivative}/"))
+            for file in _list_images(pipeline / inner, "*_dseg")
+        ]  # fmt: skip
+        problem = next(
+            (
+                f"{len(files)} images anat/*_{suffix}.nii.gz; expected one"
+                for suffix, files in zip(suffixes, found, strict=True)
+                if len(files) != 1
+            ),
+            "",
+        )
+        label_problem = (
+            ""
+            if len(labels) <= 1
+            else (
+                f"{len(labels)} label maps {', '.join(str(file.relative_to(folder)) for file in labels[:2])}, ...; set "
+                "task.derivative or task.pairs"
+            )
+        )
+        subject = inner.parts[0]
+        images = tuple(file for files in found for file in files[:1])
+        label = labels[0] if labels else None
+        cases["_".join(inner.parts[:-1])] = CaseFiles(
+            images, label, rows.get(subject, {}), subject, problem, label_problem
+        )
+    return cases
+
+
+def _list_images(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(f"{pattern}.nii.gz")) or sorted(folder.glob(f"{pattern}.nii"))
+
+
+def _read_decathlon(folder: Path) -> dict[str, CaseFiles]:
+    """Return the training cases of a Decathlon folder; those for testing have no label maps."""
+    file = folder / DECATHLON
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))["training"]
+        pairs = [(folder / str(entry["image"]), folder / str(entry["label"])) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f'{file}: expected {{"training": [{{"image": FILE, "label": FILE}}, ...]}}, found {error!r}; for the names '
+            "of nnU-Net set task.pairs"
+        ) from error
+    cases = {}
+    for image, labels in pairs:
+        name = labels.name.removesuffix(".gz").removesuffix(".nii")
+        if name in cases:
+            raise DataError(f"{file}: {name} occurs twice; remove one entry")
+        cases[name] = CaseFiles((image,), labels, subject=name)
+    return dict(sorted(cases.items()))
+
+
+def _find_pairs(folder: Path, pairs: Pairs) -> dict[str, CaseFiles]:
+    """Return the cases whose first image matches its pattern."""
+    labels = match_files(folder, pairs.labels)
+    maps = {file for files in labels.values() for file in files}
+    channels = [_leave_out(match_files(folder, pattern), maps) for pattern in pairs.images]
+    cases = {}
+    for name, first in channels[0].items():
+        images, found = [channel.get(name, []) for channel in channels], labels.get(name, [])
+        problems = [
+            f"{len(files)} files {pattern.replace(CASE, name)}; expected one"
+            for pattern, files in zip(pairs.images, images, strict=True)
+            if len(files) != 1
+        ]
+        label_problem = f"{len(found)} files {pairs.labels.replace(CASE, name)}; expected one" if len(found) > 1 else ""
+        files = tuple(image[0] for image in images if image) or tuple(first)
+        cases[name] = CaseFiles(files, next(iter(found), None), {}, name, "; ".join(problems), label_problem)
+    return dict(sorted(cases.items()))
+
+
+def _leave_out(images: dict[str, list[Path]], maps: Set[Path]) -> dict[str, list[Path]]:
+    """Return images without those that are label maps too, as with ``{case}.nii.gz`` and ``{case}_seg.nii.gz``.
+
+    All of them stay where the pattern of the label maps matches every image.
+    """
+    remaining = {name: [file for file in files if file not in maps] for name, files in images.items()}
+    return {name: files for name, files in remaining.items() if files} or images

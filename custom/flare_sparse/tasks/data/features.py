@@ -1,0 +1,150 @@
+"""Columns of a table as inputs of a network: numbers, one-hot categories, and indicators of missing values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import yaml
+
+from ...core.errors import DataError
+from .tables import MISSING, Table, is_number
+
+
+@dataclass(frozen=True)
+class Features:
+    """Inputs of all rows of a table.
+
+    Attributes:
+        values: ``(n, d)`` float64; NaN where a number is missing.
+        names: ``(d,)`` names of the inputs: ``age``, ``sex=F``, ``age missing``.
+        numbers: ``(d,)`` bool: inputs that are scaled.
+        missing: ``(n, columns)`` bool: values that the table lacks.
+        columns: names of the columns.
+    """
+
+    values: np.ndarray
+    names: tuple[str, ...]
+    numbers: np.ndarray
+    missing: np.ndarray
+    columns: tuple[str, ...]
+
+    def scale(self, center: np.ndarray, spread: np.ndarray) -> Features:
+        """Return the features with numbers minus ``center``, divided by ``spread``, both ``(d,)``."""
+        scaled = np.where(self.numbers, (self.values - center) / spread, self.values)
+        return replace(self, values=scaled)
+
+    def clip(self, limit: float) -> Features:
+        """Return the features with numbers between ``-limit`` and ``limit``."""
+        return replace(self, values=np.where(self.numbers, np.clip(self.values, -limit, limit), self.values))
+
+    def impute(self) -> Features:
+        """Return the features with a missing number at 0, the center after scaling."""
+        return replace(self, values=np.nan_to_num(self.values, nan=0.0))
+
+    def describe_missing(self, row: int) -> str:
+        """Return which columns a row lacks; empty if it is complete."""
+        names = [self.columns[i] for i in np.flatnonzero(self.missing[row])]
+        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def count_inputs(columns: Sequence[str], categories: Mapping[str, Sequence[str]], *, has_indicators: bool) -> int:
+    """Return the number of inputs of :func:`encode_features`, which server and sites must agree on without data."""
+    return sum(len(categories.get(name, ("",))) for name in columns) + (len(columns) if has_indicators else 0)
+
+
+def encode_features(
+    table: Table, columns: Sequence[str], categories: Mapping[str, Sequence[str]], *, has_indicators: bool
+) -> Features:
+    """Return the inputs of every row: a number, or 0 and 1 for each category, column by column, then the indicators.
+
+    Args:
+        table: the table.
+        columns: names of the columns, in order.
+        categories: the categories of the columns that have any, in order.
+        has_indicators: whether each column has one more input that is 1 where its value is missing.
+
+    Raises:
+        DataError: a column is missing, a column of numbers contains text, or a category is unknown.
+    """
+    parts, names, numbers, missing = [], [], [], []
+    for name in columns:
+        if name in categories:
+            values, absent = _encode_categories(table, name, categories[name])
+            names += [f"{name}={category}" for category in categories[name]]
+        else:
+            values = _get_numbers(table, name)[:, None]
+            absent = ~np.isfinite(values[:, 0])
+            values = np.where(absent[:, None], np.nan, values)
+            names.append(name)
+        parts.append(values)
+        numbers += [name not in categories] * values.shape[1]
+        missing.append(absent)
+    marks = np.stack(missing, axis=1)
+    if has_indicators:
+        parts.append(marks.astype(np.float64))
+        names += [f"{name} missing" for name in columns]
+        numbers += [False] * len(columns)
+    return Features(np.hstack(parts), tuple(names), np.array(numbers), marks, tuple(columns))
+
+
+def compute_scale(features: Features, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation ``(d,)`` of the numbers over some rows; 1 where they do not vary."""
+    center, spread = np.zeros(len(features.names)), np.ones(len(features.names))
+    for column in np.flatnonzero(features.numbers):
+        present = features.values[list(rows), column]
+        present = present[np.isfinite(present)]
+        if len(present):
+            center[column], deviation = present.mean(), present.std()
+            # The mean of equal values such as 0.1 is rounded, so that their deviation is about 1e-17 instead of 0. No
+            # more than rounding: seconds since 1970 differ by 1e-9 of their value.
+            if deviation > 1e-12 * np.abs(present).max():
+                spread[column] = deviation
+    return center, spread
+
+
+def read_labels(table: Table, name: str, declared: Collection[str] = ()) -> list[str]:
+    """Return a column as text, whole numbers without a decimal point; empty where a value is missing.
+
+    A text such as ``None`` marks a missing value, unless it is among the ``declared`` labels.
+    """
+    return [text if text in declared or text.lower() not in MISSING else "" for text in table.get_texts(name)]
+
+
+def format_labels(labels: Sequence[str]) -> str:
+    """Return labels as a YAML list, with quotes around those that YAML would not read as text; at most ten."""
+    text = ", ".join(_format_label(label) for label in labels[:10])
+    return f"[{text}]" if len(labels) <= 10 else f"[{text}, ...]"
+
+
+def _format_label(label: str) -> str:
+    # PyYAML's dumper leaves 1e3 without quotes, which YAML 1.2 reads as a number.
+    if is_number(label):
+        return f"'{label}'"
+    text: str = yaml.safe_dump([label], default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.strip()[1:-1]
+
+
+def _encode_categories(table: Table, name: str, categories: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    labels = read_labels(table, name, categories)
+    if unknown := sorted({label for label in labels if label} - set(categories)):
+        raise DataError(
+            f"{table.source}: column {name!r} has {unknown[0]!r} (row {labels.index(unknown[0]) + 1}), which is none "
+            f"of its categories {', '.join(categories)}; add it to task.categories.{name} for all sites, or correct "
+            "the data"
+        )
+    one_hot = np.array([[label == category for category in categories] for label in labels], dtype=np.float64)
+    return one_hot, np.array([not label for label in labels])
+
+
+def _get_numbers(table: Table, name: str) -> np.ndarray:
+    column = table.get_column(name)
+    if column.dtype.kind == "f":
+        return column
+    found = sorted({label for label in read_labels(table, name) if label})
+    raise DataError(
+        f"{table.source}: column {name!r} contains text such as {found[0]!r}; expected numbers. If it is a category, "
+        f"set task.categories: {{{_format_label(name)}: {format_labels(found)}}} with the categories of all sites"
+    )

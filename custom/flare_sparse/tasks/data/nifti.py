@@ -1,0 +1,123 @@
+"""NIfTI files, used only after the header and the gzip checksum have been verified.
+
+nibabel stops reading a ``.nii.gz`` once it has enough bytes. It therefore never reaches the checksum at the end, and
+most damaged files load with wrong voxels. It also allocates the size that a header declares, however large.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+from nibabel.affines import voxel_sizes
+
+from ...core.errors import DataError
+
+MAX_HEADER_BYTES = 2**20
+"""Most bytes before the voxels (header and extensions), and most bytes after them."""
+MAX_VALUES = 2**28
+"""Most voxels of an image whose shape is not known beforehand, over all channels: 1 GiB in float32."""
+SPACING_MM = (0.1, 20.0)
+SPACING_TOLERANCE = 0.02
+_CHUNK = 2**20
+
+
+def read_nifti(
+    file: Path, shape: Sequence[int] | None, spacing: Sequence[float] | None = None, *, canonical: bool = True
+) -> Any:
+    """Read the complete image of a file.
+
+    Nothing is allocated from the header before the header has been checked.
+
+    Args:
+        file: ``.nii`` or ``.nii.gz``.
+        shape: expected shape of the voxels, in any order of axes; a fourth axis may have length 1. None: any three
+            axes, and a fourth one of channels, of at most ``MAX_VALUES`` values.
+        spacing: expected size of the voxels in mm, in any order of axes; None: any size from 0.1 to 20.
+        canonical: turn the image to RAS+ orientation; False: as it is stored.
+
+    Raises:
+        DataError: the shape or the spacing differs, the affine or the data type is unusable, or the file is damaged.
+    """
+    try:
+        image = nib.load(file)
+        _check_header(file, image, shape, spacing)
+        if file.suffix == ".gz":
+            image = type(image).from_bytes(_decompress(file, _compute_length(image.header)))
+        return nib.as_closest_canonical(image) if canonical else image
+    except FileNotFoundError as error:
+        raise DataError(f"missing file {file.name}") from error
+    except DataError:
+        raise
+    # A damaged header can make nibabel raise any exception.
+    except Exception as error:
+        raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
+
+
+def _check_header(file: Path, image: Any, shape: Sequence[int] | None, spacing: Sequence[float] | None) -> None:
+    """Refuse an image whose header is unusable or unexpected; no voxel is read."""
+    if not isinstance(image, (nib.Nifti1Image, nib.Nifti2Image)):
+        raise DataError(f"{file.name} is not a NIfTI file but {type(image).__name__}; convert it")
+    image_shape = tuple(image.shape[:3]) if set(image.shape[3:]) <= {1} else tuple(image.shape)
+    if shape is None:
+        _check_axes(file, image_shape)
+    elif sorted(image_shape) != sorted(shape):
+        raise DataError(f"wrong shape {format_shape(image_shape)} in {file.name}; expected {format_shape(shape)}")
+    if image.get_data_dtype().kind not in "buif":
+        raise DataError(f"{file.name} contains {image.get_data_dtype()}; expected one number per voxel: convert it")
+    if not np.isfinite(image.affine).all() or abs(np.linalg.det(image.affine[:3, :3])) < 1e-6:
+        raise DataError(f"{file.name}: the affine does not map voxels to space; set sform or qform again")
+    sides = voxel_sizes(image.affine)
+    description = f"{file.name}: voxels of {format_shape(sides)} mm"
+    if not all(SPACING_MM[0] <= side <= SPACING_MM[1] for side in sides):
+        raise DataError(f"{description}; expected {SPACING_MM[0]} to {SPACING_MM[1]} mm per side")
+    if spacing is not None and not np.allclose(sorted(sides), sorted(spacing), rtol=SPACING_TOLERANCE):
+        raise DataError(f"{description}; expected {format_shape(spacing)} mm: resample it")
+
+
+def _check_axes(file: Path, shape: tuple[int, ...]) -> None:
+    """Raises:
+    DataError: an image is no volume, or too large.
+    """
+    if len(shape) not in (3, 4) or min(shape) < 1:
+        raise DataError(f"wrong shape {format_shape(shape)} in {file.name}; expected a volume, or one per channel")
+    # Python's integers do not overflow, as a product of NumPy's would for a hostile header.
+    if math.prod(shape) > MAX_VALUES:
+        raise DataError(f"{file.name}: {format_shape(shape)} voxels; expected at most {MAX_VALUES} in all: crop it")
+
+
+def _compute_length(header: Any) -> int:
+    """Return the length in bytes of a complete file with this (checked) header."""
+    start = int(header["vox_offset"])
+    if not 0 <= start <= MAX_HEADER_BYTES:
+        raise DataError(f"the voxels begin at byte {start}; expected at most {MAX_HEADER_BYTES}")
+    return start + int(np.prod(header.get_data_shape(), dtype=np.int64)) * int(header.get_data_dtype().itemsize)
+
+
+def _decompress(file: Path, length: int) -> bytes:
+    """Return all bytes of a gzip file; refuse one that expands far beyond ``length``.
+
+    The stream is read to its end, because only then does gzip verify the checksum.
+    """
+    parts, total = [], 0
+    try:
+        with gzip.open(file) as stream:
+            while part := stream.read(_CHUNK):
+                total += len(part)
+                if total > length + MAX_HEADER_BYTES:
+                    raise DataError(f"{file.name} inflates to more than the {length} bytes that its header declares")
+                parts.append(part)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
+    return b"".join(parts)
+
+
+def format_shape(numbers: Sequence[float]) -> str:
+    """Format sizes per axis, such as ``52x64x52``."""
+    return "x".join(f"{number:g}" for number in numbers)

@@ -1,0 +1,302 @@
+"""Partition of one data set into simulated sites: disjoint and reproducible from the seed."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from ...core.errors import DataError, suggest
+from ..task import Cohort
+
+Partition = dict[str, tuple[str, ...]]
+"""Identifiers of each site's examples."""
+Sizes = Literal["uniform", "skewed"]
+
+SKEW = 0.7
+"""Ratio of one site's size to the one before it when sizes are skewed."""
+RESERVED = ("server", "simulator_server")
+"""Names that FLARE gives to its own server."""
+_LETTERS = str.maketrans(
+    {"ß": "ss", "æ": "ae", "Æ": "Ae", "œ": "oe", "Œ": "Oe", "ø": "o", "Ø": "O"}
+    | {"ł": "l", "Ł": "L", "đ": "d", "Đ": "D"}
+)
+"""Latin letters that Unicode does not decompose into a letter and an accent."""
+
+
+def partition_by_site(
+    cohort: Cohort,
+    sites: int | None = None,
+    *,
+    column: str = "site",
+    split: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> Partition:
+    """Use the sites that the data names; optionally split some of them further at random.
+
+    Args:
+        cohort: the examples.
+        sites: keep only this many sites, the largest; None: keep all.
+        column: column that names the site of each example.
+        split: number of parts by site, such as ``{"IXI-HH": 4}``; they are named ``IXI-HH-1`` to ``IXI-HH-4``.
+        seed: seed of the random split.
+
+    Raises:
+        DataError: there is no such column or site, an example has no site, there are fewer sites than requested, or
+            two sites have the same name.
+    """
+    labels = _get_labels(cohort, column)
+    members = {str(name): np.flatnonzero(labels == name) for name in np.unique(labels)}
+    parts: list[tuple[str, np.ndarray]] = []
+    for name in [*members, *(set(split or {}) - set(members))]:
+        if name not in members:
+            raise DataError(f"split: there is no site {name!r} in column {column!r}.{suggest(name, members)}")
+        pieces = (split or {}).get(name, 1)
+        order = np.random.default_rng([seed, len(parts)]).permutation(members[name]) if pieces > 1 else members[name]
+        chunks = np.split(order, np.cumsum(compute_sizes(len(order), pieces))[:-1])
+        parts += [(f"{name}-{i}" if pieces > 1 else name, np.sort(part)) for i, part in enumerate(chunks, start=1)]
+    if sites is not None and sites > len(parts):
+        raise DataError(f"{sites} sites were requested, but column {column!r} has {len(parts)}; request fewer")
+    largest = sorted(parts, key=lambda part: -len(part[1]))[:sites]
+    return _build_partition(cohort, [name for name, _ in largest], [part for _, part in largest])
+
+
+def partition_iid(cohort: Cohort, sites: int, *, sizes: Sizes = "uniform", seed: int = 0) -> Partition:
+    """Give every site a random sample of the whole population (the IID setting of FedSparsify).
+
+    Args:
+        cohort: the examples.
+        sites: number of sites; ``site-1`` is the largest.
+        sizes: see :func:`compute_sizes`.
+        seed: seed of the shuffle.
+
+    Raises:
+        DataError: there are fewer examples than sites.
+    """
+    return _split_in_order(cohort, np.random.default_rng(seed).permutation(len(cohort.ids)), sites, sizes)
+
+
+def partition_by_range(cohort: Cohort, sites: int, *, column: str = "age", sizes: Sizes = "uniform") -> Partition:
+    """Give every site its own range of a column (FedSparsify's non-IID setting, by age); ties keep their order.
+
+    Args:
+        cohort: the examples.
+        sites: number of sites; ``site-1`` has the smallest values.
+        column: numeric column to sort by.
+        sizes: see :func:`compute_sizes`.
+
+    Raises:
+        DataError: there is no such numeric column, or there are fewer examples than sites.
+    """
+    values = _get_column(cohort, column)
+    if values.dtype.kind not in "fiu":
+        raise DataError(f"column {column!r} contains text such as {str(values[0])!r}; sorting by range needs numbers")
+    return _split_in_order(cohort, np.argsort(values, kind="stable"), sites, sizes)
+
+
+def partition_dirichlet(
+    cohort: Cohort, sites: int, *, column: str = "label", alpha: float = 0.5, seed: int = 0, min_examples: int = 5
+) -> Partition:
+    """Give sites equal sizes and class proportions drawn from Dir(alpha) (NeuroSFL, section 4.2).
+
+    Examples are assigned one at a time to a random site that is not full. The class is drawn from the site's
+    proportions over the classes not yet used up; if these proportions are all zero, it is drawn from the remaining
+    examples. The procedure therefore terminates even for one-hot proportions.
+
+    Args:
+        cohort: the examples.
+        sites: number of sites.
+        column: column of the classes.
+        alpha: concentration; a small value gives each site few classes.
+        seed: seed of all draws.
+        min_examples: fewest examples per site.
+
+    Raises:
+        DataError: there is no such column, or there are fewer than ``min_examples`` examples per site.
+    """
+    if len(cohort.ids) < min_examples * sites:
+        raise DataError(
+            f"{len(cohort.ids)} examples are too few for {sites} sites with {min_examples} each; request fewer sites"
+        )
+    rng = np.random.default_rng(seed)
+    classes, labels = np.unique(_get_labels(cohort, column), return_inverse=True)
+    pools = [rng.permutation(np.flatnonzero(labels == c)).tolist() for c in range(len(classes))]
+    remaining = np.array([len(pool) for pool in pools], dtype=np.float64)
+    # A tiny alpha underflows to 0/0: NaN becomes 0, and the draw below falls back to the remaining examples.
+    proportions = np.nan_to_num(rng.dirichlet(np.full(len(classes), alpha), size=sites))
+    turns = rng.permutation(np.repeat(np.arange(sites), compute_sizes(len(labels), sites)))
+    parts: list[list[int]] = [[] for _ in range(sites)]
+    for site, u in zip(turns, rng.random(len(turns)), strict=True):
+        mass = np.where(remaining > 0, proportions[site], 0.0)
+        cumulative = np.cumsum(mass if mass.sum() > 0 else remaining)
+        drawn_class = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+        remaining[drawn_class] -= 1
+        parts[site].append(pools[drawn_class].pop())
+    return _build_partition(cohort, _number_sites(sites), [np.sort(part) for part in parts])
+
+
+def partition_few_classes(
+    cohort: Cohort,
+    sites: int,
+    *,
+    column: str = "label",
+    classes: int = 2,
+    min_examples: int = 30,
+    max_examples: int = 100,
+    seed: int = 0,
+) -> Partition:
+    """Give every site examples of a few classes only, and sites different sizes (MetaGater, section 5.1).
+
+    Sizes are drawn log-uniformly within the limits. In decreasing order of size, each site takes equal parts of the
+    classes with the most remaining examples. Examples that no site takes are dropped.
+
+    Args:
+        cohort: the examples.
+        sites: number of sites.
+        column: column of the classes.
+        classes: number of classes per site.
+        min_examples: fewest examples per site.
+        max_examples: most examples per site.
+        seed: seed of all draws.
+
+    Raises:
+        DataError: there is no such column, there are too few classes or examples, or the limits are reversed.
+    """
+    rng = np.random.default_rng(seed)
+    names, labels = np.unique(_get_labels(cohort, column), return_inverse=True)
+    if not classes <= min_examples <= max_examples or classes > len(names):
+        raise DataError(
+            f"{classes} of {len(names)} classes with {min_examples} to {max_examples} examples per site is impossible; "
+            "set classes <= min_examples <= max_examples, and at most as many classes as the data has"
+        )
+    sizes = np.exp(rng.uniform(np.log(min_examples), np.log(max_examples + 1), sites)).astype(int)
+    sizes = sizes.clip(min_examples, max_examples)
+    pools = [rng.permutation(np.flatnonzero(labels == c)).tolist() for c in range(len(names))]
+    parts: dict[int, np.ndarray] = {}
+    for site in np.argsort(-sizes, kind="stable"):
+        tie_breaks = rng.random(len(pools))
+        fullest = sorted(range(len(pools)), key=lambda c: (-len(pools[c]), tie_breaks[c]))[:classes]
+        counts = compute_sizes(int(sizes[site]), classes)
+        if any(len(pools[c]) < count for c, count in zip(fullest, counts, strict=True)):
+            raise DataError(
+                f"{len(labels)} examples are too few for {sites} sites of {min_examples} to {max_examples}; request "
+                "fewer or smaller sites"
+            )
+        rows = [pools[c].pop() for c, count in zip(fullest, counts, strict=True) for _ in range(count)]
+        parts[int(site)] = np.sort(np.array(rows))
+    return _build_partition(cohort, _number_sites(sites), [parts[site] for site in range(sites)])
+
+
+PARTITIONERS: dict[str, Callable[..., Partition]] = {
+    "natural": partition_by_site,
+    "iid": partition_iid,
+    "age": partition_by_range,
+    "dirichlet": partition_dirichlet,
+    "few_classes": partition_few_classes,
+}
+"""Partitioners by the setting ``kind``; each takes the cohort, the number of sites, and its own settings."""
+
+
+def compute_sizes(total: int, sites: int, sizes: Sizes = "uniform") -> list[int]:
+    """Return the number of examples of each site: at least one, never increasing, summing to ``total``.
+
+    Uniform sizes differ by at most one. Skewed sizes follow a geometric sequence of ratio ``SKEW``; FedSparsify
+    describes its sizes as "rightly skewed" without giving numbers.
+
+    >>> compute_sizes(10, 4), compute_sizes(100, 4, "skewed")
+    ([3, 3, 2, 2], [39, 27, 20, 14])
+
+    Raises:
+        DataError: there are fewer examples than sites.
+    """
+    if total < sites:
+        raise DataError(f"{total} examples cannot fill {sites} sites; request fewer sites")
+    weights = np.array([SKEW**i if sizes == "skewed" else 1.0 for i in range(sites)])
+    # One example per site is set aside first, so that rounding cannot leave a site empty; the fractional remainders
+    # then go to the sites with the largest ones.
+    exact = weights / weights.sum() * (total - sites)
+    counts = 1 + np.floor(exact).astype(int)
+    largest_remainders = np.argsort(np.floor(exact) - exact, kind="stable")[: total - int(counts.sum())]
+    counts[largest_remainders] += 1
+    return sorted(counts.tolist(), reverse=True)
+
+
+def _split_in_order(cohort: Cohort, order: np.ndarray, sites: int, sizes: Sizes) -> Partition:
+    """Cut the examples in ``order`` into consecutive sites."""
+    ends = np.cumsum(compute_sizes(len(order), sites, sizes))[:-1]
+    return _build_partition(cohort, _number_sites(sites), [np.sort(part) for part in np.split(order, ends)])
+
+
+def _number_sites(sites: int) -> list[str]:
+    return [f"site-{i}" for i in range(1, sites + 1)]
+
+
+def _build_partition(cohort: Cohort, names: Sequence[str], parts: Sequence[np.ndarray]) -> Partition:
+    """Return the identifiers of each part under its FLARE name."""
+    flare_names = [format_site_name(name) for name in names]
+    if duplicates := [name for i, name in enumerate(names) if flare_names[i] in flare_names[:i]]:
+        flare_name = format_site_name(duplicates[0])
+        others = ", ".join(repr(n) for n, f in zip(names, flare_names, strict=True) if f == flare_name)
+        raise DataError(
+            f"sites {others} would all be named {flare_name!r}, because FLARE accepts only the letters A to Z, digits, "
+            "- and _; rename one of them in the data"
+        )
+    return {name: tuple(cohort.ids[i] for i in part) for name, part in sorted(zip(flare_names, parts, strict=True))}
+
+
+def format_site_name(name: str) -> str:
+    """Return a site name that FLARE accepts: letters A to Z, digits, ``-`` and ``_``; accents are dropped.
+
+    >>> format_site_name("Hôpital Saint-Étienne"), format_site_name("server")
+    ('Hopital-Saint-Etienne', 'site-server')
+
+    Raises:
+        DataError: a letter of the name has no Latin counterpart.
+    """
+    decomposed = unicodedata.normalize("NFKD", name.translate(_LETTERS))
+    plain = "".join(character for character in decomposed if not unicodedata.combining(character))
+    # Without the letters of another script, a name would be unrecognisable or empty.
+    if foreign := [character for character in plain if character.isalnum() and not character.isascii()]:
+        raise DataError(
+            f"site {name!r}: {foreign[0]!r} cannot be written with the letters A to Z, and FLARE accepts no others in "
+            "a site's name; write the name in Latin letters in the data"
+        )
+    safe = re.sub(r"[^A-Za-z0-9_-]+", "-", plain).strip("-")
+    if not safe:
+        raise DataError(f"site {name!r} has no letter or digit; FLARE needs a name of letters, digits, - and _")
+    return f"site-{safe}" if safe.lower() in RESERVED else safe
+
+
+def list_renamed_sites(cohort: Cohort, column: str = "site") -> dict[str, str]:
+    """Return the sites of a column whose FLARE name differs from the one in the data: FLARE name by name.
+
+    Raises:
+        DataError: as :func:`partition_by_site`.
+    """
+    names = {str(name): format_site_name(str(name)) for name in np.unique(_get_labels(cohort, column))}
+    return {name: flare_name for name, flare_name in names.items() if name != flare_name}
+
+
+def _get_column(cohort: Cohort, column: str) -> np.ndarray:
+    if column not in cohort.columns:
+        known = ", ".join(cohort.columns) or "none"
+        raise DataError(
+            f"no column {column!r} to partition by.{suggest(column, cohort.columns)} The columns are: {known}. Set "
+            "simulator.data.partition.column"
+        )
+    return np.asarray(cohort.columns[column])
+
+
+def _get_labels(cohort: Cohort, column: str) -> np.ndarray:
+    """Return a column as text; every example must have a value."""
+    values = _get_column(cohort, column)
+    labels = np.array([f"{v:g}" if isinstance(v, float) else str(v) for v in values.tolist()])
+    if missing := int(np.count_nonzero(np.isin(labels, ["", "nan", "n/a"]))):
+        first = cohort.ids[int(np.flatnonzero(np.isin(labels, ["", "nan", "n/a"]))[0])]
+        raise DataError(
+            f"column {column!r} has no value for {missing} of {len(labels)} examples (first: {first}); fill it in"
+        )
+    return labels

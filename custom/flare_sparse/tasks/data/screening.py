@@ -1,0 +1,57 @@
+"""Screening of subjects: all unusable ones are found before training starts, and named only at their own site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from ...core.errors import DataError
+
+T = TypeVar("T")
+
+SEX_VALUES = "F or 0 (female), M or 1 (male)"
+_SEX = {"f": 0.0, "female": 0.0, "0": 0.0, "m": 1.0, "male": 1.0, "1": 1.0}
+
+
+def parse_sex(text: str) -> float:
+    """Return 0 for female, 1 for male, NaN for any text that is none of ``SEX_VALUES`` in upper or lower case.
+
+    >>> parse_sex("F"), parse_sex("male"), parse_sex("2")
+    (0.0, 1.0, nan)
+    """
+    return _SEX.get(text.strip().lower(), math.nan)
+
+
+def screen_subjects(
+    ids: Iterable[str], read: Callable[[str], T], *, skip_bad_subjects: bool, source: object
+) -> tuple[dict[str, T], int]:
+    """Read every subject and separate the usable from the unusable ones.
+
+    Args:
+        ids: identifiers of the subjects.
+        read: reads one subject; raises a DataError if the subject is unusable.
+        skip_bad_subjects: skip unusable subjects instead of raising.
+        source: file or folder, named in the error.
+
+    Returns:
+        The results of ``read`` by subject, and the number of skipped subjects.
+
+    Raises:
+        DataError: a subject is unusable and may not be skipped, or no usable subject remains. The text lists every
+            unusable subject by identifier.
+    """
+    usable: dict[str, T] = {}
+    problems: list[str] = []
+    for subject in ids:
+        try:
+            usable[subject] = read(subject)
+        except DataError as error:
+            problems.append(f"{subject}: {error}")
+    if problems and (not skip_bad_subjects or not usable):
+        count = f"{len(problems)} of {len(problems) + len(usable)} subjects cannot be used"
+        remedy = "Repair or remove them" + ("." if skip_bad_subjects else ", or set task.skip_bad_subjects: true.")
+        raise DataError("\n  ".join([f"{source}: {count}:", *problems]) + f"\n{remedy}")
+    if not usable:
+        raise DataError(f"{source}: there are no subjects; expected at least one")
+    return usable, len(problems)

@@ -1,0 +1,275 @@
+"""Cases of a segmentation as a network reads them: images and label maps of any shape, orientation and spacing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import nibabel as nib
+import numpy as np
+import torch
+from nibabel.affines import voxel_sizes
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from ...core.errors import DataError
+from .cases import Case, CaseFiles
+from .nifti import format_shape, read_nifti
+
+Normalization = Literal["volume", "nonzero", "none"]
+Item = tuple[Tensor, Tensor, Tensor]
+"""Image ``(channels, d, h, w)``, label map ``(d, h, w)`` and size of the label map's voxels in mm ``(3,)``."""
+AFFINE_TOLERANCE_MM = 0.1
+"""Largest distance in mm of a label map's voxel from the image's, for images that were registered to each other."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How images and label maps are turned into a network's inputs and targets.
+
+    Attributes:
+        channels: channels of an image.
+        spacing: size of the network's voxels in mm; None: those of each image.
+        window: intensities below the first and above the second value are clipped; None: no clipping.
+        normalization: ``volume``: z-score of each channel; ``nonzero``: of its voxels that are not 0; ``none``.
+        values: class of each value of a label map.
+        other_labels: what a value that is not in ``values`` is: an error, or background.
+    """
+
+    channels: int
+    spacing: tuple[float, float, float] | None
+    window: tuple[float, float] | None
+    normalization: Normalization
+    values: Mapping[int, int]
+    other_labels: Literal["refuse", "background"]
+
+    def read_image(self, files: Sequence[Path]) -> tuple[Tensor, Any]:
+        """Read the image of a case.
+
+        Returns:
+            The network's input, float32 ``(channels, d, h, w)``, and the first file's image in RAS+ orientation.
+
+        Raises:
+            DataError: a file is damaged, or the channels do not fit each other or the task.
+        """
+        images = [read_nifti(file, None) for file in files]
+        channels = [
+            channel for file, image in zip(files, images, strict=True) for channel in _list_channels(file, image)
+        ]
+        if len(channels) != self.channels:
+            raise DataError(
+                f"{files[0].name}: {_count_channels(len(channels))}; expected {self.channels}: set task.channels"
+            )
+        for file, image in zip(files[1:], images[1:], strict=True):
+            check_grid(file, image, files[0], images[0])
+        volume = torch.from_numpy(np.stack(channels))
+        if self.window is not None:
+            volume = volume.clamp(*self.window)
+        return self._normalize(self._resample(volume, voxel_sizes(images[0].affine))), images[0]
+
+    def read_labels(self, file: Path, image_file: Path, image: Any) -> Tensor:
+        """Read a label map: uint8 ``(d, h, w)`` with class 0 for background, in RAS+ orientation.
+
+        Raises:
+            DataError: the file is damaged, lies elsewhere than the image, or has a value that is no class.
+        """
+        labels = read_nifti(file, None)
+        check_grid(file, labels, image_file, image)
+        if len(labels.shape) > 3 and labels.shape[3] != 1:
+            raise DataError(f"{file.name}: {format_shape(labels.shape)} voxels; expected one label for each voxel")
+        values = _read_values(file, labels).reshape(labels.shape[:3])
+        whole = np.rint(values)
+        if not np.array_equal(values, whole):
+            raise DataError(f"{file.name}: label {values[values != whole][0]:g}; expected whole numbers")
+        classes = np.zeros(whole.shape, dtype=np.uint8)
+        for value in np.unique(whole).astype(int).tolist():
+            if value in self.values:
+                classes[whole == value] = self.values[value]
+            elif value and self.other_labels == "refuse":
+                raise DataError(
+                    f"{file.name}: label {value} is none of task.classes; add it there, or set task.other_labels: "
+                    "background"
+                )
+        return torch.from_numpy(classes)
+
+    def resample_labels(self, labels: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return a label map on the network's grid, of the nearest voxels."""
+        if tuple(labels.shape) == tuple(shape):
+            return labels
+        return functional.interpolate(labels[None, None], size=tuple(shape), mode="nearest-exact")[0, 0]
+
+    def _resample(self, volume: Tensor, sides: np.ndarray) -> Tensor:
+        """Return a volume ``(channels, d, h, w)`` with the network's spacing; its outer faces stay where they are."""
+        if self.spacing is None:
+            return volume
+        pairs = zip(volume.shape[1:], sides, self.spacing, strict=True)
+        shape = tuple(max(round(length * float(side) / target), 1) for length, side, target in pairs)
+        if shape == tuple(volume.shape[1:]):
+            return volume
+        return functional.interpolate(volume[None], size=shape, mode="trilinear")[0]
+
+    def _normalize(self, volume: Tensor) -> Tensor:
+        if self.normalization == "none":
+            return volume
+        for channel in volume:
+            inside = channel != 0 if self.normalization == "nonzero" else torch.ones_like(channel, dtype=torch.bool)
+            values = channel[inside].double()
+            if values.numel():
+                scale = float(values.std(correction=0)) or 1.0
+                channel[inside] = ((values - values.mean()) / scale).float()
+        return volume
+
+
+def _count_channels(count: int) -> str:
+    return "1 channel" if count == 1 else f"{count} channels"
+
+
+def _list_channels(file: Path, image: Any) -> list[np.ndarray]:
+    """Return the channels of an image, float32 ``(d, h, w)``."""
+    values = _read_values(file, image)
+    if bad := int(np.count_nonzero(~np.isfinite(values))):
+        raise DataError(f"{bad} voxels of {file.name} are NaN or infinite")
+    channels = [values[..., c] for c in range(values.shape[3])] if values.ndim == 4 else [values]
+    for channel in channels:
+        if channel.min() == channel.max():
+            raise DataError(f"all voxels of {file.name} are equal: the image is empty")
+    return channels
+
+
+def _read_values(file: Path, image: Any) -> np.ndarray:
+    try:
+        values = np.asarray(image.dataobj, dtype=np.float32)
+    except Exception as error:
+        raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
+    # Axes of length 1 after the fourth, which NIfTI allows.
+    return values.reshape(values.shape[:4])
+
+
+def check_grid(file: Path, image: Any, reference_file: Path, reference: Any) -> None:
+    """Check that two images of a case have the same voxels.
+
+    Args:
+        file: file of the image, named in the error.
+        image: the image in RAS+ orientation, as nibabel reads it.
+        reference_file: file of the image that it must fit.
+        reference: that image, likewise.
+
+    Raises:
+        DataError: shape or affine differ.
+    """
+    shape, expected = image.shape[:3], reference.shape[:3]
+    if shape != expected:
+        raise DataError(
+            f"{file.name} is {format_shape(shape)}, {reference_file.name} is {format_shape(expected)}; expected the "
+            "same grid: resample one of them"
+        )
+    distance = measure_distance(shape, image.affine, reference.affine)
+    if distance > AFFINE_TOLERANCE_MM:
+        raise DataError(
+            f"{file.name} lies up to {distance:.1f} mm from {reference_file.name}; expected the same affine: resample "
+            "one of them"
+        )
+
+
+def measure_distance(shape: Sequence[int], affine: np.ndarray, reference: np.ndarray) -> float:
+    """Return the largest distance in mm, along an axis, that two affines ``(4, 4)`` put a voxel of a volume apart.
+
+    Args:
+        shape: voxels of the volume ``(d, h, w)``.
+        affine: affine of one image.
+        reference: affine of the other.
+    """
+    corners = np.array([[i, j, k, 1] for i in (0, shape[0]) for j in (0, shape[1]) for k in (0, shape[2])])
+    return float(np.abs((affine - reference) @ corners.T).max())
+
+
+def check_files(files: CaseFiles) -> None:
+    """Check that every file of a case is a complete volume with the voxels of the first image.
+
+    Raises:
+        DataError: a file is missing or damaged, or lies elsewhere than the first image.
+    """
+    labels, (first, *others) = files.require_labels(), files.images
+    reference = read_nifti(first, None)
+    for file in (*others, labels):
+        check_grid(file, read_nifti(file, None), first, reference)
+
+
+def write_labels(file: Path, labels: Tensor, original: Any) -> None:
+    """Write a label map in RAS+ orientation as an image of the orientation, affine and header of another one.
+
+    Args:
+        file: ``.nii.gz`` file to write; its folder is created.
+        labels: whole numbers ``(d, h, w)``, on the grid of ``original`` turned to RAS+.
+        original: the image as it is stored.
+    """
+    turn = nib.orientations.ornt_transform(
+        nib.orientations.axcodes2ornt(("R", "A", "S")), nib.orientations.io_orientation(original.affine)
+    )
+    values = nib.orientations.apply_orientation(labels.numpy(), turn)
+    dtype = np.uint8 if int(labels.max()) < 256 else np.uint16
+    image = type(original)(values.astype(dtype), original.affine, original.header)
+    image.set_data_dtype(dtype)
+    # The range of intensities for display is that of the image, in which labels would all be black.
+    image.header["cal_min"], image.header["cal_max"] = 0, 0
+    file.parent.mkdir(parents=True, exist_ok=True)
+    nib.save(image, file)
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """What the files of a case contain.
+
+    Attributes:
+        image: the network's input, float32 ``(channels, d, h, w)``.
+        grid_labels: label map on the network's grid, uint8 ``(d, h, w)``.
+        labels: label map on the image's own grid.
+        spacing: size of the voxels of that grid in mm, ``(3,)``.
+    """
+
+    image: Tensor
+    grid_labels: Tensor
+    labels: Tensor
+    spacing: Tensor
+
+
+def read_volumes(files: CaseFiles, preparation: Preparation) -> Volumes:
+    """Read the files of a case.
+
+    Raises:
+        DataError: a file is missing or damaged, or the files do not fit each other.
+    """
+    labels_file = files.require_labels()
+    image, first = preparation.read_image(files.images)
+    labels = preparation.read_labels(labels_file, files.images[0], first)
+    spacing = torch.from_numpy(voxel_sizes(first.affine)).float()
+    return Volumes(image, preparation.resample_labels(labels, image.shape[1:]), labels, spacing)
+
+
+class SegmentationDataset(Dataset[Item]):
+    """Cases as items.
+
+    Args:
+        cases: the cases.
+        preparation: how their files are read.
+        trains: label maps on the network's grid, for training; False: on the image's own grid, for evaluation.
+    """
+
+    def __init__(self, cases: Sequence[Case[Volumes]], preparation: Preparation, *, trains: bool):
+        self._cases, self._preparation, self._trains = cases, preparation, trains
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    def __getitem__(self, index: int) -> Item:
+        """Return one case.
+
+        Raises:
+            DataError: a file has become unreadable.
+        """
+        case = self._cases[index]
+        volumes = case.cached or read_volumes(case.files, self._preparation)
+        return volumes.image, volumes.grid_labels if self._trains else volumes.labels, volumes.spacing

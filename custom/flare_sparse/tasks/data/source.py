@@ -1,0 +1,134 @@
+"""Location of a site's data: set at the site, never in the job.
+
+A site sets it in a *site file* (YAML or JSON) or in an environment variable. A site file reads::
+
+    data: brains          # folder or file, relative to the site file
+    subset: [sub-01]      # optional: use only these identifiers
+    methods:              # optional: settings that a method leaves to the site
+      scbf: {rate: 0.1}
+    checkpoints: /scratch # optional: folder of the site's checkpoints; off: keep none
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...core.errors import DataError, suggest
+from ..task import SiteData
+
+SITE_FILE_VARIABLE = "FLARE_SPARSE_SITE_FILE"
+DATA_VARIABLE = "FLARE_SPARSE_DATA"
+LOCAL_FILE = "flare_sparse.yaml"
+
+
+class SiteFile(BaseModel):
+    """Content of a site file; an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data: Path = Field(description="folder or file of the site's data, relative to the site file")
+    subset: tuple[str, ...] | None = Field(None, description="identifiers of the site's examples; default: all")
+    methods: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="settings by method, for those that a method leaves to the site"
+    )
+    checkpoints: Path | Literal[False] | None = Field(
+        None, description="folder of the site's checkpoints, from which it resumes after a crash; off: keep none"
+    )
+
+
+def has_site_data(local_dir: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether one of the sources of :func:`find_site_data` is present."""
+    is_set = any(environment.get(name) for name in (SITE_FILE_VARIABLE, DATA_VARIABLE))
+    return is_set or (local_dir is not None and (local_dir / LOCAL_FILE).is_file())
+
+
+def find_site_data(site: str, local_dir: Path | None, environment: Mapping[str, str] = os.environ) -> SiteData:
+    """Return the location of a site's data, from the first of three sources that is present.
+
+    1. The site file named by ``FLARE_SPARSE_SITE_FILE``; ``{site}`` in it stands for the site's name.
+    2. ``flare_sparse.yaml`` in the site's local folder.
+    3. The path in ``FLARE_SPARSE_DATA``; ``{site}`` in it stands for the site's name.
+
+    Args:
+        site: name of the site.
+        local_dir: local folder of the site's startup kit; None if there is none.
+        environment: environment variables.
+
+    Raises:
+        DataError: no source is present, a site file is malformed, or the data does not exist.
+    """
+    named_file, local_file = environment.get(SITE_FILE_VARIABLE), local_dir / LOCAL_FILE if local_dir else None
+    if named_file:
+        return _read_site_file(site, Path(named_file.replace("{site}", site)))
+    if local_file and local_file.is_file():
+        return _read_site_file(site, local_file)
+    if path := environment.get(DATA_VARIABLE):
+        return _check_exists(SiteData(site, Path(path.replace("{site}", site)).expanduser()), f"${DATA_VARIABLE}")
+    local_text = local_file or f"{LOCAL_FILE} in the local folder of the site (there is none)"
+    raise DataError(
+        f"site {site!r} has no location for its data. Looked for: the site file named by ${SITE_FILE_VARIABLE} (not "
+        f"set); {local_text} (does not exist); the path in ${DATA_VARIABLE} (not set). Write 'data: /path/to/data' "
+        "into the file, or set one of the variables."
+    )
+
+
+def write_site_files(folder: Path, sites: Iterable[SiteData]) -> str:
+    """Write one site file per site, for the simulator.
+
+    Args:
+        folder: folder to write to; created if missing.
+        sites: content of each file.
+
+    Returns:
+        The value of ``FLARE_SPARSE_SITE_FILE`` with which every site finds its own file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for site in sites:
+        (folder / f"{site.site}.json").write_text(format_site_file(site))
+    return str(folder.absolute() / "{site}.json")
+
+
+def format_site_file(site: SiteData) -> str:
+    """Return the content of a site file as JSON, which is also valid YAML."""
+    methods = {name: dict(settings) for name, settings in site.methods.items()}
+    return SiteFile(data=site.path.absolute(), subset=site.subset, methods=methods).model_dump_json(
+        exclude_defaults=True
+    )
+
+
+def _read_site_file(site: str, file: Path) -> SiteData:
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = SiteFile.model_validate(json.loads(text) if file.suffix == ".json" else yaml.safe_load(text))
+    except ValidationError as error:
+        problems = "; ".join(_describe_problem(part["loc"], part["msg"]) for part in error.errors())
+        raise DataError(f"{file}: {problems}") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError, yaml.YAMLError) as error:
+        raise DataError(f"{file}: cannot be read as a site file: {error}. Expected 'data: /path/to/data'") from error
+    path = file.parent / content.data.expanduser()
+    return _check_exists(SiteData(site, path, content.subset, content.methods), str(file))
+
+
+def _check_exists(data: SiteData, source: str) -> SiteData:
+    """Return ``data``; raise if its path does not exist."""
+    try:
+        exists = data.path.exists()
+    except OSError as error:
+        raise DataError(f"{source}: data is {data.path}, which cannot be accessed: {error.strerror}") from error
+    if not exists:
+        raise DataError(f"{source}: data is {data.path}; there is no such file or folder. Correct the path")
+    return data
+
+
+def _describe_problem(location: tuple[int | str, ...], message: str) -> str:
+    name = ".".join(str(part) for part in location)
+    fields = SiteFile.model_fields
+    hint = "" if name in fields or not name else suggest(name, fields) + f" Allowed fields: {', '.join(fields)}"
+    return f"{name or 'content'}: {message}.{hint}"

@@ -1,0 +1,197 @@
+"""Tables with one row per subject: CSV (also ``.csv.gz``), Parquet or npz; each column becomes an array."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from ...core.errors import DataError, suggest
+from ..task import Cohort
+
+MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
+Values = dict[str, list[object]]
+"""Columns as a file has them."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of equal length.
+
+    Attributes:
+        source: file that the table was read from, named in errors.
+        columns: arrays by name; float64 if every value is a number or missing (NaN), else text.
+        marks: texts such as ``None`` that stand for missing values in columns of numbers, by column and row from 0.
+    """
+
+    source: Path
+    columns: dict[str, np.ndarray]
+    marks: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+
+    def get_column(self, name: str) -> np.ndarray:
+        """Return a column.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        if name not in self.columns:
+            hint = suggest(name, self.columns)
+            names = list(self.columns)
+            more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+            # A CSV file of a spreadsheet in a country with decimal commas.
+            if len(names) == 1 and (found := [mark for mark in ";\t|" if mark in names[0]]):
+                raise DataError(
+                    f"{self.source}: one column, {names[0]!r}: the fields are separated by {found[0]!r}. Save the file "
+                    "with commas between the fields and decimal points"
+                )
+            raise DataError(f"{self.source}: no column {name!r}.{hint} Found: {', '.join(names[:12])}{more}")
+        return self.columns[name]
+
+    def get_numbers(self, name: str) -> np.ndarray:
+        """Return a numeric column, float64; NaN where a value is missing.
+
+        Raises:
+            DataError: there is no such column, or it contains text.
+        """
+        column = self.get_column(name)
+        if column.dtype.kind != "f":
+            row, text = next((row, text) for row, text in enumerate(column, start=1) if not is_number(str(text)))
+            raise DataError(
+                f"{self.source}: column {name!r} contains text such as {str(text)!r} (row {row}); expected numbers"
+            )
+        return column
+
+    def get_texts(self, name: str) -> list[str]:
+        """Return a column as text: whole numbers without a decimal point, missing values as the file spells them.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        marks = self.marks.get(name, {})
+        return [marks.get(row, format_identifier(value)) for row, value in enumerate(self.get_column(name).tolist())]
+
+    def get_ids(self, name: str) -> tuple[str, ...]:
+        """Return the unique identifiers in a column.
+
+        Raises:
+            DataError: there is no such column, or an identifier occurs twice.
+        """
+        ids = tuple(format_identifier(value) for value in self.get_column(name))
+        if len(set(ids)) < len(ids):
+            duplicate = next(value for value in ids if ids.count(value) > 1)
+            raise DataError(f"{self.source}: {name} {duplicate!r} occurs twice; remove one row")
+        return ids
+
+    def to_cohort(self, id_column: str) -> Cohort:
+        """Return all columns, indexed by the identifiers in ``id_column``."""
+        return Cohort(self.get_ids(id_column), self.columns)
+
+
+def read_table(path: Path) -> Table:
+    """Read a table; the suffix selects the format: ``.csv``, ``.csv.gz``, ``.parquet`` or ``.npz``.
+
+    Raises:
+        DataError: the file is missing, of another format, or malformed.
+    """
+    reader = next((read for suffix, read in _READERS.items() if path.name.endswith(suffix)), None)
+    if reader is None:
+        raise DataError(f"{path}: expected a file that ends with one of {', '.join(_READERS)}")
+    if not path.is_file():
+        neighbours = [file.name for file in path.parent.glob("*")]
+        raise DataError(f"{path}: there is no such file.{suggest(path.name, neighbours)}")
+    try:
+        values = reader(path)
+        columns = {name: _to_array(column) for name, column in values.items()}
+        marks = {name: _find_marks(column, columns[name]) for name, column in values.items()}
+    except DataError:
+        raise
+    # Whatever a damaged file makes the readers raise, from zlib.error to MemoryError for a damaged shape.
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read as a table: {error}") from error
+    if len({len(column) for column in columns.values()}) > 1:
+        raise DataError(f"{path}: columns differ in length; expected one value per subject in each")
+    if not any(len(column) for column in columns.values()):
+        raise DataError(f"{path}: the table has no rows; expected one row per subject below the names of the columns")
+    return Table(path, columns, marks)
+
+
+def _read_csv(path: Path) -> Values:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        return _parse_csv(file)
+
+
+def _read_csv_gz(path: Path) -> Values:
+    with gzip.open(path, "rt", newline="", encoding="utf-8-sig") as file:
+        return _parse_csv(file)
+
+
+def _parse_csv(file: TextIO) -> Values:
+    header, *rows = list(csv.reader(file)) or [[]]
+    if not header or len(set(header)) < len(header):
+        raise ValueError("expected a first line with a different name for each column")
+    # Editors and spreadsheets leave empty lines at the end.
+    while rows and not rows[-1]:
+        rows.pop()
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise ValueError(f"line {number} has {len(row)} fields, the first line {len(header)}")
+    return {name: [row[i] for row in rows] for i, name in enumerate(header)}
+
+
+def _read_parquet(path: Path) -> Values:
+    try:
+        from pyarrow import parquet  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise DataError(
+            f"{path}: Parquet needs pyarrow; pip install 'flare-sparse[parquet]', or convert the file to CSV"
+        ) from error
+    return dict(parquet.read_table(path).to_pydict())
+
+
+def _read_npz(path: Path) -> Values:
+    with np.load(path, allow_pickle=False) as arrays:
+        columns = {name: arrays[name] for name in arrays.files}
+    if tensors := [name for name, values in columns.items() if values.ndim != 1]:
+        raise ValueError(f"array {tensors[0]!r} has {columns[tensors[0]].ndim} dimensions; expected one per column")
+    return {name: values.tolist() for name, values in columns.items()}
+
+
+_READERS: dict[str, Callable[[Path], Values]] = {
+    ".csv": _read_csv,
+    ".csv.gz": _read_csv_gz,
+    ".parquet": _read_parquet,
+    ".npz": _read_npz,
+}
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is a number or marks a missing value."""
+    try:
+        return text.lower() in MISSING or float(text) is not None
+    except ValueError:
+        return False
+
+
+def _to_array(values: Sequence[object]) -> np.ndarray:
+    """Return float64 if every value is a number or missing, else text."""
+    texts = ["" if value is None else str(value).strip() for value in values]
+    try:
+        return np.array([np.nan if text.lower() in MISSING else float(text) for text in texts], dtype=np.float64)
+    except ValueError:
+        return np.array(texts)
+
+
+def _find_marks(values: Sequence[object], column: np.ndarray) -> dict[int, str]:
+    """Return the texts that stand for missing values in a column of numbers, by row; none for a column of text."""
+    rows = np.flatnonzero(np.isnan(column)).tolist() if column.dtype.kind == "f" else []
+    return {row: text for row in rows if isinstance(value := values[row], str) and (text := value.strip())}
+
+
+def format_identifier(value: object) -> str:
+    """Return an identifier as text; whole numbers lose their decimal point."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

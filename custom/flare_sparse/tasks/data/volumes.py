@@ -1,0 +1,145 @@
+"""Volumes: from a NIfTI file to a network's input, with every check made before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ...core.errors import DataError
+from .nifti import format_shape, read_nifti
+
+Normalization = Literal["volume", "brain", "brain_first"]
+_IQR_OF_NORMAL = 1.349
+"""Interquartile range of a normal distribution in units of its standard deviation."""
+
+
+def build_preprocessing(downsample: int, normalization: Normalization = "volume") -> Callable[[Any], Any]:
+    """Return a transform from voxels ``(D, H, W)`` to a float32 tensor ``(1, d, h, w)``.
+
+    The transform averages cubes of ``downsample`` voxels per side and drops the remainder at the end of each axis.
+
+    Args:
+        downsample: voxels per side of a cube.
+        normalization: ``volume`` z-scores each volume by its own mean and standard deviation (FedSparsify, section 4);
+            ``brain`` is :func:`normalize_brain` after the averaging; ``brain_first`` before it, so that a cube at the
+            edge of the brain does not depend on how much background it contains.
+    """
+    from monai.transforms import Compose, EnsureChannelFirst, EnsureType, NormalizeIntensity
+
+    to_tensor = EnsureType(dtype=torch.float32, track_meta=False)
+    pool = nn.AvgPool3d(downsample)
+    steps = {
+        "volume": [pool, NormalizeIntensity(), to_tensor],
+        "brain": [pool, to_tensor, normalize_brain],
+        "brain_first": [to_tensor, normalize_brain, pool],
+    }
+    preprocess: Callable[[Any], Any] = Compose([EnsureChannelFirst(channel_dim="no_channel"), *steps[normalization]])
+    return preprocess
+
+
+def normalize_brain(volume: Tensor) -> Tensor:
+    """Return a volume with median 0 and robust standard deviation 1 inside the brain, and 0 outside.
+
+    The brain is where a volume, from which everything else was removed, is not 0. Neither background nor a few bright
+    vessels change the scale, as they do that of a z-score of the whole volume.
+
+    Args:
+        volume: float32, any shape; a volume without values other than 0 stays as it is.
+    """
+    brain = volume != 0
+    values = volume[brain].double()
+    if not values.numel():
+        return volume
+    lower, median, upper = np.quantile(values.numpy(), [0.25, 0.5, 0.75])
+    # A quantised volume may have equal quartiles.
+    scale = (upper - lower) / _IQR_OF_NORMAL or float(values.std(correction=0)) or 1.0
+    return torch.where(brain, (volume - float(median)) / scale, 0.0)
+
+
+def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | None = None) -> np.ndarray:
+    """Read the voxels of a NIfTI file: float32 ``shape``, in RAS+ orientation.
+
+    Args:
+        file: ``.nii`` or ``.nii.gz``.
+        shape: expected shape of the voxels.
+        spacing: expected size of the voxels in mm; None: any size from 0.1 to 20.
+
+    Raises:
+        DataError: the file is missing, damaged, or of another shape or spacing; its affine is unusable; or its voxels
+            are not finite or all equal.
+    """
+    image = read_nifti(file, shape, spacing)
+    try:
+        voxels = np.asarray(image.dataobj, dtype=np.float32).reshape(image.shape[:3])
+    except Exception as error:
+        raise DataError(f"corrupt file {file.name}: {error}. Copy or convert it again") from error
+    if voxels.shape != tuple(shape):
+        raise DataError(
+            f"wrong shape {format_shape(voxels.shape)} of {file.name} in RAS orientation; expected "
+            f"{format_shape(shape)}"
+        )
+    if bad := int(np.count_nonzero(~np.isfinite(voxels))):
+        raise DataError(f"{bad} voxels of {file.name} are NaN or infinite")
+    if voxels.min() == voxels.max():
+        raise DataError(f"all voxels of {file.name} are equal: the image is empty")
+    return voxels
+
+
+@dataclass(frozen=True)
+class VolumeExample:
+    """One subject's example.
+
+    Attributes:
+        file: NIfTI file.
+        target: value to predict.
+        cached_input: the network's input ``(1, d, h, w)``; None: read from the file at each access.
+    """
+
+    file: Path
+    target: float
+    cached_input: Tensor | None
+
+
+class VolumeDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Preprocessed volumes ``(1, d, h, w)`` with their targets ``(1,)``, from memory or from disk.
+
+    Args:
+        examples: the examples.
+        shape: shape of the voxels on disk.
+        downsample: see :func:`build_preprocessing`.
+        spacing: size of the voxels on disk in mm; None: any.
+        normalization: see :func:`build_preprocessing`.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[VolumeExample],
+        shape: Sequence[int],
+        downsample: int,
+        spacing: Sequence[float] | None = None,
+        normalization: Normalization = "volume",
+    ):
+        self._examples, self._shape, self._spacing = examples, shape, spacing
+        self._preprocess = build_preprocessing(downsample, normalization)
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the volume and the target of one subject.
+
+        Raises:
+            DataError: the file has become unreadable.
+        """
+        example = self._examples[index]
+        target = torch.tensor([example.target])
+        if example.cached_input is not None:
+            return example.cached_input, target
+        return self._preprocess(read_voxels(example.file, self._shape, self._spacing)), target

@@ -1,0 +1,87 @@
+"""LoRA adapters of peft for linear layers and 3D convolutions of any frozen network."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+
+from ...core.errors import ConfigError, suggest
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+class AdapterConfig(BaseModel):
+    """Adapters ``(alpha / rank) * B A`` beside frozen weights; B starts at 0, so training starts at the base model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(16, ge=1, le=4096, description="r_G: rank of every adapter")
+    alpha: float = Field(16.0, gt=0, description="the product is scaled by alpha / rank")
+    init: Literal["kaiming", "gaussian"] = Field(
+        "kaiming", description="initialisation of A: peft's default, or N(0, 1/r)"
+    )
+    targets: tuple[str, ...] = Field(
+        (), description="last parts of the names of the modules to adapt, such as query; none: all but the head"
+    )
+    head: Literal["frozen", "trained"] = Field(
+        "frozen", description="the last layer: frozen (FFA-LoRA, LoRA-A2), or trained and sent in full"
+    )
+
+
+def list_adaptable_modules(network: nn.Module) -> list[str]:
+    """Return the names of the linear layers and ungrouped 3D convolutions, in the network's order."""
+    return [
+        name
+        for name, part in network.named_modules()
+        if type(part) is nn.Linear or (type(part) is nn.Conv3d and part.groups == 1)
+    ]
+
+
+def add_adapters(network: nn.Module, config: AdapterConfig) -> PeftModel:
+    """Add adapters to a network; everything else is frozen, except the head if ``config`` trains it.
+
+    Args:
+        network: the base model; it is modified. Its head is the last module that could have an adapter.
+        config: modules, rank and scale of the adapters. A is drawn from torch's global generator.
+
+    Returns:
+        The network as peft wraps it.
+
+    Raises:
+        ConfigError: no module matches the targets, or peft is not installed.
+    """
+    peft = _import_peft()
+    *body, head = list_adaptable_modules(network) or [""]
+    targets = _select_modules(body, config.targets) if config.targets else body
+    if not targets:
+        raise ConfigError("task.adapter: the network has no linear layer or 3D convolution beside its head to adapt")
+    settings: dict[str, Any] = {
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": targets,
+        "init_lora_weights": "gaussian" if config.init == "gaussian" else True,
+        "modules_to_save": [head] if config.head == "trained" else None,
+    }
+    adapted: PeftModel = peft.get_peft_model(network, peft.LoraConfig(**settings))
+    return adapted
+
+
+def _select_modules(body: list[str], targets: tuple[str, ...]) -> list[str]:
+    """Return the modules whose names end with a target; the target matches whole parts between dots."""
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in body):
+            ends = sorted({name.rpartition(".")[2] for name in body})
+            hint = suggest(target, ends) or f" Available are, among others: {', '.join(ends[:8])}"
+            raise ConfigError(f"task.adapter.targets: no module to adapt ends with {target!r}.{hint}")
+    return [name for name in body if any(f".{name}".endswith(f".{target}") for target in targets)]
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("task.adapter needs peft; pip install 'flare-sparse[lora]'") from error
+    return peft

@@ -1,0 +1,100 @@
+"""The ``model`` section of a task: a network and its settings, such as ``{name: mlp, hidden: [64, 32]}``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+from torch import nn
+
+from ...compute.structure.norms import replace_batch_norms
+from ...core.errors import ConfigError, suggest
+from .gates import GateConfig, add_gates
+from .registry import INPUT_KINDS, MODELS, build_model, get_input_kind, validate_settings
+
+FROM_TASK = (*INPUT_KINDS, "inputs", "outputs")
+OWN = ("name", "norm", "gates")
+"""Settings that are not those of the network's builder."""
+OMITTED: tuple[tuple[str, Any], ...] = (("norm", None), ("gates", None), ("standardize", True))
+"""Settings with the values at which they do not enter the run id: jobs from before these settings keep theirs."""
+
+
+class ModelConfig(BaseModel):
+    """A network and its settings, without the shape of its input and the number of outputs, which the task sets."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str = Field(description="name of a ready-made network")
+    norm: Literal["group"] | None = Field(
+        None, description="group: group normalisation in place of batch normalisation, as privacy needs it; null: as is"
+    )
+    gates: GateConfig | None = Field(None, description="channel gates around some layers (MetaGater); null: none")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_settings(cls, value: Any) -> Any:
+        """Validate the settings against the network's builder, fill in defaults, and convert them to JSON values."""
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return value
+        name, network_settings = (
+            value["name"],
+            {key: setting for key, setting in value.items() if key not in OWN},
+        )
+        if reserved := sorted(set(network_settings) & set(FROM_TASK)):
+            raise ValueError(f"{reserved[0]!r} of a model is set by the task; remove it")
+        # The number of features has no default and comes with the data; any value passes the check of the others.
+        placeholder = {"features": 1} if name in MODELS and get_input_kind(name) == "features" else {}
+        complete = validate_settings(name, {**placeholder, **network_settings})
+        settings = {key: _to_json(v) for key, v in complete.items() if key not in FROM_TASK}
+        return {"name": name, **settings, **{key: value[key] for key in OWN[1:] if key in value}}
+
+    @model_serializer(mode="wrap")
+    def _omit_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit the settings of a network as it is, so that they do not enter the run id of such jobs."""
+        return {key: value for key, value in dump(self).items() if (key, value) not in OMITTED}
+
+    def build(self, **task_settings: Any) -> nn.Module:
+        """Build the network, newly initialised.
+
+        Args:
+            task_settings: input shape and outputs from the task, such as ``volume=(26, 32, 26), outputs=1``.
+
+        Raises:
+            ConfigError: the network does not take this kind of input, the input is too small, or a layer cannot be
+                gated.
+        """
+        network = build_model(self.name, **task_settings, **(self.model_extra or {}))
+        if self.norm == "group" and not replace_batch_norms(network):
+            raise ConfigError(f"model.norm: {self.name} has no batch normalisation; leave norm out")
+        return network if self.gates is None else add_gates(network, self.gates)
+
+
+def require_input(kind: str) -> AfterValidator:
+    """Return a validator of a task's ``model`` that accepts only networks with this kind of input.
+
+    Args:
+        kind: ``volume``, ``image``, ``features`` or ``patch``.
+    """
+
+    def validate_kind(model: ModelConfig) -> ModelConfig:
+        if get_input_kind(model.name) != kind:
+            suitable = [name for name in MODELS if get_input_kind(name) == kind]
+            raise ValueError(
+                f"model {model.name!r} takes {get_input_kind(model.name)}, but this task provides {kind}; choose one "
+                f"of: {', '.join(suitable)}.{suggest(model.name, suitable)}"
+            )
+        return model
+
+    return AfterValidator(validate_kind)
+
+
+def _to_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

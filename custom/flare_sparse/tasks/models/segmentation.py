@@ -1,0 +1,196 @@
+"""MONAI's networks that return one logit per class and voxel, at sizes that train on a CPU.
+
+The defaults are smaller than MONAI's own; larger ones are a matter of settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Annotated
+
+from pydantic import Field
+from torch import nn
+
+from ...core.errors import ConfigError
+from .fields import Count, Share, Volume
+
+Levels = Annotated[tuple[Count, ...], Field(min_length=3, max_length=8)]
+SixLevels = Annotated[tuple[Count, ...], Field(min_length=6, max_length=6)]
+FourStages = Annotated[tuple[Count, ...], Field(min_length=4, max_length=4)]
+MAX_PATCH_VOXELS = 2**27
+"""Most voxels of a patch: a job cannot ask a site to allocate more."""
+
+
+def basic_unet(
+    *,
+    patch: Volume = (64, 64, 64),
+    inputs: Count = 1,
+    outputs: Count = 2,
+    channels: SixLevels = (8, 8, 16, 32, 64, 8),
+    dropout: Share = 0.0,
+) -> nn.Module:
+    """Build MONAI's BasicUNet: five levels with instance normalisation (Falk et al. 2019, the 3D U-Net).
+
+    The default has 360,435 parameters with three outputs; MONAI's own channels are (32, 32, 64, 128, 256, 32).
+
+    Args:
+        patch: (depth, height, width) of an input in voxels, at least 16 per side and 32 of one.
+        inputs: channels of an input.
+        outputs: logits per voxel.
+        channels: channels of the five levels, and of the last one on the way up.
+        dropout: dropout rate.
+
+    Raises:
+        ConfigError: the patch is too small.
+    """
+    _check_patch("basic_unet", patch, 4, divisible=False)
+    from monai.networks.nets import BasicUNet
+
+    network: nn.Module = BasicUNet(3, inputs, outputs, channels, dropout=dropout)
+    return network
+
+
+def dyn_unet(
+    *,
+    patch: Volume = (64, 64, 64),
+    inputs: Count = 1,
+    outputs: Count = 2,
+    channels: Levels = (8, 16, 32, 64),
+    residual: bool = False,
+    dropout: Share = 0.0,
+) -> nn.Module:
+    """Build MONAI's DynUNet, the network of nnU-Net (Isensee et al. 2021), without deep supervision.
+
+    Each level after the first halves the patch. The default has 350,771 parameters with three outputs.
+
+    Args:
+        patch: (depth, height, width) of an input in voxels, a multiple of 2 for every level after the first.
+        inputs: channels of an input.
+        outputs: logits per voxel.
+        channels: channels of each level.
+        residual: whether the blocks have residual connections.
+        dropout: dropout rate.
+
+    Raises:
+        ConfigError: the patch cannot be halved as often.
+    """
+    levels = len(channels)
+    _check_patch("dyn_unet", patch, levels - 1)
+    from monai.networks.nets import DynUNet
+
+    network: nn.Module = DynUNet(
+        3,
+        inputs,
+        outputs,
+        kernel_size=[3] * levels,
+        strides=[1] + [2] * (levels - 1),
+        upsample_kernel_size=[2] * (levels - 1),
+        filters=channels,
+        dropout=dropout or None,
+        res_block=residual,
+    )
+    return network
+
+
+def seg_resnet(
+    *,
+    patch: Volume = (64, 64, 64),
+    inputs: Count = 1,
+    outputs: Count = 2,
+    channels: Annotated[int, Field(ge=8, le=512, multiple_of=8)] = 8,
+    blocks: Levels = (1, 2, 2, 4),
+    dropout: Share = 0.0,
+) -> nn.Module:
+    """Build MONAI's SegResNet (Myronenko 2018) without its autoencoder; it normalises groups of channels.
+
+    The default has 1,176,195 parameters with three outputs.
+
+    Args:
+        patch: (depth, height, width) of an input in voxels, a multiple of 2 for every level after the first.
+        inputs: channels of an input.
+        outputs: logits per voxel.
+        channels: channels of the first level, a multiple of 8; every level doubles them.
+        blocks: residual blocks of each level.
+        dropout: dropout rate.
+
+    Raises:
+        ConfigError: the patch cannot be halved as often.
+    """
+    _check_patch("seg_resnet", patch, len(blocks) - 1)
+    from monai.networks.nets import SegResNet
+
+    network: nn.Module = SegResNet(
+        3,
+        channels,
+        inputs,
+        outputs,
+        dropout_prob=dropout or None,
+        blocks_down=blocks,
+        blocks_up=(1,) * (len(blocks) - 1),
+    )
+    return network
+
+
+def swin_unetr(
+    *,
+    patch: Volume = (64, 64, 64),
+    inputs: Count = 1,
+    outputs: Count = 2,
+    channels: Annotated[int, Field(ge=12, le=384, multiple_of=12)] = 12,
+    depths: FourStages = (2, 2, 2, 2),
+    dropout: Share = 0.0,
+) -> nn.Module:
+    """Build MONAI's SwinUNETR (Hatamizadeh et al. 2022): attention in shifted windows; needs einops.
+
+    The default has 4,078,077 parameters with three outputs.
+
+    Args:
+        patch: (depth, height, width) of an input in voxels, a multiple of 32.
+        inputs: channels of an input.
+        outputs: logits per voxel.
+        channels: width of the first stage, a multiple of 12.
+        depths: transformer layers of the four stages, each a multiple of 2.
+        dropout: dropout rate.
+
+    Raises:
+        ConfigError: the patch is not a multiple of 32, or einops is not installed.
+    """
+    _check_patch("swin_unetr", patch, 5)
+    from monai.networks.nets import SwinUNETR
+    from monai.utils import OptionalImportError
+
+    try:
+        network: nn.Module = SwinUNETR(
+            in_channels=inputs, out_channels=outputs, depths=depths, feature_size=channels, drop_rate=dropout
+        )
+    except OptionalImportError as error:
+        raise ConfigError("model 'swin_unetr' needs einops: pip install 'flare-sparse[segmentation]'") from error
+    return network
+
+
+def _check_patch(name: str, patch: Sequence[int], halvings: int, *, divisible: bool = True) -> None:
+    """Raise if a network cannot compute patches of this shape.
+
+    Args:
+        name: name of the network.
+        patch: voxels per axis.
+        halvings: how often the network halves each axis.
+        divisible: whether each side must be divisible by all halvings; otherwise the network fills it up.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    shape, factor = "x".join(map(str, patch)), 2**halvings
+    if prod(patch) > MAX_PATCH_VOXELS:
+        raise ConfigError(
+            f"model {name!r}: patch {shape} has more than {MAX_PATCH_VOXELS} voxels; choose a smaller one"
+        )
+    last = [side // factor for side in patch]
+    # Instance normalisation of a single voxel is undefined.
+    if prod(last) < 2 or (divisible and any(side % factor for side in patch)):
+        fit = [max(-(-side // factor), 1) * factor for side in patch]
+        if prod(fit) == factor ** len(fit):
+            fit[-1] *= 2
+        sides = f"multiples of {factor}" if divisible else f"at least {factor} voxels per side, and {2 * factor} of one"
+        raise ConfigError(f"model {name!r}: patch {shape}; expected {sides}, such as {fit}: set task.patch")

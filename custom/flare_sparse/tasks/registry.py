@@ -1,0 +1,28 @@
+"""Built-in tasks by name. A user task is a class in the user's own module (docs/own-task.md)."""
+
+from __future__ import annotations
+
+from .brain import BrainAge, SexClassification
+from .bundles.task import BundleTask
+from .images import ImageClassification
+from .morphometry import MorphometryAge, MorphometrySex
+from .mortality import Mortality
+from .segmentation import Segmentation
+from .table import TableTask
+from .task import Task
+from .text import TextClassification
+
+__all__ = ["TASKS"]
+
+TASKS: dict[str, type[Task]] = {
+    "brain_age": BrainAge,
+    "sex_classification": SexClassification,
+    "morphometry_age": MorphometryAge,
+    "morphometry_sex": MorphometrySex,
+    "image_classification": ImageClassification,
+    "mortality": Mortality,
+    "segmentation": Segmentation,
+    "bundle": BundleTask,
+    "table": TableTask,
+    "text_classification": TextClassification,
+}

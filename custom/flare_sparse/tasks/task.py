@@ -1,0 +1,496 @@
+"""Task: the interface between a learning problem and the package. Ready-made tasks are in ``tasks/``."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import safetensors.torch
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
+from ..core.reading import MinibatchReader, stack_examples
+from ..core.split import Split, SplitConfig
+
+VALIDATION = "validation_"
+"""Prefix of the names of the metrics on validation examples."""
+TEST_EXAMPLES = "test_examples"
+"""Name of the metric that the other metrics of a site on test examples are weighted by."""
+VALIDATION_EXAMPLES = f"{VALIDATION}examples"
+"""Name of the metric that the metrics of a site on validation examples are weighted by."""
+EPSILON = "epsilon"
+"""Name of the number, sent with the metrics, that says what a run has charged the site's subjects so far."""
+COUNTS = (TEST_EXAMPLES, VALIDATION_EXAMPLES)
+"""Names of the metrics that are numbers of examples."""
+METRIC_NAMES = "1 to 64 printable characters without quotes, brackets [ ] and < > & \\ `"
+"""What the name of a metric may be, for errors."""
+_MAX_NAME_LENGTH = 64
+# Names enter records, terminals and the report page: no markup, no quotes, no control characters.
+_MARKUP = frozenset("<>&\"'`\\[]")
+
+
+def get_count_name(metric: str) -> str:
+    """Return the name of the number of examples that a metric was computed from."""
+    return VALIDATION_EXAMPLES if metric.startswith(VALIDATION) else TEST_EXAMPLES
+
+
+def is_metric_name(name: object) -> bool:
+    """Return whether a site may report a metric of this name: :data:`METRIC_NAMES`."""
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_LENGTH:
+        return False
+    # Not printable: control characters, line breaks, escape sequences, and marks that reverse the direction of text.
+    return name.isprintable() and not name.isspace() and _MARKUP.isdisjoint(name)
+
+
+Kind = Literal["regression", "binary", "classes", "survival"]
+"""What targets are: numbers; class 0 or 1; classes from 0; times with the mark of an event."""
+
+
+class TaskConfig(BaseModel):
+    """Base class of a task's settings; an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    split: SplitConfig = Field(
+        default_factory=SplitConfig, description="which of a site's subjects are for training, validation and testing"
+    )
+
+    @property
+    def privacy_blocker(self) -> str | None:
+        """Why one subject changes another's inputs or loss, and the setting to change; None where none does."""
+        return None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The metric that rounds and models are compared by.
+
+    Attributes:
+        name: its key in the result of ``Task.metrics``.
+        unit: unit for tables and plots, such as ``"years"``; empty for none.
+        mode: ``"min"`` if lower is better, ``"max"`` if higher is better.
+        may_be_undefined: whether ``Task.metrics`` may omit it, such as the AUC of test examples of a single class.
+
+    Raises:
+        ConfigError: the name is empty or reserved, or the mode is neither ``"min"`` nor ``"max"``.
+    """
+
+    name: str
+    unit: str
+    mode: Literal["min", "max"]
+    may_be_undefined: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or self.name == TEST_EXAMPLES:
+            raise ConfigError(
+                f"Metric: name is {self.name!r}; expected the key of the main metric in the result of metrics(), such "
+                "as 'mae' ('test_examples' is reserved)"
+            )
+        if self.name.startswith(VALIDATION):
+            raise ConfigError(
+                f"Metric: name {self.name!r} starts with {VALIDATION!r}, which marks metrics on validation examples; "
+                "choose another name"
+            )
+        if self.mode not in ("min", "max"):
+            raise ConfigError(
+                f"Metric {self.name!r}: mode is {self.mode!r}; expected 'min' (lower is better) or 'max' (higher is "
+                "better)"
+            )
+
+    def is_better(self, new: float, old: float) -> bool:
+        """Return whether ``new`` is strictly better than ``old``."""
+        return new < old if self.mode == "min" else new > old
+
+
+@dataclass(frozen=True)
+class SiteData:
+    """Location of one site's examples. Set at the site, never in the job.
+
+    Attributes:
+        site: name of the site.
+        path: folder or file.
+        subset: identifiers of the site's examples; None for all examples of ``path``.
+        methods: settings that the site chooses for itself, by name of the method.
+    """
+
+    site: str
+    path: Path
+    subset: tuple[str, ...] | None = None
+    methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A site's training, test and validation examples.
+
+    Attributes:
+        train: training examples.
+        test: test examples; may be empty.
+        skipped: number of unusable examples that are in none of them.
+        train_ids: identifiers of the training examples, in order, for ``flare-sparse check``; empty: not known.
+        test_ids: identifiers of the test examples.
+        columns: names of the columns of a tabular input, in order; empty: not known.
+        validation: examples that choose the best round and end a run early; None: none.
+        validation_ids: identifiers of the validation examples.
+        train_subjects: subject of each training example, in order, where a subject may have several; empty: every
+            example is a subject of its own.
+        test_subjects, validation_subjects: the same of the other examples.
+        notes: what the record of an evaluation on these examples states, such as the rows that inputs are scaled by.
+        warnings: what does not stop a run but may spoil its result; shown by ``flare-sparse check`` and logged.
+    """
+
+    train: Dataset[Any]
+    test: Dataset[Any]
+    skipped: int = 0
+    train_ids: Sequence[str] = ()
+    test_ids: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    validation: Dataset[Any] | None = None
+    validation_ids: Sequence[str] = ()
+    train_subjects: Sequence[str] = ()
+    test_subjects: Sequence[str] = ()
+    validation_subjects: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+
+    @property
+    def n_train(self) -> int:
+        """Number of training examples."""
+        return len(self.train)  # type: ignore[arg-type]
+
+    def count_train_subjects(self) -> int:
+        """Return the number of subjects that the training examples are of."""
+        return len(set(self.train_subjects)) if self.train_subjects else self.n_train
+
+    @property
+    def n_test(self) -> int:
+        """Number of test examples."""
+        return len(self.test)  # type: ignore[arg-type]
+
+    @property
+    def n_validation(self) -> int:
+        """Number of validation examples."""
+        return 0 if self.validation is None else len(self.validation)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Index of a data set, one item per example; the simulator partitions it into sites.
+
+    Attributes:
+        ids: unique identifiers.
+        columns: per-example values such as ``site``, ``age``, ``label``; strings or numbers.
+
+    Raises:
+        DataError: an identifier is not text or occurs twice, or a column differs in length.
+    """
+
+    ids: tuple[str, ...]
+    columns: dict[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        if others := [name for name in self.ids if not isinstance(name, str)]:
+            kind = type(others[0]).__name__
+            raise DataError(f"cohort: identifier {others[0]!r} is {kind}; expected text, such as str({others[0]!r})")
+        # An identifier that occurs twice could put one example into two sites, or into training and test at once.
+        if duplicates := [f"{name!r}" for name, count in Counter(self.ids).items() if count > 1]:
+            raise DataError(
+                f"cohort: {len(duplicates)} identifiers occur more than once: {', '.join(duplicates[:5])}; give every "
+                "example an identifier of its own"
+            )
+        for name, values in self.columns.items():
+            if len(values) != len(self.ids):
+                raise DataError(
+                    f"cohort: column {name!r} has {len(values)} values for {len(self.ids)} examples; expected one each"
+                )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One slice of a case with its labels and the prediction.
+
+    Attributes:
+        image: float32 ``(height, width)``, as it is looked at: the first row is at the top.
+        labels: uint8 ``(height, width)``, the class of each pixel; 0 is background.
+        predicted: predicted classes, likewise.
+        aspect: height of a pixel as a multiple of its width.
+    """
+
+    image: np.ndarray
+    labels: np.ndarray
+    predicted: np.ndarray
+    aspect: float = 1.0
+
+
+class Task(ABC):
+    """One learning problem, the same on the server and at every site.
+
+    A user task subclasses this class in the user's own module (docs/own-task.md). The server calls only ``model``;
+    ``load`` runs at a site, and the examples that it returns stay there.
+
+    Attributes:
+        Config: class of the settings.
+        metric: the metric that rounds and models are compared by.
+        reads: the data that ``load`` reads, in one sentence; ``flare-sparse tasks`` shows it.
+        kind: what the targets are, for baselines and paired comparisons; None: runs are compared by their metrics only.
+    """
+
+    Config: ClassVar[type[TaskConfig]] = TaskConfig
+    metric: Metric
+    reads: ClassVar[str] = ""
+    kind: Kind | None = None
+
+    def __init__(self, config: TaskConfig | Mapping[str, Any] | None = None):
+        self.config = config if isinstance(config, TaskConfig) else self.Config.model_validate(config or {})
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Return a newly initialised float32 network. Random numbers come from torch's global generator."""
+
+    @abstractmethod
+    def load(self, data: SiteData, seed: int) -> Examples:
+        """Load the site's examples, split as ``config.split`` says; the split depends on ``seed`` only.
+
+        Raises:
+            DataError: the data is missing or invalid; the message names files and fields.
+        """
+
+    def cohort(self, path: Path) -> Cohort:
+        """Return the index of a data set; only the simulator calls it, to partition the examples into sites.
+
+        Raises:
+            DataError: the data set does not exist.
+            NotImplementedError: the task does not support partitioning.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no cohort(); give each simulated site its own folder")
+
+    def describe_site(self, train: Dataset[Any]) -> dict[str, Tensor]:
+        """Return what the network knows of a site's own training examples, by name of the tensor; by default nothing.
+
+        These tensors must stay at the site (``method.personal``); the values are those before training.
+        """
+        return {}
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss over one batch, a scalar."""
+
+    def augment(self, batch: Any, generator: torch.Generator) -> Any:
+        """Return a minibatch of training examples with random changes; by default the minibatch itself.
+
+        Local training alone calls it. The changes must be drawn from ``generator``, which the run's seed, the site and
+        the round determine, so that a run can be repeated and resumed to the same bits.
+        """
+        return batch
+
+    @abstractmethod
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return predictions and targets of one batch in the metric's unit; the first dimension is the batch."""
+
+    def measure(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`metrics` needs of each example of a batch; by default its prediction and target.
+
+        A task whose predictions cannot be stacked, such as label maps of volumes of different shapes, returns the
+        measurements of each case ``(B, m)`` instead, and in :meth:`metrics` their means over cases. The mean over all
+        sites, weighted by test examples, is then the mean over all cases.
+        """
+        return self.predict(model, batch)
+
+    @abstractmethod
+    def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
+        """Return the metrics over all test examples as finite numbers, ``metric.name`` among them.
+
+        Args:
+            predictions: the first results of :meth:`measure`, of all examples.
+            targets: its second results.
+        """
+
+    def collate(self, examples: Sequence[Any]) -> Any:
+        """Return the minibatch of some examples; by default each of their tensors stacked."""
+        return stack_examples(examples)
+
+    def iterate_batches(self, dataset: Dataset[Any], batch_size: int) -> Iterator[Any]:
+        """Yield the examples of a data set in order, in batches of at most ``batch_size``."""
+        yield from DataLoader(MinibatchReader(dataset), batch_size=batch_size, collate_fn=self.collate)
+
+    def tabulate(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the examples of a batch as rows for linear baselines: features ``(B, d)`` and targets ``(B, t)``.
+
+        By default the batch is inputs and targets, and every number of an input is a feature; NaN is a missing one.
+
+        Raises:
+            NotImplementedError: a linear model of the inputs makes no sense, as with the tokens of a text.
+        """
+        return batch[0].flatten(1).float(), batch[1].reshape(len(batch[1]), -1)
+
+    def illustrate(self, model: nn.Module, batch: Any) -> Picture | None:
+        """Return a picture of a prediction, of a batch of one example; by default None: there is nothing to see."""
+        return None
+
+    def write_predictions(self, model: nn.Module, path: Path, out: Path) -> Iterator[Path]:
+        """Write the predictions for the inputs at ``path``, which need no targets, and yield each file.
+
+        Args:
+            model: the trained network, in eval mode.
+            path: folder or file of the data.
+            out: folder to write to; created if missing.
+
+        Raises:
+            ConfigError: the task writes no predictions.
+            DataError: the data is missing or invalid.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} writes no predictions of its own; flare-sparse evaluate computes its metrics, and "
+            "load_model returns the network"
+        )
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write a trained model to ``folder`` in a format that other tools read; by default ``model.safetensors``.
+
+        Integer tensors (counters, position tables) are not saved: ``model`` creates them.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: v.contiguous() for name, v in model.state_dict().items() if v.is_floating_point()}
+        safetensors.torch.save_file(state, folder / "model.safetensors")
+
+    def evaluate(self, model: nn.Module, test: Dataset[Any], batch_size: int = 16) -> dict[str, float]:
+        """Return ``metrics`` over a data set, with the model in eval mode; empty for an empty data set.
+
+        Raises:
+            MetricsError: a metric is not a finite number, the main metric is missing, or a prediction is NaN.
+        """
+        if not len(test):  # type: ignore[arg-type]
+            return {}
+        measured, targets = self.measure_all(model, test, batch_size)
+        # Measurements of a case may be undefined, but no prediction is: to argmax, NaN is the first class, and a model
+        # that diverged would be right wherever that is the target.
+        if type(self).measure is Task.measure and bool(measured.isnan().any()):
+            count = int(measured.isnan().reshape(len(measured), -1).any(dim=1).sum())
+            raise MetricsError(
+                f"{type(self).__name__}.predict() returned NaN for {count} of {len(measured)} examples: the model has "
+                "diverged, or their inputs are NaN"
+            )
+        return self._validate_metrics(self.metrics(measured, targets))
+
+    def measure_all(self, model: nn.Module, dataset: Dataset[Any], batch_size: int = 16) -> tuple[Tensor, Tensor]:
+        """Return ``measure`` over a data set with at least one example, with the model in eval mode."""
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            pairs = [self.measure(model, batch) for batch in self.iterate_batches(dataset, batch_size)]
+        model.train(was_training)
+        predictions, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        return predictions, targets
+
+    def tabulate_all(self, dataset: Dataset[Any] | None, batch_size: int = 64) -> tuple[Tensor, Tensor]:
+        """Return ``tabulate`` over a data set; empty for none."""
+        if dataset is None or not len(dataset):  # type: ignore[arg-type]
+            return torch.zeros(0, 1), torch.zeros(0, 1)
+        rows = [self.tabulate(batch) for batch in self.iterate_batches(dataset, batch_size)]
+        features, targets = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return features, targets
+
+    def _validate_metrics(self, metrics: Any) -> dict[str, float]:
+        """Return the metrics as floats; raise MetricsError as :meth:`evaluate` does."""
+        source = f"{type(self).__name__}.metrics()"
+        if not isinstance(metrics, Mapping):
+            raise MetricsError(f"{source} returned {type(metrics).__name__}; expected a dict of names and numbers")
+        for name, value in metrics.items():
+            if not isinstance(name, str):
+                raise MetricsError(f"{source}: the name {name!r} is {type(name).__name__}; expected text")
+            if name.startswith(VALIDATION):
+                raise MetricsError(
+                    f"{source}: the name {name!r} starts with {VALIDATION!r}, which is reserved; rename it"
+                )
+            if not isinstance(value, numbers.Real):
+                raise MetricsError(
+                    f"{source}: {name!r} is {type(value).__name__}; expected a plain number, such as float(value)"
+                )
+            if not math.isfinite(value):
+                raise MetricsError(
+                    f"{source}: {name!r} is {float(value)}; expected a finite number. Omit a metric that is undefined "
+                    "for these examples, and look for NaN in predictions and targets"
+                )
+        if self.metric.name not in metrics and not self.metric.may_be_undefined:
+            raise MetricsError(
+                f"{source} has no {self.metric.name!r}, by which rounds and models are compared; it has "
+                f"{', '.join(metrics) or 'nothing'}. Return it, set Metric(name=...) to one of these, or "
+                "Metric(..., may_be_undefined=True) if some test examples leave it undefined"
+            )
+        return {name: float(value) for name, value in metrics.items()}
+
+
+def build_examples(
+    split: Split,
+    build_dataset: Callable[[Sequence[str]], Dataset[Any]],
+    skipped: int = 0,
+    columns: Sequence[str] = (),
+) -> Examples:
+    """Return the examples of a split.
+
+    Args:
+        split: identifiers of the parts.
+        build_dataset: returns the data set of some identifiers, in their order.
+        skipped: number of unusable examples.
+        columns: names of the columns of a tabular input.
+    """
+    train, test, validation = (build_dataset(ids) for ids in (split.train, split.test, split.validation))
+    return Examples(train, test, skipped, split.train, split.test, columns, validation, split.validation)
+
+
+def load_examples(task: Task, data: SiteData, seed: int) -> Examples:
+    """Return the examples that ``task.load`` returns, after checking their type.
+
+    Raises:
+        DataError: the data is missing or invalid, or ``load`` returned something other than two data sets.
+        TaskFailed: ``load`` raised an exception of its own; the text names the user's line.
+    """
+    try:
+        examples = task.load(data, seed)
+    except FlareSparseError:
+        raise
+    except Exception as error:
+        raise TaskFailed(data.site, f"{type(task).__name__}.load({data.path})", error) from error
+    source = f"{type(task).__name__}.load()"
+    if not isinstance(examples, Examples):
+        raise DataError(
+            f"{source} returned {type(examples).__name__}; expected flare_sparse.tasks.task.Examples(train, test), two "
+            "torch data sets"
+        )
+    parts = {"train": examples.train, "test": examples.test, "validation": examples.validation}
+    for name, dataset in parts.items():
+        if name == "validation" and dataset is None:
+            continue
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise DataError(
+                f"{source}: {name} is {type(dataset).__name__}; expected a torch data set with a length, such as "
+                "TensorDataset(x, y)"
+            )
+    # A run that was to be chosen by validation would end without a best model, and no record would say why.
+    if task.config.split.validation and examples.validation is None:
+        raise DataError(
+            f"{source} returned no validation examples, but task.split.validation is "
+            f"{task.config.split.validation:g}; use self.config.split.assign(ids, seed) and "
+            "Examples(train, test, validation=...)"
+        )
+    return examples
+
+
+def iterate_minibatches(
+    dataset: Dataset[Any],
+    batch_size: int,
+    generator: torch.Generator,
+    collate: Callable[[Sequence[Any]], Any] = stack_examples,
+) -> Iterator[Any]:
+    """Yield the minibatches of one pass over the data in random order; the last one may be smaller."""
+    yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=generator, collate_fn=collate)

@@ -1,0 +1,39 @@
+"""The kernels' loops are compiled before they are used."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from flare_sparse.compute.kernels import loops
+from flare_sparse.compute.kernels.preparation import prepare_loops
+from flare_sparse.config.assemble import assemble, check_kernels
+from flare_sparse.config.loading import load_config
+
+CONFIG = Path(__file__).parents[3] / "app_configs" / "neurosfl_brain_age.yaml"
+ENTRIES = ("convolve", "scale_and_activate", "differentiate_activation", "differentiate_block", "convolve_back")
+
+
+def test_every_loop_that_a_block_calls_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    prepare_loops.cache_clear()
+    before = torch.random.get_rng_state()
+    with caplog.at_level(logging.INFO):
+        prepare_loops()
+        prepare_loops()
+    assert [len(getattr(loops, name).signatures) for name in ENTRIES] == [1] * len(ENTRIES)
+    assert len(caplog.messages) == 2, "the second call has nothing to do"
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("compute", "lines"), [("sparse", 2), ("auto", 0), ("dense", 0)])
+def test_a_job_that_demands_the_kernels_compiles_them_at_its_start(
+    compute: str, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare_loops.cache_clear()
+    config = load_config(CONFIG, [f"method.training.compute={compute}"])
+    with caplog.at_level(logging.INFO):
+        check_kernels(assemble(config).method)
+    assert len([line for line in caplog.messages if "sparse kernels" in line]) == lines

@@ -1,0 +1,112 @@
+"""Smaller copies of gated networks: the same function and gradients without the closed channels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flare_sparse.compute.structure.compact import compact_network, remove_channels
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.params import Layout
+from flare_sparse.tasks.models import build_model
+from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates
+from flare_sparse.training.gate_sparsity import observe_gates
+
+NETWORKS = {
+    "image_cnn": ({"image": (3, 16, 16), "channels": (4, 8, 8)}, ("1", "2"), (3, 16, 16)),
+    "image_cnn6": ({"image": (3, 16, 16), "channels": (4, 6, 8)}, ("4", "5"), (3, 16, 16)),
+    "brain_age_cnn_3mm": (
+        {"volume": (8, 8, 8), "channels": (4, 6, 8), "reduced": 4, "pooled": 2},
+        ("1", "2"),
+        (1, 8, 8, 8),
+    ),
+}
+
+
+def network(name: str) -> tuple[nn.Sequential, Tensor]:
+    own, layers, shape = NETWORKS[name]
+    torch.manual_seed(1)
+    wrapped = add_gates(build_model(name, **own), GateConfig(layers=layers))  # type: ignore[arg-type]
+    return wrapped.eval(), torch.randn(16, *shape)  # type: ignore[return-value]
+
+
+def gates(model: nn.Module) -> list[ChannelGate]:
+    return [part for part in model.modules() if isinstance(part, ChannelGate)]
+
+
+@torch.no_grad()
+def close(model: nn.Module, closed: list[int], weight: float = 0.0) -> dict[str, Tensor]:
+    """Set these channels' gate groups to zero; all others are open for every input, or for some with ``weight``."""
+    masks = {}
+    for name, part in model.named_modules():
+        if isinstance(part, ChannelGate):
+            part.open.weight.normal_(0, weight) if weight else part.open.weight.zero_()
+            part.open.bias.fill_(0 if weight else 1)
+            part.hidden.weight.normal_(0, 30)  # gates that differ from example to example
+            part.open.weight[closed] = 0
+            part.open.bias[closed] = 0
+            masks[name.removesuffix(".gate")] = torch.zeros(part.open.out_features, dtype=torch.bool)
+            masks[name.removesuffix(".gate")][closed] = True
+    return masks
+
+
+def run_observed(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    with torch.no_grad(), observe_gates(model) as observed:
+        out = model(x)
+    return {layer: torch.cat(q) for layer, q in observed.items()}, out
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_compact_network_is_the_same_function_without_closed_channels(name: str) -> None:
+    wrapped, x = network(name)
+    close(wrapped, [1, 2])
+    observed, expected = run_observed(wrapped, x)
+    small = compact_network(wrapped, observed)
+    assert not gates(small)  # what is left is always open
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in wrapped.parameters())
+    assert torch.allclose(small(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["image_cnn", "image_cnn6"])
+def test_compact_network_keeps_gates_that_vary_between_examples(name: str) -> None:
+    wrapped, x = network(name)
+    x = x * torch.linspace(-3, 3, len(x)).reshape(-1, 1, 1, 1) + torch.randn(len(x), 3, 1, 1)
+    close(wrapped, [0], weight=3.0)
+    observed, expected = run_observed(wrapped, x)
+    assert any(len(q.unique(dim=0)) > 1 for q in observed.values())
+    small = compact_network(wrapped, observed)
+    assert gates(small)
+    assert all(gate.open.out_features < 8 for gate in gates(small))
+    assert torch.allclose(small(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_removing_closed_channels_keeps_output_gradients_and_order_of_entries(name: str) -> None:
+    wrapped, x = network(name)
+    small, live = remove_channels(wrapped, close(wrapped, [1, 3], weight=3.0))
+    assert len(gates(small)) == len(gates(wrapped))
+    whole = Layout.from_module(wrapped).flatten(dict([*wrapped.named_parameters(), *wrapped.named_buffers()]))
+    remaining = Layout.from_module(small).flatten(dict([*small.named_parameters(), *small.named_buffers()]))
+    assert torch.equal(live.take(whole), remaining)
+    assert live.count < live.size
+    assert torch.allclose(small(x), wrapped(x), atol=1e-5)
+    gradients = []
+    for model in (wrapped, small):
+        model(x).square().mean().backward()
+        parts = {n: p.new_zeros(p.shape) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        gradients.append(Layout.from_module(model).flatten({**parts, **dict(model.named_buffers())}))
+    assert torch.allclose(live.take(gradients[0]), gradients[1], atol=1e-4)
+
+
+def test_networks_that_cannot_be_made_smaller_raise() -> None:
+    wrapped, _ = network("image_cnn")
+    with pytest.raises(ConfigError, match="'0' is not a gated layer; gated layers: 1, 2"):
+        compact_network(wrapped, {"0": torch.ones(1, 4)})
+    with pytest.raises(ConfigError, match="every channel is closed"):
+        compact_network(wrapped, {"1": torch.zeros(1, 8)})
+    with pytest.raises(ConfigError, match="every channel is closed"):
+        remove_channels(wrapped, {"1": torch.ones(8, dtype=torch.bool)})
+    last = add_gates(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()), GateConfig(layers=("0",)))
+    with pytest.raises(ConfigError, match=r"must be read by the next convolution \(groups=1\) or linear layer"):
+        compact_network(last, {"0": torch.eye(4)[:2]})  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""A site's ledger: durable, over all jobs, and never charged twice for one answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flare_sparse.privacy.dp.account import (
+    LEDGER_FILE,
+    Budget,
+    BudgetSpent,
+    Entry,
+    PrivacyAccount,
+    build_entry,
+    read_ledger,
+)
+from flare_sparse.privacy.dp.accounting import Charge, compute_epsilon
+
+RUN, OTHER = "a" * 16, "b" * 16
+CHARGE = Charge(2.0, 0.2, 10)
+DELTA = 1e-5
+
+
+def entry(question: str, answer: str = "x", run: str = RUN, t: int = 1) -> Entry:
+    return build_entry(run, "job", t, question, answer, CHARGE)
+
+
+def spend(count: int) -> float:
+    return compute_epsilon([CHARGE] * count, DELTA)
+
+
+def test_same_answer_is_charged_once_and_another_one_again(tmp_path: Path) -> None:
+    account = PrivacyAccount(tmp_path)
+    account.charge(entry("q"), None)
+    account.charge(entry("q"), None)
+    assert account.compute_spent(RUN, DELTA) == spend(1)
+    account.charge(entry("q", "y"), None)
+    assert account.compute_spent(RUN, DELTA) == spend(2)
+
+
+def test_ledger_survives_the_process_and_adds_up_all_jobs(tmp_path: Path) -> None:
+    PrivacyAccount(tmp_path).charge(entry("q"), None)
+    PrivacyAccount(tmp_path).charge(entry("q", run=OTHER), None)
+    account = PrivacyAccount(tmp_path, Budget(spend(3), DELTA))
+    assert account.compute_spent(RUN, DELTA) == account.compute_spent(OTHER, DELTA) == spend(1)
+    account.charge(entry("r"), None)
+    message = (
+        rf"epsilon of this site's policy, over all jobs is {spend(3):g} at delta 1e-05; {spend(3):.3f} is spent, and "
+        rf"this round would make it {spend(4):.3f}"
+    )
+    with pytest.raises(BudgetSpent, match=message):
+        account.check(RUN, "s", CHARGE, None)
+    with pytest.raises(BudgetSpent, match=message):
+        account.charge(entry("s"), None)
+    assert len(account.read().entries) == 3
+
+
+def test_budget_of_a_job_counts_its_own_run_only() -> None:
+    account, budget = PrivacyAccount(), Budget(spend(1), DELTA)
+    account.charge(entry("q", run=OTHER), budget)
+    account.charge(entry("q"), budget)
+    with pytest.raises(BudgetSpent, match=r"the job's privacy\.epsilon is"):
+        account.check(RUN, "r", CHARGE, budget)
+
+
+def test_question_answered_before_may_be_asked_when_the_budget_is_spent() -> None:
+    account, budget = PrivacyAccount(), Budget(spend(1), DELTA)
+    account.charge(entry("q"), budget)
+    account.check(RUN, "q", CHARGE, budget)
+    account.charge(entry("q"), budget)
+    # The same question with another answer, as after a change of the data, is not free.
+    with pytest.raises(BudgetSpent):
+        account.charge(entry("q", "y"), budget)
+
+
+def test_code_of_a_spent_budget_is_stable() -> None:
+    assert BudgetSpent.code == "E_BUDGET"
+
+
+@pytest.mark.parametrize("content", ["{", '{"entries": [{"run": "a"}]}', "[]"])
+def test_damaged_ledger_grants_nothing(tmp_path: Path, content: str) -> None:
+    account = PrivacyAccount(tmp_path)
+    (tmp_path / LEDGER_FILE).write_text(content)
+    with pytest.raises(BudgetSpent, match="the privacy ledger is damaged"):
+        account.charge(entry("q"), None)
+    with pytest.raises(BudgetSpent, match="the privacy ledger is damaged"):
+        account.check(RUN, "q", CHARGE, None)
+    assert (tmp_path / LEDGER_FILE).read_text() == content
+
+
+def test_ledger_without_a_file_is_empty(tmp_path: Path) -> None:
+    assert read_ledger(tmp_path / LEDGER_FILE).list_charges() == []

@@ -1,0 +1,70 @@
+"""Examples of the models that an attacker trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from flare_sparse.compute.kernels import threads
+from flare_sparse.config.loading import load_config
+from flare_sparse.results.audit import training
+from flare_sparse.results.audit.training import Canaries, draw_reference_rows, join_examples, select_rows
+from flare_sparse.results.runs import local
+from flare_sparse.tasks.task import Examples
+
+CONFIG = Path(__file__).parents[3] / "app_configs" / "neurosfl_brain_age.yaml"
+
+SITES = np.array(["a"] * 10 + ["b"] * 7)
+
+
+def test_reference_models_train_on_complementary_halves_of_every_site() -> None:
+    first, second, third = (draw_reference_rows(SITES, number, seed=4) for number in (1, 2, 3))
+    assert (first ^ second).all()
+    assert (first[SITES == "a"].sum(), first[SITES == "b"].sum()) == (5, 3)
+    assert (third != first).any()
+    assert (draw_reference_rows(SITES, 1, seed=4) == first).all()
+
+
+def test_selected_rows_are_the_examples_of_their_site() -> None:
+    parts = torch.arange(17.0).split([6, 4, 5, 2])
+    a, b = (Examples(TensorDataset(parts[i]), TensorDataset(parts[i + 1])) for i in (0, 2))
+    chosen = np.zeros(17, dtype=bool)
+    chosen[[0, 6, 9, 11, 16]] = True
+    selected = select_rows(join_examples({"b": b, "a": a}), SITES, chosen)
+    values = {site: [dataset[i][0].item() for i in range(len(dataset))] for site, dataset in selected.items()}
+    assert values == {"a": [0, 6, 9], "b": [11, 16]}
+
+
+def test_canaries_have_the_targets_of_other_examples() -> None:
+    x = torch.arange(20.0)
+    canaries = Canaries(TensorDataset(x, 100 + x, 200 + x), [3, 5, 8, 13], seed=1)
+    pairs = [(example[0].item(), example[1].item()) for example in (canaries[i] for i in range(len(canaries)))]
+    assert [own for own, _ in pairs] == [3, 5, 8, 13]
+    assert sorted(target for _, target in pairs) == [103, 105, 108, 113]
+    assert all(target != 100 + own for own, target in pairs)
+    # What belongs to the target, such as its weight in the loss, goes with it.
+    assert all(example[2].item() == example[1].item() + 100 for example in (canaries[i] for i in range(4)))
+
+
+def test_reference_models_train_with_the_threads_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``compute: sparse`` torch has one thread: its number decides which layers the kernels compute."""
+    seen = []
+
+    def stop(*_: object, thread_count: int, **__: object) -> None:
+        seen.append((thread_count, threads._count))
+        raise InterruptedError
+
+    monkeypatch.setattr(local, "run_locally", stop)
+    config = load_config(CONFIG, ["method.training.compute=sparse", "federation.threads=2"])
+    with pytest.raises(InterruptedError):
+        training.Retraining(CONFIG.parent, config, {}, {}).train({}, seed=1)
+    assert seen == [(1, 2)]
+
+
+def test_examples_without_targets_cannot_be_canaries() -> None:
+    with pytest.raises(TypeError, match="Tensor"):
+        Canaries(torch.zeros(4, 2), [0, 1], seed=0)  # type: ignore[arg-type]

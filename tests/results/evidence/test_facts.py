@@ -1,0 +1,98 @@
+"""Facts of a run: cohorts, terms, deviations, and a model that is the one of the record."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from flare_sparse.config.policy.policy import Policy
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.results.evidence.deviations import list_deviations
+from flare_sparse.results.evidence.facts import Approval, collect_facts, find_crate_files
+from flare_sparse.results.runs.results import RunResult
+
+NO_JOB = Approval("none", "one process")
+QUIET: dict[str, Any] = {
+    "attempts": 1, "excluded": {}, "quarantined": [], "rejected": {}, "timed_out": [], "abstained": [], "capped": {},
+    "clipped": {},
+}  # fmt: skip
+
+
+def test_cohorts_are_the_examples_of_every_part_at_every_site(phantom_run: Path) -> None:
+    facts = collect_facts(RunResult.read(phantom_run), NO_JOB, {})
+    # 10 subjects a site.
+    assert {site: [c["train"], c["validation"], c["test"]] for site, c in facts["cohorts"].items()} == {
+        "site-1": [6, 2, 2], "site-2": [6, 2, 2]
+    }  # fmt: skip
+    assert facts["privacy"] == {"budget": None, "note": "no privacy budget was computed for this run"}
+    assert facts["audit"]["attacks"] is None
+    assert facts["deviations"] == []
+    assert facts["versions"]["nvflare"].startswith("2.9")
+
+
+def test_policy_of_a_site_is_shown_with_every_term_and_a_missing_one_is_named(phantom_run: Path) -> None:
+    run = RunResult.read(phantom_run)
+    policies = collect_facts(run, replace(NO_JOB, job_id="7"), {"site-1": Policy(min_examples=20)})["policies"]
+    assert policies["site-1"]["terms"]["min_examples"] == 20
+    assert policies["site-2"]["terms"] is None
+    assert "stays at the site" in policies["site-2"]["note"]
+    assert "none in force" in collect_facts(run, NO_JOB, {})["policies"]["site-1"]["note"]
+    with pytest.raises(ConfigError, match="no such site; its sites are site-1, site-2"):
+        collect_facts(run, NO_JOB, {"site-9": Policy()})
+
+
+def test_budget_and_audit_of_a_run_are_passed_on(phantom_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(phantom_run, run)
+    summary = json.loads((run / "summary.json").read_text())
+    summary["privacy"] = {"epsilon": {"site-1": 2.5}, "delta": 1e-5}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "audit.json").write_text(json.dumps({"attacks": [{"attack": "loss", "auc": 0.51}]}))
+    facts = collect_facts(RunResult.read(run), NO_JOB, {})
+    assert facts["privacy"]["budget"]["epsilon"] == {"site-1": 2.5}
+    assert facts["audit"]["attacks"][0]["auc"] == 0.51
+    assert Path("audit.json") in find_crate_files(run)
+    (run / "audit.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"audit\.json: cannot be read"):
+        collect_facts(RunResult.read(run), NO_JOB, {})
+
+
+def test_model_that_was_changed_after_the_run_is_refused(phantom_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(phantom_run, run)
+    file = run / "model.safetensors"
+    with safe_open(file, framework="pt") as stored:
+        tensors, metadata = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()  # noqa: SIM118
+    name = min(tensors)
+    tensors[name] = tensors[name] + 1e-6
+    save_file(tensors, file, metadata)
+    with pytest.raises(ConfigError, match="the folder was changed after the run"):
+        collect_facts(RunResult.read(run), NO_JOB, {})
+
+
+def test_every_deviation_names_its_round_and_site(phantom_run: Path) -> None:
+    lines = [
+        {**QUIET, "round": 1, "attempts": 2, "timed_out": ["b"], "excluded": {"c": "E_VERSION"}},
+        {**QUIET, "round": 2, "rejected": {"b": "E_FINITE"}, "quarantined": ["d"], "clipped": {"a": 12.0}},
+        {**QUIET, "round": 3},
+    ]
+    run = RunResult.read(phantom_run)
+    events = [{"round": 2, "site": "server", "event": "stepped_back", "detail": "the run steps back"}]
+    idle = {"asked": 3, "contributed": 0, "missed": {"timed_out": 3}}
+    summary = {
+        **run.summary, "events": events, "contributions": {"d": idle},
+        "versions": {**run.summary["versions"], "torch": "1.0"},
+    }  # fmt: skip
+    found = list_deviations(replace(run, summary=summary, rounds=lines))
+    assert {(part["kind"], part["round"], part["site"]) for part in found} == {
+        ("event", 2, "server"), ("no_contribution", None, "d"), ("version", None, None), ("retried", 1, None),
+        ("timed_out", 1, "b"), ("excluded", 1, "c"), ("rejected", 2, "b"), ("quarantined", 2, "d"), ("clipped", 2, "a"),
+    }  # fmt: skip
+    assert next(part for part in found if part["kind"] == "excluded")["detail"] == "not asked: E_VERSION"

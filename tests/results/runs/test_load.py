@@ -1,0 +1,73 @@
+"""Model of a finished run: loaded, saved and exported to ONNX with equal outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+from flare_sparse import load_model
+from flare_sparse.cli import app
+from flare_sparse.cli.local import run_config_locally
+from flare_sparse.config.loading import load_config
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.results.runs.onnx_export import export_onnx
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    file = folder / "brains.yaml"
+    file.write_text(
+        "name: brains\nseed: 1\nmethod: {name: neurosfl, sparsity: 0.9, rounds: 2}\n"
+        "task: {name: brain_age, downsample: 4, split: {validation: 0.2}}\n"
+        "simulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
+    )
+    run_config_locally(load_config(file), file, folder / "run")
+    return folder / "run"
+
+
+def test_loaded_model_equals_the_record_and_is_masked(run: Path) -> None:
+    model = load_model(run)
+    stored, mask = load_file(run / "model.safetensors"), load_file(run / "mask.safetensors")
+    assert not model.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, stored[name])
+        assert not bool((tensor[~mask[name]] != 0).any())
+    best = load_file(run / "best_model.safetensors")
+    assert all(torch.equal(t, best[n]) for n, t in load_model(run, best=True).state_dict().items())
+
+
+def test_onnx_file_computes_the_same_outputs(run: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["save", str(run), "--onnx", "--to", str(tmp_path / "saved")])
+    assert result.exit_code == 0, result.output
+    assert "model.onnx computes the same" in result.output
+    x = torch.randn(3, 1, 13, 16, 13, generator=torch.Generator().manual_seed(1))
+    session = onnxruntime.InferenceSession(str(tmp_path / "saved" / "model.onnx"), providers=["CPUExecutionProvider"])
+    with torch.no_grad():
+        expected = load_model(run)(x).numpy()
+    assert np.allclose(session.run(None, {"input": x.numpy()})[0], expected, atol=1e-4)
+
+
+class Drifting(nn.Module):
+    """A network with random outputs, which an exported file cannot reproduce."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * float(torch.rand(()))
+
+
+def test_onnx_file_with_other_outputs_is_deleted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="differs by"):
+        export_onnx(Drifting().eval(), torch.ones(2, 3), tmp_path / "model.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        load_model(tmp_path)

@@ -1,0 +1,132 @@
+"""A site answers the requests that its own copy of the job provides for, and counts them across restarts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flare_sparse.core.errors import RequestRefused
+from flare_sparse.rounds.endpoints import request_log
+from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
+from flare_sparse.rounds.endpoints.site_state import RequestId
+
+
+def build_digest(model: int) -> str:
+    """Return the digest of a model."""
+    return f"{model:064x}"
+
+
+ONE, TWO = build_digest(1), build_digest(2)
+
+
+def open_log(file: Path | None = None, *, attempts: int = 2, max_starts: int | None = 2) -> RequestLog:
+    """Return the log of a job with two rounds of training and one evaluation after them."""
+    counts = {("train", 1): 1, ("train", 2): 1, ("evaluate", 3): 1}
+
+    def count_requests(kind: str, t: int) -> int:
+        return counts.get((kind, t), 0)
+
+    return RequestLog("0" * 16, count_requests, attempts=attempts, max_starts=max_starts, file=file)
+
+
+def test_honest_run_with_retries_is_one_start() -> None:
+    log = open_log(max_starts=1)
+    for request in (RequestId("train", 1), RequestId("train", 2), RequestId("evaluate", 3)):
+        for _attempt in range(2):
+            log.admit(request, build_digest(request.round))
+
+
+@pytest.mark.parametrize("models", [(ONE, ONE, ONE), (ONE, TWO, TWO)])
+def test_steps_of_scores_with_the_same_model_are_one_start(models: tuple[str, ...]) -> None:
+    """A step that removes no further entry from the mask sends the model of the step before."""
+    counts = {("score", 0): 3, ("train", 1): 1}
+    log = RequestLog("0" * 16, lambda kind, t: counts.get((kind, t), 0), attempts=2, max_starts=1)
+    for model in models:
+        for _attempt in range(2):
+            log.admit(RequestId("score", 0), model)
+    log.admit(RequestId("train", 1), TWO)
+    with pytest.raises(RequestRefused):
+        log.admit(RequestId("score", 0), ONE)
+
+
+@pytest.mark.parametrize(
+    ("request_", "model"),
+    [
+        pytest.param(RequestId("train", 2), TWO, id="one attempt too many"),
+        pytest.param(RequestId("train", 1), ONE, id="an earlier round"),
+        pytest.param(RequestId("train", 2), ONE, id="another model in the same round"),
+    ],
+)
+def test_deviation_counts_as_a_new_start_and_starts_are_limited(request_: RequestId, model: str) -> None:
+    log = open_log()
+
+    def begin() -> None:
+        for number in (1, 2):
+            for _attempt in range(2 if number == 2 else 1):
+                log.admit(RequestId("train", number), build_digest(number))
+
+    begin()
+    log.admit(request_, model)
+    with pytest.raises(RequestRefused, match="max_starts 2"):
+        log.admit(RequestId("train", 1), TWO)
+
+
+def test_restart_of_the_site_resets_no_limit(tmp_path: Path) -> None:
+    file = tmp_path / "requests" / "job.json"
+    for model in (ONE, TWO):
+        open_log(file).admit(RequestId("evaluate", 3), model)
+    with pytest.raises(RequestRefused, match="max_starts 2"):
+        open_log(file).admit(RequestId("evaluate", 3), build_digest(3))
+    assert [entry.digest for entry in read_record(file).requests] == [ONE, TWO]
+    file.write_text("{")
+    with pytest.raises(RequestRefused, match="cannot be read"):
+        open_log(file).admit(RequestId("train", 1), ONE)
+
+
+def test_metrics_of_a_limited_number_of_models_leave_and_those_of_the_last_round_always(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "job.json")
+    first, last = RequestId("train", 1), RequestId("evaluate", 3)
+    assert log.release_metrics(first, ONE, limit=1, daily=None)
+    assert log.release_metrics(first, ONE, limit=1, daily=None)  # the same metrics again
+    assert not log.release_metrics(first, TWO, limit=1, daily=None)
+    assert log.release_metrics(last, TWO, limit=1, daily=None)
+
+
+def test_daily_limit_counts_all_jobs_of_the_last_24_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr(request_log.time, "time", lambda: now)
+    first = RequestId("train", 1)
+    assert open_log(tmp_path / "a.json").release_metrics(first, ONE, limit=None, daily=1)
+    other = open_log(tmp_path / "b.json")
+    assert not other.release_metrics(first, ONE, limit=None, daily=1)
+    now += request_log.DAY_S
+    assert other.release_metrics(first, ONE, limit=None, daily=1)
+    assert json.loads((tmp_path / "b.json").read_text())["evaluations"]
+
+
+def test_mask_to_which_removed_entries_return_is_a_new_start() -> None:
+    log = open_log(max_starts=2)
+    log.admit(RequestId("train", 1), ONE)
+    log.admit(RequestId("train", 2), TWO, is_regrown=True)
+    with pytest.raises(RequestRefused, match="earlier round or mask"):
+        log.admit(RequestId("train", 2), TWO, is_regrown=True)
+
+
+def test_site_that_restarts_remembers_the_sums_that_it_has_helped_to_reveal(tmp_path: Path) -> None:
+    """A second attempt over one site less would reveal that site's values, whichever process answers it."""
+    file, request, sites = tmp_path / "record.json", RequestId("train", 1), [f"site-{number}" for number in range(1, 9)]
+    open_log(file).admit_sum(request, sites, 3)
+    restarted = open_log(file)
+    with pytest.raises(RequestRefused, match="differs by 1 of the sites"):
+        restarted.admit_sum(request, sites[:7], 3)
+    with pytest.raises(RequestRefused, match="differs by 2 of the sites"):
+        restarted.admit_sum(request, sites[:6], 3)
+    # The same sum again, one over three sites less, and one of another request tell nothing of fewer than three sites.
+    restarted.admit_sum(request, sites[::-1], 3)
+    restarted.admit_sum(request, sites[:5], 3)
+    restarted.admit_sum(RequestId("train", 2), sites[:7], 3)
+    with pytest.raises(RequestRefused, match="the limit"):
+        open_log(file).admit_sum(request, [*sites[:2], "site-9"], 3)
+    assert len(read_record(file).sums) == 3

@@ -1,0 +1,147 @@
+"""Server and sites under random faults: the same bits, the planned bytes, nothing committed or added twice.
+
+    FLARE_SPARSE_LONG_EXAMPLES=2000 pytest -m long tests/endpoints/test_state_machine.py    # many more sequences
+
+The state machine must fail where a fix is taken out; otherwise its silence would mean nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import textwrap
+from typing import Any
+
+import pytest
+from hypothesis import Phase
+from hypothesis.stateful import run_state_machine_as_test
+from random_faults import STEPS, RandomFaults, build_settings
+
+from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.rounds.endpoints import server
+from flare_sparse.rounds.endpoints.server import ServerEndpoint
+from flare_sparse.rounds.endpoints.site_state import SiteState
+
+
+def rewrite(owner: Any, name: str, module: Any, old: str, new: str) -> Any:
+    """Return a method with one piece of its source replaced."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert source.count(old) == 1, f"{name} no longer contains {old!r} once"
+    scope: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), f"<{name}>", "exec", 1 << 24), vars(module), scope)
+    return scope[name]
+
+
+def leave_damaged_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged folders keep their numbers, and pruning keeps them in place of intact ones."""
+    monkeypatch.setattr(Store, "_set_aside", lambda *_: None)
+
+
+def ignore_age_of_bases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites with one mask and bases of different age share an encoded request."""
+    old = 'base_sequence = base.sequence if base and (patch.base == "previous" or is_difference) else None'
+    new = "base_sequence = None"
+    monkeypatch.setattr(ServerEndpoint, "encode_requests", rewrite(ServerEndpoint, "encode_requests", server, old, new))
+
+
+def keep_memory_in_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry starts from the memory after the discarded update, which holds no longer what that update sent."""
+    monkeypatch.setattr(SiteState, "_get_initial_memory", lambda state, request: state.memory_after)
+
+
+def keep_no_reserve_at_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site cannot follow a server that goes back one commit further than usual."""
+    save = Store.save
+    monkeypatch.setattr(Store, "save", lambda store, number, content, also_keep=(): save(store, number, content))
+
+
+class FaultsOverBases(RandomFaults):
+    """The same for methods that send patches over a base; the first of them keeps state at the sites, too."""
+
+    methods = ("topk_ef", "scbf")
+
+
+@pytest.fixture(autouse=True)
+def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+def test_random_faults_change_no_bit_and_lose_nothing() -> None:
+    run_state_machine_as_test(RandomFaults, settings=build_settings(20, derandomize=True, database=None))
+
+
+@pytest.mark.long
+def test_many_random_faults_change_no_bit_and_lose_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    examples = int(os.environ.get("FLARE_SPARSE_LONG_EXAMPLES", "500"))
+    run_state_machine_as_test(RandomFaults, settings=build_settings(examples))
+    with capsys.disabled():
+        print(f"{examples} runs, {STEPS['count']} steps")
+
+
+def damage_two_server_checkpoints(machine: RandomFaults) -> None:
+    machine.begin("topk_ef", "float32")
+    for _ in range(3):
+        machine.deliver({}, None)
+    machine.kill_server()
+    machine.damage_server("byte flipped", 2)
+    machine.resume()
+
+
+def lose_one_request(machine: RandomFaults) -> None:
+    machine.begin("scbf", "float32")
+    machine.deliver({}, None)
+    machine.deliver({"site-2": "request lost"}, None)
+
+
+def lose_one_reply(machine: RandomFaults) -> None:
+    machine.begin("topk_ef", "bfloat16")
+    machine.deliver({}, None)
+    machine.deliver({"site-3": "reply lost"}, None)
+
+
+def damage_one_server_checkpoint(machine: RandomFaults) -> None:
+    machine.begin("topk_ef", "float32")
+    for dies in (None, None, "before saving"):
+        machine.deliver({}, dies)
+    machine.damage_server("byte flipped", 1)
+    machine.resume()
+    machine.deliver({}, None)
+    assert not machine.log.count, "the memory of a site is lost"
+
+
+MUTATIONS = [
+    (leave_damaged_checkpoints, damage_two_server_checkpoints, "CheckpointError"),
+    (ignore_age_of_bases, lose_one_request, "a request over a base that it never held"),
+    (keep_memory_in_retries, lose_one_reply, "memory of site-"),
+    (keep_no_reserve_at_sites, damage_one_server_checkpoint, "memory of a site"),
+]
+"""What is taken out, the steps that show it, and what the machine says then."""
+
+
+def run_steps(steps: Any) -> None:
+    machine = RandomFaults()
+    try:
+        steps(machine)
+    finally:
+        # Runs to the end without further faults.
+        machine.teardown()
+
+
+@pytest.mark.parametrize(("mutate", "steps", "message"), MUTATIONS)
+def test_steps_fail_only_where_a_fix_is_taken_out(
+    mutate: Any, steps: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_steps(steps)
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match=message):
+        run_steps(steps)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mutate", "message"), [(mutate, message) for mutate, _, message in MUTATIONS[:3]])
+def test_search_finds_a_fix_that_is_taken_out(mutate: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    # Without shrinking: the first failure is enough.
+    search = build_settings(200, derandomize=True, database=None, phases=[Phase.generate])
+    with pytest.raises(AssertionError, match=message):
+        run_state_machine_as_test(FaultsOverBases, settings=search)

@@ -1,0 +1,172 @@
+"""Two of eight sites are hostile: what is rejected, what a robust rule bounds, and what no rule promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import toy
+from local_federation import LocalFederation, Upload
+
+from flare_sparse.core.params import compute_digest
+from flare_sparse.rounds.federation import Outcome, RoundRules
+
+HOSTILE = ("site-3", "site-6")
+MEDIAN = {"aggregation": {"rule": "median"}}
+Attack = Callable[[Upload], Upload]
+
+
+def get_base(upload: Upload) -> torch.Tensor:
+    """Return the weights that the site received, at the entries of its update."""
+    return upload.update.patch.mask.take(upload.endpoint.site.weights)
+
+
+def scale_delta(upload: Upload, factor: float) -> Upload:
+    base = get_base(upload)
+    return upload.with_values(base + factor * (upload.update.patch.values - base))
+
+
+def send_nan(upload: Upload) -> Upload:
+    return upload.with_values(torch.full_like(upload.update.patch.values, float("nan")))
+
+
+def send_millionfold(upload: Upload) -> Upload:
+    return scale_delta(upload, 1e6)
+
+
+def flip_sign(upload: Upload) -> Upload:
+    base = get_base(upload)
+    return upload.with_values(base - (upload.update.patch.values - base))
+
+
+def claim_examples(upload: Upload) -> Upload:
+    return replace(upload, examples=2**52)
+
+
+def build_federation(attack: Attack | None, rules: RoundRules | None = None, **settings: Any) -> LocalFederation:
+    """Return FedAvg over eight sites and 12 rounds; the hostile ones attack in every round from the first."""
+    training = {"lr": 0.05, "epochs": 2, "batch_size": 8}
+    settings = {"rounds": 12, "training": training, **settings}
+    # Without the bound that rejects outliers: the aggregation rules must hold alone.
+    rules = replace(rules or RoundRules(), max_norm_ratio=None)
+    federation = LocalFederation("fedavg", toy.ToyBench(toy.Plain()), sites=8, rules=rules, **settings)
+
+    def change_update(upload: Upload) -> Upload:
+        is_attack = attack is not None and upload.site in HOSTILE and upload.update.content == "weights"
+        return attack(upload) if is_attack else upload
+
+    federation.change_update = change_update
+    return federation
+
+
+def run(attack: Attack | None, rules: RoundRules | None = None, **settings: Any) -> Outcome:
+    return build_federation(attack, rules, **settings).run()
+
+
+def compute_honest_error(outcome: Outcome) -> float:
+    """Return the error of the final model, averaged over the honest sites."""
+    errors = [metrics["mse"] for name, metrics in outcome.evaluation.sites.items() if name not in HOSTILE]
+    return sum(errors) / len(errors)
+
+
+def test_nan_is_rejected_and_the_honest_sites_decide_the_model() -> None:
+    outcome = run(send_nan, RoundRules(quarantine_after=0))
+    assert all(record.rejected == dict.fromkeys(HOSTILE, "E_FINITE") for record in outcome.rounds[:-1])
+    without = build_federation(None)
+    for name in HOSTILE:
+        del without.endpoints[name]
+    assert compute_digest(outcome.weights) == compute_digest(without.run().weights)
+
+
+@dataclass
+class History:
+    """Models and updates of a run.
+
+    Attributes:
+        models: ``(P,)`` model that the sites receive in each round; the last is the final model.
+        updates: ``(P,)`` weights that each site sends, by round.
+    """
+
+    models: list[torch.Tensor]
+    updates: list[dict[str, torch.Tensor]]
+
+    def list_honest(self, t: int) -> torch.Tensor:
+        """Return the weights of the honest sites in the ``t``-th round, ``(sites, P)``."""
+        return torch.stack([values for site, values in self.updates[t].items() if site not in HOSTILE])
+
+
+def record_history(federation: LocalFederation) -> tuple[Outcome, History]:
+    """Run a federation; return its outcome and history."""
+    change_update, history = federation.change_update, History([], [])
+
+    def record(upload: Upload) -> Upload:
+        upload = change_update(upload)
+        if upload.update.content == "weights":
+            if len(history.models) < upload.attempt.round:
+                history.models.append(upload.endpoint.site.weights.clone())
+                history.updates.append({})
+            history.updates[-1][upload.site] = upload.update.patch.to_vector()
+        return upload
+
+    federation.change_update = record
+    outcome = federation.run()
+    history.models.append(outcome.weights)
+    return outcome, history
+
+
+def is_between_honest(history: History, t: int) -> bool:
+    """Return whether every weight after the ``t``-th round lies between the smallest and largest honest one."""
+    honest, model = history.list_honest(t), history.models[t + 1]
+    return bool(((honest.amin(0) <= model) & (model <= honest.amax(0))).all())
+
+
+@pytest.mark.parametrize("attack", [send_millionfold, flip_sign])
+def test_median_lies_between_the_honest_weights_and_the_mean_does_not(attack: Attack) -> None:
+    outcome, history = record_history(build_federation(attack, **MEDIAN))
+    assert len(history.updates) == 12
+    assert all(record.rejected == {} for record in outcome.rounds)
+    assert all(is_between_honest(history, t) for t in range(12))
+    _, history = record_history(build_federation(send_millionfold, rounds=1))
+    assert not is_between_honest(history, 0)
+
+
+def test_median_keeps_the_error_finite_where_the_mean_does_not_learn() -> None:
+    """Two hostile sites of eight scale their delta by 1e6."""
+    clean = compute_honest_error(run(None, **MEDIAN))
+    start = compute_honest_error(run(None, rounds=1, training={"lr": 1e-9}))
+    assert compute_honest_error(run(send_millionfold, **MEDIAN)) < start
+    assert not compute_honest_error(run(send_millionfold)) < 2 * clean
+
+
+def test_norm_clip_bounds_a_scaled_delta_and_records_its_site() -> None:
+    outcome, history = record_history(build_federation(send_millionfold, RoundRules(clip_norm=2.0)))
+    assert all(set(HOSTILE) <= set(record.clipped) for record in outcome.rounds[:-1])
+    assert all(float((after - before).norm()) <= 2.0 + 1e-5 for before, after in pairwise(history.models))
+    assert compute_honest_error(outcome) < compute_honest_error(run(send_millionfold))
+
+
+def test_max_share_bounds_a_claim_of_examples() -> None:
+    """Every model is the mean of its round's updates, weighted by capped numbers; uncapped, the claim decides alone."""
+    federation = build_federation(claim_examples, RoundRules(max_share=0.2))
+    outcome, history = record_history(federation)
+    assert set(outcome.rounds[0].capped) >= set(HOSTILE)
+    for t, record in enumerate(outcome.rounds[:-1]):
+        counts = {name: site.num_examples for name, site in federation.sites.items()} | record.capped
+        total = sum(counts.values())
+        assert all(count <= 0.2 * total for count in counts.values())
+        expected = sum(counts[name] / total * values for name, values in history.updates[t].items())
+        assert torch.allclose(history.models[t + 1], expected, atol=1e-5)
+    _, history = record_history(build_federation(claim_examples, rounds=1))
+    hostile = torch.stack([history.updates[0][name] for name in HOSTILE]).mean(0)
+    assert torch.allclose(history.models[1], hostile, atol=1e-5)
+
+
+def test_flipped_signs_are_not_recognised_and_only_slow_training_down() -> None:
+    """No rule promises more: these updates are finite and as long as honest ones."""
+    outcome = run(flip_sign, **MEDIAN)
+    assert all(record.rejected == {} for record in outcome.rounds)
+    assert compute_honest_error(outcome) < compute_honest_error(run(None, rounds=1))

@@ -1,0 +1,116 @@
+"""BIDS data sets: subjects are found, and everything unusable about a subject is explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.data.bids import Subject, read_cohort, read_subjects
+
+
+def dataset(folder: Path, table: str, images: tuple[str, ...] = ()) -> Path:
+    """A BIDS folder with this table and empty image files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "participants.tsv").write_text(table)
+    for image in images:
+        file = folder / image
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    return folder
+
+
+TABLE = "participant_id\tage\tsex\tsite\nsub-02\t30.5\tF\tA\nsub-01\tn/a\tM\tB\n"
+
+
+def test_subjects_are_sorted_with_row_and_first_image(tmp_path: Path) -> None:
+    images = ("sub-01/anat/sub-01_T1w.nii.gz", "sub-02/anat/sub-02_run-2_T1w.nii.gz")
+    path = dataset(tmp_path, TABLE, (*images, "sub-02/anat/sub-02_run-1_T1w.nii.gz", "sub-03/anat/sub-03_T2w.nii.gz"))
+    subjects = read_subjects(path)
+    assert list(subjects) == ["sub-01", "sub-02", "sub-03"]
+    assert subjects["sub-01"].get_image() == path / images[0]
+    assert subjects["sub-02"].get_image().name == "sub-02_run-1_T1w.nii.gz"
+    assert (subjects["sub-02"].parse_age(), subjects["sub-02"].parse_sex(), subjects["sub-01"].parse_sex()) == (
+        30.5,
+        0.0,
+        1.0,
+    )
+
+
+def test_cohort_has_all_columns_and_numeric_ages(tmp_path: Path) -> None:
+    index = read_cohort(dataset(tmp_path, TABLE))
+    assert index.ids == ("sub-01", "sub-02")
+    assert index.columns["site"].tolist() == ["B", "A"]
+    assert np.isnan(index.columns["age"][0])
+    assert index.columns["age"][1] == 30.5
+
+
+def test_bids_folders_become_natural_sites(tmp_path: Path) -> None:
+    for name in ("North", "South"):
+        dataset(tmp_path / name, TABLE)
+    index = read_cohort(tmp_path)
+    assert index.ids == ("North/sub-01", "North/sub-02", "South/sub-01", "South/sub-02")
+    assert index.columns["site"].tolist() == ["North", "North", "South", "South"]
+
+
+@pytest.mark.parametrize(
+    ("subject", "message"),
+    [
+        (Subject(), "unknown participant: it has no row in participants.tsv"),
+        (Subject({"sex": "M"}), "participants.tsv has no column 'age'"),
+        (Subject({"age": "n/a"}), "age is missing in participants.tsv"),
+        (Subject({"age": ""}), "age is missing in participants.tsv"),
+        (Subject({"age": "old"}), "age 'old' in participants.tsv; expected years, 0 to 120"),
+        (Subject({"age": "250"}), "age '250' in participants.tsv; expected years, 0 to 120"),
+    ],
+)
+def test_unusable_age_is_explained(subject: Subject, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        subject.parse_age()
+    assert str(caught.value).startswith(message)
+
+
+def test_unusable_sex_is_explained() -> None:
+    with pytest.raises(DataError, match=r"sex 'O' in participants.tsv; expected F or 0 \(female\), M or 1 \(male\)"):
+        Subject({"sex": "O"}).parse_sex()
+
+
+def test_missing_image_is_explained() -> None:
+    with pytest.raises(DataError, match=r"missing file: no anat/\*_T1w.nii.gz"):
+        Subject({"age": "3"}).get_image()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("subject\tage\nsub-01\t3\n", "no column 'participant_id'; found subject, age"),
+        ("participant_id\tage\n../x\t3\n", "line 2: participant_id '../x'; expected sub- and letters or digits"),
+        ("participant_id\nsub-01\nsub-01\n", "line 3: sub-01 occurs twice"),
+        ("participant_id\tage\nsub-01\t3\t4\n", "line 2: more fields than columns"),
+    ],
+)
+def test_malformed_table_is_refused_with_its_line(tmp_path: Path, table: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_subjects(dataset(tmp_path, table))
+    assert message in str(caught.value)
+
+
+def test_table_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "participants.tsv").write_bytes(b"participant_id\nsub-\xff\n")
+    with pytest.raises(DataError, match="Expected UTF-8 text"):
+        read_subjects(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "nowhere"])
+def test_folder_without_data_set_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"no BIDS data set; expected participants.tsv"):
+        read_subjects(tmp_path / name)
+
+
+def test_real_brains_have_the_expected_sites(shared_data: Path) -> None:
+    index = read_cohort(shared_data / "brain_t1")
+    assert len(index.ids) == 252
+    assert dict(zip(*np.unique(index.columns["site"], return_counts=True), strict=True)) == {"IXI-HH": 180, "NSK": 72}
+    assert (index.columns["age"].min() >= 19, index.columns["age"].max() <= 82) == (True, True)

@@ -1,0 +1,180 @@
+"""Cases of a segmentation: found in BIDS, in Decathlon folders and by patterns, with what is wrong with each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.data.cases import find_cases, find_images, read_cohort
+from flare_sparse.tasks.data.pairs import Pairs
+
+
+def touch(folder: Path, *names: str) -> Path:
+    """Create empty files; finding cases reads no image."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+@pytest.fixture
+def bids(tmp_path: Path) -> Path:
+    """Two subjects, one with two sessions, and a table of sites."""
+    touch(
+        tmp_path,
+        "sub-1/ses-a/anat/sub-1_ses-a_T1w.nii.gz",
+        "sub-1/ses-b/anat/sub-1_ses-b_T1w.nii.gz",
+        "sub-2/anat/sub-2_T1w.nii.gz",
+        "sub-2/anat/sub-2_FLAIR.nii.gz",
+        "derivatives/manual/sub-1/ses-a/anat/sub-1_ses-a_dseg.nii.gz",
+        "derivatives/manual/sub-2/anat/sub-2_dseg.nii.gz",
+        "derivatives/model/sub-2/anat/sub-2_desc-unet_dseg.nii.gz",
+    )
+    (tmp_path / "participants.tsv").write_text("participant_id\tsite\nsub-1\tA\nsub-2\tB\n")
+    return tmp_path
+
+
+def test_bids_cases_are_sessions_with_the_row_of_their_subject(bids: Path) -> None:
+    cases = find_cases(bids, derivative="manual")
+    assert list(cases) == ["sub-1_ses-a", "sub-1_ses-b", "sub-2"]
+    assert [case.subject for case in cases.values()] == ["sub-1", "sub-1", "sub-2"]
+    labels = [case.labels and case.labels.name for case in cases.values()]
+    assert labels == ["sub-1_ses-a_dseg.nii.gz", None, "sub-2_dseg.nii.gz"]
+    assert [case.problem for case in cases.values()] == [""] * 3
+    cohort = read_cohort(cases)
+    assert cohort.columns["site"].tolist() == ["A", "A", "B"]
+
+
+def test_two_label_maps_of_a_case_are_a_problem_that_names_the_setting(bids: Path) -> None:
+    cases = find_cases(bids)
+    assert "2 label maps derivatives/manual/sub-2" in cases["sub-2"].label_problem
+    assert "set task.derivative or task.pairs" in cases["sub-2"].label_problem
+    assert find_cases(bids, derivative="mod*")["sub-2"].label_problem == ""
+
+
+def test_each_suffix_is_one_image_of_a_case(bids: Path) -> None:
+    cases = find_cases(bids, ("T1w", "FLAIR"), "manual")
+    assert [file.name for file in cases["sub-2"].images] == ["sub-2_T1w.nii.gz", "sub-2_FLAIR.nii.gz"]
+    assert cases["sub-1_ses-a"].problem == "0 images anat/*_FLAIR.nii.gz; expected one"
+
+
+def test_decathlon_folder_has_the_training_cases_of_its_index(tmp_path: Path) -> None:
+    entries = [{"image": f"./imagesTr/h_{n}.nii.gz", "label": f"./labelsTr/h_{n}.nii.gz"} for n in (3, 1)]
+    (tmp_path / "dataset.json").write_text(json.dumps({"training": entries, "test": ["./imagesTs/h_9.nii.gz"]}))
+    cases = find_cases(tmp_path)
+    assert list(cases) == ["h_1", "h_3"]
+    assert cases["h_1"].images == (tmp_path / "imagesTr/h_1.nii.gz",)
+    assert cases["h_1"].labels == tmp_path / "labelsTr/h_1.nii.gz"
+    assert read_cohort(cases).columns == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "JSONDecodeError"),
+        ('{"labels": {}}', "KeyError.*for the names of nnU-Net set task.pairs"),
+        ('{"training": [{"image": "a", "label": "b"}, {"image": "c", "label": "b"}]}', "b occurs twice"),
+    ],
+)
+def test_malformed_index_of_a_decathlon_folder_is_explained(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "dataset.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        find_cases(tmp_path)
+
+
+def test_pairs_are_matched_by_the_identifier_in_their_names(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        "imagesTr/a_1_0000.nii.gz", "imagesTr/a_1_0001.nii.gz", "labelsTr/a_1.nii.gz",
+        "imagesTr/b_0000.nii.gz", "labelsTr/b.nii.gz",
+        "imagesTr/notes_0002.nii.gz",
+    )  # fmt: skip
+    pairs = Pairs(
+        images=("imagesTr/{case}_0000.nii.gz", "imagesTr/{case}_0001.nii.gz"), labels="labelsTr/{case}.nii.gz"
+    )
+    cases = find_cases(tmp_path, pairs=pairs)
+    assert [file.name for file in cases["a_1"].images] == ["a_1_0000.nii.gz", "a_1_0001.nii.gz"]
+    assert cases["a_1"].labels == tmp_path / "labelsTr/a_1.nii.gz"
+    assert cases["b"].problem == "0 files imagesTr/b_0001.nii.gz; expected one"
+    assert list(cases) == ["a_1", "b"]
+
+
+def test_identifier_that_stands_twice_in_a_pattern_is_the_same_twice(tmp_path: Path) -> None:
+    touch(tmp_path, "p1/p1_ct.nii.gz", "p1/p1_mask.nii.gz", "p2/p3_ct.nii.gz")
+    cases = find_cases(tmp_path, pairs=Pairs(images=("{case}/{case}_ct.nii.gz",), labels="{case}/{case}_mask.nii.gz"))
+    assert list(cases) == ["p1"]
+
+
+@pytest.mark.parametrize(
+    ("image", "cases"),
+    [("c{case}*.nii.gz", ["10", "11"]), ("{case}.nii.gz", ["c10", "c11"]), ("{case}*", ["c10", "c11"])],
+)
+def test_label_maps_that_match_the_pattern_of_images_are_no_images(
+    tmp_path: Path, image: str, cases: list[str]
+) -> None:
+    touch(tmp_path, *(f"c{number}{kind}.nii.gz" for number in (10, 11) for kind in ("", "_seg")))
+    labels = "c{case}_seg.nii.gz" if image.startswith("c") else "{case}_seg.nii.gz"
+    cases_by_name = find_cases(tmp_path, pairs=Pairs(images=(image,), labels=labels))
+    assert list(cases_by_name) == cases
+    for case, number in zip(cases_by_name.values(), (10, 11), strict=True):
+        assert (case.images, case.problem) == ((tmp_path / f"c{number}.nii.gz",), "")
+        assert case.labels == tmp_path / f"c{number}_seg.nii.gz"
+
+
+def test_pattern_of_label_maps_that_matches_every_image_is_a_problem_of_each_case(tmp_path: Path) -> None:
+    touch(tmp_path, "c1_img.nii.gz", "c1_seg.nii.gz")
+    cases = find_cases(tmp_path, pairs=Pairs(images=("{case}_img.nii.gz",), labels="{case}_*.nii.gz"))
+    assert cases["c1"].label_problem == "2 files c1_*.nii.gz; expected one"
+
+
+def test_prediction_finds_cases_as_training_does(tmp_path: Path) -> None:
+    touch(tmp_path, "c1_img.nii.gz", "c1_seg.nii.gz", "c2_img.nii.gz")
+    pairs = Pairs(images=("{case}_img.nii.gz",), labels="{case}_seg.nii.gz")
+    assert list(find_images(tmp_path, ("T1w",), "*", pairs)) == ["c1", "c2"]
+    assert list(find_images(tmp_path, ("T1w",), "*", None)) == ["c1_img", "c1_seg", "c2_img"]
+    assert list(find_images(tmp_path / "c1_img.nii.gz", ("T1w",), "*", pairs)) == ["c1_img"]
+    with pytest.raises(DataError, match="no cases to segment"):
+        find_images(touch(tmp_path / "empty"), ("T1w",), "*", pairs)
+
+
+def test_prediction_prefers_the_images_of_a_folder_to_data_sets_beside_them(tmp_path: Path) -> None:
+    touch(tmp_path, "scan.nii.gz", "old/sub-1/anat/sub-1_T1w.nii.gz")
+    (tmp_path / "dataset.json").write_text("{}")
+    assert list(find_images(tmp_path, ("T1w",), "*", None)) == ["scan"]
+    (tmp_path / "dataset.json").unlink()
+    (tmp_path / "scan.nii.gz").unlink()
+    assert list(find_images(tmp_path, ("T1w",), "*", None)) == ["old/sub-1"]
+
+
+def test_two_images_that_would_have_one_prediction_are_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "c1.nii", "c1.nii.gz")
+    with pytest.raises(DataError, match=r"c1.nii and c1.nii.gz are images of one case; remove one of them"):
+        find_images(tmp_path, ("T1w",), "*", None)
+
+
+@pytest.mark.parametrize("pattern", ["/etc/{case}.nii.gz", "../{case}.nii.gz", "**/{case}.nii.gz", "image.nii.gz"])
+def test_pattern_cannot_leave_the_folder_of_the_data(pattern: str) -> None:
+    with pytest.raises(ValidationError, match="expected"):
+        Pairs(images=(pattern,), labels="{case}.nii.gz")
+
+
+def test_folders_of_several_data_sets_are_sites(tmp_path: Path) -> None:
+    for site in ("north", "south"):
+        touch(tmp_path, f"{site}/sub-1/anat/sub-1_T1w.nii.gz", f"{site}/derivatives/m/sub-1/anat/sub-1_dseg.nii.gz")
+    cases = find_cases(tmp_path)
+    assert list(cases) == ["north/sub-1", "south/sub-1"]
+    assert [case.subject for case in cases.values()] == ["north/sub-1", "south/sub-1"]
+    assert read_cohort(cases).columns["site"].tolist() == ["north", "south"]
+
+
+def test_folder_without_cases_says_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"no cases to segment; expected a BIDS data set .* or a folder of such folders"
+    ):
+        find_cases(tmp_path)
+    with pytest.raises(DataError, match=r"expected files x/\{case\}.nii, y/\{case\}.nii"):
+        find_cases(tmp_path, pairs=Pairs(images=("x/{case}.nii",), labels="y/{case}.nii"))

@@ -1,0 +1,167 @@
+"""Tables and image files: every format reads the same, and errors name the file."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from flare_sparse.core.errors import DataError
+from flare_sparse.tasks.data import images
+from flare_sparse.tasks.data.tables import Table, read_table
+
+CSV = "subject,site,age,icv\n7,A,30.5,1.5\n8,B,,2\n"
+
+
+def write(path: Path, suffix: str) -> Path:
+    """The table ``CSV`` in each format."""
+    file = path / f"table{suffix}"
+    frame = pd.read_csv(io.StringIO(CSV))
+    if suffix == ".csv":
+        file.write_text(CSV)
+    elif suffix == ".csv.gz":
+        file.write_bytes(gzip.compress(CSV.encode()))
+    elif suffix == ".npz":
+        np.savez(file, **{name: frame[name].to_numpy(dtype=None if name != "site" else str) for name in frame})
+    else:
+        frame.to_parquet(file)
+    return file
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".npz", ".parquet"])
+def test_every_table_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
+    table = read_table(write(tmp_path, suffix))
+    assert list(table.columns) == ["subject", "site", "age", "icv"]
+    assert table.get_ids("subject") == ("7", "8")
+    assert table.columns["site"].tolist() == ["A", "B"]
+    np.testing.assert_array_equal(table.get_numbers("age"), [30.5, np.nan])
+    assert table.to_cohort("subject").columns["icv"].tolist() == [1.5, 2.0]
+
+
+def test_empty_lines_at_the_end_of_a_file_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n\n\r\n")
+    assert read_table(tmp_path / "a.csv").columns["y"].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"", "expected a first line with a different name for each column"),
+        ("a.csv", b"x,x\n1,2\n", "expected a first line with a different name for each column"),
+        ("a.csv", b"x,y\n\n1,2\n", "line 2 has 0 fields, the first line 2"),
+        ("a.csv", b"x,y\n1\n", "line 2 has 1 fields, the first line 2"),
+        ("a.csv", b"x\n\xff\n", "cannot be read as a table"),
+        ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:40], "cannot be read as a table"),
+        ("a.npz", b"PK", "cannot be read as a table"),
+        ("a.parquet", b"PAR1", "cannot be read as a table"),
+        ("a.xlsx", b"", "expected a file that ends with one of .csv, .csv.gz, .parquet, .npz"),
+    ],
+)
+def test_malformed_table_is_explained(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_table(tmp_path / name)
+    assert message in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_npz_arrays_that_form_no_table_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 2)))
+    np.savez(tmp_path / "b.npz", x=np.zeros(2), y=np.zeros(3))
+    np.savez(tmp_path / "c.npz", x=np.array([{}], dtype=object))
+    for name, message in (("a", "'x' has 2 dimensions"), ("b", "columns differ in length"), ("c", "allow_pickle")):
+        with pytest.raises(DataError, match=message):
+            read_table(tmp_path / f"{name}.npz")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.npz"])
+def test_table_without_rows_is_refused(tmp_path: Path, name: str) -> None:
+    if name == "a.csv":
+        (tmp_path / name).write_text("subject,age\n")
+    else:
+        np.savez(tmp_path / name, subject=np.array([], str), age=np.zeros(0))
+    with pytest.raises(DataError, match="the table has no rows; expected one row per subject"):
+        read_table(tmp_path / name)
+
+
+def test_missing_table_names_the_closest_file(tmp_path: Path) -> None:
+    write(tmp_path, ".csv")
+    with pytest.raises(DataError, match=r"there is no such file\. Did you mean 'table\.csv'\?"):
+        read_table(tmp_path / "tabel.csv")
+
+
+def test_unusable_column_is_explained() -> None:
+    table = Table(
+        Path("t.csv"), {"subject": np.array(["a", "a"]), "age": np.array([1.0, 2.0]), "dose": np.array(["1", "<5"])}
+    )
+    for call, message in (
+        (lambda: table.get_numbers("aeg"), "no column 'aeg'. Did you mean 'age'?"),
+        (
+            lambda: Table(Path("t.csv"), {"a;age": np.array(["1;2,5"])}).get_numbers("age"),
+            "one column, 'a;age': the fields are separated by ';'. Save the file with commas between the fields",
+        ),
+        (lambda: table.get_numbers("subject"), "column 'subject' contains text such as 'a' (row 1)"),
+        (lambda: table.get_numbers("dose"), "column 'dose' contains text such as '<5' (row 2)"),
+        (lambda: table.get_ids("subject"), "subject 'a' occurs twice"),
+    ):
+        with pytest.raises(DataError) as caught:
+            call()
+        assert message in str(caught.value)
+
+
+def test_real_morphometry_table_has_the_expected_size(shared_data: Path) -> None:
+    table = read_table(shared_data / "brain_morphometry" / "destrieux_fcon1000.csv.gz")
+    assert (len(table.get_ids("subject")), len(table.columns), len(set(table.columns["site"]))) == (1078, 197, 23)
+
+
+PIXELS = np.random.default_rng(1).integers(0, 255, (5, 4, 3), dtype=np.uint8)
+
+
+def test_images_are_returned_in_the_requested_order(tmp_path: Path) -> None:
+    file = tmp_path / "a.npz"
+    np.savez(
+        file, train_images=PIXELS, train_labels=np.arange(5), test_images=PIXELS + 1, test_labels=np.array([[3]] * 5)
+    )
+    assert images.read_cohort(file, images_per_split=2).ids == ("train/0", "train/1", "test/0", "test/1")
+    assert images.read_cohort(file).columns["label"].tolist() == [0, 1, 2, 3, 4, 3, 3, 3, 3, 3]
+    pixels, labels = images.read_images(file, ["test/0", "train/4", "train/0"])
+    assert pixels.shape == (3, 4, 3, 1)
+    assert np.array_equal(pixels[..., 0], np.stack([PIXELS[0] + 1, PIXELS[4], PIXELS[0]]))
+    assert labels.tolist() == [3, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": PIXELS}, "no array <split>_labels"),
+        ({"train_labels": np.arange(5)}, "neither train_images nor train_blob and train_ends"),
+        ({"train_labels": np.arange(5.0)}, "train_labels is float64; expected whole numbers"),
+        ({"train_labels": np.arange(5), "train_images": PIXELS * 1.0}, "expected uint8"),
+        ({"train_labels": np.arange(5), "train_images": PIXELS[:0]}, "out of bounds"),
+        ({"train_labels": np.arange(5), "train_blob": PIXELS[0], "train_ends": np.array([9])}, "cannot identify"),
+    ],
+)
+def test_malformed_image_file_is_explained(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    file = tmp_path / "a.npz"
+    np.savez(file, **arrays)
+    with pytest.raises(DataError) as caught:
+        images.read_images(file, ["train/0"])
+    assert message in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train/5", "train/-1", "train/x", "val/0", "0"])
+def test_unknown_image_identifier_is_refused(tmp_path: Path, name: str) -> None:
+    np.savez(tmp_path / "a.npz", train_images=PIXELS, train_labels=np.arange(5))
+    with pytest.raises(DataError, match=r"no image '.*'; the file has train/0 to train/4"):
+        images.read_images(tmp_path / "a.npz", [name])
+
+
+def test_encoded_images_are_decoded(shared_data: Path) -> None:
+    pixels, labels = images.read_images(shared_data / "cifar10" / "cifar10_jpeg.npz", ["test/9999", "train/0"])
+    assert (pixels.shape, str(pixels.dtype), labels.tolist()) == ((2, 32, 32, 3), "uint8", [9, 0])
