@@ -402,7 +402,7 @@ def test_paths_are_relative_to_the_file_and_overrides_to_the_working_directory(
 
 
 OWN = """
-from flare_sparse.tasks import TASKS
+from flare_sparse.tasks.registry import TASKS
 
 class MyConfig(TASKS["toy"].Config):
     depth: int = 2
