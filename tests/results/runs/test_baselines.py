@@ -153,3 +153,16 @@ def test_subjects_of_two_sites_are_never_one() -> None:
     assert parts[0].number_subjects().tolist() == [0, 1, 0]
     stacked = stack_rows([*parts, BaselineData(np.zeros((2, 1)), np.zeros((2, 1))), NONE])
     assert stacked.number_subjects().tolist() == [0, 1, 0, 2, 2, 3, 4, 5]
+
+
+def test_penalty_of_the_hazard_is_not_the_worst_one_where_a_subject_is_far_from_all_others() -> None:
+    """A column that is nearly constant, as an enzyme with rare huge values: its coefficient is noise, times 40,000."""
+    draw = np.random.default_rng(0)
+    x = np.c_[draw.normal(size=(60, 3)), 1 + 1e-3 * draw.normal(size=60)]
+    x[draw.integers(60), 3] = 50.0
+    times, events = draw.exponential(np.exp(-x[:, 0])), (draw.random(60) < 0.7).astype(float)
+    train = BaselineData(x, np.c_[times, events])
+    new = draw.normal(size=(200, 3))
+    test = BaselineData(np.c_[new, np.ones(200)], np.c_[draw.exponential(np.exp(-new[:, 0])), np.ones(200)])
+    found = fit_baselines("survival", {"a": SiteRows(train, NONE, test)})["cox_pooled"][:, 0]
+    assert np.corrcoef(found, new[:, 0])[0, 1] > 0.5

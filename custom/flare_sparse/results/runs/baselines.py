@@ -179,7 +179,8 @@ def _choose_penalty(model: _Linear, sets: Mapping[str, tuple[BaselineData, Basel
         sum(model.compute_loss(model.fit(train, penalty)(held_out.x), held_out.y) for train, held_out in pairs)
         for penalty in PENALTIES
     ]
-    return PENALTIES[int(np.argmin(losses))]
+    # NaN would be the smallest loss.
+    return PENALTIES[int(np.argmin(np.nan_to_num(losses, nan=np.inf, posinf=np.inf)))]
 
 
 def _iterate_folds(data: BaselineData) -> Iterable[tuple[BaselineData, BaselineData]]:
