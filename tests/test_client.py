@@ -101,6 +101,27 @@ def batches_of_round(site: Any, size: int) -> Iterator[Any]:
     return iterate_pass(site.examples.train, size, make_generator(site.seed, "order", site.name, 1), joins_last=False)
 
 
+def test_block_masks_a_wrapped_network_whose_class_overrides_state_dict() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Plain().model()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x)
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return self.module.state_dict()
+
+    net = Wrapper()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    off = {key: torch.zeros_like(value, dtype=torch.bool) for key, value in net.state_dict().items()}
+    received = receive(net, **{TRAINABLE: off})
+    with sparse.masked(nn.DataParallel(net), optimizer, received):
+        train(net, optimizer)
+    assert all(torch.equal(value, received.params[key]) for key, value in net.state_dict().items())
+
+
 def test_unmasked_block_changes_nothing() -> None:
     nets = [Plain().model() for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .core.errors import ConfigError
+from .core.params import match_state_dict
 from .tasks.data.source import find_site_data
 from .tasks.task import SiteData
 from .training.loop import disable_dropout
@@ -46,17 +47,17 @@ def masked(net: nn.Module, optimizer: torch.optim.Optimizer, received: Any) -> I
     are discarded after training, and the others were trained beside them.
 
     Args:
-        net: the network that trains; its tensors have the names of the received ones, with or without ``module.``.
+        net: the network that trains, also wrapped by ``DistributedDataParallel``; its ``state_dict()`` has the names
+            of the received tensors.
         optimizer: its optimiser.
         received: model that ``flare.receive()`` returned.
     """
     trainable: Mapping[str, Tensor] = (received.meta or {}).get(TRAINABLE) or {}
     frozen: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-    for name, parameter in net.named_parameters():
-        key = name.removeprefix("module.")
-        if key in trainable and not bool(trainable[key].all()):
-            start = torch.as_tensor(received.params[key]).to(parameter)
-            frozen.append((parameter, ~trainable[key].to(parameter.device), start))
+    for name, parameter in _name_parameters(net).items():
+        if name in trainable and not bool(trainable[name].all()):
+            start = torch.as_tensor(received.params[name]).to(parameter)
+            frozen.append((parameter, ~trainable[name].to(parameter.device), start))
 
     def restore(*_: Any) -> None:
         with torch.no_grad():
@@ -106,15 +107,16 @@ def send_scores(
     was_training = net.training
     net.train()
     disable_dropout(net)
-    gradients: dict[str, list[Tensor]] = {name.removeprefix("module."): [] for name, _ in net.named_parameters()}
+    parameters = _name_parameters(net)
+    gradients: dict[str, list[Tensor]] = {name: [] for name in parameters}
     sizes: list[int] = []
     for batch in batches:
         net.zero_grad(set_to_none=True)
         loss(net, batch).backward()
         sizes.append(_count_examples(batch))
-        for name, parameter in net.named_parameters():
+        for name, parameter in parameters.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[name.removeprefix("module.")].append(gradient.detach().to_dense().cpu())
+            gradients[name].append(gradient.detach().to_dense().cpu())
         # The forward pass has updated the running statistics, which the next minibatch must not see.
         for name, value in net.named_buffers():
             value.copy_(buffers[name])
@@ -124,6 +126,13 @@ def send_scores(
         raise ConfigError("send_scores: there is no minibatch; give at least one")
     params = {name: torch.stack(values) for name, values in gradients.items()}
     flare.send(flare.FLModel(params=params, meta={**(meta or {}), GRADIENTS: sizes}))
+
+
+def _name_parameters(net: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by their names in the ``state_dict()`` of the network inside a wrapper."""
+    net = net.module if isinstance(net, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else net
+    named = dict(net.named_parameters())
+    return {sent: named[own] for sent, own in match_state_dict(net).items() if own in named}
 
 
 def _build_gradient_mask(off: Tensor) -> Callable[[Tensor], Tensor]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any
 
-from flare_sparse.core.params import Layout, get_frozen_tensors
+import torch
+from torch import Tensor, nn
+
+from flare_sparse.core.params import Layout, get_frozen_tensors, match_state_dict
 
 
 def net(scale: float = 1.0) -> nn.Sequential:
@@ -31,6 +33,23 @@ def test_layout_excludes_frozen_tensors_and_their_statistics() -> None:
     names = [spec.name for spec in Layout.from_module(net()).tensors]
     assert names == ["1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias", "1.0.running_mean", "1.0.running_var"]
     assert {"0.0.weight", "0.1.running_mean", "0.1.running_var"} <= get_frozen_tensors(net()).keys()
+
+
+def test_names_of_a_state_dict_are_matched_with_the_tensors_that_they_stand_for() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            self.empty, self.none = nn.Buffer(torch.zeros(0)), nn.Buffer(torch.zeros(0))
+            self.b.weight = self.a.weight
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+            tensors = super().state_dict(*args, **kwargs)
+            return {**tensors, "new": tensors["a.weight"], "turned": tensors["a.weight"].T, "copy": torch.zeros(2, 2)}
+
+    matches = match_state_dict(Tied())
+    assert {name: own for name, own in matches.items() if name != own} == {"b.weight": "a.weight", "new": "a.weight"}
+    assert matches.keys() == {"a.weight", "b.weight", "empty", "none", "new"}
 
 
 def test_layouts_over_different_base_models_differ() -> None:

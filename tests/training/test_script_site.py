@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flare_sparse.config.assemble import Assembly
 from flare_sparse.core.errors import ConfigError, MetricsError, PolicyRefusal
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
@@ -122,6 +123,43 @@ def test_network_with_a_part_that_is_called_module_keeps_its_names() -> None:
     own_site = ScriptSite("site-1", task, layout, 3, FakeScript(), rounds=4, weigh_by="steps")
     assert own_site.train(torch.zeros(3), Mask.full(3), TrainingConfig(), 1).tolist() == [1.0, 1.0, 1.0]
     assert read_tensors(nn.DataParallel(Wrapped()).state_dict(), Wrapped()).keys() == Wrapped().state_dict().keys()
+
+
+class Renamed(nn.Module):
+    """A wrapper with the names of its inner network, as peft's ``get_peft_model_state_dict`` has others."""
+
+    def __init__(self, copies: bool = False) -> None:
+        super().__init__()
+        self.inner, self.copies = Net(), copies
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return {f"x.{name}": value.clone() if self.copies else value for name, value in self.inner.state_dict().items()}
+
+
+def test_network_that_overrides_state_dict_trains_under_the_names_that_it_gives() -> None:
+    layout = Layout.from_module(Renamed())
+    task = ScriptTask("client.py", {"model": "tests.Renamed"}, Renamed())
+    script, bits = FakeScript(), torch.arange(layout.size) % 2 == 0
+    own_site = ScriptSite("site-1", task, layout, 3, script, rounds=4, weigh_by="steps")
+    assert torch.equal(own_site.train(START, Mask(bits), TrainingConfig(), 1), torch.where(bits, START + 1, START))
+    assert list(script.requests[0].params) == [f"x.{name}" for name in Net().state_dict()]
+    assert torch.equal(script.requests[0].trainable["x.last.weight"], layout.unflatten(bits)["inner.last.weight"])
+
+
+def test_model_of_a_run_is_loaded_into_a_network_that_overrides_load_state_dict() -> None:
+    class Strict(Renamed):
+        def load_state_dict(self, tensors: Any, strict: bool = True, assign: bool = False) -> Any:
+            return self.inner.load_state_dict({name.removeprefix("x."): value for name, value in tensors.items()})
+
+    layout, task = Layout.from_module(Strict()), ScriptTask("client.py", {"model": "tests.Strict"}, Strict())
+    method = METHODS["fedavg"](METHODS["fedavg"].Config(), layout, 1)
+    network = Assembly(task, method, layout, START, "0" * 16, layout, {}).build_network(START)
+    assert torch.equal(layout.flatten(dict([*network.named_parameters(), *network.named_buffers()])), START)
+
+
+def test_network_whose_state_dict_hides_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tests.Renamed.state_dict\(\) gives 6 .* such as 'inner.first.weight'"):
+        ScriptTask("client.py", {"model": "tests.Renamed", "model_args": {"copies": True}}, Renamed(copies=True))
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ class Assembly:
     def build_network(self, weights: Tensor) -> nn.Module:
         """Return the task's network with the weights of its whole model, ``(network.size,)``, in evaluation mode."""
         model = self.task.model()
-        model.load_state_dict(self.network.unflatten(weights), strict=False)
+        # A class may override it, for other names than those of its parameters.
+        nn.Module.load_state_dict(model, self.network.unflatten(weights), strict=False)
         return model.eval()
 
 

@@ -182,6 +182,31 @@ def get_frozen_tensors(module: nn.Module) -> dict[str, Tensor]:
     return frozen
 
 
+def match_state_dict(module: nn.Module) -> dict[str, str]:
+    """Return which parameter or buffer of a module each name of its ``state_dict()`` stands for.
+
+    The two names differ where a class overrides ``state_dict``, as a wrapper does that gives the names of the network
+    inside it. They are matched by the memory that they share. An entry that is no tensor of the module, such as a copy
+    under another name, is left out.
+    """
+    own = dict([*module.named_parameters(), *module.named_buffers()])
+    names = {_locate(tensor): name for name, tensor in reversed(own.items())}
+    matches = {}
+    for name, value in module.state_dict().items():
+        place = _locate(value) if isinstance(value, Tensor) else None
+        # Tensors without entries share a place.
+        if name in own and (place == _locate(own[name]) or place not in names):
+            matches[name] = name
+        elif place in names:
+            matches[name] = names[place]
+    return matches
+
+
+def _locate(tensor: Tensor) -> tuple[object, ...]:
+    """Return what two tensors of the same memory have in common; a transposed view is another tensor."""
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
 def _compute_base_model_digest(frozen: Mapping[str, Tensor]) -> str:
     if not frozen:
         return ""

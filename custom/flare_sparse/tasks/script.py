@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
+from ..core.params import match_state_dict
 from .task import Examples, Metric, SiteData, Task, TaskConfig
 
 
@@ -76,6 +77,7 @@ class ScriptTask(Task):
         self.script = script
         if not isinstance(model, nn.Module):
             raise ConfigError(f"task.model: {self.config.model} is {type(model).__name__}; expected a torch nn.Module")
+        _check_state_dict(model, self.config.model)
         self._network = type(model)
         chosen = self.config.metric
         # The metric of a task is that of its class; here the settings name it. A script may send no metrics at all.
@@ -95,3 +97,18 @@ class ScriptTask(Task):
 
     def metrics(self, predictions: Tensor, targets: Tensor) -> dict[str, float]:
         raise ConfigError("a training script computes its metrics itself; this command needs a task with metrics()")
+
+
+def _check_state_dict(model: nn.Module, path: str) -> None:
+    """Raises:
+    ConfigError: a script that exchanges ``state_dict()`` could not train one of the parameters.
+    """
+    given = set(match_state_dict(model).values())
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in given]
+    if missing:
+        raise ConfigError(
+            f"task.model: {path}.state_dict() gives {len(missing)} of the network's parameters neither by name nor "
+            f"under another name, such as {missing[0]!r}; a script could not exchange them, and they would never "
+            "train. Return the network's own tensors, not copies, and freeze what does not train: "
+            "parameter.requires_grad_(False)"
+        )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import FlareSparseError
+from ..core.params import match_state_dict
 
 NUM_STEPS = "NUM_STEPS_CURRENT_ROUND"
 """Key of FLARE for the number of optimiser steps of a round, in the meta that a script sends."""
@@ -83,19 +84,28 @@ class ScriptRunner(Protocol):
 
 
 def read_tensors(params: Mapping[str, Any], network: nn.Module) -> dict[str, Tensor]:
-    """Return what a script sent as float32 tensors on the CPU, by the names of the network.
+    """Return what a script sent as float32 tensors on the CPU, by the names of the network's parameters and buffers.
+
+    Args:
+        params: values by the names of the network's ``state_dict()``.
+        network: a network of the class that the script trains.
 
     Raises:
         ScriptFailed: a name is not the network's, or a value is no tensor.
     """
-    known = set(network.state_dict(keep_vars=True))
-    params = _strip_wrapper({str(name): value for name, value in params.items()}, known)
-    if unknown := sorted(params.keys() - known):
+    matches = match_state_dict(network)
+    params = _strip_wrapper({str(name): value for name, value in params.items()}, set(matches))
+    if unknown := sorted(params.keys() - matches.keys()):
         raise ScriptFailed(
             f"params has {unknown[0]!r}, which the network {type(network).__name__} of task.model does not have; is it "
             "the network of the script?"
         )
-    return {name: _read_tensor(name, value) for name, value in params.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, value in params.items():
+        # Two names of a tied tensor: its own one decides.
+        if matches[name] == name or matches[name] not in tensors:
+            tensors[matches[name]] = _read_tensor(name, value)
+    return tensors
 
 
 def check_shape(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:

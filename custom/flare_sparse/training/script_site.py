@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from ..core.errors import ConfigError, MetricsError, PolicyRefusal
 from ..core.mask import Mask
-from ..core.params import Layout
+from ..core.params import Layout, match_state_dict
 from ..core.seeds import derive_seed
 from ..tasks.task import Examples, Task
 from .config import TrainingConfig
@@ -167,6 +167,7 @@ class ScriptSite(Site):
         self._model.load(weights)
         params = {name: value.detach().clone() for name, value in self._model.module.state_dict().items()}
         bits = {} if trainable is None or trainable.is_full else self.layout.unflatten(trainable.bits)
+        bits = {sent: bits[own] for sent, own in match_state_dict(self._model.module).items() if own in bits}
         seed = derive_seed(self.seed, "script", self.name, kind, t)
         reply = self._runner.run(ScriptRequest(kind, params, max(t - 1, 0), self._rounds, bits, seed))
         self._record_counts(reply, needs_weight=kind != "evaluate")
