@@ -24,10 +24,11 @@ import flare_sparse
 from flare_sparse.cli import app
 from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.config.schema import list_partitions
+from flare_sparse.core.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(next(iter(flare_sparse.__path__)))
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob(".github/*.md"), *ROOT.glob("docs/**/*.md")])
 CODE = re.compile(r"E_[A-Z_]+")
 FOLDERS = ("app_configs", "benchmarks", "custom", "docs", "poc", "tests")
 SUFFIXES = (".md", ".py", ".yaml", ".ipynb", ".jinja")
@@ -366,3 +367,11 @@ def test_partitions_on_a_page_are_accepted(page: Path) -> None:
     for section in re.findall(r"(?<!schedule: )(?<!average: )\{kind: \w+[^{}]*(?:\{[^{}]*\}[^{}]*)?\}", text):
         settings = yaml.safe_load(section)
         list_partitions()[settings.pop("kind")].model_validate(settings)
+
+
+def test_citation_and_changelog_have_the_version_of_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## \[(.+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert citation["version"] == VERSION
+    assert newest is not None
+    assert newest[1] == VERSION
