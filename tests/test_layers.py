@@ -53,6 +53,7 @@ ORDER = (
     ("flare.site",),
     ("flare.launch",),
     ("cli",),
+    ("__main__",),
 )
 RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 DOMAIN = "tasks"

@@ -1,15 +1,15 @@
 """Sparse federated learning on NVIDIA FLARE: sites and server exchange only the selected entries of a model."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .core.errors import FlareSparseError
-from .core.exchange import Patch, Request, Update
-from .core.mask import Mask
-from .core.params import Layout
-from .tasks.task import Examples, Metric, SiteData, Task, TaskConfig
-
 if TYPE_CHECKING:
+    from .core.errors import FlareSparseError
+    from .core.exchange import Patch, Request, Update
+    from .core.mask import Mask
+    from .core.params import Layout
     from .results.runs.load import load_model
+    from .tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
 __all__ = [
     "Examples",
@@ -26,11 +26,21 @@ __all__ = [
     "load_model",
 ]
 
+_MODULES = {
+    "core.errors": ["FlareSparseError"],
+    "core.exchange": ["Patch", "Request", "Update"],
+    "core.mask": ["Mask"],
+    "core.params": ["Layout"],
+    "results.runs.load": ["load_model"],
+    "tasks.task": ["Examples", "Metric", "SiteData", "Task", "TaskConfig"],
+}
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    """Import ``load_model`` on first access: it imports every task and network, which takes seconds."""
-    if name == "load_model":
-        from .results.runs.load import load_model
-
-        return load_model
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a name on first access: torch takes a second, ``load_model`` imports every task and network."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Stored, so that the next access does not come here.
+    value = globals()[name] = getattr(import_module(f".{_PLACES[name]}", __name__), name)
+    return value

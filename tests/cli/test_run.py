@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,6 +288,69 @@ def test_disk_that_fills_up_is_named_with_the_command_that_continues(
     assert "error E_DISK" in result.output
     assert "safe: round 2 is committed in out/checkpoints" in result.output
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("options", [(), ("--overwrite",), ("--resume",)])
+def test_second_command_does_not_write_to_a_folder_in_use(config: Path, options: tuple[str, ...]) -> None:
+    seen = []
+    EVENTS.update(calls=0, at=5, do=lambda: seen.append(run(config, "--out", "out", *options)))
+    first = run(config, "--out", "out")
+    assert first.exit_code == 0, first.output
+    assert seen[0].exit_code == 2
+    assert "--out out: another flare-sparse command is writing to this folder" in seen[0].output
+    lines = [json.loads(line) for line in Path("out/rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4]
+    assert run(config, "--out", "out", "--overwrite").exit_code == 0, "the lock ends with the command"
+
+
+START = """
+import os, signal, sys
+class Hook:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            {event}
+sys.meta_path.insert(0, Hook())
+sys.argv[1:] = ["run", "count.yaml", "--env", "local", "--out", "a folder"]
+from flare_sparse.__main__ import main
+main()
+"""
+"""The command line, with an event during its imports."""
+
+
+@pytest.mark.parametrize(
+    ("event", "code", "happened"),
+    [
+        ("os.kill(os.getpid(), signal.SIGINT)", 130, "stopped by Ctrl-C; the run was not started yet"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "stopped by SIGTERM; the run was not started yet"),
+        ("raise MemoryError", 1, "memory ran out: MemoryError"),
+        (
+            "raise ImportError('libtorch.so: failed to map segment from shared object')",
+            1,
+            "memory ran out: libtorch.so: failed to map segment from shared object",
+        ),
+    ],
+)
+def test_command_that_stops_during_its_imports_says_what_to_type(event: str, code: int, happened: str) -> None:
+    command = [sys.executable, "-c", START.format(event=event)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stderr.splitlines()[-3:] == [
+        happened,
+        "safe: every round that was committed before",
+        "to continue: flare-sparse run count.yaml --env local --out 'a folder'",
+    ]
+
+
+def test_lack_of_memory_is_named_with_the_command_that_continues(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(CountTask, "model", fail)
+    result = run(config, "--out", "out")
+    assert result.exit_code == 1
+    assert "error E_MEMORY" in result.output
+    assert "safe: no round was committed yet" in result.output
+    assert find_line(result, "to continue").endswith("run count.yaml --env local --out out")
 
 
 def test_error_of_a_site_is_shown_once_with_the_line_of_the_task(config: Path) -> None:

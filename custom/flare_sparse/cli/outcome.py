@@ -21,7 +21,9 @@ import psutil
 import typer
 from rich.console import Console
 
-from ..core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
+from ..core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError, OutOfMemory
+from ..core.memory import is_out_of_memory
+from ..flare.watchdog import end_processes
 from .console import err
 from .resume import FOLDER, has_checkpoint
 
@@ -124,12 +126,14 @@ def watch_signals() -> Iterator[Interruption]:
             return
         raise KeyboardInterrupt
 
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     try:
         yield interruption
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        # Not the handlers from before: those of the start (__main__.py) say that nothing was changed.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
@@ -149,25 +153,27 @@ def explain_outcome(
 
     Raises:
         typer.Exit: the run was interrupted: exit code 130 for Ctrl-C, 143 for SIGTERM.
-        DiskFull: the run failed because its disk is full.
+        DiskFull, OutOfMemory: the run failed because its disk is full, or for lack of memory.
         FlareSparseError: the run's own error, with what is safe and what to type as notes.
     """
     progress = RunProgress()
     with watch_signals() as interruption:
         try:
             yield progress
-        except (KeyboardInterrupt, FlareSparseError, OSError) as error:
+        # Any exception: a library whose import is interrupted may raise one of its own.
+        except (KeyboardInterrupt, Exception) as error:
             if isinstance(error, KeyboardInterrupt) or interruption.number is not None:
                 end_processes(interruption.processes)
                 number = interruption.number or signal.SIGINT
                 for line in describe_interruption(command, env, progress, number, restarts=restarts):
                     console.print(line, markup=False)
                 raise typer.Exit(128 + number) from None
-            failure = find_full_disk(error, command.out) or error
+            failure = find_full_disk(error, command.out) or find_lack_of_memory(error) or error
             if isinstance(failure, (ConfigError, CheckpointError)):
                 raise
             # An error before the first round, such as unreadable data, leaves nothing to continue.
-            if env == "prod" or progress.committed is not None or has_checkpoint(command.out):
+            has_commit = env == "prod" or progress.committed is not None or has_checkpoint(command.out)
+            if has_commit or isinstance(failure, OutOfMemory) or bool(getattr(failure, "remedy", "")):
                 for note in describe_next_steps(command, env, progress, failure, restarts=restarts):
                     failure.add_note(note)
             if failure is error:
@@ -222,24 +228,6 @@ def _describe_safe(env: Env, progress: RunProgress, out: Path) -> str:
     return "safe: no round was committed yet, so there is nothing to lose"
 
 
-def end_processes(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
-    """End processes: SIGTERM, then SIGKILL for those that are left."""
-    for process in processes:
-        _send(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(processes, timeout=patience_s)
-    for process in alive:
-        _send(process, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=patience_s)
-
-
-def _send(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.Error:
-        # It has ended in the meantime.
-        return
-
-
 def find_full_disk(error: BaseException, out: Path) -> DiskFull | None:
     """Return the error of a full disk if it is what made a run fail.
 
@@ -256,6 +244,13 @@ def find_full_disk(error: BaseException, out: Path) -> DiskFull | None:
     if not is_full and (free is None or free >= LEAST_FREE // 10):
         return None
     return DiskFull(describe_disk(out, free))
+
+
+def find_lack_of_memory(error: BaseException) -> OutOfMemory | None:
+    """Return the error of a process that got no more memory, if that made a run fail."""
+    if isinstance(error, FlareSparseError) or not is_out_of_memory(error):
+        return None
+    return OutOfMemory(f"memory ran out: {str(error) or type(error).__name__}")
 
 
 def describe_disk(path: Path, free: int | None) -> str:

@@ -6,9 +6,12 @@ import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ..core.errors import ConfigError, DiskFull
+from ..core.checkpoint.locking import lock_folder
+from ..core.errors import ConfigError, DiskFull, FlareSparseError
 from ..results.runs.continuation import FINAL
 from ..results.runs.folder import APPENDED_FILES, LAYER_COMPUTE
 from ..results.runs.model_files import delete_models
@@ -32,6 +35,9 @@ RECORD = (
 """Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
 FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER, UPDATES)
 """Folders that describe the models and the sites of a finished run, or continue it."""
+
+PATIENCE_S = 10.0
+"""Seconds to wait for the processes of a killed command: those of FLARE's simulator end within two."""
 
 
 def is_finished(out: Path) -> bool:
@@ -59,8 +65,37 @@ def choose_default_folder(name: str, *, resume: bool, overwrite: bool) -> Path:
     return folder
 
 
+@contextmanager
+def claim_result_folder(out: Path, patience_s: float = 0.0) -> Iterator[None]:
+    """Let no other command write to a result folder while the block runs; the folder is created if it does not exist.
+
+    Args:
+        out: result folder.
+        patience_s: seconds to wait for another command that writes to it.
+
+    Raises:
+        ConfigError: another command writes to it, or it cannot be written.
+        DiskFull: its disk has no space.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: this is a file; choose a folder, or a name that does not exist")
+    try:
+        lock = lock_folder(out, patience_s)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"--out {out}: another flare-sparse command is writing to this folder. Wait for it, follow it with "
+            f"flare-sparse watch {out}, or choose another --out"
+        ) from error
+    except OSError as error:
+        raise _explain_unwritable(out, error) from error
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 def prepare_result_folder(command: RunCommand, *, resume: bool, overwrite: bool, is_deployed: bool) -> Path:
-    """Create the result folder and return its absolute path.
+    """Prepare a result folder that :func:`claim_result_folder` has claimed, and return its absolute path.
 
     Args:
         command: the user's command, with the result folder.
@@ -73,20 +108,15 @@ def prepare_result_folder(command: RunCommand, *, resume: bool, overwrite: bool,
         DiskFull: its disk has too little space.
     """
     out = command.out
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: this is a file; choose a folder, or a name that does not exist")
     if not resume and not overwrite:
         _check_for_a_run(command, is_deployed=is_deployed)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out) as file:
             file.write(bytes(100_000))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(describe_disk(out, measure_free(out))) from error
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder") from error
+        raise _explain_unwritable(out, error) from error
     _check_space(out)
     if overwrite and not resume:
         delete_record(out)
@@ -114,6 +144,12 @@ def _check_for_a_run(command: RunCommand, *, is_deployed: bool) -> None:
             f"--out {out}: holds an interrupted run. Continue it from its last committed round: "
             f"{command.format('--resume')}\nor start again from the beginning: {command.format('--overwrite')}"
         )
+
+
+def _explain_unwritable(out: Path, error: OSError) -> FlareSparseError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(describe_disk(out, measure_free(out)))
+    return ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder")
 
 
 def _check_space(out: Path) -> None:

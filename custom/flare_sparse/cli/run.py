@@ -16,7 +16,7 @@ from .console import out as stdout
 from .environments import run_in_environment
 from .options import ConfigFile, Overrides, load_with_options
 from .outcome import Env, RunCommand, explain_outcome
-from .result_folder import choose_default_folder, prepare_result_folder
+from .result_folder import PATIENCE_S, choose_default_folder, claim_result_folder, prepare_result_folder
 from .resume import ContinueFrom, Resume, StepBack, check_step_back, continue_run
 from .summary import PARTIAL, find_idle_sites, read_last_round, show_result
 from .tracking import resolve_tracking_uri
@@ -114,28 +114,30 @@ def run(
         "mlflow": mlflow,
     }
     command = RunCommand(config, chosen, options, tuple(set_ or ()))
-    folder = prepare_result_folder(command, resume=resume, overwrite=overwrite, is_deployed=env == "prod")
-    with open_screen(env) as console:
-        if out is None and chosen.name != name and not resume:
-            console.print(f"runs/{name} holds a finished run; this one is written to {chosen}")
-        # FLARE makes new keys for every POC federation, so an encrypted run there starts again.
-        restarts = env == "poc" and resolved.encrypted
-        with explain_outcome(command, env, restarts=restarts) as progress:
-            summary = run_in_environment(
-                env,
-                resolved,
-                config,
-                folder,
-                console,
-                resume=resume,
-                step_back=step_back or 0,
-                kit=kit,
-                byoc=byoc,
-                mlflow=tracking_uri,
-                on_line=progress.record,
-                restart_command=command.format(),
-            )
-        show_result(console, summary, folder)
+    # A killed simulation holds the lock until its processes notice that their command is gone.
+    with claim_result_folder(chosen, 0.0 if env == "local" else PATIENCE_S):
+        folder = prepare_result_folder(command, resume=resume, overwrite=overwrite, is_deployed=env == "prod")
+        with open_screen(env) as console:
+            if out is None and chosen.name != name and not resume:
+                console.print(f"runs/{name} holds a finished run; this one is written to {chosen}")
+            # FLARE makes new keys for every POC federation, so an encrypted run there starts again.
+            restarts = env == "poc" and resolved.encrypted
+            with explain_outcome(command, env, restarts=restarts) as progress:
+                summary = run_in_environment(
+                    env,
+                    resolved,
+                    config,
+                    folder,
+                    console,
+                    resume=resume,
+                    step_back=step_back or 0,
+                    kit=kit,
+                    byoc=byoc,
+                    mlflow=tracking_uri,
+                    on_line=progress.record,
+                    restart_command=command.format(),
+                )
+            show_result(console, summary, folder)
     if find_idle_sites(summary, read_last_round(folder)):
         raise typer.Exit(PARTIAL)
 

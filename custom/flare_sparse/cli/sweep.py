@@ -29,6 +29,7 @@ from ..results.runs.sweep import SettingsResult, Trial, expand_grid, find_unequa
 from .console import out as console
 from .local import run_config_locally
 from .options import ConfigFile, Overrides
+from .result_folder import claim_result_folder
 from .resume import has_checkpoint
 from .user_modules import copy_user_code
 
@@ -121,7 +122,9 @@ def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -
     # Before the run, so that a later sweep with other settings notices a run that failed, too.
     (out / CONFIG).write_text(dump_config(config), encoding="utf-8")
     try:
-        summary = run_config_locally(config, file, out, resume=has_checkpoint(out), console=Console(file=StringIO()))
+        with claim_result_folder(out):
+            silent = Console(file=StringIO())
+            summary = run_config_locally(config, file, out, resume=has_checkpoint(out), console=silent)
     except FlareSparseError as error:
         # As text: some errors hold what cannot be sent to the process of the sweep.
         reason = f"{error.code}: {error}"

@@ -102,6 +102,12 @@ class DiskFull(FlareSparseError):
     code = "E_DISK"
 
 
+class OutOfMemory(FlareSparseError):
+    """A process got no more memory. The message says what it was doing."""
+
+    code = "E_MEMORY"
+
+
 class PolicyRefusal(FlareSparseError):
     """A site's policy forbids an update or a part of the job. Only the code leaves the site."""
 

@@ -1,8 +1,9 @@
-"""End the simulator's processes when the command that started them is gone, also after ``kill -9``."""
+"""End the simulator's processes: when the command that started them is gone, or when the command says so."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -55,3 +56,21 @@ def _exit_with(command: str) -> None:
         time.sleep(CHECK_S)
     # Not sys.exit(): from a thread it would end the thread alone, and a clean shutdown would wait for other sites.
     os._exit(EXIT_CODE)
+
+
+def end_processes(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
+    """End processes: SIGTERM, then SIGKILL for those that are left."""
+    for process in processes:
+        _send(process, signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=patience_s)
+    for process in alive:
+        _send(process, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=patience_s)
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        # It has ended in the meantime.
+        return

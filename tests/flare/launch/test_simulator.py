@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 
 from flare_sparse.flare.launch.ending import JobFailed
 from flare_sparse.flare.launch.simulator import _follow_lines, simulate
+from flare_sparse.flare.launch.site_processes import watch_site_processes
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,24 @@ def test_simulator_without_a_result_names_the_cause(number: int, logged: str, ex
     with pytest.raises(JobFailed) as caught:
         simulate(recipe, ["site-1"], str(tmp_path / "{site}.yaml"), tmp_path / "out")
     assert str(caught.value).splitlines()[1:] == [f"  {expected}", f"FLARE's log: {tmp_path / 'out' / 'flare.log'}"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ERROR - Communication error with client site-1: ", "the process of site-1 died"),
+        ("ERROR - Subprocess died for client h.org before send, exit code: -9", "the process of h.org died"),
+        ("ERROR - run_client_thread error: Failed to create connection to the child process in X", "did not start"),
+    ],
+)
+def test_simulation_ends_when_the_process_of_a_site_dies(line: str, expected: str, tmp_path: Path) -> None:
+    """FLARE's simulator only logs it, and the round would wait for the site until its timeout."""
+    log = tmp_path / "flare.log"
+    command = [sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path / "site-2")]
+    with watch_site_processes(log, tmp_path, grace_s=0) as dead, subprocess.Popen(command) as simulation:
+        log.write_text(f"INFO - all is well\n{line}\n")
+        simulation.wait(50)
+    assert [expected in text for text in dead] == [True]
 
 
 def test_lines_are_followed_across_a_step_back_that_shortens_the_file(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ A checkpoint is written under a temporary name, flushed to disk with its folder,
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -26,6 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .locking import lock_folder
 from .packing import pack, unpack
 from .writing import replace_atomically, sync_to_disk, write_new_file
 
@@ -57,22 +57,12 @@ class Store:
             CheckpointError: another process holds the lock (the same job runs twice), or the folder is not writable.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o600)
-            self._lock_file()
+            self._lock = lock_folder(self.folder)
         except OSError as error:
             raise CheckpointError(
                 f"{self.folder}: locked by another process, or not writable ({error.strerror}). If the same job is "
                 "running already, wait for it, abort it, or submit with another seed"
             ) from error
-
-    def _lock_file(self) -> None:
-        # The kernel releases this lock with the process: a killed job leaves none behind, as a file with a pid would.
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise
 
     def release(self) -> None:
         """Release the lock of :meth:`claim`."""

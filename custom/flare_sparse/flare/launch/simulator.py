@@ -31,6 +31,7 @@ from ..session import SITE_MODELS_VARIABLE
 from ..site.allow_list import allow_classes
 from ..watchdog import COMMAND_VARIABLE, identify_command
 from .ending import JobFailed
+from .site_processes import watch_site_processes
 
 
 def simulate(
@@ -104,16 +105,16 @@ def simulate(
         _follow_lines(record / ROUNDS, append_round),
         _follow_lines(record / LEDGER, lambda line: growing.append(LEDGER, [line])),
     ):
-        with redirect_output(log):
+        with redirect_output(log), watch_site_processes(log, workspace) as dead:
             try:
                 recipe.execute(
                     SimEnv(clients=list(sites), num_threads=processes, workspace_root=str(out / "workspace"))
                 )
             except RuntimeError as error:
-                raise JobFailed(_describe_failure(log, workspace, str(error))) from error
+                raise _describe_end(log, workspace, dead, str(error)) from error
     # The simulator's exit code does not tell whether the job ended well: only the summary proves a result.
     if not (record / "summary.json").is_file():
-        raise JobFailed(_describe_failure(log, workspace))
+        raise _describe_end(log, workspace, dead)
     # Otherwise a best model of an earlier run in this folder could stay beside the new record.
     delete_models(out)
     for file in sorted(record.iterdir()):
@@ -163,6 +164,17 @@ def _describe_failure(log: Path, workspace: Path, cause: str = "") -> str:
     unlogged = "FLARE's simulator was killed, most often because memory ran out" if is_killed else "no error was logged"
     errors = [*server[:1], *reports] or [unlogged]
     return "the job ended without a result.\n  " + "\n  ".join(errors) + f"\nFLARE's log: {log}"
+
+
+def _describe_end(log: Path, workspace: Path, dead: Sequence[str], cause: str = "") -> JobFailed:
+    """Return the error of a simulation without a result; ``dead`` says which process of a site died."""
+    if not dead:
+        return JobFailed(_describe_failure(log, workspace, cause))
+    return JobFailed(
+        f"{dead[0]}: it was killed, most often because memory ran out. The simulation was ended, because its round "
+        f"would wait for this site until federation.task_timeout_s.\nFLARE's log: {log}",
+        remedy="if memory ran out, simulate fewer sites, or lower method.training.batch_size",
+    )
 
 
 @contextmanager

@@ -1,0 +1,79 @@
+"""Notice that a site's process in FLARE's simulator has died, which the simulator itself only logs."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from ..watchdog import end_processes
+
+CHECK_S = 1.0
+GRACE_S = 10.0
+_DEATH = re.compile(rb"(?:Subprocess died for|Communication error with) client ([\w.@-]+?)(?=[,:\s])")
+_NO_START = b"Failed to create connection to the child process"
+
+
+@contextmanager
+def watch_site_processes(log: Path, workspace: Path, grace_s: float = GRACE_S) -> Iterator[list[str]]:
+    """End the simulation of a workspace when a site's process dies; otherwise the others wait for it to the timeout.
+
+    Args:
+        log: FLARE's log.
+        workspace: FLARE's workspace, which the simulation's processes name in their command lines.
+        grace_s: seconds in which the simulation may still end by itself.
+
+    Yields:
+        A list that receives what has died.
+    """
+    has_ended, dead = threading.Event(), list[str]()
+
+    def watch() -> None:
+        position = 0
+        while not has_ended.wait(CHECK_S):
+            if log.is_file():
+                with log.open("rb") as file:
+                    file.seek(position)
+                    text = file.read()
+                # A line without its end is still being written: it is read again in the next pass.
+                text = text[: text.rfind(b"\n") + 1]
+                position += len(text)
+                if found := _find_death(text):
+                    dead.append(found)
+                    if not has_ended.wait(grace_s):
+                        end_processes(list_simulation(workspace))
+                    return
+
+    watcher = threading.Thread(target=watch, daemon=True, name="watch-site-processes")
+    watcher.start()
+    try:
+        yield dead
+    finally:
+        has_ended.set()
+        watcher.join()
+
+
+def list_simulation(workspace: Path) -> list[psutil.Process]:
+    """Return the processes below this one whose command line names a workspace."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            # It has ended in the meantime.
+            continue
+        if any(word.startswith(str(workspace)) for word in words):
+            found.append(process)
+    return found
+
+
+def _find_death(text: bytes) -> str:
+    """Return whose process has died, from lines of FLARE's log; empty: none."""
+    match = _DEATH.search(text)
+    if match:
+        return f"the process of {match[1].decode()} died"
+    return "the process of a site did not start" if _NO_START in text else ""
