@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import kernel_digest
 import pytest
 import torch
 
@@ -37,3 +41,17 @@ def test_a_job_that_demands_the_kernels_compiles_them_at_its_start(
     with caplog.at_level(logging.INFO):
         check_kernels(assemble(config).method)
     assert len([line for line in caplog.messages if "sparse kernels" in line]) == lines
+
+
+@pytest.mark.slow
+def test_loops_compute_the_same_bits_when_just_compiled_and_when_read_from_the_cache(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    just_compiled, from_cache = (
+        subprocess.run(
+            [sys.executable, kernel_digest.__file__], env=environment, check=True, capture_output=True, text=True
+        ).stdout.split()
+        for _ in range(2)
+    )
+    assert list(tmp_path.rglob("*.nbc"))
+    # In one and two threads; this process has a cache of its own.
+    assert {*just_compiled, *from_cache, kernel_digest.digest_kernels(1)} == {just_compiled[0]}

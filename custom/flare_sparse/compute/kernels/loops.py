@@ -27,18 +27,27 @@ SLAB = 16384
 """Positions after which normalisation sums and pooling are done, while the sums are in the second-level cache."""
 
 
+# Reassociation lets the compiler use vector instructions for sums. The order is fixed when the loop is compiled.
+# NaN and infinity keep their meaning, because a diverged model must be noticed.
+_OPTIONS: Any = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True, "error_model": "numpy"}
+
+_inline = njit(inline="always", **_OPTIONS)
+"""Make a function part of each loop that calls it, before that is compiled.
+
+Otherwise the compiler inlines it into a loop that is compiled along with it, but not into one that finds it in the
+cache, and the sums of the two differ in the last bits.
+"""
+
+
 def _compile(function: Callable[..., Any]) -> Any:
-    # Reassociation lets the compiler use vector instructions for sums. The order is fixed when the loop is compiled.
-    # NaN and infinity keep their meaning, because a diverged model must be noticed.
-    options: Any = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True, "error_model": "numpy"}
     try:
-        return njit(cache=True, **options)(function)
+        return njit(cache=True, **_OPTIONS)(function)
     # No folder for the compiled code is writable: it is compiled again in every process.
     except RuntimeError:
-        return njit(**options)(function)
+        return njit(**_OPTIONS)(function)
 
 
-@_compile
+@_inline
 def accumulate(sums: Any, source: Any, weights: Weights, channel: int, count: int) -> None:
     """Set ``sums[i]`` to the sum of ``values[k] * source[offsets[k] + i]`` over the channel's weights ``k``."""
     offsets, values = weights.offsets, weights.values
@@ -74,7 +83,7 @@ def accumulate(sums: Any, source: Any, weights: Weights, channel: int, count: in
                 out[i] += v0 * x0[i]
 
 
-@_compile
+@_inline
 def correlate(gradient: Any, source: Any, weights: Weights, channel: int, count: int, products: Any) -> None:
     """Add the inner product of ``gradient`` and ``source[offsets[k]:]`` to ``products[k]`` for each weight ``k``."""
     offsets = weights.offsets
@@ -106,13 +115,13 @@ def correlate(gradient: Any, source: Any, weights: Weights, channel: int, count:
             k += 1
 
 
-@_compile
+@_inline
 def count_slab_planes(grid: Grid, window: Window) -> Any:
     """Return the planes of a slab: a multiple of the pooling window, near ``SLAB`` positions."""
     return window.depth * max(1, SLAB // (window.depth * grid.plane))
 
 
-@_compile
+@_inline
 def count_positions(grid: Grid, planes: int) -> Any:
     """Return the number of contiguous positions that hold the outputs of some planes."""
     return (planes - 1) * grid.plane + (grid.height - 1) * grid.row + grid.width
@@ -148,7 +157,7 @@ def convolve(
         )  # fmt: skip
 
 
-@_compile
+@_inline
 def convolve_sample(
     source: Any, weights: Weights, grid: Grid, window: Window, signs: Any, pivots: Any, moments: Any, output: Any,
     target: Target, positions: Any, values: Any, first: int, last: int,
@@ -185,7 +194,7 @@ def convolve_sample(
                         recorded[number * size : (number + 1) * size] += plane * window.depth * grid.plane
 
 
-@_compile
+@_inline
 def average(sums: Any, grid: Grid, depth: int) -> float:
     """Return the mean of a slab's values; a single one could be an outlier."""
     total = np.float64(0)
@@ -199,7 +208,7 @@ def average(sums: Any, grid: Grid, depth: int) -> float:
     return total / (depth * grid.height * grid.width)
 
 
-@_compile
+@_inline
 def add_moments(sums: Any, grid: Grid, depth: int, pivot: float, moments: Any) -> None:
     """Add sum and sum of squares of a slab's values, less ``pivot``, to ``moments``."""
     total, squares = np.float64(0), np.float64(0)
@@ -219,7 +228,7 @@ def add_moments(sums: Any, grid: Grid, depth: int, pivot: float, moments: Any) -
     moments[1] += squares
 
 
-@_compile
+@_inline
 def copy_plane(sums: Any, grid: Grid, output: Any, target: Target, plane: int) -> None:
     """Write a plane of values that are not pooled."""
     for y in range(grid.height):
@@ -227,7 +236,7 @@ def copy_plane(sums: Any, grid: Grid, output: Any, target: Target, plane: int) -
         output[start : start + grid.width] = sums[y * grid.row : y * grid.row + grid.width]
 
 
-@_compile
+@_inline
 def pool_plane(
     sums: Any, grid: Grid, window: Window, sign: float, output: Any, target: Target, plane: int, positions: Any,
     best: Any, best_at: Any,
@@ -262,7 +271,7 @@ def pool_plane(
 # that is predicted wrongly costs more than the rest of the pooling. NaN replaces a number and stays, as in torch.
 
 
-@_compile
+@_inline
 def keep_larger(best: Any, row: Any, sign: float) -> None:
     """Set ``best[i]`` to the larger of itself and ``sign * row[i]``."""
     for i in range(len(best)):
@@ -271,7 +280,7 @@ def keep_larger(best: Any, row: Any, sign: float) -> None:
         best[i] = value if larger else best[i]
 
 
-@_compile
+@_inline
 def keep_larger_positions(best: Any, best_at: Any, row: Any, sign: float, at: int) -> None:
     """As :func:`keep_larger`; ``best_at[i]`` becomes ``at + i`` where the value is replaced."""
     for i in range(len(best)):
@@ -281,7 +290,7 @@ def keep_larger_positions(best: Any, best_at: Any, row: Any, sign: float, at: in
         best_at[i] = at + i if larger else best_at[i]
 
 
-@_compile
+@_inline
 def pool_row(best: Any, window: Window, output: Any) -> None:
     """Set ``output[i]`` to the largest value of the window ``i`` of a row."""
     for i in range(len(output)):
@@ -293,7 +302,7 @@ def pool_row(best: Any, window: Window, output: Any) -> None:
         output[i] = largest
 
 
-@_compile
+@_inline
 def pool_row_positions(best: Any, best_at: Any, window: Window, output: Any, positions: Any) -> None:
     """As :func:`pool_row`, with the positions; of equal values the first in memory counts, as in torch."""
     for i in range(len(output)):
@@ -328,7 +337,7 @@ def scale_and_activate(
         )
 
 
-@_compile
+@_inline
 def scale_and_activate_sample(
     output: Any, target: Target, shape: Window, scales: Any, shifts: Any, slope: float, kept: Any, first: int, last: int
 ) -> None:
@@ -371,7 +380,7 @@ def differentiate_activation(
         )
 
 
-@_compile
+@_inline
 def differentiate_activation_sample(
     gradient: Any, pooled: Any, scales: Any, shifts: Any, slope: float, moments: Any, first: int, last: int
 ) -> None:
@@ -424,7 +433,7 @@ def differentiate_block(
         )  # fmt: skip
 
 
-@_compile
+@_inline
 def differentiate_block_sample(
     source: Any, weights: Weights, grid: Grid, window: Window, gradient: Any, positions: Any, values: Any, norm: Norm,
     products: Any, output: Any, lead: int, first: int, last: int,
@@ -457,7 +466,7 @@ def differentiate_block_sample(
                 output[c, lead + z * grid.plane : lead + z * grid.plane + count] = sums[:count]
 
 
-@_compile
+@_inline
 def transform_rows(sums: Any, grid: Grid, depth: int, constant: float, factor: float) -> None:
     """Replace a slab's values ``y`` by ``constant + factor * y``, and the padding between the rows by 0."""
     for z in range(depth):
@@ -470,7 +479,7 @@ def transform_rows(sums: Any, grid: Grid, depth: int, constant: float, factor: f
         sums[z * grid.plane + grid.height * grid.row : (z + 1) * grid.plane] = 0
 
 
-@_compile
+@_inline
 def add_rows(sums: Any, grid: Grid, depth: int, scale: float, gradient: Any) -> None:
     """Add ``scale * gradient`` to the values of a slab that was not pooled."""
     for z in range(depth):
