@@ -119,6 +119,20 @@ def compute_reference(
     return (gradient / len(records))[mask.bits[: gradient.numel()]]
 
 
+def test_examples_that_count_for_a_policy_do_not_depend_on_the_secret_sample() -> None:
+    site, start = open_site(subjects=BY_TWO)
+    once = TrainingConfig(optimizer="sgd", lr=0.1, batch_size=3, epochs=1)
+    counts = set()
+    for number in range(5):
+        assert site.mechanism is not None
+        site.mechanism.account.secret = bytes([number]) * 32
+        site.reset_usage()
+        site.train(start, Mask.full(start.numel()), once, 1, steps=2)
+        counts.add((site.usage.examples, site.usage.batches))
+    # Two lots of three of the twelve subjects, who have two records each.
+    assert counts == {(12, 2)}
+
+
 @pytest.mark.parametrize(
     "extra",
     [(), (Branch(),), (Lookup(nn.Embedding, 3, sparse=True),)],

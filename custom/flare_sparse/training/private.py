@@ -165,7 +165,7 @@ class PrivateTraining:
 
     def _load(self, indices: Sequence[int]) -> list[Any]:
         """Return records as minibatches of one, so that augmentation cannot mix them."""
-        items = self._dataset.__getitems__(list(indices))
+        items = self._dataset.read_uncounted(list(indices))
         batches = (self._task.augment(self._task.collate([item]), self._changes) for item in items)
         return [self._model.to_device(batch) for batch in batches]
 
@@ -245,6 +245,7 @@ def open_private_training(
     plan = SamplingPlan.build(len(subjects), config.batch_size, config.epochs, 1, config.accumulate)
     plan = limit_steps(plan, steps, config.accumulate)
     question = mechanism.open(start, trainable, plan, t, (*labels, config, subjects))
+    dataset.count_sampling(plan.steps * plan.lot_size * len(dataset) // plan.subjects, plan.steps)
     return PrivateTraining(question, model, task, dataset, subjects, config.batch_size, changes)
 
 

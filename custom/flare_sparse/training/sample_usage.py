@@ -34,11 +34,24 @@ class CountingDataset(Dataset[Any]):
         """Forget what has been read."""
         self._indices: set[int] = set()
         self._batches = 0
+        self._sampled = 0
 
     @property
     def usage(self) -> SampleUsage:
         """Usage since the last reset."""
-        return SampleUsage(len(self._indices), self._batches)
+        return SampleUsage(max(len(self._indices), self._sampled), self._batches)
+
+    def read_uncounted(self, indices: list[int]) -> Any:
+        """Return a minibatch that a secret sample has drawn; see :meth:`count_sampling`."""
+        return self._examples.__getitems__(indices)
+
+    def count_sampling(self, sampled: int, batches: int) -> None:
+        """Count secret samples of ``sampled`` expected examples altogether, whichever of them they draw.
+
+        What depends on the count, such as a refusal, would else tell about the sample.
+        """
+        self._sampled = max(self._sampled, min(sampled, len(self)))
+        self._batches += batches
 
     def __len__(self) -> int:
         return len(self._examples)

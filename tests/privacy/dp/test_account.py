@@ -30,13 +30,18 @@ def spend(count: int) -> float:
     return compute_epsilon([CHARGE] * count, DELTA)
 
 
-def test_same_answer_is_charged_once_and_another_one_again(tmp_path: Path) -> None:
+def test_same_answer_is_charged_once_and_others_as_less_noise_on_the_same_sample(tmp_path: Path) -> None:
     account = PrivacyAccount(tmp_path)
     account.charge(entry("q"), None)
     account.charge(entry("q"), None)
     assert account.compute_spent(RUN, DELTA) == spend(1)
-    account.charge(entry("q", "y"), None)
-    assert account.compute_spent(RUN, DELTA) == spend(2)
+    for answer in "yzw":
+        account.charge(entry("q", answer), None)
+    # Four answers: half the noise. Four samples of their own would cost less.
+    four = compute_epsilon([Charge(1.0, CHARGE.sample_rate, CHARGE.steps)], DELTA)
+    assert account.compute_spent(RUN, DELTA) == four > spend(4)
+    with pytest.raises(BudgetSpent):
+        account.charge(entry("q", "v"), Budget(four, DELTA))
 
 
 def test_ledger_survives_the_process_and_adds_up_all_jobs(tmp_path: Path) -> None:
@@ -50,7 +55,7 @@ def test_ledger_survives_the_process_and_adds_up_all_jobs(tmp_path: Path) -> Non
         rf"this round would make it {spend(4):.3f}"
     )
     with pytest.raises(BudgetSpent, match=message):
-        account.check(RUN, "s", CHARGE, None)
+        account.check(entry("s"), None)
     with pytest.raises(BudgetSpent, match=message):
         account.charge(entry("s"), None)
     assert len(account.read().entries) == 3
@@ -61,13 +66,13 @@ def test_budget_of_a_job_counts_its_own_run_only() -> None:
     account.charge(entry("q", run=OTHER), budget)
     account.charge(entry("q"), budget)
     with pytest.raises(BudgetSpent, match=r"the job's privacy\.epsilon is"):
-        account.check(RUN, "r", CHARGE, budget)
+        account.check(entry("r"), budget)
 
 
 def test_question_answered_before_may_be_asked_when_the_budget_is_spent() -> None:
     account, budget = PrivacyAccount(), Budget(spend(1), DELTA)
     account.charge(entry("q"), budget)
-    account.check(RUN, "q", CHARGE, budget)
+    account.check(entry("q"), budget)
     account.charge(entry("q"), budget)
     # The same question with another answer, as after a change of the data, is not free.
     with pytest.raises(BudgetSpent):
@@ -78,15 +83,15 @@ def test_code_of_a_spent_budget_is_stable() -> None:
     assert BudgetSpent.code == "E_BUDGET"
 
 
-@pytest.mark.parametrize("content", ["{", '{"entries": [{"run": "a"}]}', "[]"])
-def test_damaged_ledger_grants_nothing(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", [b"{", b'{"entries": [{"run": "a"}]}', b"[]", '{"entries": []}'.encode("utf-16")])
+def test_damaged_ledger_grants_nothing(tmp_path: Path, content: bytes) -> None:
     account = PrivacyAccount(tmp_path)
-    (tmp_path / LEDGER_FILE).write_text(content)
+    (tmp_path / LEDGER_FILE).write_bytes(content)
     with pytest.raises(BudgetSpent, match="the privacy ledger is damaged"):
         account.charge(entry("q"), None)
     with pytest.raises(BudgetSpent, match="the privacy ledger is damaged"):
-        account.check(RUN, "q", CHARGE, None)
-    assert (tmp_path / LEDGER_FILE).read_text() == content
+        account.check(entry("q"), None)
+    assert (tmp_path / LEDGER_FILE).read_bytes() == content
 
 
 def test_ledger_without_a_file_is_empty(tmp_path: Path) -> None:

@@ -114,6 +114,18 @@ def test_steps_of_a_method_replace_those_of_the_epochs() -> None:
     assert limit_steps(PLAN, 7, 2) == replace(PLAN, steps=4)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"noise_multiplier": 1e-300}, {"noise_multiplier": 1e308}, {"epsilon": 1e15}),
+        *({"epsilon": 1, "delta": 0.999999}, {"epsilon": 1, "delta": 1e-30}),
+    ],
+)
+def test_settings_for_which_the_accountants_have_no_answer_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"should be (less|greater) than or equal to"):
+        PrivacyConfig.model_validate(settings)
+
+
 @pytest.mark.parametrize("settings", [{}, {"epsilon": 1, "noise_multiplier": 1}])
 def test_either_epsilon_or_noise_is_set(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="set either epsilon, from which the noise is computed, or noise_multiplier"):

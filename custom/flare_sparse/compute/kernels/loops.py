@@ -31,12 +31,11 @@ SLAB = 16384
 # NaN and infinity keep their meaning, because a diverged model must be noticed.
 _OPTIONS: Any = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True, "error_model": "numpy"}
 
-_inline = njit(inline="always", **_OPTIONS)
-"""Make a function part of each loop that calls it, before that is compiled.
 
-Otherwise the compiler inlines it into a loop that is compiled along with it, but not into one that finds it in the
-cache, and the sums of the two differ in the last bits.
-"""
+def _inline(function: Callable[..., Any]) -> Any:
+    # A part of each loop that calls it, before that is compiled. The compiler would inline it only into a loop that is
+    # compiled along with it, not into one that finds it in the cache, and the sums of the two differ in the last bits.
+    return njit(inline="always", **_OPTIONS)(function)
 
 
 def _compile(function: Callable[..., Any]) -> Any:

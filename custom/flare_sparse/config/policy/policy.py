@@ -19,6 +19,7 @@ from ...core.exchange import EVALUATE, STATISTICS, Content, Patch
 from ...core.mask import Mask
 from ...core.params import Layout, TensorSpec
 from ...privacy.dp.account import Budget
+from ...privacy.dp.accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
 from ...tasks.task import COUNTS, EPSILON, get_count_name
 from ...training import SampleUsage
 from ..yaml_files import parse_yaml, read_settings
@@ -92,10 +93,11 @@ class Policy(BaseModel):
     epsilon: float | None = Field(
         None,
         gt=0,
+        le=MAX_EPSILON,
         allow_inf_nan=False,
         description="privacy budget of a subject over all jobs; only jobs with privacy may train then",
     )
-    delta: float = Field(1e-5, gt=0, lt=1, description="probability that epsilon does not bound")
+    delta: float = Field(1e-5, ge=MIN_DELTA, le=MAX_DELTA, description="probability that epsilon does not bound")
     masked: bool = Field(
         False,
         description="refuse weights, deltas and scores that are not masked (wire.aggregation), so that the "

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...core.checkpoint.writing import write_json
 from ...core.errors import FlareSparseError
-from .accounting import Charge, compute_epsilon, merge_charges
+from .accounting import Charge, combine_answers, compute_epsilon, merge_charges
 from .secret import create_secret, read_secret
 
 PRIVACY_FOLDER = "flare_sparse_privacy"
@@ -102,8 +102,13 @@ class Ledger(BaseModel):
     entries: list[Entry] = Field(default_factory=list)
 
     def list_charges(self, run: str | None = None, part: str | None = None) -> list[Charge]:
-        """Return the charges of one run, or of all runs, of one part of its subjects, or of all."""
-        return [entry.charge for entry in self.entries if run in (None, entry.run) and part in (None, entry.part)]
+        """Return the charges of one run, or of all runs, of one part of its subjects, or of all; one a question."""
+        answers: dict[object, list[Charge]] = {}
+        for entry in self.entries:
+            if run in (None, entry.run) and part in (None, entry.part):
+                question = entry.run, entry.question, entry.part, entry.sample_rate, entry.steps
+                answers.setdefault(question, []).append(entry.charge)
+        return [combine_answers(charges) for charges in answers.values()]
 
     def compute_spent(self, run: str, delta: float) -> float:
         """Return the epsilon that a run has charged the subjects of the part that has been charged most."""
@@ -139,21 +144,19 @@ class PrivacyAccount:
         """Return the epsilon that a run has charged this site's subjects."""
         return self.read().compute_spent(run, delta)
 
-    def check(self, run: str, question: str, charge: Charge, budget: Budget | None) -> None:
+    def check(self, entry: Entry, budget: Budget | None) -> None:
         """Raise unless a question fits into the budgets, or was answered before.
 
         Args:
-            run: id of the run.
-            question: digest of the question.
-            charge: its charge.
+            entry: the question, with any answer.
             budget: budget of the run; None: it has none.
 
         Raises:
             BudgetSpent: the question would exceed a budget.
         """
         ledger = self.read()
-        if not any((entry.run, entry.question) == (run, question) for entry in ledger.entries):
-            self._check_budgets(ledger, run, charge, budget, TRAIN)
+        if not any((known.run, known.question) == (entry.run, entry.question) for known in ledger.entries):
+            self._check_budgets(ledger, entry, budget)
 
     def charge(self, entry: Entry, budget: Budget | None) -> None:
         """Add an answer to the ledger, on disk when the call returns, before anything leaves; the same answer once.
@@ -165,23 +168,21 @@ class PrivacyAccount:
             known = {(known.run, known.question, known.answer) for known in ledger.entries}
             if (entry.run, entry.question, entry.answer) in known:
                 return
-            self._check_budgets(ledger, entry.run, entry.charge, budget, entry.part)
+            self._check_budgets(ledger, entry, budget)
             ledger.entries.append(entry)
 
-    def _check_budgets(self, ledger: Ledger, run: str, charge: Charge, budget: Budget | None, part: str) -> None:
+    def _check_budgets(self, ledger: Ledger, entry: Entry, budget: Budget | None) -> None:
+        charged = Ledger(entries=[*ledger.entries, entry])
         # Who is a test subject of one job may be a training subject of another, so the site's limit adds all parts.
-        for limit, charges, source in (
-            (budget, ledger.list_charges(run, part), "the job's privacy.epsilon"),
-            (self.limit, ledger.list_charges(), "epsilon of this site's policy, over all jobs"),
+        for limit, scope, source in (
+            (budget, (entry.run, entry.part), "the job's privacy.epsilon"),
+            (self.limit, (), "epsilon of this site's policy, over all jobs"),
         ):
-            if limit is None:
-                continue
-            if limit.is_exceeded_by([*charges, charge]):
-                spent = compute_epsilon([*charges, charge], limit.delta)
+            if limit is not None and limit.is_exceeded_by(charged.list_charges(*scope)):
+                before, after = (compute_epsilon(part.list_charges(*scope), limit.delta) for part in (ledger, charged))
                 raise BudgetSpent(
-                    f"{source} is {limit.epsilon:g} at delta {limit.delta:g}; "
-                    f"{compute_epsilon(charges, limit.delta):.3f} is spent, and this round would make it {spent:.3f}. "
-                    "The site abstains; the run continues without it"
+                    f"{source} is {limit.epsilon:g} at delta {limit.delta:g}; {before:.3f} is spent, and this round "
+                    f"would make it {after:.3f}. The site abstains; the run continues without it"
                 )
 
     @contextmanager
@@ -223,12 +224,12 @@ def read_ledger(file: Path) -> Ledger:
         BudgetSpent: it cannot be read.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        content = file.read_bytes()
     except FileNotFoundError:
         return Ledger()
     except OSError as error:
         raise BudgetSpent(f"{file}: the privacy ledger cannot be read: {error}") from error
     try:
-        return Ledger.model_validate(json.loads(text))
+        return Ledger.model_validate(json.loads(content.decode("utf-8")))
     except (ValueError, ValidationError, RecursionError) as error:
         raise BudgetSpent(f"{file}: the privacy ledger is damaged: {error}; restore it from a backup") from error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,8 @@ from ...core.errors import ConfigError
 
 MIN_EPSILON = 0.05
 """Smallest budget that noise is computed for: the PRV accountant's own error is 0.01."""
+MAX_EPSILON, MIN_DELTA, MAX_DELTA = 1e3, 1e-12, 0.01
+"""Ranges in which the accountants answer, and in a reasonable time; a larger epsilon bounds nothing."""
 _ACCURACY = 0.01
 """Error of epsilon of the PRV accountant."""
 _MAX_POINTS = 2**22
@@ -94,6 +96,21 @@ def compute_epsilon(charges: Iterable[Charge], delta: float) -> float:
         ConfigError: Opacus is not installed.
     """
     return _compute_epsilon(merge_charges(charges), delta)
+
+
+def combine_answers(answers: Sequence[Charge]) -> Charge:
+    """Return the charge of several answers to one question, at least one.
+
+    They have the same sample of subjects and independent noise, which together tell as much as one answer with less
+    noise. Added up as if each had a sample of its own, they would seem to tell less than they do.
+
+    >>> combine_answers([Charge(2.0, 0.1, 10)] * 4)
+    Charge(noise_multiplier=1.0, sample_rate=0.1, steps=10)
+    """
+    first, *others = answers
+    if not others:
+        return first
+    return replace(first, noise_multiplier=1 / math.hypot(*(1 / answer.noise_multiplier for answer in answers)))
 
 
 def merge_charges(charges: Iterable[Charge]) -> tuple[Charge, ...]:

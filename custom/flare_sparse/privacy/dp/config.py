@@ -14,23 +14,30 @@ from pydantic import (
     model_validator,
 )
 
+from .accounting import MAX_DELTA, MAX_EPSILON, MIN_DELTA
+
 
 class PrivacyConfig(BaseModel):
     """Settings of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1) at every site."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    # The accountant has no answer, or none in a reasonable time, far outside of these ranges.
     epsilon: float | None = Field(
         None,
         gt=0,
+        le=MAX_EPSILON,
         allow_inf_nan=False,
         description="budget of a subject over the whole job; every site computes its noise from it, its number of "
         "subjects and the job's steps; null: noise_multiplier is given",
     )
-    delta: float = Field(1e-5, gt=0, lt=1, description="probability that epsilon does not bound; below 1 / subjects")
+    delta: float = Field(
+        1e-5, ge=MIN_DELTA, le=MAX_DELTA, description="probability that epsilon does not bound; below 1 / subjects"
+    )
     noise_multiplier: float | None = Field(
         None,
-        gt=0,
+        ge=1e-12,
+        le=1e6,
         allow_inf_nan=False,
         description="standard deviation of the noise as a multiple of clip; null: computed from epsilon",
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.mask import Mask
-from .account import Budget, PrivacyAccount, build_entry
+from .account import Budget, Entry, PrivacyAccount, build_entry
 from .accounting import Charge, SamplingPlan, solve_noise_multiplier
 from .config import PrivacyConfig
 from .secret import derive_key, draw_normal, draw_uniform
@@ -87,7 +87,7 @@ class SiteMechanism:
             digest.update(_get_bytes(tensor))
         charge = plan.build_charge(self.noise_multiplier)
         question = Question(self, plan, charge, t, digest.hexdigest())
-        self.account.check(self.run, question.digest, charge, self.budget)
+        self.account.check(question.build_entry(""), self.budget)
         return question
 
 
@@ -112,7 +112,8 @@ class Question:
     def sample_subjects(self, step: int) -> list[int]:
         """Return the subjects of a step, in order; each takes part with the plan's probability, so there may be none.
 
-        Secret as the noise is: the accounting assumes that nobody else knows which subjects take part.
+        The sample is secret, as the noise is: the accounting assumes that only the site knows it. Another answer to the
+        same question, as after a change of the data, has the same sample; the account charges it so.
         """
         key = derive_key(self.mechanism.account.secret, "sample", self.digest, step)
         chosen = draw_uniform(key, self.plan.subjects) < self.plan.sample_rate
@@ -144,9 +145,11 @@ class Question:
             BudgetSpent: the charge would exceed a budget, or cannot be written.
         """
         answer = hashlib.sha256(_get_bytes(values)).hexdigest()
-        mechanism = self.mechanism
-        entry = build_entry(mechanism.run, mechanism.job, self.round, self.digest, answer, self.charge)
-        mechanism.account.charge(entry, mechanism.budget)
+        self.mechanism.account.charge(self.build_entry(answer), self.mechanism.budget)
+
+    def build_entry(self, answer: str) -> Entry:
+        """Return the ledger's entry of an answer, given its digest."""
+        return build_entry(self.mechanism.run, self.mechanism.job, self.round, self.digest, answer, self.charge)
 
 
 def clip_rows(rows: Tensor, clip: float) -> Tensor:
