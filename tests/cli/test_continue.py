@@ -131,7 +131,7 @@ def test_method_whose_schedule_has_ended_is_refused(folder: Path, tmp_path: Path
     assert call("run", folder / "job.yaml", "--env", "local", "--set", method, "--out", out).exit_code == 0
     result = call("run", out / "config.yaml", "--env", "local", "--rounds", 4, "--continue-from", out)
     assert result.exit_code == 2
-    assert "fedsparsify cannot continue: the sparsity of every round depends on method.rounds" in result.output
+    assert "method fedsparsify: the sparsity of every round depends on method.rounds" in result.output
     assert not (tmp_path / "short-4").exists()
 
 

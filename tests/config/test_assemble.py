@@ -136,12 +136,12 @@ def test_number_of_threads_and_size_of_the_model_are_bounded_before_allocation()
     [
         ("privacy={epsilon: 3}", "privacy"),
         ("wire.aggregation=masked", "wire.aggregation: masked"),
-        ("wire.values=bfloat16", "wire.values: bfloat16"),
+        ("wire.values=bfloat16", "wire.values: float16, bfloat16"),
     ],
 )
 def test_job_that_protects_values_refuses_a_network_with_statistics_of_all_sites(override: str, setting: str) -> None:
     config = load_config(CONFIGS / "fedavg_voxels.yaml", ["federation.min_sites=3", override])
-    with pytest.raises(ConfigError, match=f"^{setting}: the statistics .* without noise.* choose another .*task.model"):
+    with pytest.raises(ConfigError, match=f"^{setting}: .*, but the network: .*task.model"):
         assemble(config)
 
 

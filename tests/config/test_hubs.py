@@ -53,7 +53,7 @@ def test_sums_in_fixed_point_have_no_pads_and_need_no_minimum_of_sites(file: Pat
 @pytest.mark.parametrize(
     ("overrides", "reason", "fix"),
     [
-        ((HUBS,), "federation.hubs: a hub adds", "set it to fixed_point or masked"),
+        ((HUBS,), "wire.aggregation: plain: ", "set wire.aggregation to fixed_point or masked"),
         (
             (*FIXED, "federation.hubs={a: {sites: [x, y]}, b: {sites: [y]}}"),
             "hubs.a: y is listed twice",
@@ -70,13 +70,13 @@ def test_sums_in_fixed_point_have_no_pads_and_need_no_minimum_of_sites(file: Pat
         ((*FIXED, "federation.hubs={a: {sites: []}}"), "hubs.a: sites is empty", "leave the hub out"),
         (
             (*FIXED, "federation.min_sites=3", "method={name: fedsparsify, aggregation: {rule: median}}"),
-            "wire.aggregation is fixed_point, so the server reads sums only, but method fedsparsify: aggregation.rule",
+            "but method fedsparsify: aggregation.rule median",
             "set wire.aggregation to plain",
         ),
-        ((*FIXED, "federation.max_share=0.5"), "federation.max_share depends", "leave it at 1"),
-        ((*FIXED, "federation.clip_norm=1.0"), "federation.clip_norm needs to read single updates", "own policy"),
-        ((*FIXED, "audit.record_updates=true"), "audit.record_updates keeps the updates", "leave it out"),
-        ((*FIXED, "wire.values=bfloat16"), "wire.values is bfloat16", "leave it at float32"),
+        ((*FIXED, "federation.max_share=0.5"), "wire.aggregation: fixed_point: ", "but federation.max_share"),
+        ((*FIXED, "federation.clip_norm=1.0"), "wire.aggregation: fixed_point: ", "but federation.clip_norm"),
+        ((*FIXED, "audit.record_updates=true"), "wire.aggregation: fixed_point: ", "but audit.record_updates"),
+        ((*FIXED, "wire.values=bfloat16"), "wire.aggregation: fixed_point: ", "but wire.values"),
     ],
 )
 def test_settings_that_hubs_exclude_are_refused_with_field_and_fix(

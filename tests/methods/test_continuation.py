@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flare_sparse.core.checkpoint.store import Store
+from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.continuation import FINAL, copy_final_checkpoints, keep_final_checkpoints
@@ -76,8 +77,11 @@ def test_two_rounds_and_two_more_are_four_at_once(name: str, values: str, bench:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_method_with_a_schedule_over_all_rounds_says_why_it_cannot_continue(name: str, bench: Any) -> None:
-    allowed = bench.method(name, rounds=2, **SETTINGS.get(name, {})).find_continuation_blocker(4)
-    assert (allowed is None) == (name != "local_only")
+    def explain(settings: dict[str, Any]) -> str | None:
+        need = find_need(bench.method(name, rounds=2, **settings).config.needs(), Need.NUMBER_OF_ROUNDS)
+        return need and need.reason
+
+    assert (explain(SETTINGS.get(name, {})) is None) == (name != "local_only")
     if name in REFUSED:
         settings, reason = REFUSED[name]
-        assert reason in bench.method(name, rounds=2, **settings).find_continuation_blocker(4)
+        assert reason in (explain(settings) or "")

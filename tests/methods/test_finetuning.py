@@ -14,7 +14,9 @@ from toy import Toy, ToyBench
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import FlareSparseError, MetricsError, RoundFailed
 from flare_sparse.core.exchange import EVALUATE, Patch, Request
+from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import compute_digest
+from flare_sparse.methods.method import describe_site_model
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.finetuning import FINETUNE, FineTuning, fine_tune
 from flare_sparse.methods.support.personal_training import PersonalTrainingDiverged
@@ -235,12 +237,13 @@ def test_new_site_fine_tunes_the_model_of_a_finished_run() -> None:
 
 
 def test_settings_say_what_the_model_of_a_site_is() -> None:
-    fedavg, plain = METHODS["fedavg"], {"personal": (), "finetune": None}
-    assert fedavg.describe_site_model(plain) == ""
-    assert fedavg.describe_site_model({**plain, "finetune": CHOICE}) == "fine-tuned at the site"
-    assert fedavg.describe_site_model({**plain, "personal": "norms"}).startswith("the run's model with")
-    assert METHODS["fedavg_ft"].describe_site_model({}) == "fine-tuned at the site"
-    blocker = METHODS["fedsparsify"].Config.model_validate({"finetune": {}}).privacy_blocker
-    assert blocker == "fine-tuning trains once more, and the metrics of its model leave"
-    assert METHODS["fedavg"].Config.model_validate({"finetune": CHOICE}).script_blocker
-    assert METHODS["fedavg_ft"].Config().script_blocker is None
+    def describe(name: str, **settings: Any) -> str:
+        return describe_site_model(METHODS[name].Config.model_validate(settings))
+
+    assert describe("fedavg") == ""
+    assert describe("fedavg", finetune=CHOICE) == describe("fedavg_ft", personal="norms") == "fine-tuned at the site"
+    assert describe("fedavg", personal="norms").startswith("the run's model with")
+    needs = METHODS["fedsparsify"].Config.model_validate({"finetune": {}}).needs()
+    assert find_need(needs, Need.MORE_READS)
+    assert find_need(METHODS["fedavg"].Config.model_validate({"finetune": CHOICE}).needs(), Need.PACKAGE_STEPS)
+    assert not find_need(METHODS["fedavg_ft"].Config().needs(), Need.PACKAGE_STEPS)

@@ -102,7 +102,6 @@ def test_per_fedavg_clips_its_inner_step_and_the_adaptation() -> None:
         ("momentum", 0.9),
         ("weight_decay", 0.1),
         ("proximal", 1.0),
-        ("precision", "bfloat16"),
     ],
 )
 def test_per_fedavg_refuses_settings_of_training_that_its_steps_do_not_read(name: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from toy import Adapted, Toy, ToyBench
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.mask import Mask
+from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import Layout, compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.model_files import list_site_models, read_model, save_site_model
@@ -22,7 +23,7 @@ from flare_sparse.training.personal import PERSONAL, select_personal
 
 NORMS = ("1.weight", "1.bias", "1.running_mean", "1.running_var")
 HEAD = ("4.weight", "4.bias")
-ALLOWED = [name for name, method in METHODS.items() if not method.personal_blocker]
+ALLOWED = [name for name, method in METHODS.items() if not find_need(method.Config().needs(), Need.WHOLE_MODEL)]
 EXCHANGING = [name for name in ALLOWED if name != "local_only"]
 
 
@@ -210,12 +211,6 @@ def test_new_site_starts_with_the_initial_values_and_adapts_them_alone() -> None
     initial = torch.cat([tensor.flatten() for tensor in federation.bench.kept.values()])
     assert not torch.equal(newcomer.memory[PERSONAL], initial)
     assert newcomer.evaluate(adapted) != before
-
-
-@pytest.mark.parametrize("name", sorted(set(METHODS) - set(ALLOWED)))
-def test_method_that_cannot_leave_a_part_at_the_sites_says_why(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"method.personal: {name} .*; leave personal out"):
-        ToyBench(Toy()).method(name, personal="norms")
 
 
 def test_trial_leaves_no_trace_in_what_a_site_keeps() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flare_sparse.config.assemble import Assembly
 from flare_sparse.core.errors import ConfigError, MetricsError, PolicyRefusal
 from flare_sparse.core.mask import Mask
+from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.scores.snip import compute_saliency
@@ -286,7 +287,9 @@ def test_prescribed_training_smaller_networks_and_examples_are_refused() -> None
 
 
 SERVABLE = sorted(
-    name for name, method in METHODS.items() if method.Config().script_blocker is None and not name.endswith("lora")
+    name
+    for name, method in METHODS.items()
+    if not find_need(method.Config().needs(), Need.PACKAGE_STEPS) and not name.endswith("lora")
 )
 
 

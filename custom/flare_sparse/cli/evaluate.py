@@ -17,7 +17,7 @@ from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, DataError
 from ..core.params import compute_digest
 from ..core.seeds import limit_threads
-from ..methods.method import Method
+from ..methods.method import Method, describe_site_model
 from ..results.report.card import write_card
 from ..results.runs.evaluation import Cohort, Split
 from ..results.runs.folder import SUMMARY
@@ -156,7 +156,7 @@ def evaluate_matrix(run: Path, assembly: Assembly, config: RunConfig) -> dict[st
         "run_id": assembly.run_id,
         "split": "test",
         "metric": asdict(assembly.task.metric),
-        "personal_model": assembly.method.site_model,
+        "personal_model": describe_site_model(assembly.method.config),
         "examples": examples,
         "results": results,
     }
@@ -195,13 +195,13 @@ def _check_name(name: str) -> str:
 
 def _describe_model(method: Method[Any, Any], model: str) -> str:
     """Return what was evaluated, where the metrics of the run are of other models."""
-    if not method.site_model or model not in ("final", "best"):
+    if not describe_site_model(method.config) or model not in ("final", "best"):
         return ""
     can_adapt = bool(method.config.personal) or type(method).adapt is not Method.adapt
     hint = "; flare-sparse adapt RUN --data DIR adapts and evaluates it" if can_adapt else ""
     return (
         f"{method.name}: this is the run's common model. The final metrics of the run are of each site's own model, "
-        f"{method.site_model}{hint}"
+        f"{describe_site_model(method.config)}{hint}"
     )
 
 

@@ -15,6 +15,7 @@ from ..config.schema import RunConfig
 from ..config.user_tasks import find_script, list_user_code, load_task
 from ..core.errors import ConfigError, format_site_error
 from ..core.seeds import limit_threads
+from ..methods.method import describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
 from ..results.report.card import write_card
 from ..results.runs.continuation import keep_final_checkpoints
@@ -109,7 +110,7 @@ def run_config_locally(
         for runner in runners.values():
             runner.close()
     summary = folder.finish(outcome)
-    if assembly.method.site_model:
+    if describe_site_model(assembly.method.config):
         for name in outcome.rounds[-1].sites_contributed:
             site = sites[name]
             assert isinstance(site, Site), f"{name} contributed, so its data was loaded"

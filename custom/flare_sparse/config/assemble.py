@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..compute.structure.scaling import build_statistics_mask, find_site_tensors
 from ..core.checkpoint.store import Store
 from ..core.errors import ConfigError
+from ..core.needs import Need
 from ..core.params import Layout
 from ..core.seeds import seed_torch
 from ..methods.method import Method
@@ -36,11 +37,23 @@ from ..training.personal import select_personal
 from ..training.private import check_private_network
 from ..training.script_exchange import ScriptRunner
 from ..training.script_site import ScriptSite, WeighBy
-from ..wire.values import is_quantized
 from .loading import build_method, serialize_job
+from .needs import Part, find_conflicts
 from .schema import JobConfig, build_task
 
 _LOG = logging.getLogger(__name__)
+STANDARDIZED = Part(
+    "the network",
+    frozenset(
+        {
+            Need.EXACT_STATISTICS.because(
+                "the statistics by which it standardises its inputs travel in the clear as float32, without noise",
+                "choose another task.scaling or task.model, such as task.model.standardize: false of voxel_mlp",
+            )
+        }
+    ),
+)
+"""A network with a scaler of its inputs, among the parts of a job."""
 
 
 @dataclass(frozen=True)
@@ -266,22 +279,8 @@ def _check_statistics(job: JobConfig, layout: Layout) -> None:
     """Raises:
     ConfigError: the network has an input scaler, and the job's messages do not carry its statistics as they are.
     """
-    # Formats of few bits round no buffers, and the statistics are one.
-    is_exact = job.wire.values in ("float32", "float32_zstd") or is_quantized(job.wire.values)
-    is_plain = not job.encrypted and job.sum_rules is None and is_exact and job.privacy is None
-    if not is_plain and build_statistics_mask(layout).count:
-        setting, remedy = f"wire.values: {job.wire.values}", "choose float32, float32_zstd, int8, int4 or int2"
-        for other, is_set in (
-            ("wire.encryption: ckks", job.encrypted),
-            (f"wire.aggregation: {job.wire.aggregation}", job.sum_rules is not None),
-            ("privacy", job.privacy is not None),
-        ):
-            if is_set:
-                setting, remedy = other, "remove the setting, or set task.model.standardize: false of voxel_mlp"
-        raise ConfigError(
-            f"{setting}: the statistics by which the network standardises its inputs travel in the clear as float32, "
-            f"without noise; {remedy}, or choose another task.scaling or task.model"
-        )
+    if build_statistics_mask(layout).count and (conflicts := find_conflicts(job, [STANDARDIZED])):
+        raise ConfigError("; ".join(conflicts))
 
 
 def _check_site_tensors(layout: Layout) -> None:

@@ -64,7 +64,7 @@ def build_choice_validator(default: Callable[[], Mapping[str, type[BaseModel]]])
         section = str(info.field_name)
         registry = (info.context or {}).get(section) or default()
         if conflict := find_conflict(KEYS[section], value):
-            raise _build_error(conflict, (), value)
+            raise build_error(conflict)
         key, name = find_name(section, value)
         if not isinstance(name, str) or name not in registry:
             raise _build_unknown_error(key, name, registry, value)
@@ -79,15 +79,19 @@ def _build_unknown_error(key: str, name: Any, registry: Mapping[str, type[BaseMo
     names = ", ".join(sorted(registry))
     if not isinstance(value, Mapping):
         text = f"expected a section such as {{{key}: {next(iter(sorted(registry)), '...')}}}, found {value!r}"
-        return _build_error(text, (), value)
+        return build_error(text)
     if name is None:
-        return _build_error(f"missing; expected one of: {names}", (key,), value)
-    return _build_error(f"found {name!r}; expected one of: {names}.{suggest(str(name), registry)}", (key,), name)
+        return build_error(f"missing; expected one of: {names}", loc=(key,))
+    return build_error(f"found {name!r}; expected one of: {names}.{suggest(str(name), registry)}", loc=(key,))
 
 
-def _build_error(text: str, loc: tuple[str, ...], value: Any) -> ValidationError:
-    kind = PydanticCustomError("choice", "{text}", {"text": text})
-    return ValidationError.from_exception_data("choice", [InitErrorDetails(type=kind, loc=loc, input=value)])
+def build_error(*texts: str, loc: tuple[str, ...] = ()) -> ValidationError:
+    """Return the error of a validator that has found one or several problems of a section, or of its field ``loc``."""
+    details = [
+        InitErrorDetails(type=PydanticCustomError("choice", "{text}", {"text": text}), loc=loc, input=None)
+        for text in texts
+    ]
+    return ValidationError.from_exception_data("choice", details)
 
 
 ChoiceSerializer = PlainSerializer(Choice.to_dict, return_type=dict)

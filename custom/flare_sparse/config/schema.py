@@ -12,14 +12,14 @@ from ..core.errors import ConfigError
 from ..methods.method import MethodConfig
 from ..methods.registry import METHODS
 from ..privacy.dp.config import PrivacyConfig
-from ..privacy.secure_aggregation.limits import FEWEST_SITES, SumRules
+from ..privacy.secure_aggregation.limits import SumRules
 from ..privacy.secure_aggregation.rings import MAX_BOUND
 from ..rounds.federation import FETCH_S, HubRules
 from ..tasks.registry import TASKS
 from ..tasks.task import Task, TaskConfig
 from ..wire.plan import ValueType
-from ..wire.values import is_quantized
-from .choice import Choice, ChoiceSerializer, build_choice_validator
+from .choice import Choice, ChoiceSerializer, build_choice_validator, build_error
+from .needs import find_conflicts
 
 RESERVED_NAMES = frozenset({"server", "sum"})
 """Names that stand for something else than a hub in a ledger."""
@@ -399,90 +399,29 @@ class JobConfig(Section):
         return 1 if self.method.config.training.compute == "sparse" else self.federation.threads
 
     @model_validator(mode="after")
-    def _check_method_quorum(self) -> JobConfig:
-        min_sites_needed = self.method.config.min_sites_needed
-        if self.federation.min_sites < min_sites_needed:
+    def _check_needs(self) -> JobConfig:
+        """Refuse a method, a task or settings that need what another setting takes away."""
+        if conflicts := find_conflicts(self):
+            raise build_error(*conflicts)
+        return self
+
+    @model_validator(mode="after")
+    def _check_patience(self) -> JobConfig:
+        stopping, every = self.federation.early_stopping, self.method.config.evaluate_every
+        if stopping is not None and stopping.patience < every:
             raise ValueError(
-                f"federation.min_sites is {self.federation.min_sites}; method {self.method.name} with these settings "
-                f"needs {min_sites_needed}"
+                f"federation.early_stopping.patience {stopping.patience} counts rounds; method.evaluate_every is "
+                f"{every}, so the run would end before it knows another model; raise patience to {every} or more"
             )
         return self
 
     @model_validator(mode="after")
-    def _check_validation(self) -> JobConfig:
-        if self.federation.early_stopping is not None and not self.task.config.split.validation:
-            raise ValueError(
-                "federation.early_stopping needs validation examples, but task.split.validation is 0; set it, such as "
-                "to 0.1, or leave early_stopping out"
-            )
-        if (setting := self.method.config.decided_by_validation) and not self.task.config.split.validation:
-            raise ValueError(
-                f"method.{setting}: validation examples decide, but task.split.validation is 0; set it, such as to "
-                "0.1, or give one value"
-            )
-        if self.federation.early_stopping is not None:
-            if self.method.config.participation < 1:
-                raise ValueError(
-                    "federation.early_stopping compares models on the validation examples of all sites, but "
-                    f"method.participation {self.method.config.participation:g} samples some of them for each round; "
-                    "set participation to 1, or leave early_stopping out"
-                )
-            if blocker := self.method.config.stopping_blocker:
-                raise ValueError(f"federation.early_stopping: {blocker}")
-            patience, every = self.federation.early_stopping.patience, self.method.config.evaluate_every
-            if patience < every:
-                raise ValueError(
-                    f"federation.early_stopping.patience {patience} counts rounds; method.evaluate_every is {every}, "
-                    f"so the run would end before it knows another model; raise patience to {every} or more"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_script(self) -> JobConfig:
-        """Refuse a method that a training script cannot serve, and settings that a script does not read."""
-        if self.task.key != "script":
-            return self
-        method = self.method.config
-        if not _SCRIPT_NAME.fullmatch(self.task.name) or ".." in self.task.name:
+    def _check_script_name(self) -> JobConfig:
+        if self.task.key == "script" and (not _SCRIPT_NAME.fullmatch(self.task.name) or ".." in self.task.name):
             raise ValueError(
                 f"task.script is {self.task.name!r}; expected a file such as client.py, in the folder of the "
                 "configuration or below it"
             )
-        if blocker := method.script_blocker:
-            raise ValueError(
-                f"task.script: method {self.method.name}: {blocker}, which a training script does not do; write a task "
-                "(docs/own-task.md), or choose another method, such as fedsparsify"
-            )
-        default = type(method).model_fields["training"].get_default(call_default_factory=True)
-        if method.training != default:
-            raise ValueError(
-                "method.training has no effect with task.script: the script decides how it trains; leave "
-                'method.training out, and give the script its settings in task.args: "--lr 0.1"'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_privacy(self) -> JobConfig:
-        """Refuse settings with which something about a training example would leave outside the budget."""
-        if self.privacy is None:
-            return self
-        method, task = self.method.config, self.task.config
-        for blocker, fix in (
-            (self.task.key == "script" and "task.script trains by itself", "write a task (docs/own-task.md)"),
-            (method.privacy_blocker, "choose fedavg, fedsparsify or neurosfl"),
-            (task.privacy_blocker, "see docs/differential-privacy.md"),
-            (bool(method.personal) and "method.personal: these tensors train without noise", "leave personal out"),
-            (
-                method.training.precision != "float32" and "training.precision: gradients are clipped in float32",
-                "leave precision out",
-            ),
-            (
-                method.training.compute == "sparse" and "training.compute: the kernels compute whole minibatches",
-                "set compute to auto",
-            ),
-        ):
-            if blocker:
-                raise ValueError(f"privacy: {blocker}; {fix}, or leave privacy out")
         return self
 
     @property
@@ -506,90 +445,6 @@ class JobConfig(Section):
     def is_masked(self) -> bool:
         """Whether the server can read sums of the sites' values only."""
         return self.wire.aggregation == "masked"
-
-    @model_validator(mode="after")
-    def _check_sums(self) -> JobConfig:
-        """Refuse settings that need more than a sum of the updates, before a run starts."""
-        if self.sum_rules is None:
-            if self.federation.hubs:
-                raise ValueError(
-                    "federation.hubs: a hub adds the values of its sites as integers, so that the sum has the bits of "
-                    "a run without hubs, but wire.aggregation is plain; set it to fixed_point or masked, or leave "
-                    "hubs out"
-                )
-            return self
-        federation, reason = self.federation, self.method.config.masking_blocker
-        for blocker, fix in (
-            (
-                reason and f"method {self.method.name}: {reason}",
-                "use a method that averages, such as fedavg, neurosfl or fedsparsify with their defaults",
-            ),
-            (self.wire.values != "float32" and f"wire.values is {self.wire.values}", "leave it at float32"),
-            (self.encrypted and "wire.encryption is ckks", "leave it at none"),
-            (
-                self.audit.record_updates and "audit.record_updates keeps the updates of single sites",
-                "leave it out",
-            ),
-            (
-                federation.clip_norm is not None and "federation.clip_norm needs to read single updates",
-                "use clip_norm and max_norm of the site's own policy",
-            ),
-            (
-                federation.max_share < 1
-                and "federation.max_share depends on the sites that contribute, which are known only after the sites "
-                "have weighted their values",
-                "leave it at 1, and agree on federation.examples",
-            ),
-            (
-                self.is_masked
-                and federation.min_sites < FEWEST_SITES
-                and f"federation.min_sites is {federation.min_sites}, and each of two sites can subtract its own "
-                "values from their sum",
-                f"set it to {FEWEST_SITES} or more",
-            ),
-        ):
-            if blocker:
-                raise ValueError(
-                    f"wire.aggregation is {self.wire.aggregation}, so the server reads sums only, but {blocker}; "
-                    f"{fix}, or set wire.aggregation to plain"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_quantization(self) -> JobConfig:
-        reason = self.method.config.quantization_blocker
-        if is_quantized(self.wire.values) and reason:
-            raise ValueError(
-                f"wire.values is {self.wire.values}, but method {self.method.name}: {reason}; or set wire.values to "
-                "bfloat16"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_encryption(self) -> JobConfig:
-        """Refuse settings that require the server to read encrypted updates, before a run starts."""
-        if not self.encrypted:
-            return self
-        reason = self.method.config.encryption_blocker
-        for blocker, fix in (
-            (reason and f"method {self.method.name}: {reason}", "use neurosfl or fedavg with their defaults"),
-            (self.wire.values != "float32" and f"wire.values is {self.wire.values}", "leave it at float32"),
-            (
-                self.federation.clip_norm is not None and "federation.clip_norm needs to read single updates",
-                "use clip_norm and max_norm of the site's own policy",
-            ),
-            (self.audit.record_updates and "audit.record_updates needs to read single updates", "set it to false"),
-            (
-                self.federation.min_sites < 2 and "federation.min_sites is 1, and a sum of one is that site's model",
-                "set it to 2 or more",
-            ),
-        ):
-            if blocker:
-                raise ValueError(
-                    f"wire.encryption is ckks, so the server cannot read any update, but {blocker}; {fix}, or set "
-                    "wire.encryption to none"
-                )
-        return self
 
 
 class RunConfig(JobConfig):

@@ -21,6 +21,7 @@ from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_pol
 from ..config.schema import JobConfig
 from ..config.yaml_files import read_yaml
 from ..core.errors import ConfigError, format_site_error
+from ..methods.method import describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
 from ..results.runs.folder import LAYER_COMPUTE, write_layer_compute
 from ..results.runs.model_files import save_site_model
@@ -168,7 +169,7 @@ class SiteSession(FLComponent):
         The server cannot rebuild such a model, and the site's checkpoints end with the job.
         """
         folder, endpoint = os.environ.get(SITE_MODELS_VARIABLE), self._endpoint
-        if endpoint is None or not endpoint.method.site_model:
+        if endpoint is None or not describe_site_model(endpoint.method.config):
             return
         if folder:
             save_site_model(Path(folder), endpoint.site)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
 from ..core.mask import Mask
+from ..core.needs import Need, Needs
 from ..core.seeds import make_generator
 from ..training import Site
 from .method import TRAIN, MaskPreset, Method, MethodConfig
@@ -40,9 +41,15 @@ class Config(MethodConfig):
     regrow: Literal["gradient", "random"] = Field("gradient", description="how the entries to regrow are chosen")
     maskable: MaskPreset = Field("all_trainable", description="which parameters a personal mask covers")
 
-    @property
-    def script_blocker(self) -> str | None:
-        return "a site regrows entries by the gradient of its trained model" if self.regrow == "gradient" else None
+    def needs(self) -> Needs:
+        needs = super().needs() | {Need.OWN_MODEL.because("sparse with the site's own mask")}
+        if self.regrow == "gradient":
+            reason = "a site regrows entries by the gradient of its trained model"
+            needs |= {Need.PACKAGE_STEPS.because(reason, "set regrow to random")}
+        if self.initial_drop_fraction > 0:
+            reason = "the share of entries that every round drops and regrows falls to 0 over method.rounds"
+            needs |= {Need.NUMBER_OF_ROUNDS.because(reason)}
+        return needs
 
     def compute_drop_fraction(self, r: int) -> float:
         """Return the share of live entries that moves in the 0-based round ``r`` (cosine annealing)."""
@@ -82,7 +89,6 @@ class DisPFL(Method[Config, State]):
 
     name = "dispfl"
     Config = Config
-    personal_model = "sparse with the site's own mask"
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         owners = tuple(sorted(sites))
@@ -169,11 +175,6 @@ class DisPFL(Method[Config, State]):
     def model(self, state: State) -> Patch:
         """Return one model for all: for each entry, the average over the sites that hold it."""
         return Patch.from_vector(*state.average(state.owners))
-
-    def find_continuation_blocker(self, rounds: int) -> str | None:
-        if self.config.initial_drop_fraction == 0:
-            return super().find_continuation_blocker(rounds)
-        return "the share of entries that every round drops and regrows falls to 0 over method.rounds"
 
     def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the request to evaluate each personal model; a site that never trained has that of all others."""

@@ -14,15 +14,10 @@ from torch import Tensor
 
 from ..core.exchange import Contribution
 from ..core.mask import Mask, floor_fraction, top_k
+from ..core.needs import Needs
 from ..training import Site
 from .method import MethodConfig
-from .support.selective import (
-    Aggregation,
-    SelectiveMethod,
-    SelectiveState,
-    aggregate_revealed,
-    explain_quantization_blocker,
-)
+from .support.selective import Aggregation, SelectiveMethod, SelectiveState, aggregate_revealed, list_selective_needs
 from .traffic import MessageFacts
 
 
@@ -30,9 +25,8 @@ class Config(MethodConfig):
     rate: float = Field(0.3, gt=0, le=1, description="share of the parameters that a site uploads in a round")
     aggregation: Aggregation = Field("sum", description="sum (the paper), mean or count; as in scbf")
 
-    @property
-    def quantization_blocker(self) -> str | None:
-        return explain_quantization_blocker(self.aggregation)
+    def needs(self) -> Needs:
+        return list_selective_needs(self.aggregation)
 
 
 @final

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.exchange import Contribution, Patch
 from .support.averaging import AveragedState, AveragingMethod, FedAvgConfig, learn_average
-from .support.finetuning import FINE_TUNED, FineTuning
+from .support.finetuning import FineTuning
 
 
 class Config(FedAvgConfig):
@@ -28,7 +28,6 @@ class FedAvgFT(AveragingMethod[Config, AveragedState]):
 
     name = "fedavg_ft"
     Config = Config
-    personal_model = FINE_TUNED
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
         return AveragedState(1, weights)

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.exchange import Contribution, Patch, Request, Update
+from ..core.needs import Need, Needs
 from ..training import Site
 from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
 from .method import TRAIN, ModelState, train_locally
@@ -22,15 +23,11 @@ from .support.adaptation import AdaptationConfig, AdaptationMethod
 class Config(AdaptationConfig):
     weighting: Literal["examples", "uniform"] = Field("examples", description="weight of a site in the average")
 
-    @property
-    def encryption_blocker(self) -> str | None:
+    def needs(self) -> Needs:
         if self.weighting == "examples":
-            return None
-        return f"weighting: {self.weighting} is not the mean by examples"
-
-    @property
-    def masking_blocker(self) -> str | None:
-        return None
+            return super().needs()
+        reason = f"weighting: {self.weighting} is not the mean by examples"
+        return super().needs() | {Need.EQUAL_WEIGHTS.because(reason, "set weighting to examples")}
 
 
 @final

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.exchange import Contribution, Patch
 from ..core.mask import Mask, floor_fraction, prune_mask
+from ..core.needs import Need, Needs
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .method import MaskPreset
 from .support.averaging import AveragingConfig, AveragingMethod
@@ -39,10 +40,18 @@ class Config(AveragingConfig):
             raise ValueError(f"initial_sparsity {self.initial_sparsity} is above sparsity {self.sparsity}")
         return self
 
-    @property
-    def privacy_blocker(self) -> str | None:
-        # The server prunes models that are private already: post-processing, which costs nothing.
-        return self.finetune_blocker
+    def needs(self) -> Needs:
+        # With privacy, the server prunes models that are private already: post-processing, which costs nothing.
+        needs = super().needs() | {Need.READABLE_MODEL.because("the server prunes the model by its values")}
+        longer = self.model_copy(update={"rounds": self.rounds + 1})
+        if all(self.compute_sparsity(t) == longer.compute_sparsity(t) for t in range(1, self.rounds + 1)):
+            return needs
+        return needs | {
+            Need.NUMBER_OF_ROUNDS.because(
+                f"the sparsity of every round depends on method.rounds: the schedule has reached {self.sparsity} after "
+                f"{self.rounds} rounds"
+            )
+        }
 
     def compute_sparsity(self, t: int) -> float:
         """Return s_t, the share of pruned entries after round ``t`` (Eq. 1)."""
@@ -107,15 +116,6 @@ class FedSparsify(AveragingMethod[Config, State]):
     @cached_property
     def _prunable(self) -> Mask:
         return Mask.from_preset(self.layout, self.config.prunable)
-
-    def find_continuation_blocker(self, rounds: int) -> str | None:
-        longer, count = self.config.model_copy(update={"rounds": rounds}), self.config.rounds
-        if all(self.config.compute_sparsity(t) == longer.compute_sparsity(t) for t in range(1, count + 1)):
-            return super().find_continuation_blocker(rounds)
-        return (
-            f"the sparsity of every round depends on method.rounds: the schedule has reached {self.config.sparsity} "
-            f"after {count} rounds"
-        )
 
     def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
         """Return the number of live entries, twice: the schedule alone decides it.

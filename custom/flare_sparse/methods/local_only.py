@@ -11,18 +11,28 @@ from typing import final
 from torch import Tensor
 
 from ..core.exchange import Assignment, Contribution, Patch, Request, Update
+from ..core.needs import Need, Needs
 from ..training import Site
 from .method import Method, MethodConfig, ModelState, broadcast
 
 
+class Config(MethodConfig):
+    def needs(self) -> Needs:
+        alone = "sites train for all rounds in answer to one request"
+        return super().needs() | {
+            Need.NUMBER_OF_ROUNDS.because(f"{alone}, and the run has no common model to continue from"),
+            Need.NO_COMMON_MODEL.because(f"{alone}, and no model is common to them"),
+            Need.OWN_MODEL.because("trained at the site alone"),
+        }
+
+
 @final
-class LocalOnly(Method[MethodConfig, ModelState]):
+class LocalOnly(Method[Config, ModelState]):
     """One request: each site trains alone for all rounds and returns metrics; no weights travel to the server."""
 
     name = "local_only"
+    Config = Config
     round_kinds = frozenset({"train_alone"})
-    personal_model = "trained at the site alone"
-    has_global_model = False
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         # No round is exchanged, so training is over for the server before the first request.
@@ -42,9 +52,6 @@ class LocalOnly(Method[MethodConfig, ModelState]):
 
     def model(self, state: ModelState) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)
-
-    def find_continuation_blocker(self, rounds: int) -> str | None:
-        return "sites train for all rounds in answer to one request, and the run has no common model to continue from"
 
     def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
         model = self.model(state)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask
+from ..core.needs import Need, Needs
 from ..training import Site, TrainingConfig
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import broadcast, train_locally
@@ -45,9 +46,9 @@ class Config(RankedConfig):
         "alternate", description="B in odd rounds and A in even ones, or always B (FFA-LoRA)"
     )
 
-    @property
-    def script_blocker(self) -> str | None:
-        return "a site scores its adapters by a trial with learning rates of its own"
+    def needs(self) -> Needs:
+        reason = "a site scores its adapters by a trial with learning rates of its own"
+        return super().needs() | {Need.PACKAGE_STEPS.because(reason)}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,6 +39,7 @@ from ..compute.structure.scaling import build_statistics_mask
 from ..core.errors import ConfigError
 from ..core.exchange import EVALUATE, STATISTICS, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask
+from ..core.needs import Need, Needs, find_need
 from ..core.params import Layout
 from ..core.seeds import make_generator
 from ..training import Site, TrainingConfig
@@ -86,58 +87,13 @@ class MethodConfig(BaseModel):
         """Return the settings of training in round ``t``, with the learning rate that the schedule gives it."""
         return self.training.resolve_schedule(t, self.rounds)
 
-    @property
-    def continuation_blocker(self) -> str | None:
-        """Why the rounds depend on their number; None where they do not."""
-        if self.training.schedule.is_constant:
-            return None
-        return "training.schedule is over method.rounds, so the learning rate of every round depends on their number"
+    def needs(self) -> Needs:
+        """Return what these settings need of the other parts of a run.
 
-    @property
-    def stopping_blocker(self) -> str | None:
-        """Why the run must not end before ``rounds``; None where it may."""
-        return None
-
-    @property
-    def min_sites_needed(self) -> int:
-        """Fewest contributions with which these settings define a round."""
-        return 1
-
-    @property
-    def encryption_blocker(self) -> str | None:
-        """Why the server must read the values of updates; None where encryption is possible.
-
-        It is possible where the next model is the mean, weighted by examples, of the weights that the sites return, all
-        of them on the requested entries, and where the server computes nothing else from these weights.
+        By default the server may compute anything with the updates of single sites, and a site may read its training
+        examples at any time. A method that does with less says so, and more settings allow it.
         """
-        return "the server computes with the values of single updates"
-
-    @property
-    def masking_blocker(self) -> str | None:
-        """Why a sum over all sites is not enough for the server; None where sums of fixed-point values are possible.
-
-        It is enough where all sites return values of the same entries, and where the next state follows from their
-        sum, weighted as ``Method.get_sum_weights`` says: ``Method.learn`` then receives one contribution, the sum.
-        """
-        return "its server needs more than one sum over the same entries of every site"
-
-    @property
-    def quantization_blocker(self) -> str | None:
-        """Why messages cannot have values of few bits, and the setting to change; None where they can.
-
-        They can where the server's next model contains the error with which the sites read the last one at most once:
-        the weights of a round's updates in the next model add up to 1.
-        """
-        return None
-
-    @property
-    def privacy_blocker(self) -> str | None:
-        """Why the budget of differential privacy would not cover all that a site sends; None where it does.
-
-        It does where a site reads its training examples in one training of :meth:`get_training` a round, in the steps
-        of :meth:`count_score_lots`, and in nothing else whose result leaves.
-        """
-        return "the method reads training examples in more than one training a round"
+        return frozenset({Need.SINGLE_UPDATES.because(), Need.MORE_READS.because()})
 
     def count_score_lots(self, lots_in_pass: int) -> int:
         """Return the number of noisy gradients that a site computes before the first training with privacy.
@@ -146,16 +102,6 @@ class MethodConfig(BaseModel):
             lots_in_pass: expected number of lots of one pass over the site's subjects.
         """
         return 0
-
-    @property
-    def decided_by_validation(self) -> str:
-        """Name of the setting whose value the sites' validation examples decide; empty: none."""
-        return ""
-
-    @property
-    def script_blocker(self) -> str | None:
-        """What a site does besides training and evaluating; None where a training script can answer its requests."""
-        return None
 
 
 class HasRound(Protocol):
@@ -208,33 +154,11 @@ class Method(ABC, Generic[ConfigT, StateT]):
     """Kinds of the requests of rounds 0 to ``config.rounds``; a site answers no others."""
     final_kinds: ClassVar[frozenset[str]] = frozenset()
     """Kinds of the requests after the last round, besides ``"evaluate"``."""
-    personal_model: ClassVar[str] = ""
-    """What each site's own model is, which the final metrics are of; empty where they are of the run's model."""
-    has_global_model: ClassVar[bool] = True
-    """Whether ``model`` is the result of training."""
-    personal_blocker: ClassVar[str] = ""
-    """Why no tensor of the network can stay at the sites; empty where some can."""
     prunes_for_good: ClassVar[bool] = False
     """Whether an entry that no longer trains never trains again; a site counts its return as a new start of the job."""
 
     def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
-        if config.personal and self.personal_blocker:
-            raise ConfigError(f"method.personal: {self.name} {self.personal_blocker}; leave personal out")
-
-    @classmethod
-    def describe_site_model(cls, settings: Mapping[str, Any]) -> str:
-        """Return what each site's own model is, which the final metrics are of; empty: they are of the run's model.
-
-        Args:
-            settings: the method's settings, as in a configuration.
-        """
-        return cls.personal_model or ("the run's model with the site's own tensors" if settings.get("personal") else "")
-
-    @property
-    def site_model(self) -> str:
-        """What each site's own model is, see :meth:`describe_site_model`."""
-        return self.describe_site_model(dict(self.config))
 
     @cached_property
     def full_mask(self) -> Mask:
@@ -350,13 +274,6 @@ class Method(ABC, Generic[ConfigT, StateT]):
         """
         return kind in self.round_kinds and t <= 1
 
-    def find_continuation_blocker(self, rounds: int) -> str | None:
-        """Return why this run cannot continue as one of ``rounds`` rounds, more than it has; None where it can.
-
-        It can where rounds 1 to ``config.rounds`` are the same in both runs.
-        """
-        return self.config.continuation_blocker
-
     @property
     def note(self) -> str:
         """Advice for the user before a run with this method and network; may be empty."""
@@ -434,6 +351,18 @@ def train_locally(
     if content == "delta":
         values = values - mask.take(site.weights)
     return Update(Patch(values, mask), content, site.num_examples)
+
+
+def describe_site_model(config: MethodConfig) -> str:
+    """Return what each site's own model is, which the final metrics are of; empty: they are of the run's model."""
+    if own := find_need(config.needs(), Need.OWN_MODEL):
+        return own.reason
+    return "the run's model with the site's own tensors" if config.personal else ""
+
+
+def has_common_model(config: MethodConfig) -> bool:
+    """Return whether the result of training is one model, ``Method.model``."""
+    return find_need(config.needs(), Need.NO_COMMON_MODEL) is None
 
 
 def broadcast(sites: Sequence[str], assignment: Assignment) -> dict[str, Assignment]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask, floor_fraction, top_k, top_k_per_tensor
+from ..core.needs import Need, Needs
 from ..core.params import Layout
 from ..core.seeds import make_generator
 from ..training import Site
@@ -83,25 +84,19 @@ class Config(AveragingConfig):
         """Whether every site trains inside its own mask."""
         return self.scores == "individual_snip" and not self.random_site
 
-    @property
-    def encryption_blocker(self) -> str | None:
-        if self.averaging_blocker or not self.has_individual_masks:
-            return self.averaging_blocker
-        return f"scores: {self.scores} gives each site its own entries"
-
-    @property
-    def privacy_blocker(self) -> str | None:
-        # Scores are computed from noisy gradients then, and charged.
-        return self.finetune_blocker
+    def needs(self) -> Needs:
+        # With privacy, the scores are computed from noisy gradients, and charged.
+        needs = super().needs()
+        if self.has_individual_masks:
+            reason = f"scores: {self.scores} gives each site its own entries"
+            needs |= {Need.OWN_ENTRIES.because(reason, "choose other scores")}
+        elif self.random_site:
+            reason = f"scores: {self.scores} takes the scores of single sites"
+            needs |= {Need.SINGLE_SCORES.because(reason, "choose other scores")}
+        return needs
 
     def count_score_lots(self, lots_in_pass: int) -> int:
         return self.score_steps * (self.minibatches or lots_in_pass)
-
-    @property
-    def masking_blocker(self) -> str | None:
-        if super().masking_blocker or self.scores != "individual_snip":
-            return super().masking_blocker
-        return f"scores: {self.scores} takes the scores of single sites"
 
     @property
     def is_score_weighted(self) -> bool:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ..core.exchange import Contribution, Patch, Request, Update
 from ..core.mask import Mask
+from ..core.needs import Need, Needs
 from ..training import Site, TrainingConfig
 from .aggregation.weighted import Weights, weigh_equally, weighted_sum
 from .method import ModelState
 from .support.adaptation import AdaptationConfig, AdaptationMethod
 
-_IGNORED = ("accumulate", "momentum", "weight_decay", "proximal", "precision")
+_IGNORED = ("accumulate", "momentum", "weight_decay", "proximal")
 """Settings of training that a meta-step does not read."""
 
 
@@ -45,14 +46,15 @@ class Config(AdaptationConfig):
             value = getattr(self.training, name)
             if value not in allowed:
                 raise ValueError(
-                    f"training.{name} {value} has no effect on a meta-step, which is one of plain SGD in float32; "
-                    "leave it out"
+                    f"training.{name} {value} has no effect on a meta-step, which is one of plain SGD; leave it out"
                 )
         return self
 
-    @property
-    def masking_blocker(self) -> str | None:
-        return None
+    def needs(self) -> Needs:
+        return super().needs() | {
+            Need.EQUAL_WEIGHTS.because("all sites weigh the same"),
+            Need.FLOAT32_STEPS.because("a meta-step is one of plain SGD in float32"),
+        }
 
     @property
     def epochs_remedy(self) -> str:

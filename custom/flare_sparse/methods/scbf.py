@@ -26,7 +26,6 @@ class SCBF(SelectiveMethod[ChannelConfig]):
     """Sites return the entries on their most changed channel paths; the server adds the deltas."""
 
     name = "scbf"
-    personal_blocker = "selects and removes whole units, of which a part would stay at the sites"
     Config = ChannelConfig
     SiteConfig = ChannelSiteConfig
 

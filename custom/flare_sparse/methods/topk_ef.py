@@ -19,6 +19,7 @@ from torch import Tensor
 from ..compute.structure.norms import clip_variances
 from ..core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask, floor_fraction, top_k
+from ..core.needs import Need, Needs
 from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import TRAIN, Method, MethodConfig
@@ -33,6 +34,9 @@ class Config(MethodConfig):
         le=1,
         description="share of all entries that a site uploads in a round, running statistics not included",
     )
+
+    def needs(self) -> Needs:
+        return frozenset({Need.OWN_ENTRIES.because("each site sends its largest changes"), Need.MORE_READS.because()})
 
 
 @dataclass(frozen=True)

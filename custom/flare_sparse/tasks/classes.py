@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..core.needs import Need, Needs
 from .task import Metric, Task
 
 
@@ -46,14 +47,15 @@ def compute_cross_entropy(logits: Tensor, classes: Tensor, class_weights: Sequen
     return functional.cross_entropy(logits, classes, weight=weights)
 
 
-def explain_unread_weights(class_weights: Sequence[float]) -> str | None:
-    """Return why private training, which computes each record's loss alone, cannot read the weights; None: no weights.
+def list_weight_needs(class_weights: Sequence[float]) -> Needs:
+    """Return what weights need: private training, which computes each record's loss alone, cannot read them.
 
     torch divides a batch's loss by the sum of its examples' weights, which for one record is its own.
     """
     if not class_weights:
-        return None
-    return "task.class_weights cancel out: the loss of one record is divided by its own weight; leave them out"
+        return frozenset()
+    reason = "task.class_weights cancel out: the loss of one record is divided by its own weight"
+    return frozenset({Need.JOINT_SUBJECTS.because(reason, "leave them out")})
 
 
 def check_class_weights(class_weights: Sequence[float], classes: int) -> None:

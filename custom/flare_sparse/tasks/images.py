@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ..core.errors import DataError
-from .classes import check_class_weights, compute_binary_metrics, compute_cross_entropy, explain_unread_weights
+from ..core.needs import Needs
+from .classes import check_class_weights, compute_binary_metrics, compute_cross_entropy, list_weight_needs
 from .data.augmentation import Augmentation
 from .data.images import read_cohort, read_images
 from .models import ModelConfig
@@ -45,10 +46,8 @@ class ImageConfig(TaskConfig):
         check_class_weights(self.class_weights, self.classes)
         return self
 
-    @property
-    def privacy_blocker(self) -> str | None:
-        """Why one record's loss cannot be computed alone; None if it can."""
-        return explain_unread_weights(self.class_weights)
+    def needs(self) -> Needs:
+        return list_weight_needs(self.class_weights)
 
 
 class ImageClassification(Task):

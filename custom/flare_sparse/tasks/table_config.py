@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..compute.structure.harmonization import Harmonizer
 from ..compute.structure.scaling import InputScaler, StatisticsLayer
-from .classes import check_class_weights, explain_unread_weights
+from ..core.needs import Need, Needs
+from .classes import check_class_weights, list_weight_needs
 from .data.atlases import ATLASES
 from .data.features import count_inputs
 from .models import ModelConfig
@@ -152,19 +153,20 @@ class TableConfig(TaskConfig):
             raise ValueError(f"target_scaling is for kind regression, not for {self.kind}; remove it")
         return self
 
-    @property
-    def privacy_blocker(self) -> str | None:
-        """Why one subject changes another's inputs or loss."""
+    def needs(self) -> Needs:
+        needs, computes = (
+            set(list_weight_needs(self.class_weights)),
+            "computes mean and standard deviation of all subjects",
+        )
         if self.target_scaling == "site":
-            return "task.target_scaling: site computes mean and standard deviation of all subjects; leave it out"
+            needs.add(Need.JOINT_SUBJECTS.because(f"task.target_scaling: site {computes}", "leave it out"))
         if self.scaling in ("site", "federated", "combat"):
-            return (
-                f"task.scaling: {self.scaling} computes mean and standard deviation of all subjects; give constants, "
-                "{age: [50, 15]}, or none"
-            )
+            constants = "give constants, {age: [50, 15]}, or none"
+            needs.add(Need.JOINT_SUBJECTS.because(f"task.scaling: {self.scaling} {computes}", constants))
         if self.kind == "survival":
-            return "kind survival: the loss compares subjects with each other"
-        return explain_unread_weights(self.class_weights)
+            remedy = "see docs/differential-privacy.md"
+            needs.add(Need.JOINT_SUBJECTS.because("kind survival: the loss compares subjects with each other", remedy))
+        return frozenset(needs)
 
     @property
     def num_inputs(self) -> int:

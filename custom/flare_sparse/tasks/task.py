@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
+from ..core.needs import Needs
 from ..core.reading import MinibatchReader, stack_examples
 from ..core.split import Split, SplitConfig
 
@@ -65,10 +66,9 @@ class TaskConfig(BaseModel):
         default_factory=SplitConfig, description="which of a site's subjects are for training, validation and testing"
     )
 
-    @property
-    def privacy_blocker(self) -> str | None:
-        """Why one subject changes another's inputs or loss, and the setting to change; None where none does."""
-        return None
+    def needs(self) -> Needs:
+        """Return what these settings need of the other parts of a run; by default nothing."""
+        return frozenset()
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from ..core.errors import ConfigError, DataError
+from ..core.needs import Needs
 from .adaptation import AdaptableTask, AdaptedTaskConfig
-from .classes import check_class_weights, compute_cross_entropy, explain_unread_weights
+from .classes import check_class_weights, compute_cross_entropy, list_weight_needs
 from .data.tables import read_table
 from .models.base import find_base_folder, seed_initialization
 from .models.text import Architecture, build_text_classifier, tokenize
@@ -43,10 +44,8 @@ class TextConfig(AdaptedTaskConfig):
         check_class_weights(self.class_weights, self.classes)
         return self
 
-    @property
-    def privacy_blocker(self) -> str | None:
-        """Why one record's loss cannot be computed alone; None if it can."""
-        return explain_unread_weights(self.class_weights)
+    def needs(self) -> Needs:
+        return list_weight_needs(self.class_weights)
 
 
 class TextClassification(AdaptableTask):

@@ -13,14 +13,14 @@ import torch
 import toy
 from local_federation import RUN, LocalFederation, Upload
 
+from flare_sparse.config.needs import FEATURES, list_compatible_methods
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import RoundFailed
 from flare_sparse.core.exchange import EncryptedValues, Patch
-from flare_sparse.methods.registry import METHODS
 from flare_sparse.privacy.encryption import PRECISION, KeyContexts, SiteCipher
 from flare_sparse.rounds.local.run import run_locally
 
-SUMMABLE = [name for name in METHODS if not METHODS[name].Config().encryption_blocker]
+SUMMABLE = list_compatible_methods(FEATURES["wire.encryption: ckks"])
 SGD = {"optimizer": "sgd", "lr": 0.01}
 
 

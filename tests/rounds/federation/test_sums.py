@@ -13,11 +13,11 @@ import torch
 from local_federation import RUN, LocalFederation, Upload
 from toy import Plain, ToyBench
 
+from flare_sparse.config.needs import FEATURES, list_compatible_methods
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import RejectedMessage, RoundFailed
 from flare_sparse.core.exchange import Assignment, Contribution, Patch, Request, UpdateSpec
 from flare_sparse.core.mask import Mask
-from flare_sparse.methods.registry import METHODS
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.messages import (
     HEADER_BYTES,
@@ -36,7 +36,7 @@ from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.wire.ledger import Ledger
 
-SUMMABLE = [name for name in METHODS if not METHODS[name].Config().masking_blocker]
+SUMMABLE = list_compatible_methods(FEATURES["wire.aggregation: masked"])
 SGD = {"optimizer": "sgd", "lr": 0.01}
 RULES = SumRules(8.0)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...core.exchange import Contribution, Patch
 from ...core.mask import floor_fraction
+from ...core.needs import Need, Needs
 from .weighted import weigh_by_examples, weighted_sum
 
 # Entries processed at once: bounds the memory of the sorted float64 copies to a few MiB per site.
@@ -46,6 +47,19 @@ class AggregationRule(BaseModel):
         if self.rule == "trimmed_mean":
             return max(self.min_owners, math.ceil(1 / self.trim))
         return self.min_owners if self.rule == "median" else 1
+
+    def needs(self) -> Needs:
+        """Return what the rule needs of the other parts of a run."""
+        if not self.needs_single_updates:
+            return frozenset()
+        return frozenset(
+            {
+                Need.SINGLE_UPDATES.because(
+                    f"aggregation.rule {self.rule} compares the sites' values", "set aggregation.rule to mean"
+                ),
+                Need.QUORUM.because(f"aggregation.rule {self.rule}", amount=self.min_sites_needed),
+            }
+        )
 
 
 def aggregate(contributions: Sequence[Contribution], previous: Tensor, rule: AggregationRule) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...core.exchange import Contribution
 from ...core.mask import Mask, floor_fraction
+from ...core.needs import Need, Needs
 from .robust import AggregationRule, aggregate
 from .weighted import apply_deltas, sum_deltas, weigh_by_examples
 
@@ -60,6 +61,13 @@ class ServerOptimizer(BaseModel):
         """Whether the next model is the average itself."""
         return self.optimizer == "sgd" and self.lr == 1
 
+    def needs(self) -> Needs:
+        """Return what the step needs of the other parts of a run."""
+        if self.is_average:
+            return frozenset()
+        reason = f"server.optimizer {self.optimizer} steps from a model that the server reads"
+        return frozenset({Need.READABLE_MODEL.because(reason, "leave server out")})
+
 
 class ModelAverage(BaseModel):
     """Average of the models of several rounds, which is the result of the run in place of the last model."""
@@ -84,6 +92,20 @@ class ModelAverage(BaseModel):
         if number == 1:
             return 1.0
         return 1 - self.decay if self.kind == "ema" else 1 / number
+
+    def needs(self) -> Needs:
+        """Return what the average needs of the other parts of a run."""
+        if self.kind == "none":
+            return frozenset()
+        is_read = Need.READABLE_MODEL.because(
+            f"model_average: {self.kind} needs models that the server reads", "leave model_average out"
+        )
+        if self.start == 0:
+            return frozenset({is_read})
+        depends = Need.NUMBER_OF_ROUNDS.because(
+            "model_average.start is a share of method.rounds, so other models are averaged in a longer run"
+        )
+        return frozenset({is_read, depends})
 
 
 @dataclass(frozen=True)

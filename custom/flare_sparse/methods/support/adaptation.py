@@ -12,6 +12,7 @@ from torch import Tensor
 from ...core.errors import ConfigError
 from ...core.exchange import Assignment, Patch, Request, Update
 from ...core.mask import Mask
+from ...core.needs import Need, Needs
 from ...tasks.task import COUNTS
 from ...training import Site, TrainingConfig
 from ..method import Method, MethodConfig, StateT, broadcast, sample_sites
@@ -42,9 +43,15 @@ class AdaptationConfig(MethodConfig):
             )
         return self
 
-    @property
-    def script_blocker(self) -> str | None:
-        return "a site takes a prescribed number of gradient steps"
+    def needs(self) -> Needs:
+        return frozenset(
+            {
+                Need.MORE_READS.because("a site trains once more, to adapt, and the metrics of its model leave"),
+                Need.PACKAGE_STEPS.because("a site takes a prescribed number of gradient steps"),
+                Need.WHOLE_MODEL.because("each site adapts all of the model"),
+                Need.OWN_MODEL.because("adapted at the site"),
+            }
+        )
 
     @property
     def epochs_remedy(self) -> str:
@@ -72,8 +79,6 @@ class AdaptationMethod(Method[AdaptationConfigT, StateT]):
     """A method whose target sites adapt the final model and report metrics; their personal models stay there."""
 
     final_kinds = frozenset({ADAPT})
-    personal_model = "adapted at the site"
-    personal_blocker = "gives each site a model of its own by adapting all of it"
 
     @property
     def named_sites(self) -> tuple[str, ...]:

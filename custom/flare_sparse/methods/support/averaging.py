@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update
 from ...core.mask import Mask
+from ...core.needs import Need, Needs
 from ...core.params import Layout
 from ...training import Site
 from ..aggregation.robust import AggregationRule
@@ -24,7 +25,7 @@ from ..aggregation.server_step import (
     update_model_average,
 )
 from ..method import Method, MethodConfig, broadcast
-from .finetuning import FINE_TUNED, FINETUNE, FineTuning, attribute_fine_tuning, fine_tune
+from .finetuning import FINETUNE, FineTuning, attribute_fine_tuning, fine_tune
 
 
 class AveragingConfig(MethodConfig):
@@ -53,75 +54,20 @@ class AveragingConfig(MethodConfig):
             )
         return self
 
-    @property
-    def min_sites_needed(self) -> int:
-        return self.aggregation.min_sites_needed
-
-    @property
-    def decided_by_validation(self) -> str:
-        return "finetune.proximal" if self.finetune is not None and self.finetune.has_choice else ""
-
-    @property
-    def stopping_blocker(self) -> str | None:
-        if self.finetune is None or self.finetune.lr is not None or self.training.has_constant_rate:
-            return None
-        return (
-            "method.finetune.lr is that of the last round, and method.training lowers the rate over rounds that the "
-            "run may leave out; set method.finetune.lr"
-        )
-
-    @property
-    def script_blocker(self) -> str | None:
-        if not self.decided_by_validation:
-            return super().script_blocker
-        return "finetune.proximal has several strengths, and a site evaluates a model of each"
-
-    @property
-    def finetune_blocker(self) -> str | None:
-        """Why the budget of differential privacy would not cover the fine-tuning; None without fine-tuning."""
-        return None if self.finetune is None else "fine-tuning trains once more, and the metrics of its model leave"
-
-    @property
-    def continuation_blocker(self) -> str | None:
-        if self.model_average.kind == "none" or self.model_average.start == 0:
-            return super().continuation_blocker
-        return "model_average.start is a share of method.rounds, so other models are averaged in a longer run"
-
-    @property
-    def masking_blocker(self) -> str | None:
-        if self.aggregation.needs_single_updates:
-            return f"aggregation.rule {self.aggregation.rule} compares the sites' values"
-        return None
-
-    @property
-    def averaging_blocker(self) -> str | None:
-        """Why the server must read single updates or the model; None where a sum is enough."""
-        rule = self.aggregation.rule
-        if self.aggregation.needs_single_updates:
-            return f"aggregation.rule {rule} compares the sites' values"
-        if not self.server.is_average:
-            return f"server.optimizer {self.server.optimizer} steps from a model that the server reads"
-        if self.model_average.kind != "none":
-            return f"model_average: {self.model_average.kind} needs models that the server reads"
-        return None
+    def needs(self) -> Needs:
+        """Return the needs of the rule, the step, the average and the fine-tuning: an average itself has none."""
+        finetuning = self.finetune.needs(self.training) if self.finetune else frozenset()
+        return self.aggregation.needs() | self.server.needs() | self.model_average.needs() | finetuning
 
 
 class FedAvgConfig(AveragingConfig):
     """Settings of methods whose server does nothing but average."""
 
-    @property
-    def encryption_blocker(self) -> str | None:
-        return self.averaging_blocker
-
-    @property
-    def privacy_blocker(self) -> str | None:
-        return self.finetune_blocker
-
-    @property
-    def quantization_blocker(self) -> str | None:
+    def needs(self) -> Needs:
         if self.server.lr <= 2:
-            return None
-        return f"server.lr {self.server.lr} multiplies the rounding error of the download; set it to 2 or less"
+            return super().needs()
+        reason = f"server.lr {self.server.lr} multiplies the rounding error of the download"
+        return super().needs() | {Need.EXACT_MODEL.because(reason, "set it to 2 or less")}
 
 
 @dataclass(frozen=True)
@@ -169,10 +115,6 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
     """
 
     final_kinds = frozenset({FINETUNE})
-
-    @classmethod
-    def describe_site_model(cls, settings: Mapping[str, Any]) -> str:
-        return FINE_TUNED if settings.get("finetune") else super().describe_site_model(settings)
 
     @property
     def final_kind(self) -> str:

@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ...core.mask import Mask, floor_fraction
+from ...core.needs import Needs
 from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...training import Site
 from ..method import MethodConfig
 from ..scores.scbf.groups import Biases, Groups, Selection
 from ..scores.scbf.selection import NeuronGroups, build_groups
-from .selective import Aggregation, explain_quantization_blocker
+from .selective import WHOLE_UNITS, Aggregation, list_selective_needs
 
 
 class ChannelConfig(MethodConfig):
@@ -51,9 +52,8 @@ class ChannelConfig(MethodConfig):
         1_000_000, ge=1000, description="channel paths sampled to estimate the threshold of larger networks"
     )
 
-    @property
-    def quantization_blocker(self) -> str | None:
-        return explain_quantization_blocker(self.aggregation)
+    def needs(self) -> Needs:
+        return super().needs() | list_selective_needs(self.aggregation) | {WHOLE_UNITS}
 
 
 class ChannelSiteConfig(BaseModel):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...core.errors import MetricsError
 from ...core.mask import Mask
+from ...core.needs import Need, Needs
 from ...training import Site, TrainingConfig
 from ...training.personal import PERSONAL
 from .personal_training import PersonalTrainingDiverged, attribute_divergence, check_finite
@@ -46,6 +47,26 @@ class FineTuning(BaseModel):
     def has_choice(self) -> bool:
         """Whether each site chooses among several strengths."""
         return isinstance(self.proximal, tuple)
+
+    def needs(self, training: TrainingConfig) -> Needs:
+        """Return what fine-tuning needs of the other parts of a run, after rounds with the settings ``training``."""
+        needs = {
+            Need.OWN_MODEL.because(FINE_TUNED),
+            Need.MORE_READS.because("fine-tuning trains once more, and the metrics of its model leave"),
+        }
+        if self.has_choice:
+            choice = "finetune.proximal has several strengths, and a site evaluates a model of each"
+            needs.add(Need.PACKAGE_STEPS.because(choice, "give finetune.proximal one value"))
+            needs.add(Need.VALIDATION.because("finetune.proximal: validation examples decide", "give one value"))
+        if self.lr is None and not training.has_constant_rate:
+            needs.add(
+                Need.LAST_ROUND.because(
+                    "method.finetune.lr is that of the last round, and method.training lowers the rate over rounds "
+                    "that the run may leave out",
+                    "set method.finetune.lr",
+                )
+            )
+        return frozenset(needs)
 
     def list_trainings(self, training: TrainingConfig, t: int) -> list[TrainingConfig]:
         """Return the settings of one training for each strength of the pull, the strongest first.

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...core.errors import RejectedMessage
 from ...core.exchange import Request
 from ...core.mask import Mask
+from ...core.needs import Need, Needs
 from ...core.params import Layout
 from ...training import Site, TrainingConfig
 from ...wire.capabilities import Capabilities, local_capabilities
@@ -27,9 +28,10 @@ class LoRAConfig(MethodConfig):
         description="how a site trains in a round",
     )
 
-    @property
-    def masking_blocker(self) -> str | None:
-        return None
+    def needs(self) -> Needs:
+        return frozenset(
+            {Need.READABLE_MODEL.because("the server adds the sites' changes to its model"), Need.MORE_READS.because()}
+        )
 
 
 class RankedConfig(LoRAConfig):
@@ -38,9 +40,9 @@ class RankedConfig(LoRAConfig):
     rank: Rank = Field(8, description="r_k: rank budget of a site; a number above the adapters' rank means all ranks")
     ranks: dict[str, Rank] = Field(default_factory=dict, description="r_k of single sites: {site-1: 2, site-2: 16}")
 
-    @property
-    def masking_blocker(self) -> str | None:
-        return "each site has ranks of its own, so the sites do not send the same entries"
+    def needs(self) -> Needs:
+        reason = "each site has ranks of its own, so the sites do not send the same entries"
+        return super().needs() | {Need.OWN_ENTRIES.because(reason)}
 
     def get_rank(self, site: str) -> int:
         """Return r_k."""

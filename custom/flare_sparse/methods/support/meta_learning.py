@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from ...core.needs import Need, Needs
 from .adaptation import AdaptationConfig
 from .schedules import StepSizes, compute_step_sizes
 
@@ -32,9 +33,10 @@ class MetaLearningConfig(AdaptationConfig):
         "pr", description="the result: the model last sent (the paper), the one that would be sent next, or w_T^ag"
     )
 
-    @property
-    def masking_blocker(self) -> str | None:
-        return None
+    def needs(self) -> Needs:
+        return super().needs() | {
+            Need.READABLE_MODEL.because("the server takes steps of its own along the sites' mean")
+        }
 
     def compute_steps(self, t: int) -> StepSizes:
         """Return alpha_t, beta_t and eta_t."""

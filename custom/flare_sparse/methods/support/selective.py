@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ...core.mask import Mask
+from ...core.needs import Need, Needs
 from ...training import Site
 from ..aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
 from ..method import ConfigT, Method, broadcast
@@ -32,13 +33,18 @@ MOSTLY_CHANGED = 31 / 32
 """Share of changed entries above which naming them takes more bytes than sending all values."""
 
 
-def explain_quantization_blocker(aggregation: Aggregation) -> str | None:
-    """Return why messages of a selective method cannot have values of few bits; None where they can."""
-    # The server subtracts its own model from each site's values: their sum has the rounding error of the download once
-    # for each site.
-    if aggregation != "sum":
-        return None
-    return "aggregation sum adds the rounding error of the download once for each site; set aggregation to mean"
+def list_selective_needs(aggregation: Aggregation) -> Needs:
+    """Return what a method with selective upload needs of the other parts of a run."""
+    needs = {Need.OWN_ENTRIES.because("each site reveals entries of its own choice"), Need.MORE_READS.because()}
+    if aggregation == "sum":
+        # The server subtracts its own model from each site's values: their sum has the rounding error of the download
+        # once for each site.
+        reason = "aggregation sum adds the rounding error of the download once for each site"
+        needs.add(Need.EXACT_MODEL.because(reason, "set aggregation to mean"))
+    return frozenset(needs)
+
+
+WHOLE_UNITS = Need.WHOLE_MODEL.because("it selects and removes whole units, of which a part would stay at the sites")
 
 
 @dataclass(frozen=True)

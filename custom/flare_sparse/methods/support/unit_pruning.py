@@ -18,12 +18,13 @@ from ...compute.structure import build_channel_graph, build_live_mask, find_remo
 from ...core.errors import ConfigError
 from ...core.exchange import Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ...core.mask import Mask
+from ...core.needs import Need, Needs
 from ...core.params import Layout
 from ...training import Site
 from ..method import TRAIN, MethodConfig, broadcast
 from ..scores.scbf.apoz import count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
 from ..traffic import MessageFacts, SelectionBounds
-from .selective import REMOVED, SelectiveMethod, SelectiveState
+from .selective import REMOVED, WHOLE_UNITS, SelectiveMethod, SelectiveState
 
 COUNT: Final = "count"
 """The kind of the request, and the phase, in which sites count the zeros of every unit."""
@@ -49,9 +50,24 @@ class PruningConfig(MethodConfig):
         0.05, ge=0, lt=1, description="share of its units that every layer keeps; at least one unit"
     )
 
-    @property
-    def script_blocker(self) -> str | None:
-        return "sites count how often each unit is zero"
+    def needs(self) -> Needs:
+        # As a set with the default needs: the settings of SCBF's rounds may be a base beside this one.
+        needs = super().needs() | {WHOLE_UNITS, Need.PACKAGE_STEPS.because("sites count how often each unit is zero")}
+        if not self.is_due(self.count_prunings(self.rounds)):
+            return needs
+        return needs | {
+            Need.NUMBER_OF_ROUNDS.because(
+                f"no pruning follows the last round, but one follows round {self.rounds} of a longer run: pruning was "
+                "not complete"
+            )
+        }
+
+    def count_prunings(self, t: int) -> int:
+        """Return the number of prunings before round ``t``."""
+        prunings = 0
+        for _ in range(1, t):
+            prunings += self.is_due(prunings)
+        return prunings
 
     def is_due(self, prunings_done: int) -> bool:
         """Return whether another pruning follows ``prunings_done`` ones.
@@ -85,7 +101,6 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
     """
 
     round_kinds = frozenset({COUNT, TRAIN})
-    personal_blocker = "selects and removes whole units, of which a part would stay at the sites"
 
     def __init__(self, config: PruningConfigT, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
@@ -154,19 +169,6 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
     def sends_initial_model(self, kind: str, t: int) -> bool:
         # Units are counted after a round of training.
         return kind != COUNT and super().sends_initial_model(kind, t)
-
-    def find_continuation_blocker(self, rounds: int) -> str | None:
-        if blocker := super().find_continuation_blocker(rounds):
-            return blocker
-        prunings = 0
-        for _ in range(1, self.config.rounds):
-            prunings += self.config.is_due(prunings)
-        if not self.config.is_due(prunings):
-            return None
-        return (
-            f"no pruning follows the last round, but one follows round {self.config.rounds} of a longer run: pruning "
-            "was not complete"
-        )
 
     def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
         is_count = message.kind == COUNT and message.direction == "up"

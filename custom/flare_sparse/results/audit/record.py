@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ...config.assemble import Assembly, open_site
+from ...config.needs import AUDIT, find_conflicts
 from ...core.checkpoint.writing import write_json
 from ...core.errors import ConfigError, DataError
 from ...core.seeds import limit_threads
@@ -43,7 +44,8 @@ def audit_run(
     """
     started = time.monotonic()
     assembly, config = load_assembly(run.path)
-    _check_auditable(run, has_global_model=assembly.method.has_global_model, is_script=config.task.key == "script")
+    if conflicts := find_conflicts(config, features=[AUDIT]):
+        raise ConfigError(f"{run.path}: {conflicts[0]}")
     model = assembly.build_network(read_run_model(run.path, assembly, "final"))
     with limit_threads(config.torch_threads):
         examples = _load_examples(run, data, lambda site: open_site(assembly, data[site]).examples)
@@ -118,16 +120,6 @@ def _invert_messages(
         return list(attacks.invert_messages(on_progress)), ""
     except DataError as error:
         return [], str(error)
-
-
-def _check_auditable(run: RunResult, *, has_global_model: bool, is_script: bool) -> None:
-    """Raises:
-    ConfigError: the run has no model that its attackers could see, or no examples here.
-    """
-    if not has_global_model:
-        raise ConfigError(f"{run.path}: {run.summary['method']} has no common model, which attackers would see")
-    if is_script:
-        raise ConfigError(f"{run.path}: a training script loaded the data, so its examples are not known here")
 
 
 def _load_examples(

@@ -2,7 +2,7 @@
 
 The checkpoint of the last committed round holds the state before the final evaluation. A longer run that resumes from
 it is therefore the run that had more rounds from the start, bit for bit, if the method's rounds do not depend on their
-number (:meth:`~flare_sparse.methods.Method.find_continuation_blocker`).
+number (``Need.NUMBER_OF_ROUNDS``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ...config.assemble import Assembly, open_checkpoints
 from ...core.checkpoint.store import Store, iterate_differences
 from ...config.schema import JobConfig, RunConfig
 from ...config.loading import serialize_job
+from ...config.needs import CONTINUATION, find_conflicts
 from ...privacy.encryption import KeyContexts
 from ...rounds.endpoints.server import SERVER
 from ...core.errors import ConfigError
@@ -83,11 +84,8 @@ def prepare_continuation(run: Path, config: RunConfig, assembly: Assembly, out: 
     finished, finished_config = load_assembly(run)
     _check_settings(run, finished_config, config)
     rounds = assembly.method.config.rounds
-    if reason := finished.method.find_continuation_blocker(rounds):
-        raise ConfigError(
-            f"--continue-from {run}: {config.method.name} cannot continue: {reason}. Start a run of {rounds} rounds "
-            "without --continue-from"
-        )
+    if conflicts := find_conflicts(finished_config, features=[CONTINUATION]):
+        raise ConfigError(f"{run} cannot continue with {rounds} rounds: {'; '.join(conflicts)}")
     source = run / FINAL / f"{finished_config.name}-{finished.run_id}"
     if Store(source / SERVER, {}).find_newest() is None:
         raise ConfigError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...config.assemble import Assembly
+from ...methods.method import describe_site_model, has_common_model
 from ...core.errors import ConfigError, suggest
 from .model_files import ENCRYPTED, list_site_models, read_model
 
@@ -35,10 +36,10 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
                 "with --env local and sim of a method with personal models keep them"
             )
         return read_model(site_models[name], assembly.network)
-    if not assembly.method.has_global_model:
+    if not has_common_model(assembly.method.config):
         raise ConfigError(
             f"{run}: {assembly.method.name} trains no common model: each site's model is "
-            f"{assembly.method.site_model}. flare-sparse evaluate and predict use a site's model with --site-model "
+            f"{describe_site_model(assembly.method.config)}. flare-sparse evaluate and predict use a site's model with --site-model "
             "SITE; evaluate --matrix evaluates every site's model at every other site"
         )
     file = run / FILES[name]
@@ -54,5 +55,5 @@ def read_run_model(run: Path, assembly: Assembly, name: str) -> Tensor:
 
 def list_run_models(run: Path, assembly: Assembly) -> list[str]:
     """Return the names of the models in a result folder, as :func:`read_run_model` accepts them."""
-    names = [name for name, file in FILES.items() if assembly.method.has_global_model and (run / file).is_file()]
+    names = [name for name, file in FILES.items() if has_common_model(assembly.method.config) and (run / file).is_file()]
     return [*names, *list_site_models(run)]

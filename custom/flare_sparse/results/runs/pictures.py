@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 
 from ...config.assemble import Assembly
 from ...core.checkpoint.writing import replace_atomically
+from ...methods.method import describe_site_model
 from ...tasks.task import Picture, SiteData, load_examples
 from .models import list_run_models, read_run_model
 from .predictions import RUN, Predictions
@@ -58,7 +59,7 @@ def compute_pictures(
     for site in sorted(set(predictions.sites.tolist())):
         rows = predictions.sites == site
         values = _measure_cases(assembly, predictions.values[RUN][rows], predictions.targets[rows])
-        weights = read_run_model(run, assembly, site if assembly.method.site_model and site in own else "final")
+        weights = read_run_model(run, assembly, site if describe_site_model(assembly.method.config) and site in own else "final")
         model = assembly.build_network(weights)
         test = load_examples(task, sites[site], assembly.method.seed).test
         for rank, index in zip(RANKS, _select_ranks(values, higher_is_better=task.metric.mode == "max"), strict=True):

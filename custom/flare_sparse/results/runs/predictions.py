@@ -23,6 +23,7 @@ from ...config.assemble import Assembly
 from ...core.checkpoint.writing import write_json
 from ...core.errors import DataError
 from ...core.params import Layout
+from ...methods.method import describe_site_model
 from ...tasks.task import Examples, Kind, SiteData, Task, load_examples
 from .baselines import BaselineData, SiteRows, fit_baselines
 from .model_files import list_site_models
@@ -136,12 +137,12 @@ def compute_predictions(
         ConfigError: the run has no readable model.
         DataError: the data cannot be loaded, or is not that of the run.
     """
-    task, own = assembly.task, list_site_models(run) if assembly.method.site_model else {}
+    task, own = assembly.task, list_site_models(run) if describe_site_model(assembly.method.config) else {}
     parts, rows, digests = [], {}, {}
     for name in sorted(sites):
         examples = load_examples(task, sites[name], assembly.method.seed)
         # A site that never contributed has no model of its own, and no part in a comparison.
-        if name not in recorded or (assembly.method.site_model and name not in own):
+        if name not in recorded or (describe_site_model(assembly.method.config) and name not in own):
             continue
         weights = read_run_model(run, assembly, name if name in own else "final")
         parts.append(_predict_site(assembly, weights, name, examples, recorded[name]))

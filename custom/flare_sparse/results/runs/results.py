@@ -11,10 +11,12 @@ from typing import Any
 
 import safetensors
 import yaml
+from pydantic import ValidationError
 
 from .folder import CONFIG
 from ...tasks.task import TEST_EXAMPLES, VALIDATION
 from ...core.errors import ConfigError
+from ...methods.method import describe_site_model
 from ...methods.registry import METHODS
 from .contributions import Contributions, read_contributions
 from .pictures import PICTURES_FILE, CasePicture, read_pictures
@@ -168,7 +170,12 @@ class RunResult:
     def personal_model(self) -> str:
         """What each site's own model is, which the final metrics are of; empty where they are of the run's model."""
         method = METHODS.get(str(self.summary["method"]))
-        return method.describe_site_model(self.config.get("method", {})) if method else ""
+        try:
+            settings = {key: value for key, value in self.config.get("method", {}).items() if key != "name"}
+            return describe_site_model(method.Config.model_validate(settings)) if method else ""
+        # A run of another version may have settings that this one does not know.
+        except ValidationError:
+            return ""
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:

@@ -1,0 +1,369 @@
+"""The one table of needs: what the features of a job take away, and whether its method, task and settings need it.
+
+A feature names no method, and a method no feature: both name needs (``core/needs.py``), which are compared here. The
+same table is ``docs/compatibility.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core.needs import Need, Needs, Requirement
+from ..methods.registry import METHODS
+from ..privacy.secure_aggregation.limits import FEWEST_SITES
+from ..wire.values import is_quantized
+
+EXAMPLES_REMEDY = "set task.split.validation, such as to 0.1"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a setting takes away from the other parts of a job, and what it needs of them.
+
+    Attributes:
+        name: the setting, as in a configuration.
+        effect: what it changes, as the start of an error.
+        is_used: whether a job has it; the argument is the job.
+        instead: how to do without it.
+        takes: the needs that a job with this feature cannot meet.
+        needs: what the feature itself needs; the argument is the job.
+        example: settings of a job that has it, for the tests.
+        capacity: how much of a need that it takes is left; the argument is the job.
+    """
+
+    name: str
+    effect: str
+    is_used: Callable[[Any], bool]
+    instead: str
+    takes: frozenset[Need] = frozenset()
+    needs: Callable[[Any], Needs] = lambda job: frozenset()
+    example: Mapping[str, Any] = field(default_factory=dict)
+    capacity: Callable[[Any], int] = lambda job: 0
+
+
+def _require(*requirements: Requirement) -> Callable[[Any], Needs]:
+    return lambda job: frozenset(requirements)
+
+
+_SUMS = frozenset(
+    {
+        Need.SINGLE_UPDATES,
+        Need.SINGLE_SCORES,
+        Need.OWN_ENTRIES,
+        Need.LATE_WEIGHTS,
+        Need.OWN_FORMAT,
+        Need.CIPHERTEXTS,
+        Need.EXACT_STATISTICS,
+    }
+)
+_READS_SINGLE_UPDATES = "needs to read single updates"
+
+_FEATURES = (
+    Feature(
+        "wire.encryption: ckks",
+        "the server cannot read any update",
+        lambda job: job.wire.encryption != "none",
+        "set wire.encryption to none",
+        takes=frozenset(
+            {
+                Need.SINGLE_UPDATES,
+                Need.OWN_ENTRIES,
+                Need.READABLE_MODEL,
+                Need.EQUAL_WEIGHTS,
+                Need.OWN_FORMAT,
+                Need.EXACT_STATISTICS,
+            }
+        ),
+        needs=_require(
+            Need.CIPHERTEXTS.because("values are encrypted"),
+            Need.QUORUM.because("a sum of one is that site's model", amount=2),
+        ),
+        example={"wire": {"encryption": "ckks"}, "federation": {"min_sites": 2}},
+    ),
+    Feature(
+        "wire.aggregation: masked",
+        "the server reads sums only",
+        lambda job: job.wire.aggregation == "masked",
+        "set wire.aggregation to plain",
+        takes=_SUMS,
+        needs=_require(
+            Need.QUORUM.because("each of two sites can subtract its own values from their sum", amount=FEWEST_SITES)
+        ),
+        example={"wire": {"aggregation": "masked"}, "federation": {"min_sites": FEWEST_SITES}},
+    ),
+    Feature(
+        "wire.aggregation: fixed_point",
+        "the server reads sums only",
+        lambda job: job.wire.aggregation == "fixed_point",
+        "set wire.aggregation to plain",
+        takes=_SUMS,
+        example={"wire": {"aggregation": "fixed_point"}},
+    ),
+    Feature(
+        "wire.aggregation: plain",
+        "values are not added as integers",
+        lambda job: job.wire.aggregation == "plain",
+        "set wire.aggregation to fixed_point or masked",
+        takes=frozenset({Need.INTEGER_SUMS}),
+    ),
+    Feature(
+        "federation.hubs",
+        "hubs and the server read sums only",
+        lambda job: bool(job.federation.hubs),
+        "leave federation.hubs out",
+        takes=_SUMS,
+        needs=_require(
+            Need.INTEGER_SUMS.because(
+                "a hub adds the values of its sites as integers, so that the sum has the bits of a run without hubs"
+            )
+        ),
+        example={
+            "wire": {"aggregation": "fixed_point"},
+            "federation": {"hubs": {"hub-1": {"sites": ["site-1", "site-2"]}}},
+        },
+    ),
+    Feature(
+        "wire.values: int8, int4, int2",
+        "sites train from a rounded model",
+        lambda job: is_quantized(job.wire.values),
+        "set wire.values to bfloat16",
+        takes=frozenset({Need.EXACT_MODEL}),
+        example={"wire": {"values": "int8"}},
+    ),
+    Feature(
+        "wire.values: float16, bfloat16",
+        "values are rounded",
+        # Formats of few bits round no buffers, and statistics are one.
+        lambda job: job.wire.values not in ("float32", "float32_zstd") and not is_quantized(job.wire.values),
+        "set wire.values to float32, float32_zstd, int8, int4 or int2",
+        takes=frozenset({Need.EXACT_STATISTICS}),
+        example={"wire": {"values": "bfloat16"}},
+    ),
+    Feature(
+        "wire.values",
+        "",
+        lambda job: job.wire.values != "float32",
+        "leave wire.values at float32",
+        needs=lambda job: frozenset({Need.OWN_FORMAT.because(f"values are {job.wire.values}")}),
+        example={"wire": {"values": "float32_zstd"}},
+    ),
+    Feature(
+        "privacy",
+        "the budget covers one training a round, of float32 steps with noise",
+        lambda job: job.privacy is not None,
+        "leave privacy out",
+        takes=frozenset({Need.MORE_READS, Need.JOINT_SUBJECTS, Need.PLAIN_STEPS, Need.EXACT_STATISTICS}),
+        needs=_require(Need.PACKAGE_STEPS.because("each step clips gradients and adds noise")),
+        example={"privacy": {"noise_multiplier": 1.0}},
+    ),
+    Feature(
+        "task.script",
+        "a training script trains and evaluates by itself",
+        lambda job: job.task.key == "script",
+        "write a task (docs/own-task.md)",
+        takes=frozenset({Need.PACKAGE_STEPS}),
+        needs=_require(Need.HIDDEN_EXAMPLES.because()),
+        example={"task": {"script": "client.py", "model": "nets.Net"}},
+    ),
+    Feature(
+        "federation.early_stopping",
+        "the run may end before its last round, by the validation examples of all sites",
+        lambda job: job.federation.early_stopping is not None,
+        "leave early_stopping out",
+        takes=frozenset({Need.LAST_ROUND, Need.SAMPLED_SITES}),
+        needs=_require(Need.VALIDATION.because("models are compared on validation examples")),
+        example={
+            "federation": {"early_stopping": {"patience": 3}},
+            "task": {"split": {"validation": 0.2}},
+        },
+    ),
+    Feature(
+        "task.split.validation: 0",
+        "no site has validation examples",
+        lambda job: not job.task.config.split.validation,
+        EXAMPLES_REMEDY,
+        takes=frozenset({Need.VALIDATION}),
+    ),
+    Feature(
+        "federation.min_sites",
+        "{capacity} of the sites commit a round, {amount} are needed",
+        lambda job: True,
+        "set federation.min_sites to {amount} or more",
+        takes=frozenset({Need.QUORUM}),
+        capacity=lambda job: job.federation.min_sites,
+    ),
+    Feature(
+        "federation.clip_norm",
+        "",
+        lambda job: job.federation.clip_norm is not None,
+        "use clip_norm and max_norm of the site's own policy",
+        needs=_require(Need.SINGLE_UPDATES.because(_READS_SINGLE_UPDATES)),
+        example={"federation": {"clip_norm": 1.0}},
+    ),
+    Feature(
+        "federation.max_share",
+        "",
+        lambda job: job.federation.max_share < 1,
+        "leave max_share at 1, and agree on federation.examples",
+        needs=_require(
+            Need.LATE_WEIGHTS.because(
+                "depends on the sites that contribute, which are known only after the sites have weighted their values"
+            )
+        ),
+        example={"federation": {"max_share": 0.5}},
+    ),
+    Feature(
+        "audit.record_updates",
+        "",
+        lambda job: job.audit.record_updates,
+        "leave record_updates out",
+        needs=_require(Need.SINGLE_UPDATES.because("keeps the updates of single sites")),
+        example={"audit": {"record_updates": True}},
+    ),
+    Feature(
+        "method.personal",
+        "some tensors stay at the sites",
+        lambda job: bool(job.method.config.personal),
+        "leave personal out",
+        takes=frozenset({Need.WHOLE_MODEL}),
+        needs=_require(Need.PLAIN_STEPS.because("these tensors train without noise")),
+        example={"method": {"personal": "head"}},
+    ),
+    Feature(
+        "method.participation",
+        "",
+        lambda job: job.method.config.participation < 1,
+        "set participation to 1",
+        needs=lambda job: frozenset(
+            {
+                Need.SAMPLED_SITES.because(
+                    f"{job.method.config.participation:g} samples some of the sites for each round"
+                )
+            }
+        ),
+        example={"method": {"participation": 0.5}},
+    ),
+    Feature(
+        "method.training",
+        "",
+        lambda job: job.task.key == "script" and job.method.config.training != _get_default_training(job),
+        'leave method.training out, and give the script its settings in task.args: "--lr 0.1"',
+        needs=_require(Need.PACKAGE_STEPS.because("has no effect: the script decides how it trains")),
+    ),
+    Feature(
+        "method.training.schedule",
+        "",
+        lambda job: not job.method.config.training.schedule.is_constant,
+        "leave schedule out",
+        needs=_require(
+            Need.NUMBER_OF_ROUNDS.because(
+                "is over method.rounds, so the learning rate of every round depends on their number"
+            )
+        ),
+        example={"method": {"training": {"schedule": {"kind": "cosine"}}}},
+    ),
+    Feature(
+        "method.training.precision: bfloat16",
+        "a training pass computes in bfloat16",
+        lambda job: job.method.config.training.precision != "float32",
+        "leave precision out",
+        takes=frozenset({Need.FLOAT32_STEPS}),
+        needs=_require(Need.PLAIN_STEPS.because("gradients are clipped in float32")),
+        example={"method": {"training": {"precision": "bfloat16"}}},
+    ),
+    Feature(
+        "method.training.compute: sparse",
+        "",
+        lambda job: job.method.config.training.compute == "sparse",
+        "set compute to auto",
+        needs=_require(Need.PLAIN_STEPS.because("the kernels compute whole minibatches")),
+        example={"method": {"training": {"compute": "sparse"}}},
+    ),
+)
+FEATURES = {feature.name: feature for feature in _FEATURES}
+"""The features of a job by name; a new one adds its entry above."""
+CONTINUATION = Feature(
+    "--continue-from",
+    "the rounds of the finished run must be those of the longer one",
+    lambda job: False,
+    "start a run of all rounds without it",
+    takes=frozenset({Need.NUMBER_OF_ROUNDS}),
+)
+AUDIT = Feature(
+    "flare-sparse audit",
+    "attackers see one model, and the examples of the sites are known here",
+    lambda job: False,
+    "audit another run",
+    takes=frozenset({Need.NO_COMMON_MODEL, Need.HIDDEN_EXAMPLES}),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a job with its needs.
+
+    Attributes:
+        name: its name in an error.
+        instead: how to do without it; empty: without a change of the part itself, it cannot be.
+    """
+
+    name: str
+    needs: Needs
+    instead: str = ""
+
+
+def list_parts(job: Any) -> Iterator[Part]:
+    """Yield the method, the task and the features of a job, with their needs."""
+    yield Part(f"method {job.method.name}", job.method.config.needs())
+    yield Part("task", job.task.config.needs())
+    for feature in FEATURES.values():
+        if feature.is_used(job) and (needs := feature.needs(job)):
+            yield Part(feature.name, needs, feature.instead)
+
+
+def find_conflicts(
+    job: Any, parts: Iterable[Part] | None = None, features: Iterable[Feature] | None = None
+) -> list[str]:
+    """Return one text for each pair of a feature and a part that needs what the feature takes away.
+
+    Args:
+        job: the settings of a job.
+        parts: the parts to compare; None: all that the settings have.
+        features: the features to compare; None: those that the job uses.
+    """
+    parts = list(list_parts(job) if parts is None else parts)
+    features = [feature for feature in FEATURES.values() if feature.is_used(job)] if features is None else features
+    found = ((part, feature, match_needs(part.needs, feature, job)) for feature in features for part in parts)
+    return [_describe_conflict(part, feature, missing, job) for part, feature, missing in found if missing]
+
+
+def match_needs(needs: Needs, feature: Feature, job: Any) -> list[Requirement]:
+    """Return the needs that a feature takes away, in a fixed order."""
+    missing = [r for r in needs if r.need in feature.takes and r.amount > feature.capacity(job)]
+    return sorted(missing, key=lambda r: (list(Need).index(r.need), r.reason))
+
+
+def _describe_conflict(part: Part, feature: Feature, missing: list[Requirement], job: Any) -> str:
+    reasons = " and ".join(dict.fromkeys(requirement.reason for requirement in missing))
+    remedies = list(dict.fromkeys(requirement.remedy for requirement in missing if requirement.remedy))
+    if part.instead:
+        remedies.append(part.instead)
+    elif not remedies and part.name.startswith("method "):
+        remedies = [f"choose {', '.join(list_compatible_methods(feature, job))}"]
+    remedies.append(f"or {feature.instead}")
+    text = f"{feature.name}: {feature.effect}, but {part.name}: {reasons}; {', '.join(remedies)}"
+    amounts = {"{capacity}": feature.capacity(job), "{amount}": max(requirement.amount for requirement in missing)}
+    for placeholder, amount in amounts.items():
+        text = text.replace(placeholder, str(amount))
+    return text
+
+
+def list_compatible_methods(feature: Feature, job: Any = None) -> list[str]:
+    """Return the methods that work with a feature by their default settings."""
+    return [name for name, method in METHODS.items() if not match_needs(method.Config().needs(), feature, job)]
+
+
+def _get_default_training(job: Any) -> Any:
+    return type(job.method.config).model_fields["training"].get_default(call_default_factory=True)

@@ -1,0 +1,113 @@
+"""Every pair of a method and a feature: it runs, or the error names both, as the one table of needs says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.utils.data import TensorDataset
+from toy import Adapted, Toy
+
+from flare_sparse.config.assemble import assemble, open_site
+from flare_sparse.config.loading import list_methods, list_tasks
+from flare_sparse.config.needs import FEATURES, Feature, list_compatible_methods
+from flare_sparse.config.schema import RunConfig
+from flare_sparse.methods.registry import METHODS
+from flare_sparse.methods.support.lora import LoRAMethod
+from flare_sparse.privacy.encryption import KeyContexts
+from flare_sparse.results.runs.local import run_assembly
+from flare_sparse.tasks.script import ScriptTask
+from flare_sparse.tasks.task import Examples, SiteData, Task, TaskConfig, build_examples
+
+SITES = ("site-1", "site-2", "site-3")
+
+
+class Loaded(Toy):
+    """The toy task, with 24 examples drawn from the name of the site."""
+
+    Config = TaskConfig
+
+    def load(self, data: SiteData, seed: int) -> Examples:
+        x = torch.randn(24, 12, generator=torch.Generator().manual_seed(int(data.site[-1])))
+        y = x[:, :3].sum(1, keepdim=True)
+
+        def build_dataset(names: Any) -> TensorDataset:
+            rows = [int(name) for name in names]
+            return TensorDataset(x[rows], y[rows])
+
+        return build_examples(self.config.split.assign(map(str, range(24)), seed), build_dataset)
+
+
+class LoadedAdapted(Loaded):
+    model = Adapted.model
+
+
+class Normless(Loaded):
+    """The same by a network that private training accepts: without batch normalization."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(12, 10), torch.nn.ReLU(), torch.nn.Linear(10, 1))
+
+
+def merge(first: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings; later ones come first."""
+    merged = dict(first)
+    for other in others:
+        for key, value in other.items():
+            is_section = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+            merged[key] = merge(merged[key], value) if is_section else value
+    return merged
+
+
+def build_config(*settings: Mapping[str, Any]) -> RunConfig:
+    """Return the validated settings of a job of the toy task; the method takes one round."""
+    data = merge({"name": "pair", "method": {"rounds": 1}, "task": {"class": "Loaded"}}, *settings)
+    if "script" in data["task"]:
+        del data["task"]["class"]
+    tasks = {**list_tasks(), "Loaded": TaskConfig, "client.py": ScriptTask.Config}
+    return RunConfig.model_validate(data, context={"method": list_methods(), "task": tasks})
+
+
+PAIRS = [
+    pytest.param(name, feature, id=f"{name}-{feature.name}")
+    for name in METHODS
+    for feature in FEATURES.values()
+    if feature.example
+]
+
+
+@cache
+def contexts() -> KeyContexts:
+    return KeyContexts.generate()
+
+
+def choose_task(name: str, config: RunConfig) -> Task:
+    task = LoadedAdapted if issubclass(METHODS[name], LoRAMethod) else Normless if config.privacy else Loaded
+    return task(config.task.config)
+
+
+@pytest.mark.parametrize(("name", "feature"), PAIRS)
+def test_pair_runs_for_a_round_or_is_refused_with_both_names(name: str, feature: Feature) -> None:
+    method = {"method": {"name": name}}
+    if name not in list_compatible_methods(feature):
+        with pytest.raises(ValidationError) as caught:
+            build_config(feature.example, method)
+        texts = [error["msg"] for error in caught.value.errors()]
+        assert any(t.startswith(f"{feature.name}: ") and f"but method {name}: " in t for t in texts)
+        return
+    config = build_config(feature.example, method)
+    assert feature.is_used(config)
+    if config.task.key == "script":
+        # Scripts are run by every method that the table allows in tests/training/test_script_site.py.
+        return
+    task = choose_task(name, config)
+    assembly = assemble(config, task)
+    sites = {site: open_site(assembly, SiteData(site, Path())) for site in SITES}
+    keys = contexts() if config.encrypted else None
+    outcome, _ = run_assembly(config, assembly, sites, contexts=keys, sum_rules=config.sum_rules, hubs=config.hubs)
+    assert sorted(outcome.evaluation.sites) == list(SITES)
