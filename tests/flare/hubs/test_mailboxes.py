@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,17 +19,29 @@ def test_mailboxes_stop_waiting_when_the_job_is_aborted() -> None:
     assert Mailboxes(SITES, 60.0).ask({"site-1": b"question"}, 3600, 100, is_aborted=lambda: True) == {}
 
 
-def test_first_answer_counts_and_a_number_fits_one_question_only() -> None:
+def hand_over(mailboxes: Mailboxes, site: str, key: str, content: bytes) -> bool:
+    """Hand a whole answer over, and return whether the question was open."""
+    question = mailboxes.begin_answer(site, key, cancel := object)
+    if question is not None:
+        mailboxes.end_answer(site, question, cancel, content)
+    return question is not None
+
+
+def test_first_answer_counts_and_a_key_fits_one_question_only() -> None:
     mailboxes = Mailboxes(SITES, 60.0)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(mailboxes.ask, dict.fromkeys(SITES, b"question"), 0.5, 100)
-        first, second = (mailboxes.wait_for_question(site, 5.0) for site in SITES)
-        assert first is not None
-        assert second is not None
-        assert first.number != second.number
-        mailboxes.accept("site-2", first.number, b"of another site")
-        mailboxes.accept("site-1", first.number, b"first")
-        mailboxes.accept("site-1", first.number, b"second")
+        first, second = (fetch(mailboxes, site) for site in SITES)
+        assert first != second
+        taken = [
+            hand_over(mailboxes, *answer)
+            for answer in (
+                ("site-2", first, b"of another site"),
+                ("site-1", first, b"first"),
+                ("site-1", first, b"second"),
+            )
+        ]
+        assert taken == [False, True, False]
         assert asked.result() == {"site-1": b"first"}
 
 
@@ -49,15 +62,15 @@ def measure(wait: Callable[[], Any]) -> float:
     return time.monotonic() - start
 
 
-def fetch(mailboxes: Mailboxes, site: str) -> int:
-    """Return the number of the next question to a site."""
+def fetch(mailboxes: Mailboxes, site: str) -> str:
+    """Return the key of the next question to a site."""
     question = mailboxes.wait_for_question(site, 5.0)
     assert question is not None
-    return question.number
+    return question.key
 
 
 def answer(mailboxes: Mailboxes, site: str) -> None:
-    mailboxes.accept(site, fetch(mailboxes, site), b"answer")
+    assert hand_over(mailboxes, site, fetch(mailboxes, site), b"answer")
 
 
 def test_site_that_fetches_nothing_is_missing_until_it_fetches_again(ask: Any) -> None:
@@ -71,22 +84,22 @@ def test_site_that_fetches_nothing_is_missing_until_it_fetches_again(ask: Any) -
     # It fetches, with or without a question: from then on it is waited for, longer than for a site that is absent.
     assert mailboxes.wait_for_question("site-2", 0.0) is None
     asked = ask(mailboxes, 20.0)
-    number = fetch(mailboxes, "site-2")
+    key = fetch(mailboxes, "site-2")
     answer(mailboxes, "site-1")
     time.sleep(0.5)
-    mailboxes.accept("site-2", number, b"late")
+    assert hand_over(mailboxes, "site-2", key, b"late")
     assert asked.result() == {"site-1": b"answer", "site-2": b"late"}
 
 
 def test_absent_site_that_fetches_during_an_exchange_takes_part_in_it(ask: Any) -> None:
     mailboxes = Mailboxes(SITES, 0.1)
     asked = ask(mailboxes, 20.0)
-    number = fetch(mailboxes, "site-1")
+    key = fetch(mailboxes, "site-1")
     time.sleep(0.3)
     second = fetch(mailboxes, "site-2")
-    mailboxes.accept("site-1", number, b"answer")
+    assert hand_over(mailboxes, "site-1", key, b"answer")
     time.sleep(0.1)
-    mailboxes.accept("site-2", second, b"back")
+    assert hand_over(mailboxes, "site-2", second, b"back")
     assert asked.result() == {"site-1": b"answer", "site-2": b"back"}
 
 
@@ -101,34 +114,38 @@ def test_answer_that_began_in_time_is_taken_and_another_one_is_not(ask: Any) -> 
     mailboxes = Mailboxes(SITES, 60.0)
     asked = ask(mailboxes, 0.3, 5.0)
     first, second = (fetch(mailboxes, site) for site in SITES)
-    assert mailboxes.begin_answer("site-1", first)
+    question = mailboxes.begin_answer("site-1", first, cancel := object)
+    assert question is not None
     time.sleep(0.6)
     # The time in which an answer may begin is over.
-    assert mailboxes.find_question("site-2", second) is None
-    assert mailboxes.find_question("site-1", first) is not None
-    mailboxes.accept("site-1", first, b"answer")
-    mailboxes.end_answer("site-1", first)
+    assert not hand_over(mailboxes, "site-2", second, b"late")
+    mailboxes.end_answer("site-1", question, cancel, b"answer")
     assert measure(asked.result) < 1.0
     assert asked.result() == {"site-1": b"answer"}
 
 
-def test_answer_whose_transfer_does_not_end_is_given_up(ask: Any) -> None:
+def test_answer_whose_transfer_does_not_end_is_cancelled(ask: Any) -> None:
     mailboxes = Mailboxes(SITES, 60.0)
     asked = ask(mailboxes, 0.1, 0.3)
-    number = fetch(mailboxes, "site-1")
-    assert mailboxes.begin_answer("site-1", number)
+    cancelled = threading.Event()
+    question = mailboxes.begin_answer("site-1", fetch(mailboxes, "site-1"), cancelled.set)
+    assert question is not None
     assert 0.2 <= measure(asked.result) < 1.0
+    assert cancelled.is_set()
+    mailboxes.end_answer("site-1", question, cancelled.set, b"late")
     assert asked.result() == {}
-    assert mailboxes.find_question("site-1", number) is None
 
 
-def test_one_answer_to_a_question_is_read_at_a_time() -> None:
+def test_answer_that_was_lost_with_its_connection_may_come_again(ask: Any) -> None:
     mailboxes = Mailboxes(SITES, 60.0)
-    assert mailboxes.begin_answer("site-1", 7)
-    assert not mailboxes.begin_answer("site-1", 7)
-    assert mailboxes.begin_answer("site-2", 7)
-    mailboxes.end_answer("site-1", 7)
-    assert mailboxes.begin_answer("site-1", 7)
+    asked = ask(mailboxes, 1.0)
+    key = fetch(mailboxes, "site-1")
+    question = mailboxes.begin_answer("site-1", key, cancel := object)
+    assert question is not None
+    mailboxes.end_answer("site-1", question, cancel)
+    assert fetch(mailboxes, "site-1") == key
+    assert hand_over(mailboxes, "site-1", key, b"answer")
+    assert asked.result() == {"site-1": b"answer"}
 
 
 def test_closed_mailboxes_end_every_wait(ask: Any) -> None:

@@ -15,7 +15,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.hubs.addresses import HUBS_FILE
 from flare_sparse.flare.hubs.listener import HubListener
 from flare_sparse.flare.hubs.mailboxes import Mailboxes
-from flare_sparse.flare.hubs.tls import build_context
+from flare_sparse.flare.hubs.tls import build_server_credentials
 from flare_sparse.flare.site.hub_checks import check_hub_role
 from flare_sparse.flare.site.install import install_guards
 from flare_sparse.flare.site.preflight import check_site
@@ -36,10 +36,9 @@ def kits(tmp_path: Path) -> Path:
 @pytest.fixture
 def port(kits: Path) -> Iterator[int]:
     """The port of hub-1 while a job runs."""
-    context = build_context(kits / "hub-1" / "startup", is_hub=True)
-    listener = HubListener(("127.0.0.1", 0), Mailboxes(HUBS["hub-1"].sites, 60.0), context, "job")
-    listener.start()
-    yield int(listener.server_address[1])
+    credentials = build_server_credentials(kits / "hub-1" / "startup")
+    listener = HubListener(("127.0.0.1", 0), Mailboxes(HUBS["hub-1"].sites, 60.0), credentials, "job")
+    yield listener.port
     listener.close()
 
 

@@ -1,86 +1,112 @@
-"""The end of a site: it connects to its hub over mutual TLS, fetches questions and hands answers over."""
+"""The end of a site: it calls its hub over mutual TLS, fetches questions and hands answers over."""
 
 from __future__ import annotations
 
 import logging
-import ssl
+import threading
 import time
-from collections.abc import Callable
-from http import HTTPStatus
-from http.client import HTTPException, HTTPSConnection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
 
 from ...core.errors import RequestRefused
-from .listener import IDLE_S, JOB, NUMBER
-from .tls import read_common_name
+from .listener import CHUNK_BYTES, JOB, KEEPALIVE, METHOD, QUESTION, SIZE
 
 _LOG = logging.getLogger(__name__)
-PAUSES_S = (0.2, 5.0)
-"""First and longest pause before a site connects again."""
+PAUSE_S = 1.0
+"""Seconds before a site calls a hub again that cannot be reached, or did not make it wait."""
 STEP_S = 0.2
-"""Seconds between two looks at the signal that stops a pause."""
+"""Seconds between two looks at the signal that stops a site."""
 
 
 class HubConnection:
     """A site's connection to its hub, which is opened when it is needed.
 
     Args:
-        hub: name of the hub; the other end must have its certificate.
+        hub: name of the hub; nothing is sent before the other end has shown its certificate.
         address: host and port.
-        context: TLS context of the site.
+        credentials: those of the site.
         job: id of the job in FLARE.
     """
 
-    def __init__(self, hub: str, address: tuple[str, int], context: ssl.SSLContext, job: str):
+    def __init__(self, hub: str, address: tuple[str, int], credentials: grpc.ChannelCredentials, job: str):
         self.hub, self._job = hub, job
-        self._connection = HTTPSConnection(*address, context=context, timeout=IDLE_S)
-        # Opened by _open alone, which checks the other end.
-        self._connection.auto_open = 0
+        host, port = address
+        options = [
+            *KEEPALIVE,
+            ("grpc.ssl_target_name_override", hub),
+            # A hub is in the hospitals' own network, or open to it.
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.initial_reconnect_backoff_ms", 200),
+            ("grpc.max_reconnect_backoff_ms", 5000),
+        ]
+        self._channel = grpc.secure_channel(
+            f"[{host}]:{port}" if ":" in host else f"{host}:{port}", credentials, options
+        )
+        self._start = self._channel.stream_stream(METHOD)
+        self._call: grpc.Call | None = None
 
-    def exchange(self, number: int, answer: bytes) -> tuple[int, bytes] | None:
-        """Hand an answer over and return the next question with its number; None: there is none now.
+    def exchange(self, key: str, answer: bytes) -> tuple[str, bytes] | None:
+        """Hand an answer over and return the next question with its key; None: there is none now.
 
         An answer that the hub does not want any more is dropped.
 
         Args:
-            number: number of the question that is answered.
-            answer: the answer; empty: there is none.
+            key: key of the question that is answered; empty: there is no answer.
+            answer: the answer.
 
         Raises:
-            RequestRefused: the other end is not the hub, or the hub refuses this site.
-            OSError, HTTPException: the hub cannot be reached; the same call may be made again.
+            RequestRefused: the hub refuses this site.
+            ConnectionError: the hub cannot be reached, or its certificate is another one; the same call may be made
+                again.
         """
-        if self._connection.sock is None:
-            self._open()
-        headers = {JOB: self._job, NUMBER: str(number), "Content-Length": str(len(answer))}
-        self._connection.request("POST", "/", answer, headers)
-        response = self._connection.getresponse()
-        content = response.read()
-        if response.status == HTTPStatus.OK:
-            return int(response.headers.get(NUMBER, "0")), content
-        if response.status == HTTPStatus.FORBIDDEN:
+        chunks = (answer[start : start + CHUNK_BYTES] for start in range(0, len(answer), CHUNK_BYTES))
+        metadata = ((JOB, self._job), *(((QUESTION, key), (SIZE, str(len(answer)))) if key else ()))
+        call = self._call = self._start(chunks, metadata=metadata)
+        try:
+            content = b"".join(call)
+        except grpc.RpcError as error:
+            self._raise(error)
+            return None
+        found = dict(call.initial_metadata()).get(QUESTION)
+        return None if found is None else (found, content)
+
+    def _raise(self, error: grpc.RpcError) -> None:
+        """Raise the error of a call; return where the hub alone did not want the answer."""
+        code, reason = error.code(), error.details()
+        if code == grpc.StatusCode.PERMISSION_DENIED:
             raise RequestRefused(
                 f"{self.hub} refuses this site: federation.hubs of its copy of the job does not list it"
-            )
-        if response.status == HTTPStatus.MISDIRECTED_REQUEST:
-            raise ConnectionRefusedError(f"{self.hub} serves another job; its process may be about to end")
-        if response.status == HTTPStatus.TOO_MANY_REQUESTS:
-            # An earlier connection broke, and the hub has not noticed; it keeps the question until then.
-            raise ConnectionRefusedError(f"{self.hub} still reads this answer from another connection")
-        if response.status != HTTPStatus.NO_CONTENT:
-            _LOG.warning("%s did not take an answer: status %d", self.hub, response.status)
-        return None
+            ) from error
+        if code == grpc.StatusCode.FAILED_PRECONDITION:
+            raise ConnectionRefusedError(f"{self.hub} serves another job; its process may be about to end") from error
+        if code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.OUT_OF_RANGE):
+            raise ConnectionError(f"{code.name}: {reason}") from error
+        _LOG.warning("%s did not take an answer: %s", self.hub, reason)
+
+    @contextmanager
+    def stop_when(self, is_stopped: Callable[[], bool]) -> Iterator[None]:
+        """End each call as soon as ``is_stopped``, and the connection at last."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(STEP_S):
+                if is_stopped() and self._call is not None:
+                    self._call.cancel()
+
+        thread = threading.Thread(target=watch, name="hub connection", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.close()
 
     def close(self) -> None:
-        """Close the connection; the next exchange opens it again."""
-        self._connection.close()
-
-    def _open(self) -> None:
-        self._connection.connect()
-        name = read_common_name(self._connection.sock)
-        # Before a byte is sent: whoever listens there must be the hub that the job names.
-        if name != self.hub:
-            self.close()
-            raise RequestRefused(f"the other end of the connection is {name}, not {self.hub}; correct its address")
+        """Close the connection."""
+        self._channel.close()
 
 
 def serve_hub(
@@ -89,52 +115,31 @@ def serve_hub(
     """Answer the questions of a hub until ``is_stopped``; while the hub cannot be reached, try again and again.
 
     Raises:
-        RequestRefused: the other end is not the hub, or the hub refuses this site.
+        RequestRefused: the hub refuses this site.
     """
-    number, answer, pause = 0, b"", PAUSES_S[0]
-    unsent: tuple[int, bytes] | None = None
-    try:
+    nothing = ("", b"")
+    answer, handed_over, reported = nothing, nothing, ""
+    with connection.stop_when(is_stopped):
         while not is_stopped():
-            start = time.monotonic()
+            start, question = time.monotonic(), None
             try:
-                question = connection.exchange(number, answer)
-            except (OSError, HTTPException) as error:
-                connection.close()
-                _LOG.warning(
-                    "%s cannot be reached: %s; next try in %.1f s", connection.hub, type(error).__name__, pause
-                )
-                # Not sent again at once: the hub may have refused it by closing the connection, and the site would
-                # never learn that. A question that is still open comes again.
-                unsent = (number, answer) if answer else unsent
-                number, answer = 0, b""
-                pause = _pause(pause, is_stopped)
-                continue
-            number, answer = 0, b""
-            if question is None:
-                unsent = None
-                # A hub makes a site wait for a question; one that does not must not make it busy.
-                pause = _pause(pause, is_stopped) if time.monotonic() - start < PAUSES_S[0] else PAUSES_S[0]
-                continue
-            pause, asked_at = PAUSES_S[0], time.monotonic()
-            if unsent is not None and unsent[0] == question[0]:
-                number, answer = unsent
+                question = connection.exchange(*answer)
+            except ConnectionError as error:
+                if str(error) != reported and not is_stopped():
+                    _LOG.warning("%s cannot be reached: %s; see 'site preflight'. Trying again", connection.hub, error)
+                    reported = str(error)
             else:
-                number, answer = question[0], answer_question(question[1])
-            unsent = None
-            # The hub closes a connection that has been silent for so long.
-            if time.monotonic() - asked_at > IDLE_S / 2:
-                connection.close()
-    finally:
-        connection.close()
+                handed_over = nothing if question is None else handed_over
+            answer = nothing
+            if question is None:
+                _pause(start + PAUSE_S, is_stopped)
+                continue
+            # A question that comes again has lost its answer on the way.
+            if question[0] != handed_over[0]:
+                handed_over = question[0], answer_question(question[1])
+            answer = handed_over
 
 
-def _pause(seconds: float, is_stopped: Callable[[], bool]) -> float:
-    """Wait until ``is_stopped``, or for so many seconds; return the seconds of the next pause."""
-    _sleep(seconds, is_stopped)
-    return min(2 * seconds, PAUSES_S[1])
-
-
-def _sleep(seconds: float, is_stopped: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_stopped() and time.monotonic() < deadline:
+def _pause(end: float, is_stopped: Callable[[], bool]) -> None:
+    while not is_stopped() and time.monotonic() < end:
         time.sleep(STEP_S)

@@ -9,10 +9,10 @@ hub and answers its questions, each as the FLARE task that it would be without t
 from __future__ import annotations
 
 import errno
-import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from nvflare.apis.event_type import EventType
@@ -22,7 +22,6 @@ from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 
-from ...config.schema import JobConfig
 from ...core.errors import ConfigError, RejectedMessage, get_failure_code
 from ...rounds.federation import Hub
 from ..payload import build_refusal, collection_to_shareable, extract_collection
@@ -31,8 +30,8 @@ from .addresses import HUBS_FILE, find_address
 from .connection import HubConnection, serve_hub
 from .listener import HubListener
 from .mailboxes import Mailboxes
-from .messages import bind_mailboxes, build_site_links, pack_answer, pack_failure, read_question
-from .tls import build_context
+from .messages import build_site_links, pack_answer, pack_failure, read_question
+from .tls import build_server_credentials, build_site_credentials
 
 SHARES = (0.9, 0.05)
 """Share of a collection's time in which answers of sites must begin to arrive, and the next one, in which they end.
@@ -85,13 +84,18 @@ class HubExecutor(Executor):
         workspace = get_workspace(fl_ctx)
         mailboxes = Mailboxes(rules.sites, rules.fetch_s)
         address = find_address(Path(workspace.get_site_config_dir()), name)
-        context = build_context(Path(workspace.get_startup_kit_dir()), is_hub=True)
+        credentials = build_server_credentials(Path(workspace.get_startup_kit_dir()))
 
         def is_aborted() -> bool:
             return bool(self._signal.triggered)
 
-        self._listener = _listen(name, address, mailboxes, context, fl_ctx.get_job_id(), is_aborted)
-        ask = bind_mailboxes(mailboxes, _get_default_s(job), SHARES, is_aborted)
+        def ask(contents: Mapping[str, bytes], seconds: float | None, max_answer_bytes: int) -> dict[str, bytes]:
+            total_s = seconds or job.federation.round_s or job.federation.task_timeout_s
+            begin_s, transfer_s = (share * total_s for share in SHARES)
+            return mailboxes.ask(contents, begin_s, max_answer_bytes, transfer_s, is_aborted)
+
+        open_listener = partial(HubListener, address, mailboxes, credentials, fl_ctx.get_job_id())
+        self._listener = _listen(name, address, open_listener, is_aborted)
         self._hub = Hub(rules, build_site_links(ask))
         self.log_info(fl_ctx, f"hub of {len(rules.sites)} sites, listening on {address[0]}:{address[1]}")
         return self._hub
@@ -121,8 +125,8 @@ class HubSiteExecutor(Executor):
             raise ConfigError(f"federation.hubs: no hub lists {name}; the server and this site have different jobs")
         # The site's own file decides whether it has dealings with this hub, and where it is: the job names no address.
         address = find_address(Path(workspace.get_site_config_dir()), hubs[0])
-        context = build_context(Path(workspace.get_startup_kit_dir()), is_hub=False)
-        return HubConnection(hubs[0], address, context, fl_ctx.get_job_id())
+        credentials = build_site_credentials(Path(workspace.get_startup_kit_dir()))
+        return HubConnection(hubs[0], address, credentials, fl_ctx.get_job_id())
 
     def _answer(self, content: bytes, hub: str, fl_ctx: FLContext) -> bytes:
         """Run the FLARE task of a question, as if the server had sent it, and return the answer."""
@@ -141,14 +145,9 @@ class HubSiteExecutor(Executor):
 
 
 def _listen(
-    name: str,
-    address: tuple[str, int],
-    mailboxes: Mailboxes,
-    context: ssl.SSLContext,
-    job: str,
-    is_aborted: Callable[[], bool],
+    name: str, address: tuple[str, int], open_listener: Callable[[], HubListener], is_aborted: Callable[[], bool]
 ) -> HubListener:
-    """Return a listener that serves the mailboxes.
+    """Return a listener, as soon as its port is free.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -156,21 +155,13 @@ def _listen(
     deadline = time.monotonic() + FREE_S
     while True:
         try:
-            listener = HubListener(address, mailboxes, context, job)
+            return open_listener()
         except OSError as error:
             # The process of a job that was aborted a moment ago may still hold the port.
-            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline and not is_aborted():
-                time.sleep(PAUSE_S)
-                continue
-            place, reason = f"{address[0]}:{address[1]}", error.strerror or error
-            raise ConfigError(f"{HUBS_FILE}: {name}: {place}: {reason}; set an address of this host") from error
-        listener.start()
-        return listener
-
-
-def _get_default_s(job: JobConfig) -> float:
-    """Return the seconds of a collection for which the server sets none."""
-    return job.federation.round_s or job.federation.task_timeout_s
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline or is_aborted():
+                place, reason = f"{address[0]}:{address[1]}", error.strerror or error
+                raise ConfigError(f"{HUBS_FILE}: {name}: {place}: {reason}; set an address of this host") from error
+        time.sleep(PAUSE_S)
 
 
 def _report(executor: Executor, error: Exception, fl_ctx: FLContext) -> str:

@@ -1,173 +1,139 @@
-"""The end of a hub: sites connect to it over mutual TLS, fetch questions and hand answers over.
+"""The end of a hub: a gRPC server, from which its sites fetch questions and to which they hand answers over.
 
-A request of HTTP/1.1 carries the answer to the last question, if there was one, and its response the next question. The
-number of the question is in the header ``Question``, the id of the job in the header ``Job``. Sites connect to the hub,
-so that no site opens a port.
+A call carries the answer to the last question, if there was one, and its response the next question, both as streams of
+chunks. The key of the question, the length of the answer and the id
+of the job are metadata. Sites call the hub, so that no site opens a port.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-import ssl
-import threading
-from functools import partial
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer
-from typing import Any
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
-from .mailboxes import Mailboxes, Question
-from .open_connections import OpenConnection, OpenConnections
-from .tls import read_common_name
+import grpc
+
+from .mailboxes import Mailboxes
 
 _LOG = logging.getLogger(__name__)
-NUMBER, JOB = "Question", "Job"
+METHOD = "/flare_sparse.Hub/Exchange"
+QUESTION, SIZE, JOB = "question", "size", "job"
+"""Keys of metadata."""
 POLL_S = 5.0
 """Seconds that a hub waits for a question before it tells a site to ask again."""
-IDLE_S = 60.0
-"""Seconds without a byte after which a connection is closed."""
+CHUNK_BYTES = 2**20
+MAX_CONNECTIONS = 1024
+"""Most open connections: whoever reaches the port may open some, and must not use up the files of the process."""
 HANDSHAKE_S = 10.0
 """Seconds of a TLS handshake."""
-CHUNK_BYTES = 2**20
-"""Bytes of an answer that are read before the hub looks again whether it still wants the answer."""
-_MAX_HEAD_BYTES = 2**16
-_FORBIDDEN = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000)]
+"""A call whose other end is gone ends after these 40 seconds."""
 
 
-class HubListener(TCPServer):
-    """Serves the mailboxes of a hub to its sites, each connection in a thread of its own.
+class HubListener:
+    """Serves the mailboxes of a hub to its sites.
 
     Args:
         address: host and port to listen on; port 0: a free one.
         mailboxes: questions and answers.
-        context: TLS context of the hub.
+        credentials: those of the hub.
         job: id of the job in FLARE. A site of another job, such as one that waits for the end of this one, gets none.
 
     Raises:
         OSError: the address cannot be listened on.
     """
 
-    allow_reuse_address = True
-    request_queue_size = 128
-
-    def __init__(self, address: tuple[str, int], mailboxes: Mailboxes, context: ssl.SSLContext, job: str):
-        super().__init__(address, _Handler)
-        self.mailboxes, self.context, self.job = mailboxes, context, job
-        self._connections = OpenConnections(len(mailboxes.sites))
-        self._has_warned = False
-        self._thread = threading.Thread(target=self.serve_forever, name="hub", daemon=True)
-
-    def start(self) -> None:
-        """Serve in a thread of its own."""
-        self._thread.start()
+    def __init__(
+        self, address: tuple[str, int], mailboxes: Mailboxes, credentials: grpc.ServerCredentials, job: str
+    ) -> None:
+        self._mailboxes, self._job = mailboxes, job
+        self._calls: dict[str, grpc.ServicerContext] = {}
+        self._reported: set[tuple[str, str]] = set()
+        # A site's newest call ends its earlier one, which needs a thread until it notices.
+        workers = 2 * len(mailboxes.sites) + 8
+        self._pool = ThreadPoolExecutor(workers, "hub")
+        service, _, method = METHOD[1:].partition("/")
+        handler = grpc.stream_stream_rpc_method_handler(self._exchange)
+        options = [
+            *KEEPALIVE,
+            # Otherwise two processes could listen on one port, and share its sites.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+            ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
+            ("grpc.max_connection_idle_ms", 60_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ]
+        self._server = grpc.server(
+            self._pool,
+            [grpc.method_handlers_generic_handler(service, {method: handler})],
+            options=options,
+            maximum_concurrent_rpcs=workers,
+        )
+        host, port = address
+        # This says why an address cannot be listened on; gRPC does not.
+        with socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+        try:
+            self.port = self._server.add_secure_port(
+                f"[{host}]:{port}" if ":" in host else f"{host}:{port}", credentials
+            )
+        except RuntimeError as error:
+            raise OSError(errno.EADDRINUSE, str(error)) from error
+        self._server.start()
 
     def close(self) -> None:
-        """Stop listening, end the open connections and wait for their threads."""
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-        self.mailboxes.close()
-        self._connections.close()
+        """Stop listening, end all calls and connections, and wait for their threads."""
+        self._mailboxes.close()
+        self._server.stop(None).wait()
+        self._pool.shutdown()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a new connection in a thread of its own, or close it."""
-        if not self._connections.start(request, partial(self._serve, request, client_address)):
-            # Once: who fills the port must not fill the disk, too.
-            if not self._has_warned:
-                _LOG.warning("too many connections without a certificate of a site; new ones are closed")
-                self._has_warned = True
-            self.shutdown_request(request)
-
-    def _serve(self, request: Any, client_address: Any, connection: OpenConnection) -> None:
-        try:
-            # The handshake is in this thread, so that a silent end delays no other.
-            request.settimeout(HANDSHAKE_S)
-            with self.context.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as secured:
-                self._connections.secure(connection, secured)
-                secured.do_handshake()
-                self._serve_identified(secured, client_address, connection)
-        except Exception:  # noqa: BLE001 - one connection must not end the hub; a site connects again
-            _LOG.debug("connection of %s ended", client_address, exc_info=True)
-        finally:
-            self.shutdown_request(request)
-
-    def _serve_identified(self, secured: ssl.SSLSocket, client_address: Any, connection: OpenConnection) -> None:
-        # The certificate names the site. A name in the request would be the sender's own word.
-        site = read_common_name(secured)
-        if site is None or site not in self.mailboxes.sites:
-            _LOG.warning("a participant that is no site of this hub was refused")
-            # One read and one reply: a stranger does not decide how long this thread lasts.
-            secured.recv(_MAX_HEAD_BYTES)
-            secured.sendall(_FORBIDDEN)
-            return
-        self._connections.identify(connection, site)
-        secured.settimeout(IDLE_S)
-        self.finish_request(secured, client_address)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: HubListener
-
-    def do_POST(self) -> None:
-        """Take an answer, and give the next question."""
-        mailboxes, site = self.server.mailboxes, str(read_common_name(self.connection))
-        if self.headers.get(JOB) != self.server.job:
-            self._reply(HTTPStatus.MISDIRECTED_REQUEST)
-        elif (refusal := self._read_answer(site)) is not None:
-            self._reply(refusal)
-        else:
-            question = mailboxes.wait_for_question(site, POLL_S)
-            self._reply(HTTPStatus.NO_CONTENT if question is None else HTTPStatus.OK, question)
-
-    def _read_answer(self, site: str) -> HTTPStatus | None:
-        """Read the answer in a request; return why it is refused, or None."""
-        size = self.headers.get("Content-Length", "")
-        if size == "0":
-            return None
-        number, mailboxes = self.headers.get(NUMBER, ""), self.server.mailboxes
-        # At most 20 digits: Python refuses to convert very long ones.
-        if not all(text.isascii() and text.isdecimal() and len(text) <= 20 for text in (size, number)):
-            return HTTPStatus.BAD_REQUEST
-        question = mailboxes.find_question(site, int(number))
+    def _exchange(self, chunks: Iterator[bytes], call: grpc.ServicerContext) -> Iterator[bytes]:
+        # The certificate names the site. A name in the metadata would be the sender's own word.
+        names = call.auth_context().get("x509_common_name", [])
+        site = names[0].decode(errors="replace") if len(names) == 1 else ""
+        if site not in self._mailboxes.sites:
+            self._refuse(call, "a participant", grpc.StatusCode.PERMISSION_DENIED, "is no site of this hub")
+        metadata = {key: value for key, value in call.invocation_metadata() if isinstance(value, str)}
+        if metadata.get(JOB) != self._job:
+            self._refuse(call, site, grpc.StatusCode.FAILED_PRECONDITION, "calls for another job")
+        call.add_callback(self._mailboxes.wake)
+        # A site needs one call at a time: an earlier one has lost its connection, and the hub has not noticed.
+        earlier, self._calls[site] = self._calls.get(site), call
+        if earlier is not None:
+            earlier.cancel()
+        if QUESTION in metadata:
+            self._read_answer(site, metadata, chunks, call)
+        question = self._mailboxes.wait_for_question(site, POLL_S, call.is_active)
         if question is None:
-            return HTTPStatus.CONFLICT
-        # Before anything is read: a site decides how much it sends, and not how much memory a hub uses.
-        if int(size) > question.max_answer_bytes:
-            _LOG.warning("%s: an answer of %s bytes, at most %d are expected", site, size, question.max_answer_bytes)
-            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        # One at a time: a site with several connections must not fill the memory with copies of one answer.
-        if not mailboxes.begin_answer(site, question.number):
-            return HTTPStatus.TOO_MANY_REQUESTS
+            return
+        call.send_initial_metadata(((QUESTION, question.key),))
+        for start in range(0, len(question.content), CHUNK_BYTES):
+            yield question.content[start : start + CHUNK_BYTES]
+
+    def _read_answer(
+        self, site: str, metadata: Mapping[str, str], chunks: Iterator[bytes], call: grpc.ServicerContext
+    ) -> None:
+        """Read an answer, in memory of the length that its question allows, as long as the question is open."""
+        question = self._mailboxes.begin_answer(site, metadata[QUESTION], call.cancel)
+        if question is None:
+            call.abort(grpc.StatusCode.ABORTED, "the question is not open any more")
+            return
+        content, is_whole = bytearray(), False
         try:
-            return self._receive(site, question.number, int(size))
+            for chunk in chunks:
+                content += chunk
+                if len(content) > question.max_answer_bytes:
+                    self._refuse(call, site, grpc.StatusCode.OUT_OF_RANGE, "sends an answer that is too long")
+            # The chunks of a call that was cancelled may end without an error.
+            is_whole = metadata.get(SIZE) == str(len(content))
         finally:
-            mailboxes.end_answer(site, question.number)
+            self._mailboxes.end_answer(site, question, call.cancel, bytes(content) if is_whole else None)
 
-    def _receive(self, site: str, number: int, size: int) -> HTTPStatus | None:
-        """Read the bytes of an answer as long as it is wanted; return why it is refused, or None."""
-        mailboxes, content = self.server.mailboxes, bytearray()
-        while len(content) < size:
-            if mailboxes.find_question(site, number) is None:
-                return HTTPStatus.CONFLICT
-            chunk = self.rfile.read1(min(CHUNK_BYTES, size - len(content)))
-            if not chunk:
-                return HTTPStatus.BAD_REQUEST
-            content += chunk
-        mailboxes.accept(site, number, bytes(content))
-        return None
-
-    def _reply(self, status: HTTPStatus, question: Question | None = None) -> None:
-        self.send_response_only(status)
-        if question is not None:
-            self.send_header(NUMBER, str(question.number))
-        if status != HTTPStatus.NO_CONTENT:
-            self.send_header("Content-Length", str(len(question.content) if question else 0))
-        if status not in (HTTPStatus.OK, HTTPStatus.NO_CONTENT):
-            # What follows in the connection is not read, so it cannot go on.
-            self.send_header("Connection", "close")
-            self.close_connection = True
-        self.end_headers()
-        if question is not None:
-            self.wfile.write(question.content)
+    def _refuse(self, call: grpc.ServicerContext, name: str, code: grpc.StatusCode, reason: str) -> None:
+        # Once for each: a site decides how often it calls, and not how long the log of a hub becomes.
+        if (name, reason) not in self._reported:
+            self._reported.add((name, reason))
+            _LOG.warning("%s %s, and was refused; later times are not logged", name, reason)
+        call.abort(code, reason)

@@ -17,12 +17,12 @@ class Question:
     """A question to one site.
 
     Attributes:
-        number: identifies the question; no two of a hub are equal.
+        key: identifies the question, also after a restart of the hub.
         content: the question.
         max_answer_bytes: longest answer that the hub reads.
     """
 
-    number: int
+    key: str
     content: bytes
     max_answer_bytes: int
 
@@ -46,10 +46,8 @@ class Mailboxes:
         self._answers: dict[str, bytes] = {}
         self._fetched: set[str] = set()
         self._absent: set[str] = set()
-        self._incoming: set[tuple[str, int]] = set()
+        self._transfers: dict[Callable[[], object], str] = {}
         self._is_closed = False
-        # Not from 0: an answer to a hub's process that has died must not fit a question of the next one.
-        self._number = secrets.randbits(60)
 
     def ask(
         self,
@@ -71,14 +69,12 @@ class Mailboxes:
         start = time.monotonic()
         ends = (self._fetch_s, seconds, seconds + transfer_s)
         with self._changed:
-            self._answers = {}
-            self._fetched.clear()
+            self._answers, self._fetched = {}, set()
             # Without this, a hub that lost all of its sites would fail every retry at once, before they are back.
             if self._absent >= contents.keys():
                 self._absent -= contents.keys()
             for site, content in contents.items():
-                self._number += 1
-                self._questions[site] = Question(self._number, content, max_answer_bytes)
+                self._questions[site] = Question(secrets.token_hex(8), content, max_answer_bytes)
             self._changed.notify_all()
             while not is_aborted() and not self._is_closed:
                 elapsed = time.monotonic() - start
@@ -89,65 +85,71 @@ class Mailboxes:
             # An answer after this is one to no question.
             self._questions.clear()
             answers, self._answers = self._answers, {}
+            transfers = list(self._transfers)
+        # Not within the lock, which their end takes.
+        for cancel in transfers:
+            cancel()
         return answers
 
     def _list_awaited(self, elapsed: float, fetch_s: float, begin_s: float, end_s: float) -> set[str]:
         """Return the sites that the hub still waits for, after so many seconds of an exchange."""
-        incoming = {site for site, question in self._questions.items() if (site, question.number) in self._incoming}
         if elapsed >= end_s:
             return set()
         if elapsed >= begin_s:
-            for site in self._questions.keys() - incoming:
+            for site in self._questions.keys() - self._transfers.values():
                 del self._questions[site]
-            return incoming
+            return set(self._questions)
         if elapsed >= fetch_s:
             self._absent |= self._questions.keys() - self._fetched
         return self._questions.keys() - self._absent
 
-    def find_question(self, site: str, number: int) -> Question | None:
-        """Return the question of this number to a site; None if its time is over, or it is answered."""
+    def begin_answer(self, site: str, key: str, cancel: Callable[[], object]) -> Question | None:
+        """Return the question that an answer may now be read to; None if its time is over, or it is answered.
+
+        Args:
+            site: name of the site.
+            key: key of the question.
+            cancel: ends the transfer of the answer, when its time is over.
+        """
         with self._changed:
             question = self._questions.get(site)
-        return question if question is not None and question.number == number else None
+            if question is None or question.key != key:
+                return None
+            self._transfers[cancel] = site
+            return question
 
-    def begin_answer(self, site: str, number: int) -> bool:
-        """Return whether an answer of a site to a question may be read: no other one is being read."""
+    def end_answer(
+        self, site: str, question: Question, cancel: Callable[[], object], content: bytes | None = None
+    ) -> None:
+        """Accept an answer; None: it was lost. The first one counts, and one whose time is over is ignored."""
         with self._changed:
-            if (site, number) in self._incoming:
-                return False
-            self._incoming.add((site, number))
-            return True
-
-    def end_answer(self, site: str, number: int) -> None:
-        """Say that an answer is no longer being read; it is accepted, or lost with its connection."""
-        with self._changed:
-            self._incoming.discard((site, number))
-            self._changed.notify_all()
-
-    def accept(self, site: str, number: int, content: bytes) -> None:
-        """Accept a site's answer to a question; the first one counts, and one to no question is ignored."""
-        with self._changed:
-            question = self._questions.get(site)
-            if question is not None and question.number == number:
+            del self._transfers[cancel]
+            if content is not None and self._questions.get(site) is question:
                 del self._questions[site]
                 self._answers[site] = content
-                self._changed.notify_all()
+            self._changed.notify_all()
 
-    def wait_for_question(self, site: str, seconds: float) -> Question | None:
-        """Return the question to a site, as soon as there is one; None after ``seconds``.
+    def wait_for_question(
+        self, site: str, seconds: float, is_active: Callable[[], bool] = lambda: True
+    ) -> Question | None:
+        """Return the question to a site, as soon as there is one; None after ``seconds``, or if not ``is_active``.
 
         A question that was fetched and not answered is returned again: the site may have lost it with its connection.
         """
         with self._changed:
             self._absent.discard(site)
-            self._changed.wait_for(lambda: self._is_closed or site in self._questions, seconds)
-            question = None if self._is_closed else self._questions.get(site)
+            self._changed.wait_for(lambda: self._is_closed or site in self._questions or not is_active(), seconds)
+            question = None if self._is_closed or not is_active() else self._questions.get(site)
             if question is not None:
                 self._fetched.add(site)
             return question
 
+    def wake(self) -> None:
+        """Have every wait look again at what it waits for."""
+        with self._changed:
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End every wait, of the hub and of its sites."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self.wake()

@@ -41,7 +41,6 @@ from ..payload import (
 from ..payload import HELLO as HELLO_TASK
 from ..payload import SUM as SUM_TASK
 from ..payload import TASK as EXCHANGE_TASK
-from .mailboxes import Mailboxes
 
 MAX_ANSWER_BYTES = 2**20
 """Longest answer of a site without values: metrics, keys, shares; an answer with values may be longer by these."""
@@ -59,54 +58,32 @@ def build_site_links(ask: Ask) -> SiteLinks:
     return SiteLinks(partial(_exchange, ask), partial(_exchange_sum, ask), partial(_collect_hellos, ask))
 
 
-def bind_mailboxes(
-    mailboxes: Mailboxes,
-    default_s: float,
-    shares: tuple[float, float],
-    is_aborted: Callable[[], bool] = lambda: False,
-) -> Ask:
-    """Return what asks the sites of a hub through their mailboxes.
-
-    Args:
-        mailboxes: the hub's mailboxes.
-        default_s: seconds of a question for which the server sets none.
-        shares: share of the time in which answers must begin to arrive, and further share in which they must end; the
-            rest is for the way to the server.
-        is_aborted: whether the job was aborted.
-    """
-
-    def ask(contents: Mapping[str, bytes], seconds: float | None, max_answer_bytes: int) -> Mapping[str, bytes]:
-        begin_s, transfer_s = (share * (default_s if seconds is None else seconds) for share in shares)
-        return mailboxes.ask(contents, begin_s, max_answer_bytes, transfer_s, is_aborted)
-
-    return ask
-
-
 def _exchange(ask: Ask, attempt: Attempt) -> dict[str, RawReply]:
     subject = {"topic": EXCHANGE, "kind": attempt.kind, "round": attempt.round}
-    by_content: dict[tuple[int, int], list[str]] = {}
-    for site, message in attempt.messages.items():
-        by_content.setdefault((id(message), attempt.acknowledged[site]), []).append(site)
-    contents: dict[str, bytes] = {}
-    # Sites with equal questions share one buffer.
-    for (_, acknowledged), sites in by_content.items():
-        parcel = Parcel((RECEIVER,), {ACKNOWLEDGED: acknowledged}, attempt.messages[sites[0]])
-        contents.update(dict.fromkeys(sites, pack_collection(subject, [parcel]).tobytes()))
-    parcels = _read_answers(ask(contents, attempt.seconds, MAX_ANSWER_BYTES))
+    notes = {site: {ACKNOWLEDGED: acknowledged} for site, acknowledged in attempt.acknowledged.items()}
+    parcels = _read_answers(ask(_pack_questions(subject, attempt.messages, notes), attempt.seconds, MAX_ANSWER_BYTES))
     return {site: parcel if isinstance(parcel, str) else unpack_reply(parcel) for site, parcel in parcels.items()}
 
 
 def _exchange_sum(ask: Ask, questions: SumQuestions) -> dict[str, np.ndarray | str]:
-    by_content: dict[int, list[str]] = {}
-    for site, message in questions.messages.items():
-        by_content.setdefault(id(message), []).append(site)
-    contents: dict[str, bytes] = {}
-    for sites in by_content.values():
-        parcel = Parcel((RECEIVER,), {}, questions.messages[sites[0]])
-        contents.update(dict.fromkeys(sites, pack_collection({"topic": SUM}, [parcel]).tobytes()))
-    size = 0 if questions.section is None else questions.section.size
-    parcels = _read_answers(ask(contents, questions.seconds, MAX_ANSWER_BYTES + size))
+    size = MAX_ANSWER_BYTES + (0 if questions.section is None else questions.section.size)
+    parcels = _read_answers(ask(_pack_questions({"topic": SUM}, questions.messages, {}), questions.seconds, size))
     return {site: parcel if isinstance(parcel, str) else _read_message(parcel) for site, parcel in parcels.items()}
+
+
+def _pack_questions(
+    subject: dict[str, Any], messages: Mapping[str, np.ndarray], notes: Mapping[str, dict[str, Any]]
+) -> dict[str, bytes]:
+    """Return the question to each site; sites with equal ones share one buffer."""
+    packed: dict[tuple[int, str], bytes] = {}
+    contents = {}
+    for site, message in messages.items():
+        note = notes.get(site, {})
+        key = id(message), repr(note)
+        if key not in packed:
+            packed[key] = pack_collection(subject, [Parcel((RECEIVER,), note, message)]).tobytes()
+        contents[site] = packed[key]
+    return contents
 
 
 def _collect_hellos(ask: Ask, names: list[str]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def check_hub_role(kit: Path, name: str, hubs: dict[str, HubRules]) -> tuple[Ver
 
 def _check_hub(kit: Path, name: str, rules: HubRules) -> tuple[Verdict, str]:
     host, port = find_address(kit / "local", name)
-    build_context(kit / "startup", is_hub=True)
+    build_context(kit / "startup")
     if not find_missing_guard(kit / "local"):
         return "FAIL", "a hub's guards would keep back the sums; remove the policy from this kit, which has no data"
     try:
@@ -55,7 +55,7 @@ def _check_hub(kit: Path, name: str, rules: HubRules) -> tuple[Verdict, str]:
 
 def _check_site_of_hub(kit: Path, hub: str) -> tuple[Verdict, str]:
     host, port = find_address(kit / "local", hub)
-    context, address = build_context(kit / "startup", is_hub=False), f"{hub} at {host}:{port}"
+    context, address = build_context(kit / "startup"), f"{hub} at {host}:{port}"
     try:
         with (
             socket.create_connection((host, port), CONNECT_TIMEOUT_S) as plain,
