@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -25,7 +25,7 @@ from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, FlareSparseError, describe_exception
 from ..results.runs.folder import CONFIG, SUMMARY
 from ..results.runs.progress import format_bytes
-from ..results.runs.sweep import SettingsResult, Trial, expand_grid, find_unequal_validation, rank_settings
+from ..results.runs.sweep import Search, SettingsResult, Trial, expand_seeds, find_unequal_validation, run_search
 from .console import out as console
 from .local import run_config_locally
 from .options import ConfigFile, Overrides
@@ -33,7 +33,7 @@ from .result_folder import claim_result_folder
 from .resume import has_checkpoint
 from .user_modules import copy_user_code
 
-RECORD, WINNER, FIGURE = "sweep.json", "best.yaml", "sweep.png"
+RECORD, STUDY, WINNER, FIGURE = "sweep.json", "sweep.db", "best.yaml", "sweep.png"
 _LOG = logging.getLogger(__name__)
 
 
@@ -43,10 +43,17 @@ def sweep(
         list[str],
         typer.Option(
             metavar="KEY.PATH=VALUE,...",
-            help="Values of a setting to try; repeatable: all combinations are run",
+            help="Values of a setting to try, or a range LOW..HIGH[,log]; repeatable: all combinations are run",
             show_default=False,
         ),
     ],
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Settings that a sampler (TPE) chooses by the results so far; default: all combinations"
+        ),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of training; default: as configured")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting, from the configuration's on")] = 3,
     parallel: Annotated[int, typer.Option(min=1, help="Runs at a time, a process each")] = 1,
     out: Annotated[
@@ -55,54 +62,66 @@ def sweep(
     ] = None,
     set_: Overrides = None,
 ) -> None:
-    """Run a configuration with all combinations of some settings, and choose by the metric on validation examples.
+    """Run a configuration with several settings, and choose by the metric on validation examples.
 
-    The runs are local ones (--env local), without FLARE. The same command continues an interrupted sweep: finished runs
-    are kept, others resumed, failed ones too. Settings with a run without a result are ranked last. Writes a table
-    (sweep.json), a figure (sweep.png, with the extra report) and the configuration with the settings that won
-    (best.yaml). With several seeds, some test subjects of one seed are validation subjects of another; with --seeds 1
-    they choose nothing (docs/evaluation.md).
+    All combinations of the values are run, or with --trials as many settings as a sampler chooses (Optuna's TPE). The
+    runs are local ones (--env local), without FLARE. The same command continues an interrupted sweep: finished runs are
+    kept, others resumed, failed ones too. Settings with a run without a result are ranked last. Writes a table
+    (sweep.json), a figure (sweep.png, with the extra report), Optuna's database (sweep.db) and the configuration with
+    the settings that won (best.yaml). With several seeds, some test subjects of one seed are validation subjects of
+    another; with --seeds 1 they choose nothing (docs/evaluation.md).
 
     [dim]flare-sparse sweep app_configs/neurosfl_brain_age.yaml --grid method.sparsity=0.8,0.9 --set
     task.split.validation=0.1[/]
     """
-    overrides = list(set_ or ())
+    overrides = [*(set_ or ()), *(() if rounds is None else (f"method.rounds={rounds}",))]
     base = load_config(config, overrides)
     if not base.task.config.split.validation:
         raise ConfigError(
             "sweep chooses on validation examples, but task.split.validation is 0; add --set task.split.validation=0.1"
         )
     folder = out or Path("runs") / f"{base.name}-sweep"
-    trials = expand_grid(grid, range(base.seed, base.seed + seeds))
-    # All settings are checked before the first run starts.
-    pending = [trial for trial in trials if not _is_finished(_load(config, overrides, trial), folder / trial.folder)]
-    console.print(f"{len(trials)} runs, {len(trials) - len(pending)} of them finished; folder: {folder}", markup=False)
     folder.mkdir(parents=True, exist_ok=True)
+    search = Search(grid, f"sqlite:///{folder.resolve() / STUDY}", trials=trials, seed=base.seed)
+    all_seeds = range(base.seed, base.seed + seeds)
+
+    def list_pending(listed: Iterable[Trial]) -> list[Trial]:
+        return [trial for trial in listed if not _is_finished(_load(config, overrides, trial), folder / trial.folder)]
+
+    # All settings that are known are checked before the first run starts.
+    known = expand_seeds(search.known, all_seeds)
+    finished = len(known) - len(list_pending(known))
+    console.print(f"{search.count * seeds} runs, {finished} of them finished; folder: {folder}", markup=False)
     start = partial(run_trial, config.resolve(), overrides, folder=folder.resolve())
-    if parallel == 1:
-        failures = _print_trials(pending, map(start, pending))
-    else:
-        # A new interpreter for each worker: torch's threads do not survive a fork.
-        with ProcessPoolExecutor(parallel, multiprocessing.get_context("spawn")) as pool:
-            try:
-                failures = _print_trials(pending, pool.map(start, pending))
-            except BrokenProcessPool as error:
-                raise ConfigError(
-                    "a process of the sweep ended without a result, as one does that takes more memory than the machine"
-                    f" has; lower --parallel {parallel}. The same command continues the sweep"
-                ) from error
-    finished = [trial for trial in trials if trial not in failures]
-    if not finished:
-        first, reason = next(iter(failures.items()))
-        raise ConfigError(f"no run of the sweep finished; {first.label}: {reason}")
-    summaries = {trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8")) for trial in finished}
-    ranked, metric = rank_settings(summaries, failures), summaries[finished[0]]["metric"]
+    ranked, metric = run_search(
+        search,
+        all_seeds,
+        lambda batch: _run_trials(list_pending(batch), start, parallel),
+        lambda trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8")),
+        at_a_time=parallel,
+    )
     warning = find_unequal_validation(ranked)
     _write(ranked, metric, folder, config, overrides, warning)
     console.print(_build_table(ranked, metric["name"]))
     if warning:
         console.print(f"[bold yellow]WARN[/] {escape(warning)}")
     console.print(f"best settings: {folder / WINNER}", markup=False)
+
+
+def _run_trials(
+    pending: list[Trial], start: Callable[[Trial], tuple[str, str | None]], parallel: int
+) -> dict[Trial, str]:
+    if parallel == 1:
+        return _print_trials(pending, map(start, pending))
+    # A new interpreter for each worker: torch's threads do not survive a fork.
+    with ProcessPoolExecutor(parallel, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return _print_trials(pending, pool.map(start, pending))
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                "a process of the sweep ended without a result, as one does that takes more memory than the machine"
+                f" has; lower --parallel {parallel}. The same command continues the sweep"
+            ) from error
 
 
 def _print_trials(trials: Iterable[Trial], results: Iterable[tuple[str, str | None]]) -> dict[Trial, str]:
