@@ -3,6 +3,10 @@
 MONAI passes every ``$`` expression to ``eval()`` and builds whatever ``_target_`` names (its advisory
 GHSA-x6pr-233j-x5cw). A site gets a bundle with a job, so here ``@id``, ``%id``, ``$@id``, and sums and products of
 numbers, lists and references are all that is understood; anything else is an error.
+
+Not MONAI's ``ConfigParser``, even without ``instantiate`` and ``eval_expr``: while it parses, a macro such as
+``%/etc/app.json::password`` reads any JSON or YAML file of the site. It has no limits of depth and size. It also leaves
+expressions such as ``$@lr * 2`` unresolved, so the evaluator below would stay.
 """
 
 from __future__ import annotations
