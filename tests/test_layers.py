@@ -45,6 +45,7 @@ ORDER = (
     ("rounds",),
     ("config",),
     ("config.assemble",),
+    ("config.study",),
     ("config.policy", "results.runs"),
     ("results.audit",),
     ("results.report",),
@@ -52,6 +53,7 @@ ORDER = (
     ("flare",),
     ("flare.site",),
     ("flare.launch",),
+    ("api",),
     ("cli",),
     ("__main__",),
 )
@@ -59,7 +61,7 @@ RANK = {part: rank for rank, row in enumerate(ORDER) for part in row}
 DOMAIN = "tasks"
 INTERFACE = "tasks.task"
 DOMAIN_MAY_USE = {"tasks", "core", "compute"}
-USES_DOMAIN = {"client", "config", "flare", "cli"}
+USES_DOMAIN = {"client", "config", "flare", "api", "cli"}
 USES_FLARE = {"client", "flare", "cli"}
 
 

@@ -27,13 +27,14 @@ from banking77_report import METHOD_LABELS, update_docs
 from runs import CONFIGS, claim
 from torch.utils.data import TensorDataset
 
-from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config.assemble import Assembly, assemble, open_checkpoints
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
+from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation import Outcome
+from flare_sparse.rounds.local.run import Watcher
 from flare_sparse.tasks.task import Examples
 from flare_sparse.training import Site
 
@@ -76,11 +77,13 @@ def run(name: str, rank: int, seed: int, options: argparse.Namespace, checkpoint
         config,
         assembly,
         {site: build_site(site, own, assembly, seed) for site, own in examples.items()},
-        on_round=lambda record: print(
-            f"{label} round {record.round}: {record.evaluation.overall}, {record.seconds:.0f} s", flush=True
-        ),
         stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
         resume=True,
+        watcher=Watcher(
+            on_round=lambda record: print(
+                f"{label} round {record.round}: {record.evaluation.overall}, {record.seconds:.0f} s", flush=True
+            )
+        ),
     )
     lines = [line for line in ledger.lines if line.kind == "train"]
     up = [line for line in lines if line.direction == "up"]

@@ -19,12 +19,12 @@ from typing import Any
 
 from rich.console import Console
 
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.cli.sites import prepare_site_data
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.config.study import Study
 from flare_sparse.results.audit.attacks import AuditOptions
 from flare_sparse.results.audit.record import audit_run
-from flare_sparse.results.runs.load import load_assembly
+from flare_sparse.results.runs.folder import RunFolder
+from flare_sparse.results.runs.load import load_study
 from flare_sparse.results.runs.results import RunResult
 
 CONFIG = Path(__file__).resolve().parents[2] / "app_configs" / "dp_morphometry_age.yaml"
@@ -78,12 +78,11 @@ def attack(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             f"privacy={case.privacy}",
             f"seed={arguments.seed}",
         ]
-        run_config_locally(load_config(CONFIG, settings), CONFIG, out, console=Console(quiet=True))
+        run_in_process(Study.load(CONFIG, settings), RunFolder(out))
     run = RunResult.read(out)
     if not run.audit or run.audit["options"]["canaries"] != arguments.canaries:
-        assembly, config = load_assembly(out)
         options = AuditOptions(references=0, canaries=arguments.canaries, epsilon=case.claim)
-        data = prepare_site_data(config, assembly.task, out)
+        data = load_study(out).prepare_sites(out)
         audit_run(run, data, ["outsider"], options, lambda line: CONSOLE.print(f"{name}: {line}"))
         run = RunResult.read(out)
     (found,) = (attack for attack in run.audit["attacks"] if attack["attack"] == "canaries")

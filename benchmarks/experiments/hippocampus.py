@@ -28,12 +28,13 @@ from hippocampus_report import draw_cases, print_report
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config.assemble import Assembly, assemble, open_checkpoints, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
-from flare_sparse.results.runs.folder import RunFolder, build_run_facts, sum_traffic
+from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.results.runs.local import run_assembly
+from flare_sparse.results.runs.record import RecordWriter, build_run_facts, sum_traffic
+from flare_sparse.rounds.local.run import Watcher
 from flare_sparse.tasks.case_metrics import name_metrics
 from flare_sparse.tasks.segmentation import Segmentation
 from flare_sparse.tasks.task import Examples
@@ -143,7 +144,7 @@ def pool(assembly: Assembly, sites: dict[str, Site], setting: Setting) -> Site:
 def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder: Path) -> tuple[Tensor, int, float]:
     """Run the method over the sites, from its newest checkpoint; return the weights, the bytes and the seconds."""
     ledger = Ledger()
-    record = RunFolder(folder, build_run_facts(config, assembly), assembly.layout, ledger)
+    record = RecordWriter(folder, build_run_facts(config, assembly), assembly.layout, ledger)
 
     def commit(line: Any) -> None:
         record.commit(line)
@@ -153,10 +154,10 @@ def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder:
         config,
         assembly,
         sites,
-        on_round=commit,
         ledger=ledger,
         stores=lambda end: open_checkpoints(config.job, assembly, folder / "checkpoints", end),
         resume=True,
+        watcher=Watcher(on_round=commit),
     )
     record.finish(outcome)
     sent = sum(int(part["payload_bytes"]) for part in sum_traffic(ledger).values())

@@ -23,18 +23,19 @@ from typing import Any
 from rich.console import Console
 from scipy.stats import t as student
 
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.cli.resume import has_checkpoint
-from flare_sparse.cli.sites import prepare_site_data
+from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
+from flare_sparse.config.sites import prepare_site_data
+from flare_sparse.config.study import Study
 from flare_sparse.config.yaml_files import apply_overrides, read_yaml
 from flare_sparse.core.checkpoint.writing import write_json
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.results.audit.attacks import AuditOptions, RunAttacks
 from flare_sparse.results.audit.record import audit_run
 from flare_sparse.results.audit.training import Retraining
-from flare_sparse.results.runs.load import load_assembly, load_trained_model
+from flare_sparse.results.runs.folder import RunFolder
+from flare_sparse.results.runs.load import load_study, load_trained_model
 from flare_sparse.results.runs.results import RunResult
 
 SPARSITIES = (0.0, 0.85, 0.9, 0.95, 0.99)
@@ -79,8 +80,9 @@ def attack_by_loss(arguments: argparse.Namespace, sparsity: float, seed: int) ->
     file = out / LOSSES
     if file.is_file() and json.loads(file.read_text())["rmia"]["references"] == arguments.references:
         return
-    model, assembly, _ = load_trained_model(out)
-    _, config = load_assembly(dense)
+    study = load_study(out)
+    model, assembly = load_trained_model(study), study.assembly
+    config = load_study(dense).config
     data = prepare_site_data(config, assembly.task, dense)
     examples = {name: assembly.task.load(where, config.seed) for name, where in sorted(data.items())}
     attacks = RunAttacks(
@@ -102,12 +104,11 @@ def attack_between_sites(arguments: argparse.Namespace, sparsity: float, seed: i
     out = name_folder(arguments.out, sparsity, seed)
     if not (out / "summary.json").is_file():
         config = build_config(arguments.config, arguments.overrides, sparsity, seed)
-        run_config_locally(config, arguments.config, out, resume=has_checkpoint(out))
+        run_in_process(Study(config, arguments.config), RunFolder(out, resume=RunFolder(out).has_checkpoint))
     run = RunResult.read(out)
     if is_attacked(run.audit):
         return
-    assembly, config = load_assembly(out)
-    data = prepare_site_data(config, assembly.task, out)
+    data = load_study(out).prepare_sites(out)
     audit_run(run, data, ["member"], AuditOptions(), lambda line: CONSOLE.print(f"{out.name}: {line}"))
 
 

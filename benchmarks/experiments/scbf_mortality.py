@@ -31,13 +31,13 @@ from runs import claim
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config.assemble import Assembly, assemble, open_site
 from flare_sparse.config.loading import load_config
+from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.exchange import Contribution
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.rounds.federation import RoundRecord
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Watcher, run_locally
 from flare_sparse.tasks.mortality import compute_risk_metrics
 from flare_sparse.tasks.task import VALIDATION, Examples
 from flare_sparse.training import Site
@@ -210,7 +210,12 @@ def run(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> Ru
     method_with_curve: Any = EvaluatedMethod(assembly, pooled, result, ledger)
     with suppress(Converged):
         run_locally(
-            method_with_curve, assembly.weights, sites, assembly.task.metric, on_round=add_seconds, ledger=ledger
+            method_with_curve,
+            assembly.weights,
+            sites,
+            assembly.task.metric,
+            ledger=ledger,
+            watcher=Watcher(on_round=add_seconds),
         )
     up = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
     result.uploaded = sum(line.scalars_sent for line in up) / (len(up) * assembly.layout.size)

@@ -36,7 +36,7 @@ from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.rings import Ring
 from flare_sparse.rounds.federation import Outcome, RoundRules
 from flare_sparse.rounds.local.dry_run import DrySite
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Course, Transport, Watcher, run_locally
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Metric
 from flare_sparse.wire.ledger import Ledger, LedgerLine
@@ -124,10 +124,11 @@ def run(
         weights.clone(),
         sites,
         Metric("none", "", "min"),
-        rules=RoundRules(min_sites=len(SITES)),
-        on_round=lambda record: commits.append(time.perf_counter()),
-        contexts=contexts if sums == "ckks" else None,
-        sum_rules=SumRules(BOUND) if sums == "masked" else None,
+        course=Course(rules=RoundRules(min_sites=len(SITES))),
+        watcher=Watcher(on_round=lambda record: commits.append(time.perf_counter())),
+        transport=Transport(
+            contexts=contexts if sums == "ckks" else None, sum_rules=SumRules(BOUND) if sums == "masked" else None
+        ),
     )
     # The first commit ends the scores or the first round; the last one is the evaluation.
     return Run(outcome, ledger, median(end - begin for begin, end in pairwise(commits[1:-1])))

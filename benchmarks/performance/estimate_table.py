@@ -21,12 +21,13 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import torch
-from rich.console import Console
 
-from flare_sparse.cli.estimate import compute_figures
-from flare_sparse.cli.local import run_config_locally
+from flare_sparse.api.estimate import compute_figures
+from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig, build_task
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.progress import format_bytes
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.models.base import MODELS_VARIABLE
@@ -67,9 +68,9 @@ class Comparison:
 
 def compare(file: Path, folder: Path, rounds: int) -> Comparison:
     """Run a configuration for a few rounds on small data in ``folder``, and estimate the same."""
-    config = load_config(file, [*list_overrides(file, folder, rounds)])
-    figures = compute_figures(config, file)
-    summary = run_config_locally(config, file, folder / "out", console=Console(quiet=True))
+    study = Study.load(file, [*list_overrides(file, folder, rounds)])
+    config, figures = study.config, compute_figures(study)
+    summary = run_in_process(study, RunFolder(folder / "out")).summary
     traffic, total = summary["traffic"], figures["bytes"]["total"]
     return Comparison(
         config.name,

@@ -24,7 +24,7 @@ from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.rounds.federation import HubRules, RoundRules
 from flare_sparse.rounds.federation.tree import sum_link_bytes
 from flare_sparse.rounds.local.dry_run import DrySite
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Course, Transport, run_locally
 from flare_sparse.tasks.task import Metric
 
 
@@ -76,9 +76,8 @@ def run(
         weights,
         sites,
         Metric("none", "", "min"),
-        rules=RoundRules(min_sites=len(names)),
-        sum_rules=SumRules(64.0, is_padded=False),
-        hubs=hubs,
+        course=Course(rules=RoundRules(min_sites=len(names))),
+        transport=Transport(sum_rules=SumRules(64.0, is_padded=False), hubs=hubs),
     )
     seconds = time.perf_counter() - began
     shape = f"{len(hubs)} hubs" if hubs else "no hubs"

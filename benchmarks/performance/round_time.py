@@ -36,7 +36,7 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.user_tasks import import_task_class
-from flare_sparse.flare.launch.simulator import redirect_output, simulate
+from flare_sparse.flare.launch.simulator import Workplace, redirect_output, simulate
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
@@ -150,7 +150,7 @@ def time_neurosfl(
     # The default policy refuses models of more than 2^28 entries.
     policy = folder / "policy.yaml"
     policy.write_text(f"max_model_entries: {1_000_000 * (millions + 1)}\n")
-    simulate(recipe, SITES, str(sites / "{site}.yaml"), folder / "ours", checkpoints=kept, policy=policy)
+    simulate(recipe, SITES, str(sites / "{site}.yaml"), folder / "ours", Workplace(checkpoints=kept, policy=policy))
     lines = [json.loads(line) for line in (folder / "ours" / "rounds.jsonl").read_text().splitlines()]
     times = [line["committed_at"] for line in lines if line["kind"] == "train"]
     return [b - a for a, b in pairwise(times)]

@@ -4,33 +4,54 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .api.deployment import Deployment
+    from .api.run import Run
+    from .api.start import run
+    from .api.sweep import sweep
+    from .config.study import Study
     from .core.errors import FlareSparseError
     from .core.exchange import Patch, Request, Update
     from .core.mask import Mask
+    from .core.observer import Observer
     from .core.params import Layout
+    from .results.runs.folder import RunFolder
     from .results.runs.load import load_model
     from .tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
 __all__ = [
+    "Deployment",
     "Examples",
     "FlareSparseError",
     "Layout",
     "Mask",
     "Metric",
+    "Observer",
     "Patch",
     "Request",
+    "Run",
+    "RunFolder",
     "SiteData",
+    "Study",
     "Task",
     "TaskConfig",
     "Update",
     "load_model",
+    "run",
+    "sweep",
 ]
 
 _MODULES = {
+    "api.deployment": ["Deployment"],
+    "api.run": ["Run"],
+    "api.start": ["run"],
+    "api.sweep": ["sweep"],
+    "config.study": ["Study"],
     "core.errors": ["FlareSparseError"],
     "core.exchange": ["Patch", "Request", "Update"],
     "core.mask": ["Mask"],
+    "core.observer": ["Observer"],
     "core.params": ["Layout"],
+    "results.runs.folder": ["RunFolder"],
     "results.runs.load": ["load_model"],
     "tasks.task": ["Examples", "Metric", "SiteData", "Task", "TaskConfig"],
 }

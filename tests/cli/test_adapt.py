@@ -13,11 +13,13 @@ import yaml
 from grey_images import write_images
 from typer.testing import CliRunner, Result
 
+from flare_sparse.api.local import run as run_in_process
 from flare_sparse.cli import app
-from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.params import Layout, TensorSpec
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.model_files import read_mask, read_model, save_model
 
 
@@ -37,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     file = folder / "gated.yaml"
     file.write_text(yaml.safe_dump(config))
-    run_config_locally(load_config(file), file, folder / "run")
+    run_in_process(Study.load(file), RunFolder(folder / "run"))
     return folder
 
 

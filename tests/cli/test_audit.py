@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from flare_sparse.api.local import run as run_in_process
 from flare_sparse.cli import app
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 COLUMNS = 600
 LEAKY = ["method={name: fedavg, rounds: 2, training: {epochs: 30, batch_size: 64, optimizer: adam, lr: 2e-2}}"]
@@ -43,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "simulator: {sites: 3, data: {path: '{site}.csv'}}\n"
     )
     for name, settings in (("leaky", [*LEAKY, "audit.record_updates=true"]), ("idle", IDLE)):
-        run_config_locally(load_config(file, settings), file, folder / name)
+        run_in_process(Study.load(file, settings), RunFolder(folder / name))
     return folder
 
 
@@ -113,7 +114,7 @@ def test_canaries_believe_an_honest_budget_and_not_a_false_one(
     file = runs / "job.yaml"
     learning = "{epochs: 30, batch_size: 64, optimizer: adam, lr: 2e-2}"
     settings = [f"method={{name: fedavg, rounds: 1, training: {learning}}}", f"privacy={{{privacy}, delta: 1e-5}}"]
-    run_config_locally(load_config(file, settings), file, tmp_path / "run")
+    run_in_process(Study.load(file, settings), RunFolder(tmp_path / "run"))
     options = ("--references", 0, "--resamples", 0, "--attackers", "outsider", "--canaries", 200)
     result = call(tmp_path / "run", *options, "--epsilon", claim)
     assert result.exit_code == int(is_wrong), result.output

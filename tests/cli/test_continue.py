@@ -76,10 +76,10 @@ def test_continued_run_has_the_record_of_all_rounds_and_leaves_the_finished_one_
 def test_interrupted_continuation_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(folder / "short", tmp_path / "short")
     arguments = ("run", folder / "job.yaml", "--env", "local", "--rounds", 4, "--out", tmp_path / "long")
-    from flare_sparse.results.runs.folder import RunFolder
+    from flare_sparse.results.runs.record import RecordWriter
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(RecordWriter, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert call(*arguments, "--continue-from", tmp_path / "short").exit_code != 0
     repeated = call(*arguments, "--continue-from", tmp_path / "short")
     assert repeated.exit_code == 2, "the rounds since the interruption are not thrown away"

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from flare_sparse.api.estimate import compute_figures
+from flare_sparse.api.local import run as run_in_process
 from flare_sparse.cli import app
-from flare_sparse.cli.estimate import compute_figures
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 HUBS = "federation.hubs={north: {sites: [site-1, site-2]}, south: {sites: [site-3]}}"
 FILE = """
@@ -32,9 +33,9 @@ def write(folder: Path) -> Path:
 
 def test_links_of_a_tree_are_those_of_the_ledger_but_the_metrics_in_collections(tmp_path: Path) -> None:
     file = write(tmp_path)
-    config = load_config(file, ["wire.aggregation=fixed_point", HUBS])
-    figures = compute_figures(config, file)
-    run_config_locally(config, file, tmp_path / "run")
+    study = Study.load(file, ["wire.aggregation=fixed_point", HUBS])
+    figures = compute_figures(study)
+    run_in_process(study, RunFolder(tmp_path / "run"))
     ran = json.loads((tmp_path / "run" / "summary.json").read_text())["links"]
     for hub in ("north", "south"):
         assert figures["links"][hub] == ran[hub]
@@ -43,7 +44,7 @@ def test_links_of_a_tree_are_those_of_the_ledger_but_the_metrics_in_collections(
     replies = 3 * 3
     assert 0 < ran["server"]["up"] - figures["links"]["server"]["up"] < 200 * replies
     # What a site sends does not depend on whether it has a hub.
-    flat = compute_figures(load_config(file, ["wire.aggregation=fixed_point"]), file)
+    flat = compute_figures(Study.load(file, ["wire.aggregation=fixed_point"]))
     assert {name: figures[name] for name in flat} == flat
     assert figures["per_site"]["site-4"] == figures["per_site"]["site-1"]
     of_north = [figures["per_site"][site]["up"] for site in figures["hubs"]["north"]]

@@ -12,10 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from flare_sparse.api.local import run as run_in_process
 from flare_sparse.cli import app
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
 from flare_sparse.results.runs.evaluation import bootstrap
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.tasks.mortality import Mortality
 
 METHODS = {
@@ -44,7 +45,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "simulator: {sites: 3, data: {path: '{site}.csv'}}\n"
     )
     for name, method in METHODS.items():
-        run_config_locally(load_config(file, [f"method={method}"]), file, folder / name)
+        run_in_process(Study.load(file, [f"method={method}"]), RunFolder(folder / name))
     return folder
 
 

@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from flare_sparse import load_model
+from flare_sparse.api.local import run as run_in_process
 from flare_sparse.cli import app
-from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.results.runs.load import load_assembly
+from flare_sparse.results.runs.folder import RunFolder
+from flare_sparse.results.runs.load import load_study
 from flare_sparse.results.runs.results import RunResult
 
 
@@ -40,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     file = folder / "heads.yaml"
     file.write_text(yaml.safe_dump(config))
-    run_config_locally(load_config(file), file, folder / "run")
+    run_in_process(Study.load(file), RunFolder(folder / "run"))
     return folder
 
 
@@ -56,7 +58,7 @@ def test_model_of_the_run_lacks_the_head_and_models_of_sites_have_their_own(fold
     for site in sites:
         assert all(torch.equal(site[name], tensor) for name, tensor in common.items())
     assert not any(torch.equal(sites[0][name], sites[1][name]) for name in heads)
-    loaded, initial = load_model(folder / "run").state_dict(), load_assembly(folder / "run")[0].personal
+    loaded, initial = load_model(folder / "run").state_dict(), load_study(folder / "run").assembly.personal
     assert heads == set(initial)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in {**common, **initial}.items())
     assert RunResult.read(folder / "run").personal_model == "the run's model with the site's own tensors"
@@ -76,14 +78,14 @@ def test_new_site_adapts_its_head_and_saves_the_whole_network(folder: Path, tmp_
     assert result.exit_code == 0, result.output
     adapted, common = load_file(tmp_path / "model.safetensors"), load_file(folder / "run" / "model.safetensors")
     assert all(torch.equal(adapted[name], tensor) for name, tensor in common.items())
-    initial = load_assembly(folder / "run")[0].personal
+    initial = load_study(folder / "run").assembly.personal
     assert not any(torch.equal(adapted[name], tensor) for name, tensor in initial.items())
 
 
 def test_layer_that_the_network_lacks_is_refused_before_the_run(folder: Path, tmp_path: Path) -> None:
     config = load_config(folder / "heads.yaml", ["method.personal=norms"])
     with pytest.raises(ConfigError, match=r"method\.personal: 'norms' matches no tensor of the network, which has"):
-        run_config_locally(config, folder / "heads.yaml", tmp_path / "run")
+        run_in_process(Study(config, folder / "heads.yaml"), RunFolder(tmp_path / "run"))
 
 
 def test_check_finds_a_choice_that_matches_nothing(folder: Path) -> None:

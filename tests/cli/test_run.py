@@ -374,8 +374,8 @@ def test_exit_code_tells_that_a_site_contributed_to_no_round(config: Path, monke
         "site-2": {"asked": 3, "contributed": 0, "missed": {"E_DATA": 3}},
     }
 
-    def run_partly(env: str, config: Any, file: Path, out: Path, console: Any, **options: Any) -> dict[str, Any]:
-        return {
+    def run_partly(*_: Any) -> Any:
+        summary = {
             "name": "count", "method": "fedavg", "note": "", "rounds": 3, "seconds": 1.0, "model_sha256": "0" * 64,
             "metric": {"name": "mae", "unit": ""}, "best": {"round": -1}, "sites": ["site-1", "site-2"],
             "final": {"sites": {"site-1": {"mae": 1.0, "test_examples": 2.0}}, "metrics": {"mae": 1.0}},
@@ -383,9 +383,10 @@ def test_exit_code_tells_that_a_site_contributed_to_no_round(config: Path, monke
                         for way in ("down", "up")},
             "contributions": parts, "events": [],
         }  # fmt: skip
+        return SimpleNamespace(summary=summary)
 
     # The package's attribute ``run`` is the command, not its module.
-    monkeypatch.setattr(sys.modules["flare_sparse.cli.run"], "run_in_environment", run_partly)
+    monkeypatch.setattr(sys.modules["flare_sparse.cli.run"], "launch", run_partly)
     result = run(config)
     assert result.exit_code == 3
     lines = result.output.splitlines()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from flare_sparse.api import sweep
+from flare_sparse.api.run import Run
+from flare_sparse.api.start import launch
 from flare_sparse.cli import app
-from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config.loading import load_config
-from flare_sparse.config.schema import RunConfig
+from flare_sparse.config.study import Study
 
 GRID = ("--grid", "method.training.lr=0.00001,0.03", "--seeds", "2")
 
@@ -92,15 +93,14 @@ def test_setting_that_diverges_is_named_and_ranked_last(job: Path, tmp_path: Pat
 
 
 def test_run_that_the_machine_fails_is_tried_again(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: RunConfig, *arguments: Any, **options: Any) -> dict[str, Any]:
-        if config.method.config.training.lr == 0.03:
+    def fail(env: str, study: Study, *arguments: Any) -> Run:
+        if study.config.method.config.training.lr == 0.03:
             raise RuntimeError("not enough memory")
-        return run_config_locally(config, *arguments, **options)
+        return launch(env, study, *arguments)
 
     command = (job, "--grid", "method.training.lr=0.03,0.01", "--seeds", "1", "--out", tmp_path / "sweep")
     with monkeypatch.context() as patched:
-        # Of the module: the package's attribute of this name is the command.
-        patched.setattr(sys.modules["flare_sparse.cli.sweep"], "run_config_locally", fail)
+        patched.setattr(sweep, "launch", fail)
         result = call(*command)
     assert (result.exit_code, "lr=0.03, seed 4 failed: RuntimeError: not enough memory" in result.output) == (0, True)
     again = call(*command)

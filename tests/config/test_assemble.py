@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config.assemble import assemble, count_model_entries, open_site
 from flare_sparse.config.loading import load_config, parse_job, serialize_job
 from flare_sparse.config.schema import RunConfig, build_task
+from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
-from flare_sparse.results.runs.folder import build_run_facts
 from flare_sparse.results.runs.model_files import read_mask, save_mask
+from flare_sparse.results.runs.record import build_run_facts
 from flare_sparse.tasks.data.source import find_site_data, write_site_files
 from flare_sparse.tasks.task import SiteData
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
 
-from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 LIVE = 256_806
 MASKABLE = 2_568_064
@@ -34,7 +34,7 @@ def test_messages_after_the_score_round_have_the_size_of_the_live_entries(tmp_pa
             }
         )
     )
-    run_in_simulator(load_config(file), file, tmp_path / "out", Console(quiet=True))
+    run_in_simulator(Study.load(file), RunFolder(tmp_path / "out"))
     lines = [json.loads(line) for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["kind"] == "train"]
     dense_rest = train[0]["scalars_total"] - MASKABLE

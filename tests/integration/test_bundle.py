@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from commands import ENVIRONMENT
-from rich.console import Console
 
-from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.cli.local import run_config_locally
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.api.sim import run as run_in_simulator
 from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "neurosfl_bundle.yaml"
 OVERRIDES = (
@@ -27,8 +28,8 @@ OVERRIDES = (
 @pytest.mark.usefixtures("poc_ports")
 def test_bundle_in_the_simulator_and_in_poc_ends_with_the_bits_of_the_local_run(tmp_path: Path) -> None:
     config = load_config(CONFIG, OVERRIDES)
-    local = run_config_locally(config, CONFIG, tmp_path / "local", console=Console(quiet=True))
-    simulated = run_in_simulator(config, CONFIG, tmp_path / "sim", Console(quiet=True))
+    local = run_in_process(Study(config, CONFIG), RunFolder(tmp_path / "local")).summary
+    simulated = run_in_simulator(Study(config, CONFIG), RunFolder(tmp_path / "sim")).summary
     line = ["flare-sparse", "run", str(CONFIG), "--env", "poc", "--out", str(tmp_path / "poc")]
     line += [word for setting in OVERRIDES for word in ("--set", setting)]
     done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)

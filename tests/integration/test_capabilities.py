@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
-from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.wire.versions import CURRENT_VERSION
 
 HERE = Path(__file__).parent
@@ -46,8 +46,8 @@ def test_job_continues_with_the_sites_whose_capabilities_suffice(tmp_path: Path)
     """It ends with the bits of a local run of those two sites, of which one has a rank budget of its own."""
     (tmp_path / "job").mkdir()
     file = configuration(tmp_path / "job")
-    flare = run_in_simulator(load_config(file), file, tmp_path / "flare", Console(quiet=True))
-    local = run_config_locally(load_config(file, ["simulator.sites=2"]), file, tmp_path / "local")
+    flare = run_in_simulator(Study.load(file), RunFolder(tmp_path / "flare")).summary
+    local = run_in_process(Study.load(file, ["simulator.sites=2"]), RunFolder(tmp_path / "local")).summary
     assert flare["model_sha256"] == local["model_sha256"]
     *rounds, last = jsonl(tmp_path / "flare" / "rounds.jsonl")
     assert all(line["sites_contributed"] == ["site-1", "site-2"] and line["rejected"] == {} for line in rounds)

@@ -22,11 +22,12 @@ from ports import lock_ports
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from flare_sparse.api.local import run as run_in_process
 from flare_sparse.cli import app
-from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config.assemble import assemble, build_rules, open_site
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import build_task
+from flare_sparse.config.study import Study
 from flare_sparse.config.user_tasks import import_task_class
 from flare_sparse.core.params import compute_digest
 from flare_sparse.flare.launch.ending import JobFailed
@@ -34,7 +35,8 @@ from flare_sparse.flare.launch.submission import run_deployed
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.flare.site.byoc import AUTHORIZATION, revoke_code_right
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.results.runs.folder import RunFolder
+from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.tasks.task import SiteData
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +181,7 @@ def run_locally_without(file: Path, absent: str) -> str:
     sites = {name: open_site(assembly, where) for name, where in data.items()}
     rules = replace(build_rules(config), min_sites=len(sites))
     outcome, _ = run_locally(
-        assembly.method, assembly.weights, sites, assembly.task.metric, run=assembly.run_id, rules=rules
+        assembly.method, assembly.weights, sites, assembly.task.metric, course=Course(run=assembly.run_id, rules=rules)
     )
     return compute_digest(outcome.weights)
 
@@ -191,7 +193,7 @@ def test_provisioned_job_ends_with_the_bits_of_a_local_run_and_leaks_nothing(
     done = run(config, federation, tmp_path / "prod")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "prod" / "summary.json").read_text())
-    local = run_config_locally(load_config(config), config, tmp_path / "local")
+    local = run_in_process(Study.load(config), RunFolder(tmp_path / "local")).summary
     assert summary["model_sha256"] == local["model_sha256"]
     assert summary["traffic"] == local["traffic"]
     assert summary["sites"] == list(SITES)
@@ -254,7 +256,7 @@ def test_byoc_job_needs_no_allow_list_and_ends_with_the_bits_of_a_local_run(
         done = run(user_task, federation, tmp_path / "prod")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "prod" / "summary.json").read_text())
-    local = run_config_locally(load_config(user_task), user_task, tmp_path / "local")
+    local = run_in_process(Study.load(user_task), RunFolder(tmp_path / "local")).summary
     assert summary["model_sha256"] == local["model_sha256"]
     assert list((tmp_path / "prod" / "job").rglob("custom/own_task.py"))
 
@@ -340,7 +342,7 @@ def test_poc_runs_a_user_task_and_ends_with_the_bits_of_a_local_run(user_task: P
     done = command("run", str(user_task), "--env", "poc", "--out", str(tmp_path / "poc"))
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "poc" / "summary.json").read_text())
-    local = run_config_locally(load_config(user_task), user_task, tmp_path / "local")
+    local = run_in_process(Study.load(user_task), RunFolder(tmp_path / "local")).summary
     assert summary["model_sha256"] == local["model_sha256"]
     assert summary["traffic"] == local["traffic"]
 
@@ -380,7 +382,7 @@ def test_commands_of_the_poc_page_run_and_the_console_accepts_a_job_folder(tmp_p
         ROOT / "app_configs" / "fedavg_brain_age.yaml",
         [f"simulator={{sites: 2, data: {{path: '{tmp_path / 'data' / '{site}'}'}}}}"],
     )
-    run_config_locally(config, tmp_path / "job.yaml", tmp_path / "local")
+    run_in_process(Study(config, tmp_path / "job.yaml"), RunFolder(tmp_path / "local"))
     assert fingerprint(Path(found["global_model"])) == fingerprint(tmp_path / "local" / "model.safetensors")
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from killable_federation import start_killable_federation
 
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 PATIENCE_S = 600.0
 KILLED = "site-2"
@@ -132,5 +133,5 @@ def test_killed_site_resumes_its_script_to_the_model_of_an_undisturbed_run(
     run(federation, *arguments, "--resume")
     rounds = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
     assert [line["round"] for line in rounds[:4]] == [1, 2, 3, 4]
-    local = run_config_locally(load_config(config), config, tmp_path / "local")
+    local = run_in_process(Study.load(config), RunFolder(tmp_path / "local")).summary
     assert read_digest(tmp_path / "out") == local["model_sha256"]

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from commands import ENVIRONMENT
 from mortality_job import write_mortality_job
-from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.api.sim import run as run_in_simulator
 from flare_sparse.cli import app
-from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
 from flare_sparse.privacy.encryption import CLIENT_FILE, KeyContexts
+from flare_sparse.results.runs.folder import RunFolder
 
 TOLERANCE = 1e-5
 """Tolerance of the final weights: three sums, each within 2^-22, propagated by SGD with a small learning rate."""
@@ -59,10 +60,10 @@ def check_record(out: Path, summary: dict[str, Any], plain: Path) -> None:
 def test_encrypted_simulator_run_equals_the_plain_run_and_only_its_key_decrypts_it(
     config: Path, tmp_path: Path
 ) -> None:
-    run_config_locally(load_config(config), config, tmp_path / "plain")
+    run_in_process(Study.load(config), RunFolder(tmp_path / "plain"))
     out = tmp_path / "sim"
     encrypted = load_config(config, ["wire.encryption=ckks"])
-    summary = run_in_simulator(encrypted, config, out, Console(quiet=True))
+    summary = run_in_simulator(Study(encrypted, config), RunFolder(out)).summary
     check_record(out, summary, tmp_path / "plain")
     (out / "model.safetensors").rename(tmp_path / "model.safetensors")
     refused = CliRunner().invoke(app, ["save", str(out)])
@@ -78,7 +79,7 @@ def test_encrypted_simulator_run_equals_the_plain_run_and_only_its_key_decrypts_
 @pytest.mark.long
 @pytest.mark.usefixtures("poc_ports")
 def test_encrypted_poc_run_uses_the_keys_of_its_kits(config: Path, tmp_path: Path) -> None:
-    run_config_locally(load_config(config), config, tmp_path / "plain")
+    run_in_process(Study.load(config), RunFolder(tmp_path / "plain"))
     out = tmp_path / "poc"
     line = ["flare-sparse", "run", str(config), "--env", "poc", "--set", "wire.encryption=ckks", "--out", str(out)]
     done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)

@@ -18,7 +18,7 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.flare.launch.simulator import simulate
 from flare_sparse.flare.payload import TASK
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Course, run_locally
 from flare_sparse.tasks.data.source import write_site_files
 from flare_sparse.tasks.task import SiteData
 
@@ -60,7 +60,7 @@ def run_without_the_hostile_site(config: RunConfig, data: dict[str, SiteData], f
     sites = {name: open_site(assembly, data[name]) for name in OTHERS}
     metric = assembly.task.metric
     outcome, _ = run_locally(
-        assembly.method, assembly.weights, sites, metric, run=assembly.run_id, rules=build_rules(config)
+        assembly.method, assembly.weights, sites, metric, course=Course(run=assembly.run_id, rules=build_rules(config))
     )
     return compute_digest(outcome.weights)
 

@@ -16,8 +16,9 @@ import pytest
 from commands import ENVIRONMENT
 from ports import lock_ports
 
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 600.0
@@ -56,7 +57,7 @@ def test_provisioned_tree_ends_in_the_bits_of_the_flat_local_run(
 ) -> None:
     data = f"simulator.data={{path: '{workspace / 'data' / '{site}'}'}}"
     flat = [*SMALL, data, f"wire.aggregation={aggregation}"]
-    run_config_locally(load_config(MASKED, flat), MASKED, tmp_path / "flat")
+    run_in_process(Study.load(MASKED, flat), RunFolder(tmp_path / "flat"))
     kit, out = workspace / "sparse" / "prod_00" / "lead@coordination.org", tmp_path / "tree"
     settings = [word for setting in [*flat, HUBS] for word in ("--set", setting)]
     run_command("flare-sparse", "run", str(MASKED), "--env", "prod", "--kit", str(kit), "--out", str(out), *settings)
@@ -138,7 +139,7 @@ def test_job_of_a_killed_hub_ends_and_its_resumption_ends_in_the_undisturbed_bit
     assert 2 <= len(before) < rounds
     wait_for(lambda: log.read_text().count("Successfully registered client") > connected, "the hub is connected again")
     run_command(*line, "--resume")
-    run_config_locally(load_config(MASKED, flat), MASKED, tmp_path / "flat")
+    run_in_process(Study.load(MASKED, flat), RunFolder(tmp_path / "flat"))
     of_tree, of_flat = (json.loads((folder / "summary.json").read_text()) for folder in (out, tmp_path / "flat"))
     assert of_tree["model_sha256"] == of_flat["model_sha256"]
     # The rounds before the kill were not repeated.

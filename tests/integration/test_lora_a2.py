@@ -10,20 +10,21 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertModel
 from typer.testing import CliRunner
 
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.api.sim import run as run_in_simulator
 from flare_sparse.cli import app
-from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.cli.local import run_config_locally
 from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
 from flare_sparse.core.errors import RejectedMessage
 from flare_sparse.core.exchange import Request, Update
 from flare_sparse.methods.lora_a2 import LoRAA2
 from flare_sparse.methods.scores.ranks import Slots
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.model_files import read_model
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
@@ -97,9 +98,9 @@ def test_sites_upload_exactly_the_scalars_of_their_rank_budgets(
 ) -> None:
     """The slots of a local run, which ends with the same bits, give the scalars that FLARE's ledger must count."""
     config = load_config(configuration)
-    flare = run_in_simulator(config, configuration, tmp_path / "flare", Console(quiet=True))
+    flare = run_in_simulator(Study(config, configuration), RunFolder(tmp_path / "flare")).summary
     assert selected_scalars == {}
-    local = run_config_locally(config, configuration, tmp_path / "local")
+    local = run_in_process(Study(config, configuration), RunFolder(tmp_path / "local")).summary
     assert flare["model_sha256"] == local["model_sha256"]
     lines = [line for line in jsonl(tmp_path / "flare" / "ledger.jsonl") if line["kind"] == "train"]
     up = {(line["round"], line["site"]): line["scalars_sent"] for line in lines if line["direction"] == "up"}
@@ -118,7 +119,7 @@ def test_sites_upload_exactly_the_scalars_of_their_rank_budgets(
 
 def test_saved_adapters_load_with_peft_and_give_the_same_outputs(configuration: Path, tmp_path: Path) -> None:
     config = load_config(configuration)
-    run_config_locally(config, configuration, tmp_path / "run")
+    run_in_process(Study(config, configuration), RunFolder(tmp_path / "run"))
     result = CliRunner().invoke(app, ["save", str(tmp_path / "run"), "--to", str(tmp_path / "adapter")])
     assert result.exit_code == 0, result.output
     assembly = assemble(config)
@@ -154,7 +155,7 @@ def test_message_for_another_base_model_is_rejected(configuration: Path, models_
 def test_save_refuses_a_run_whose_base_model_is_missing(
     configuration: Path, tmp_path: Path, models_folder: Path
 ) -> None:
-    run_config_locally(load_config(configuration), configuration, tmp_path / "run")
+    run_in_process(Study.load(configuration), RunFolder(tmp_path / "run"))
     (models_folder / "small").rename(models_folder / "gone")
     result = CliRunner().invoke(app, ["save", str(tmp_path / "run")])
     assert result.exit_code == 2

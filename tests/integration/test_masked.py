@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from commands import ENVIRONMENT
 from mortality_job import write_mortality_job
-from rich.console import Console
 from safetensors.torch import load_file
 
-from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.cli.local import run_config_locally
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.api.sim import run as run_in_simulator
 from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 
 @pytest.fixture
@@ -43,16 +44,16 @@ def check_record(out: Path, summary: dict[str, Any], local: Path, values_format:
 @pytest.mark.parametrize("aggregation", ["masked", pytest.param("fixed_point", marks=pytest.mark.long)])
 def test_simulator_run_ends_with_the_bits_of_the_local_one(config: Path, tmp_path: Path, aggregation: str) -> None:
     settings = load_config(config, [f"wire.aggregation={aggregation}"])
-    run_config_locally(settings, config, tmp_path / "local")
+    run_in_process(Study(settings, config), RunFolder(tmp_path / "local"))
     out = tmp_path / "sim"
-    summary = run_in_simulator(settings, config, out, Console(quiet=True))
+    summary = run_in_simulator(Study(settings, config), RunFolder(out)).summary
     check_record(out, summary, tmp_path / "local", aggregation)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("poc_ports")
 def test_masked_poc_run_signs_with_the_certificates_of_its_kits(config: Path, tmp_path: Path) -> None:
-    run_config_locally(load_config(config), config, tmp_path / "local")
+    run_in_process(Study.load(config), RunFolder(tmp_path / "local"))
     out = tmp_path / "poc"
     line = ["flare-sparse", "run", str(config), "--env", "poc", "--out", str(out)]
     done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)

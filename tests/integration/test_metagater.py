@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from rich.console import Console
 from typer.testing import CliRunner
 
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.api.sim import run as run_in_simulator
 from flare_sparse.cli import app
-from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 
 def test_gated_simulator_run_equals_a_local_run_and_adapts_to_a_new_site(
@@ -37,8 +37,8 @@ def test_gated_simulator_run_equals_a_local_run_and_adapts_to_a_new_site(
     }
     file = tmp_path / "gated.yaml"
     file.write_text(yaml.safe_dump(content))
-    simulated = run_in_simulator(load_config(file), file, tmp_path / "sim", Console(quiet=True))
-    local = run_config_locally(load_config(file), file, tmp_path / "local")
+    simulated = run_in_simulator(Study.load(file), RunFolder(tmp_path / "sim")).summary
+    local = run_in_process(Study.load(file), RunFolder(tmp_path / "local")).summary
     assert simulated["model_sha256"] == local["model_sha256"]
     assert simulated["final"] == local["final"]
     assert list(simulated["final"]["sites"]) == ["site-3"]

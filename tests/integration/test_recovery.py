@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from killable_federation import start_killable_federation
 
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 ROUNDS = 6
 PATIENCE_S = 900.0
@@ -146,4 +147,7 @@ def test_one_command_goes_on_after_ctrl_c_a_dead_job_and_a_dead_server(federatio
     code, text = terminal.finish()
     assert code == 0, text
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["model_sha256"] == run_config_locally(load_config(file), file, tmp_path / "local")["model_sha256"]
+    assert (
+        summary["model_sha256"]
+        == run_in_process(Study.load(file), RunFolder(tmp_path / "local")).summary["model_sha256"]
+    )

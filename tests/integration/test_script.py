@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 from flare_sparse import load_model
-from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 SCRIPT = """
 import sys
@@ -88,7 +88,7 @@ def configuration(folder: Path, args: str = "") -> Path:
 
 
 def run(file: Path, out: Path, *overrides: str) -> dict[str, Any]:
-    return run_in_simulator(load_config(file, overrides), file, out, Console(quiet=True))
+    return run_in_simulator(Study.load(file, overrides), RunFolder(out)).summary
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_script_in_the_simulator_ends_with_the_bits_of_a_local_run(launch: str, 
     """The package and the helper travel; the mask holds; the model loads from the record alone."""
     file = configuration(tmp_path / "config")
     simulated = run(file, tmp_path / "sim", f"task.launch={launch!r}")
-    local = run_config_locally(load_config(file), file, tmp_path / "local", console=Console(quiet=True))
+    local = run_in_process(Study.load(file), RunFolder(tmp_path / "local")).summary
     assert simulated["model_sha256"] == local["model_sha256"]
     assert simulated["final"] == local["final"]
     rounds = [json.loads(line) for line in (tmp_path / "sim" / "rounds.jsonl").read_text().splitlines()]

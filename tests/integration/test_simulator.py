@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import safetensors
 import yaml
-from rich.console import Console
 
-from flare_sparse.cli.environments import run_in_simulator
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.api.sim import run as run_in_simulator
+from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.flare.launch import simulator
 from flare_sparse.flare.launch.ending import JobFailed
 from flare_sparse.flare.polling import SHARE
+from flare_sparse.results.runs.folder import RunFolder
 
 HERE = Path(__file__).parent
 
@@ -47,7 +47,7 @@ def configuration(folder: Path, method: dict[str, Any], **more: Any) -> Path:
 
 
 def simulate(file: Path, out: Path) -> dict[str, Any]:
-    return run_in_simulator(load_config(file), file, out, Console(quiet=True))
+    return run_in_simulator(Study.load(file), RunFolder(out)).summary
 
 
 def jsonl(path: Path) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) 
     site_settings = {"site_settings": {"site-2": {name: {"rate": 0.05}}}} if name.startswith("scbf") else {}
     file = configuration(tmp_path / "config", METHODS[name], simulator=site_settings)
     simulated = simulate(file, tmp_path / "sim")
-    local = run_config_locally(load_config(file), file, tmp_path / "local")
+    local = run_in_process(Study.load(file), RunFolder(tmp_path / "local")).summary
     assert simulated["model_sha256"] == local["model_sha256"]
     assert simulated["final"] == local["final"]
     ledgers = [Counter(map(str, jsonl(tmp_path / run / "ledger.jsonl"))) for run in ("sim", "local")]
@@ -117,7 +117,7 @@ def test_simulation_records_which_layers_were_computed_sparsely(tmp_path: Path) 
         "task: {name: brain_age, downsample: 4}\nsimulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
     )
     simulate(file, tmp_path / "sim")
-    run_config_locally(load_config(file), file, tmp_path / "local")
+    run_in_process(Study.load(file), RunFolder(tmp_path / "local"))
     simulated, local = (json.loads((tmp_path / run / "layer_compute.json").read_text()) for run in ("sim", "local"))
     assert simulated == local
     assert "sparse" in simulated["site-2"].values()
@@ -130,7 +130,7 @@ def test_bits_depend_on_the_seed_only(tmp_path: Path) -> None:
     file = configuration(tmp_path / "config", METHODS["neurosfl"])
     runs = {"first": 3, "second": 3, "other": 4}
     digests = [
-        run_config_locally(load_config(file, [f"seed={seed}"]), file, tmp_path / name)["model_sha256"]
+        run_in_process(Study.load(file, [f"seed={seed}"]), RunFolder(tmp_path / name)).summary["model_sha256"]
         for name, seed in runs.items()
     ]
     assert digests[0] == digests[1] != digests[2]
@@ -156,7 +156,7 @@ def test_failing_sites_are_rejected_as_in_a_local_run_and_only_a_code_leaves_the
     reports = [p for p in out.rglob("*") if p.is_file() and "CANARY-4711" in p.read_text(errors="replace")]
     assert [p.name for p in reports] == ["site_error.txt"] * 3
     assert {site for site in failures for p in reports if site in str(p)} == {"site-1", "site-2", "site-4"}
-    local = run_config_locally(load_config(file), file, tmp_path / "local", console=Console(quiet=True))
+    local = run_in_process(Study.load(file), RunFolder(tmp_path / "local")).summary
     fields = ("kind", "round", "rejected", "quarantined", "sites_contributed", "timed_out", "attempts")
     assert [[line[f] for f in fields] for line in jsonl(tmp_path / "local" / "rounds.jsonl")] == [
         [line[f] for f in fields] for line in rounds

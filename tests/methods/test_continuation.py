@@ -15,7 +15,7 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.results.runs.continuation import FINAL, copy_final_checkpoints, keep_final_checkpoints
 from flare_sparse.rounds.federation import RoundRecord
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Course, Transport, run_locally
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "topk_ef": {"fraction": 0.2},
@@ -41,7 +41,12 @@ def run(
     """Run with new sites and endpoints; return digest, evaluations, rounds and messages."""
     method = bench.method(name, rounds=rounds, participation=0.7, **SETTINGS.get(name, {}))
     outcome, ledger = run_locally(
-        method, bench.weights, bench.sites(), bench.task.metric, values=values, stores=stores, resume=resume
+        method,
+        bench.weights,
+        bench.sites(),
+        bench.task.metric,
+        transport=Transport(values=values),
+        course=Course(stores=stores, resume=resume),
     )
     best = (outcome.best.round, outcome.best.metrics)
     return (

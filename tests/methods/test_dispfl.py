@@ -12,7 +12,7 @@ from flare_sparse.core.exchange import Contribution
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.dispfl import Config, State
 from flare_sparse.methods.scores.erk import compute_erk_densities
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Transport, run_locally
 
 
 def test_drop_fraction_falls_from_its_initial_value_to_zero() -> None:
@@ -98,7 +98,9 @@ def test_regrown_entries_arrive_as_zero_in_bfloat16(bench: Any) -> None:
         return train(start, trainable, *args, **settings)
 
     site.train = record  # type: ignore[method-assign]
-    outcome, _ = run_locally(method, bench.weights, {"site-1": site}, bench.task.metric, values="bfloat16")
+    outcome, _ = run_locally(
+        method, bench.weights, {"site-1": site}, bench.task.metric, transport=Transport(values="bfloat16")
+    )
     assert sum(values.numel() for values in regrown) > 50
     assert not torch.cat(regrown).any()
     assert outcome.rounds[-1].rejected == {}

@@ -15,7 +15,7 @@ from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation import Reply, RoundRecord, RoundRules
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Course, Transport, Watcher, run_locally
 from flare_sparse.wire.ledger import Ledger
 
 
@@ -38,13 +38,14 @@ def killed_after(commits: int) -> Callable[[RoundRecord], None]:
     return on_round
 
 
-def run(bench: Any, name: str, folder: Path, **more: Any) -> Any:
+def run(bench: Any, name: str, folder: Path, values: Any = "float32", *, resume: bool = False, **watched: Any) -> Any:
     """Run with new sites, endpoints and loop, as after a restart; return digest, evaluation, rounds and messages."""
     settings = {"fraction": 0.2} if name == "topk_ef" else {}
     method = bench.method(name, **settings)
     outcome, ledger = run_locally(
-        method, bench.weights, bench.sites(), bench.task.metric, stores=stores(folder), **more
-    )
+        method, bench.weights, bench.sites(), bench.task.metric, transport=Transport(values),
+        course=Course(stores=stores(folder), resume=resume), watcher=Watcher(**watched),
+    )  # fmt: skip
     return facts(outcome, ledger)
 
 
@@ -118,12 +119,12 @@ def timeless(record: RoundRecord) -> dict[str, Any]:
 @pytest.mark.parametrize("name", METHODS)
 def test_resumed_run_equals_the_uninterrupted_one(name: str, values: str, bench: Any, tmp_path: Path) -> None:
     """Model, evaluations, rounds and messages are equal, whichever commit was the last."""
-    uninterrupted = run(bench, name, tmp_path / "uninterrupted", values=values)
+    uninterrupted = run(bench, name, tmp_path / "uninterrupted", values)
     for commits in range(1, len(uninterrupted[3])):
         folder = tmp_path / str(commits)
         with pytest.raises(Killed):
-            run(bench, name, folder, values=values, on_round=killed_after(commits))
-        assert run(bench, name, folder, values=values, resume=True) == uninterrupted
+            run(bench, name, folder, values, on_round=killed_after(commits))
+        assert run(bench, name, folder, values, resume=True) == uninterrupted
 
 
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
@@ -133,7 +134,7 @@ def test_failed_attempt_leaves_no_trace(name: str, values: str, bench: Any, tmp_
 
     The same holds where the server is killed in the second attempt of a round, before its commit.
     """
-    uninterrupted = run(bench, name, tmp_path / "uninterrupted", values=values)
+    uninterrupted = run(bench, name, tmp_path / "uninterrupted", values)
     failed = Lossy(bench, name, values, tmp_path / "failed", losing=lambda commits: True).run()
     assert failed[:3] == uninterrupted[:3]
     assert {record["attempts"] for record in failed[3]} == {2}
@@ -146,7 +147,7 @@ def test_failed_attempt_leaves_no_trace(name: str, values: str, bench: Any, tmp_
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
 def test_restarted_site_knows_which_update_was_discarded(values: str, bench: Any, tmp_path: Path) -> None:
     """As in a simulator with fewer processes than sites: between attempts a site has only its checkpoint."""
-    uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted", values=values)
+    uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted", values)
     failed = Lossy(bench, "topk_ef", values, tmp_path / "failed", losing=lambda commits: True, anew=True).run()
     assert failed[:3] == uninterrupted[:3]
 
@@ -154,7 +155,7 @@ def test_restarted_site_knows_which_update_was_discarded(values: str, bench: Any
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
 def test_kill_in_the_last_of_three_attempts_leaves_no_trace(values: str, bench: Any, tmp_path: Path) -> None:
     """However often a round is retried, a site keeps the checkpoint from before it."""
-    uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted", values=values)
+    uninterrupted = run(bench, "topk_ef", tmp_path / "uninterrupted", values)
     cut = Lossy(bench, "topk_ef", values, tmp_path / "cut", killed_after=1)
     deliver = cut.deliver
 

@@ -16,7 +16,7 @@ from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import Layout
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.scores.snip import compute_saliency
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Watcher, run_locally
 from flare_sparse.tasks.script import ScriptTask
 from flare_sparse.training import TrainingConfig
 from flare_sparse.training.script_exchange import (
@@ -304,7 +304,7 @@ def test_method_runs_over_scripts(name: str) -> None:
     method = METHODS[name](METHODS[name].Config.model_validate(settings), LAYOUT, 1)
     scripts = {f"site-{i}": FakeScript() for i in (1, 2)}
     sites = {key: ScriptSite(key, TASK, LAYOUT, 1, script, 2, "steps") for key, script in scripts.items()}
-    outcome, _ = run_locally(method, START.clone(), sites, TASK.metric, on_site_error=_raise)
+    outcome, _ = run_locally(method, START.clone(), sites, TASK.metric, watcher=Watcher(on_site_error=_raise))
     assert outcome.rounds[-1].evaluation.overall["accuracy"] in (0.25, 0.5)
     kinds = {request.kind for script in scripts.values() for request in script.requests}
     assert kinds == {"train", "evaluate"} | ({"score"} if name == "neurosfl" else set())

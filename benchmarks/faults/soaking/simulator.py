@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flare_sparse.config.loading import parse_job
-from flare_sparse.flare.launch.simulator import simulate
+from flare_sparse.flare.launch.simulator import Workplace, simulate
 from flare_sparse.flare.recipe import SparseRecipe
 from flare_sparse.tasks.data.source import write_site_files
 from flare_sparse.tasks.task import SiteData
@@ -42,8 +42,7 @@ def soak(settings: dict[str, Any], sites: int, folder: Path, processes: int | No
         names,
         site_files,
         folder,
-        allowed_classes=(FaultyTask.__module__,),
-        processes=processes,
+        Workplace(allowed_classes=(FaultyTask.__module__,), processes=processes),
         on_round=record_round,
     )
     return summarize(lines, samples, time.monotonic() - began)

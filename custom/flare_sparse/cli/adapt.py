@@ -11,16 +11,15 @@ from rich.table import Table
 from torch import Tensor
 
 from ..compute.kernels.threads import limit_kernel_threads
-from ..config.assemble import Assembly, assemble, open_site
-from ..config.loading import load_config
-from ..config.user_tasks import load_task
+from ..config.assemble import Assembly, open_site
+from ..config.study import Study
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, DataError
 from ..core.mask import Mask
 from ..core.params import compute_digest
 from ..core.seeds import limit_threads
-from ..results.runs.folder import CONFIG
 from ..results.runs.model_files import read_mask, read_model, save_mask, save_model
+from ..results.runs.record import CONFIG
 from ..tasks.task import SiteData
 from ..training import Site
 from .console import out as console
@@ -49,8 +48,8 @@ def adapt(
     config_file = run_dir / CONFIG
     if not config_file.is_file():
         raise ConfigError(f"{run_dir}: there is no config.yaml here; give the result folder of a finished run")
-    config = load_config(config_file, set_ or ())
-    assembly = assemble(config, load_task(config, run_dir))
+    study = Study.load(config_file, set_ or ())
+    config, assembly = study.config, study.assembly
     with limit_threads(config.torch_threads), limit_kernel_threads(config.federation.threads):
         target_site = open_site(assembly, SiteData(site, data.resolve()))
         figures = adapt_at_site(assembly, target_site, run_dir, folder)

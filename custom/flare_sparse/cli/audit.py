@@ -9,19 +9,15 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from ..api.run import ATTACKERS, Run
 from ..config.policy.policy import find_policy_file, read_policy
 from ..core.errors import ConfigError
 from ..results.audit.attacks import Attacker, AuditOptions
-from ..results.audit.record import audit_run
 from ..results.report.attacks import describe_result
-from ..results.report.card import write_card
-from ..results.runs.load import load_assembly
-from ..results.runs.results import AUDIT_FILE, RunResult
+from ..results.runs.results import AUDIT_FILE
 from .console import err
 from .console import out as console
-from .sites import prepare_site_data
-
-ATTACKERS: tuple[Attacker, ...] = ("outsider", "member", "server")
+from .screen import Screen
 
 
 def audit(
@@ -59,18 +55,9 @@ def audit(
     [dim]flare-sparse audit runs/dense runs/pruned --attackers member --json[/]
     """
     chosen = _parse_attackers(attackers)
-    _check_libraries()
     site_policy = read_policy(find_policy_file(Path(policy))) if policy else None
     options = AuditOptions(references, canaries, epsilon, delta, resamples, steps, site_policy, policy or "")
-    records = []
-    for run in runs:
-        assembly, config = load_assembly(run)
-        if config.simulator is None:
-            raise ConfigError(f"{run}: an audit needs the data of all sites, but config.yaml has no simulator section")
-        result = RunResult.read(run)
-        data = prepare_site_data(config, assembly.task, run)
-        records.append(audit_run(result, data, chosen, options, lambda line: err.print(line, markup=False)))
-        write_card(RunResult.read(run))
+    records = [Run(run, Screen(err)).audit(chosen, options) for run in runs]
     if as_json:
         console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
     else:
@@ -87,16 +74,6 @@ def _parse_attackers(text: str) -> list[Attacker]:
     if not names or set(names) - set(ATTACKERS):
         raise ConfigError(f"--attackers {text!r}: expected some of {', '.join(ATTACKERS)}, separated by commas")
     return [name for name in ATTACKERS if name in names]
-
-
-def _check_libraries() -> None:
-    """Raises:
-    ConfigError: scikit-learn is not installed.
-    """
-    try:
-        import sklearn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"audit needs scikit-learn: pip install 'flare-sparse[audit]' ({error.name})") from error
 
 
 def _show(record: dict[str, Any]) -> None:

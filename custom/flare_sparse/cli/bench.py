@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from ..core.seeds import limit_threads
-from ..results.runs.load import load_trained_model
+from ..results.runs.load import load_study, load_trained_model
 from ..training.compute import explain_missing_kernels
 from .console import out as console
 from .inputs import load_inputs
@@ -43,9 +43,9 @@ def bench(
     """
     if obstacle := explain_missing_kernels(torch.device("cpu")):
         raise ConfigError(f"bench: there are no sparse kernels to time: {obstacle}")
-    model, assembly, config = load_trained_model(run)
-    examples = load_inputs("bench", config, assembly, run, data, max(BATCHES))
-    lines = time_model(model, examples, repeats)
+    study = load_study(run)
+    model = load_trained_model(study)
+    lines = time_model(model, load_inputs("bench", study, data, max(BATCHES)), repeats)
     if as_json:
         typer.echo(json.dumps(lines, indent=2))
         return

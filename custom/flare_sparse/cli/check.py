@@ -13,6 +13,7 @@ import typer
 from ..config.assemble import assemble, plan_sampling
 from ..config.loading import build_method, load_config
 from ..config.schema import RunConfig
+from ..config.sites import prepare_site_data
 from ..config.user_tasks import list_user_code, load_task
 from ..core.errors import DataError, FlareSparseError, PolicyRefusal, describe_exception
 from ..core.params import Layout
@@ -25,7 +26,7 @@ from .check_sites import Finding, SiteCheck, build_sites_table, find_federation_
 from .console import get_exit_code
 from .console import out as console
 from .options import ConfigFile, Overrides
-from .sites import prepare_site_data
+from .screen import Screen
 
 T = TypeVar("T")
 
@@ -191,8 +192,19 @@ def _locate_sites(report: Report, settings: RunConfig, task: Task, folder: Path)
             "there is no simulator section; flare-sparse site preflight KIT --job CONFIG reads the data at each site",
         )
         return {}
-    warn = partial(report.warn, "sites")
-    return report.attempt("sites", lambda: prepare_site_data(settings, task, folder, warn=warn), ", ".join) or {}
+    problems = _SiteProblems(report)
+    return report.attempt("sites", lambda: prepare_site_data(settings, task, folder, problems), ", ".join) or {}
+
+
+class _SiteProblems(Screen):
+    """Adds what may be wrong with the sites' data to a report."""
+
+    def __init__(self, report: Report):
+        super().__init__()
+        self._report = report
+
+    def warn(self, text: str) -> None:
+        self._report.warn("sites", text)
 
 
 def _check_sites(

@@ -11,7 +11,7 @@ from ..core.errors import ConfigError
 from ..privacy.encryption import CLIENT_FILE
 from ..results.report.card import write_card
 from ..results.runs.decrypt import decrypt_run
-from ..results.runs.load import load_assembly
+from ..results.runs.load import load_study
 from ..results.runs.results import RunResult
 from .console import out as console
 
@@ -28,7 +28,7 @@ def decrypt(
 
     [dim]flare-sparse decrypt runs/neurosfl_encrypted --context /opt/flare/site-1/startup/client_context.tenseal[/]
     """
-    assembly, _ = load_assembly(run)
+    assembly = load_study(run).assembly
     try:
         key = context.read_bytes()
     except OSError as error:

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from ..results.runs.progress import format_bytes
-from ..rounds.federation import HubRules
-from ..rounds.federation.tree import sum_link_bytes
-from ..wire.ledger import LedgerLine
-
-
-def sum_tree(lines: Sequence[LedgerLine], hubs: Mapping[str, HubRules], sites: Iterable[str]) -> dict[str, Any]:
-    """Return the bytes of each link of a tree, as they are in a figure of an estimate.
-
-    Args:
-        lines: ledger of a dry run with hubs.
-        hubs: rules of each hub.
-        sites: names of all sites.
-
-    Returns:
-        ``links`` as in ``summary.json``: the bytes of the server, and of each hub and its sites; ``hubs``: names of the
-        sites of each hub; ``per_site``: the bytes of each site.
-    """
-    per_site = {site: {"down": 0, "up": 0} for site in sites}
-    for line in lines:
-        if line.site in per_site:
-            per_site[line.site][line.direction] += line.payload_bytes
-    return {
-        "links": sum_link_bytes(lines, hubs),
-        "hubs": {name: list(rules.sites) for name, rules in sorted(hubs.items())},
-        "per_site": per_site,
-    }
 
 
 def build_links_table(figures: Mapping[str, Any]) -> Table:

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ..config.assemble import Assembly
-from ..config.schema import RunConfig
-from ..core.checkpoint.writing import write_json
-from ..core.errors import ConfigError, DataError
-from ..core.params import compute_digest
-from ..core.seeds import limit_threads
-from ..methods.method import Method, describe_site_model
-from ..results.report.card import write_card
-from ..results.runs.evaluation import Cohort, Split
-from ..results.runs.folder import SUMMARY
-from ..results.runs.load import load_assembly
-from ..results.runs.models import list_run_models, read_run_model
-from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
-from ..tasks.task import Metric, SiteData
+from ..api.run import Run
+from ..core.errors import ConfigError
+from ..results.runs.evaluation import Split, choose_evaluation_file
+from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS
+from ..tasks.task import Metric
 from .console import out as console
-from .sites import prepare_site_data
+from .screen import Screen
 
 
 def evaluate(
@@ -69,103 +58,27 @@ def evaluate(
         flare-sparse evaluate runs/neurosfl_brain_age runs/local_only_brain_age --matrix
     """
     _check_options(data, matrix=matrix, best=best, site_model=site_model)
-    results = []
-    for run in runs:
-        assembly, config = _load_run(run)
-        model, file = site_model or ("best" if best else "final"), run / EVALUATIONS / CROSS_SITE_FILE
-        with limit_threads(config.torch_threads):
-            if data is None:
-                result = evaluate_matrix(run, assembly, config)
-            else:
-                cohort = _check_name(name or data.resolve().name.split(".")[0])
-                file = _choose_file(run, cohort, model, overwrite=overwrite)
-                result = evaluate_cohort(run, assembly, SiteData(cohort, data.resolve()), split, model, resamples)
-        file.parent.mkdir(exist_ok=True)
-        write_json(file, result)
-        write_card(RunResult.read(run))
-        results.append(result)
+    records = []
+    for folder in runs:
+        run = Run(folder, Screen())
+        model = site_model or ("best" if best else "final")
+        record = run.evaluate(data, model=model, split=split, name=name, resamples=resamples, overwrite=overwrite)
+        records.append(record)
         if not as_json:
-            (_show if data else _show_matrix)(result, assembly.task.metric)
+            (_show if data else _show_matrix)(record, run.study.assembly.task.metric)
+            file = (
+                choose_evaluation_file(folder, record["cohort"], model, overwrite=True)
+                if data
+                else (folder / EVALUATIONS / CROSS_SITE_FILE)
+            )
             console.print(f"record: {file}", markup=False)
     if as_json:
-        console.print(json.dumps(results[0] if len(results) == 1 else results, indent=2), markup=False)
-
-
-def _choose_file(run: Path, cohort: str, model: str, *, overwrite: bool) -> Path:
-    """Raises:
-    ConfigError: the file exists and may not be replaced.
-    """
-    file = run / EVALUATIONS / f"{cohort}{'' if model == 'final' else f'-{model}'}.json"
-    if file.exists() and not overwrite:
-        raise ConfigError(f"{file}: exists already; add --overwrite to replace it, or choose another --name")
-    return file
-
-
-def evaluate_cohort(
-    run: Path, assembly: Assembly, data: SiteData, split: Split, model: str, resamples: int
-) -> dict[str, Any]:
-    """Evaluate one model of a run on one cohort and return the record.
-
-    Raises:
-        ConfigError: the run has no such model.
-        DataError: the data cannot be loaded or has no examples, or the model cannot be applied to it.
-    """
-    weights = read_run_model(run, assembly, model)
-    cohort = Cohort(assembly, data, split)
-    if not cohort.size:
-        raise DataError(f"{data.path}: there are no {'' if split == 'all' else f'{split} '}examples to evaluate on")
-    result = asdict(cohort.evaluate(weights, resamples))
-    note = _describe_model(assembly.method, model)
-    return {
-        "run": run.resolve().name,
-        "run_id": assembly.run_id,
-        "model": model,
-        "model_sha256": compute_digest(weights),
-        "cohort": data.site,
-        "data": str(data.path),
-        "split": split,
-        "resamples": resamples,
-        **result,
-        "notes": [note, *result["notes"]] if note else list(result["notes"]),
-    }
-
-
-def evaluate_matrix(run: Path, assembly: Assembly, config: RunConfig) -> dict[str, Any]:
-    """Evaluate every model of a run at every simulated site's test examples and return the record.
-
-    Raises:
-        ConfigError: the run has no simulator section, so the sites' data is not on this machine.
-    """
-    if config.simulator is None:
-        raise ConfigError(
-            f"{run}: --matrix needs the data of all sites on this machine, but config.yaml has no simulator section; "
-            "evaluate at each site with --data"
-        )
-    names = list_run_models(run, assembly)
-    if not names:
-        read_run_model(run, assembly, "final")
-    weights = {name: read_run_model(run, assembly, name) for name in names}
-    sites = prepare_site_data(config, assembly.task, run)
-    examples, results = {}, {}
-    for site, data in sites.items():
-        cohort = Cohort(assembly, data, "test")
-        examples[site] = cohort.size
-        results[site] = {name: cohort.evaluate(weights[name]).metrics if cohort.size else {} for name in names}
-    return {
-        "run": run.resolve().name,
-        "run_id": assembly.run_id,
-        "split": "test",
-        "metric": asdict(assembly.task.metric),
-        "personal_model": describe_site_model(assembly.method.config),
-        "examples": examples,
-        "results": results,
-    }
+        console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
 
 
 def _check_options(data: Path | None, *, matrix: bool, best: bool, site_model: str | None) -> None:
     """Raises:
     ConfigError: the options exclude each other.
-    DataError: the data does not exist.
     """
     if (data is None) != matrix:
         raise ConfigError(
@@ -175,34 +88,6 @@ def _check_options(data: Path | None, *, matrix: bool, best: bool, site_model: s
         )
     if best and site_model:
         raise ConfigError("--best and --site-model exclude each other; leave one out")
-    if data is not None and not data.exists():
-        raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
-
-
-def _load_run(run: Path) -> tuple[Assembly, RunConfig]:
-    if not (run / SUMMARY).is_file():
-        raise ConfigError(f"{run}: no summary.json; expected the result folder of a finished flare-sparse run")
-    return load_assembly(run)
-
-
-def _check_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
-        raise ConfigError(f"--name {name!r}: expected letters, digits, '-', '_' and '.', because it names a file")
-    if f"{name}.json" == CROSS_SITE_FILE:
-        raise ConfigError(f"--name {name}: reserved for --matrix; choose another name")
-    return name
-
-
-def _describe_model(method: Method[Any, Any], model: str) -> str:
-    """Return what was evaluated, where the metrics of the run are of other models."""
-    if not describe_site_model(method.config) or model not in ("final", "best"):
-        return ""
-    can_adapt = bool(method.config.personal) or type(method).adapt is not Method.adapt
-    hint = "; flare-sparse adapt RUN --data DIR adapts and evaluates it" if can_adapt else ""
-    return (
-        f"{method.name}: this is the run's common model. The final metrics of the run are of each site's own model, "
-        f"{describe_site_model(method.config)}{hint}"
-    )
 
 
 def _show(result: dict[str, Any], metric: Metric) -> None:

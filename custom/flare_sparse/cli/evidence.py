@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..config.policy.policy import find_policy_file, read_policy
+from ..api.run import NO_LICENSE, Run
 from ..core.errors import ConfigError
-from ..results.report.card import write_card
-from ..results.runs.results import RunResult
 from .console import out as console
-
-NO_LICENSE = "No license is granted: ask the publisher of this crate."
 
 
 def evidence(
@@ -51,51 +46,23 @@ def evidence(
 
     [dim]flare-sparse evidence runs/study --kit kits/lead@coordination.org --policy site-1=careful --out study.zip[/]
     """
-    try:
-        from ..results.evidence.crate import write_crate
-    except ImportError as error:
-        raise ConfigError(
-            f"evidence needs rocrate and cyclonedx-python-lib: pip install 'flare-sparse[evidence]' ({error.name})"
-        ) from error
-    from ..flare.launch.approval import read_approval
-    from ..results.evidence.facts import collect_facts
-
-    target = out or run / "evidence.zip"
-    _check_target(target, overwrite=overwrite)
-    result = RunResult.read(run)
-    files = _find_policies(policy or [])
-    # Written again: evaluations and audits after the run belong to the card.
-    write_card(result)
-    facts = collect_facts(result, read_approval(run, kit), {site: read_policy(file) for site, file in files.items()})
-    write_crate(result, facts, files, target, license_)
+    target, facts = Run(run).evidence(
+        out, policies=_parse_policies(policy or []), kit=kit, license_=license_, overwrite=overwrite
+    )
     console.print(str(target), markup=False, soft_wrap=True)
     console.print(f"signature of the job: {facts['approval']['signature']}; deviations: {len(facts['deviations'])}")
 
 
-def _find_policies(given: list[str]) -> dict[str, Path]:
-    """Return the files of policies by site.
+def _parse_policies(given: list[str]) -> dict[str, str]:
+    """Return the policies, files or presets, by site.
 
     Raises:
-        ConfigError: an option is not of the form SITE=FILE, or there is no such file.
+        ConfigError: an option is not of the form SITE=FILE.
     """
-    files = {}
+    policies = {}
     for text in given:
         site, separator, file = text.partition("=")
         if not (site and separator and file):
             raise ConfigError(f"--policy {text}: expected SITE=FILE, such as site-1=careful")
-        files[site] = find_policy_file(Path(file))
-    return files
-
-
-def _check_target(target: Path, *, overwrite: bool) -> None:
-    """Raises:
-    ConfigError: the target exists, and it is not replaced.
-    """
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return
-    is_crate = target.suffix == ".zip" or (target / "ro-crate-metadata.json").is_file()
-    if not overwrite or not is_crate:
-        raise ConfigError(f"--out {target}: exists; choose another name" + (", or add --overwrite" if is_crate else ""))
-    if target.is_dir():
-        shutil.rmtree(target)
+        policies[site] = file
+    return policies

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..config.loading import load_config
-from ..config.schema import RunConfig
+from ..config.study import Study
 
 ConfigFile = Annotated[
     Path, typer.Argument(help="Configuration file, such as app_configs/neurosfl_brain_age.yaml", show_default=False)
@@ -23,8 +22,34 @@ Overrides = Annotated[
 
 def load_with_options(
     config: Path, sites: int | None, rounds: int | None, seed: int | None, overrides: list[str] | None
-) -> RunConfig:
-    """Load a configuration; ``--sites``, ``--rounds`` and ``--seed`` win over ``--set``, which wins over the file."""
+) -> Study:
+    """Load a study; ``--sites``, ``--rounds`` and ``--seed`` win over ``--set``, which wins over the file."""
     short = {"simulator.sites": sites, "method.rounds": rounds, "seed": seed}
     option_overrides = [f"{key}={value}" for key, value in short.items() if value is not None]
-    return load_config(config, [*(overrides or []), *option_overrides])
+    return Study.load(config, [*(overrides or []), *option_overrides])
+
+
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue an interrupted run in the same --out from its last committed round")
+]
+
+StepBack = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Only with --resume: discard the last N commits first and repeat their rounds. For a poisoned commit: "
+        "most sites diverge from its model (E_DIVERGED, E_FINITE), or an update in it turns out to be wrong. Remove "
+        "the cause first. The last two commits are kept, so one step is possible. Not for --env prod",
+    ),
+]
+
+ContinueFrom = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN",
+        help="Continue a finished run, given by its result folder, up to the larger total of --rounds; the result is "
+        "that of a run with all rounds at once. RUN is not changed. Default of --out then: RUN-ROUNDS. Not for --env "
+        "prod, and not for methods whose schedule depends on the number of rounds",
+    ),
+]

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import shlex
-import shutil
 import signal
 import threading
 import time
@@ -15,22 +14,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import typer
 from rich.console import Console
 
+from ..api.deployment import Env
 from ..core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError, OutOfMemory
 from ..core.memory import is_out_of_memory
 from ..flare.watchdog import end_processes
+from ..results.runs.disk import LEAST_FREE, describe_disk, measure_free
+from ..results.runs.folder import CHECKPOINTS, RunFolder
 from .console import err
-from .resume import FOLDER, has_checkpoint
 
-Env = Literal["local", "sim", "poc", "prod"]
-
-LEAST_FREE = 10_000_000
-"""Bytes that must be free in the result folder before a run starts."""
 PATIENCE_S = 30.0
 """Seconds after Ctrl-C in which another Ctrl-C does not disturb the end of the run's processes."""
 _ROUND = re.compile(r"round (\d+)/")
@@ -172,7 +169,7 @@ def explain_outcome(
             if isinstance(failure, (ConfigError, CheckpointError)):
                 raise
             # An error before the first round, such as unreadable data, leaves nothing to continue.
-            has_commit = env == "prod" or progress.committed is not None or has_checkpoint(command.out)
+            has_commit = env == "prod" or progress.committed is not None or RunFolder(command.out).has_checkpoint
             if has_commit or isinstance(failure, OutOfMemory) or bool(getattr(failure, "remedy", "")):
                 for note in describe_next_steps(command, env, progress, failure, restarts=restarts):
                     failure.add_note(note)
@@ -206,7 +203,7 @@ def describe_next_steps(
         restarts: the run cannot be resumed, only started again.
     """
     remedy = str(getattr(error, "remedy", ""))
-    has_commit = progress.committed is not None or has_checkpoint(command.out)
+    has_commit = progress.committed is not None or RunFolder(command.out).has_checkpoint
     flag = "--overwrite" if restarts else "--resume"
     flags = [flag] if env == "prod" or has_commit else []
     way = "to continue" if error is None else "to continue, once the cause is removed"
@@ -218,12 +215,12 @@ def describe_next_steps(
 
 
 def _describe_safe(env: Env, progress: RunProgress, out: Path) -> str:
-    where = "at the server" if env == "prod" else f"in {out / FOLDER}"
+    where = "at the server" if env == "prod" else f"in {out / CHECKPOINTS}"
     if progress.committed is not None:
         return f"safe: round {progress.committed} is committed {where}"
     if env == "prod":
         return "safe: every round that was committed before, at the server"
-    if has_checkpoint(out):
+    if RunFolder(out).has_checkpoint:
         return f"safe: the rounds that were committed before, {where}"
     return "safe: no round was committed yet, so there is nothing to lose"
 
@@ -251,25 +248,3 @@ def find_lack_of_memory(error: BaseException) -> OutOfMemory | None:
     if isinstance(error, FlareSparseError) or not is_out_of_memory(error):
         return None
     return OutOfMemory(f"memory ran out: {str(error) or type(error).__name__}")
-
-
-def describe_disk(path: Path, free: int | None) -> str:
-    """Return which disk is full, for which path, and how many bytes are free."""
-    mount = path.resolve()
-    while not mount.is_mount():
-        mount = mount.parent
-    return (
-        f"the disk {mount} is full: {'?' if free is None else f'{free:,}'} bytes free for {path}. Free some space, or "
-        "choose another --out"
-    )
-
-
-def measure_free(path: Path) -> int | None:
-    """Return the free bytes of the disk of a path that may not exist yet; None: it cannot be told."""
-    folder = path.resolve()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None

@@ -9,7 +9,7 @@ import typer
 
 from ..core.errors import ConfigError, DataError
 from ..core.seeds import limit_threads
-from ..results.runs.load import compile_model, load_assembly
+from ..results.runs.load import compile_model, load_study
 from ..results.runs.models import read_run_model
 from ..training.compute import Compute, can_use_kernels
 from .console import out as console
@@ -48,12 +48,13 @@ def predict(
         raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: is not empty; choose another folder, or remove it first")
-    assembly, config = load_assembly(run)
+    study = load_study(run)
+    assembly = study.assembly
     device = assembly.method.config.training.torch_device
     # Before the model is read, which can take a minute.
     can_use_kernels(compute, device)
     weights = read_run_model(run, assembly, site_model or ("best" if best else "final"))
     model = compile_model(assembly.build_network(weights), compute, device)
-    with limit_threads(config.federation.threads):
+    with limit_threads(study.config.federation.threads):
         files = list(assembly.task.write_predictions(model, data.resolve(), out))
     console.print(f"{out}: {len(files)} predictions", markup=False)

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
+from ..api.report import compare_runs, write_reports
 from ..core.errors import ConfigError
-from ..results.runs.comparison import describe_runs
-from ..results.runs.results import read_runs
 from .console import err
 from .console import out as console
-from .predictions import ensure_pictures, ensure_predictions
+from .screen import Screen
 
 
 def report(
@@ -52,25 +51,9 @@ def report(
     """
     if as_json and out is not None:
         raise ConfigError("--json prints and writes no page; leave --out out")
-    results = read_runs(runs)
-    notes = {run.label: note for run in results if baselines and (note := ensure_predictions(run))}
-    # Read again: the predictions that were just written belong to the record.
-    results = read_runs(runs)
-    if pictures and not as_json:
-        for run in results:
-            ensure_pictures(run)
     if as_json:
-        console.print(json.dumps(describe_runs(results, notes), indent=2), markup=False, soft_wrap=True)
+        figures = compare_runs(runs, baselines=baselines, observer=Screen())
+        console.print(json.dumps(figures, indent=2), markup=False, soft_wrap=True)
         return
-    try:
-        from ..results.report.card import write_card
-        from ..results.report.page import write_report
-    except ImportError as error:
-        raise ConfigError(
-            f"report needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"
-        ) from error
-    for label, note in notes.items():
-        err.print(f"{label}: no baselines: {note}", markup=False, soft_wrap=True)
-    folder = out or runs[0] / "report"
-    for path in [*write_report(results, folder, pictures=pictures), *(write_card(run) for run in results)]:
+    for path in write_reports(runs, out, baselines=baselines, pictures=pictures, observer=Screen(err)):
         console.print(str(path), markup=False, soft_wrap=True)

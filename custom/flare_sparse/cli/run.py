@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from ..api.deployment import Deployment, Env, resolve_tracking_uri
+from ..api.start import PATIENCE_S, launch, name_run
+from ..config.study import Study
 from ..core.errors import ConfigError
+from ..results.runs.folder import RunFolder
 from .console import out as stdout
-from .environments import run_in_environment
-from .options import ConfigFile, Overrides, load_with_options
-from .outcome import Env, RunCommand, explain_outcome
-from .result_folder import PATIENCE_S, choose_default_folder, claim_result_folder, prepare_result_folder
-from .resume import ContinueFrom, Resume, StepBack, check_step_back, continue_run
+from .options import ConfigFile, ContinueFrom, Overrides, Resume, StepBack, load_with_options
+from .outcome import RunCommand, RunProgress, explain_outcome
+from .screen import Screen
 from .summary import PARTIAL, find_idle_sites, read_last_round, show_result
-from .tracking import resolve_tracking_uri
 
 
 def run(
@@ -94,52 +96,54 @@ def run(
     """
     _check_options(env, sites=sites, resume=resume, overwrite=overwrite, kit=kit, byoc=byoc)
     check_step_back(step_back, env, resume=resume, continue_from=continue_from)
-    if overwrite and continue_from is not None:
-        raise ConfigError("--continue-from replaces no run; leave --overwrite out and choose a new --out")
     tracking_uri = resolve_tracking_uri(mlflow, env) if mlflow is not None else None
-    resolved = load_with_options(config, sites, rounds, seed, set_)
-    name = f"{resolved.name}-local" if env == "local" else resolved.name
     if continue_from is not None:
-        chosen = continue_run(continue_from, resolved, config, out, env, resume=resume)
-        resume = True
+        check_continuation(resume=resume, overwrite=overwrite)
+    study = load_with_options(config, sites, rounds, seed, set_)
+    name, restarts = name_run(study, env), env == "poc" and study.config.encrypted
+    if continue_from is not None:
+        refuse_lost_state(study, env)
+        chosen = RunFolder.continue_run(continue_from, study, out)
+    elif out is not None:
+        chosen = RunFolder(out, resume, step_back or 0)
     else:
-        chosen = out or choose_default_folder(name, resume=resume, overwrite=overwrite)
-    options = {
-        "env": env,
-        "kit": kit,
-        "byoc": byoc,
-        "sites": sites,
-        "rounds": rounds,
-        "seed": seed,
-        "mlflow": mlflow,
-    }
-    command = RunCommand(config, chosen, options, tuple(set_ or ()))
+        chosen = replace(RunFolder.choose(name, resume=resume, overwrite=overwrite), step_back=step_back or 0)
+    options = {"env": env, "kit": kit, "byoc": byoc, "sites": sites, "rounds": rounds, "seed": seed, "mlflow": mlflow}
+    command = RunCommand(config, chosen.path, options, tuple(set_ or ()))
     # A killed simulation holds the lock until its processes notice that their command is gone.
-    with claim_result_folder(chosen, 0.0 if env == "local" else PATIENCE_S):
-        folder = prepare_result_folder(command, resume=resume, overwrite=overwrite, is_deployed=env == "prod")
+    with chosen.claim(0.0 if env == "local" else PATIENCE_S):
+        folder = chosen.prepare(overwrite=overwrite, keeps_state=env != "prod", advise=command.format)
+        deployment = Deployment(kit, byoc, tracking_uri, command.format() if env == "prod" else "")
         with open_screen(env) as console:
-            if out is None and chosen.name != name and not resume:
-                console.print(f"runs/{name} holds a finished run; this one is written to {chosen}")
+            if out is None and chosen.path.name != name and not chosen.resume:
+                console.print(f"runs/{name} holds a finished run; this one is written to {chosen.path}")
             # FLARE makes new keys for every POC federation, so an encrypted run there starts again.
-            restarts = env == "poc" and resolved.encrypted
             with explain_outcome(command, env, restarts=restarts) as progress:
-                summary = run_in_environment(
-                    env,
-                    resolved,
-                    config,
-                    folder,
-                    console,
-                    resume=resume,
-                    step_back=step_back or 0,
-                    kit=kit,
-                    byoc=byoc,
-                    mlflow=tracking_uri,
-                    on_line=progress.record,
-                    restart_command=command.format(),
-                )
-            show_result(console, summary, folder)
-    if find_idle_sites(summary, read_last_round(folder)):
+                finished = launch(env, study, folder, RunScreen(console, progress), deployment)
+            show_result(console, finished.summary, folder.path)
+    if find_idle_sites(finished.summary, read_last_round(folder.path)):
         raise typer.Exit(PARTIAL)
+
+
+class RunScreen(Screen):
+    """The screen of a run, which notes the committed rounds.
+
+    Args:
+        console: receives the lines.
+        progress: notes the rounds.
+    """
+
+    def __init__(self, console: Console, progress: RunProgress):
+        super().__init__(console)
+        self._progress = progress
+
+    def say(self, text: str) -> None:
+        self._progress.record(text)
+        super().say(text)
+
+    def see_round(self, line: dict[str, Any]) -> None:
+        self._progress.record(line)
+        super().see_round(line)
 
 
 @contextmanager
@@ -167,3 +171,44 @@ def _check_options(env: str, *, sites: int | None, resume: bool, overwrite: bool
             raise ConfigError("--sites does not apply to --env prod, where the connected sites take part; leave it out")
     elif kit is not None or byoc:
         raise ConfigError(f"{'--kit' if kit else '--byoc'} is for --env prod, not for --env {env}; leave it out")
+
+
+def check_continuation(*, resume: bool, overwrite: bool) -> None:
+    """Raises:
+    ConfigError: --continue-from does not apply to the other options.
+    """
+    if overwrite:
+        raise ConfigError("--continue-from replaces no run; leave --overwrite out and choose a new --out")
+    if resume:
+        raise ConfigError(
+            "--resume and --continue-from exclude each other: --continue-from starts a longer run from a finished one, "
+            "--resume goes on with that longer run after an interruption"
+        )
+
+
+def refuse_lost_state(study: Study, env: str) -> None:
+    """Raises:
+    ConfigError: a finished run of this environment leaves nothing that --continue-from could start from.
+    """
+    if env == "prod" or (env == "poc" and study.config.encrypted):
+        reason = "the server deletes its checkpoints" if env == "prod" else "every federation has new keys"
+        raise ConfigError(
+            f"--continue-from does not apply to --env {env}, where {reason} after a run. Start a run of "
+            f"{study.config.method.config.rounds} rounds without --continue-from"
+        )
+
+
+def check_step_back(step_back: int | None, env: str, *, resume: bool, continue_from: Path | None) -> None:
+    """Raises:
+    ConfigError: --step-back does not apply to the environment or to the other options.
+    """
+    if step_back is None:
+        return
+    if env == "prod":
+        raise ConfigError(
+            "--step-back does not apply to --env prod, where the checkpoints lie at the server: abort the job, rename "
+            'the server\'s newest checkpoint (docs/reliability.md, "Malicious sites") and submit it again'
+        )
+    if continue_from is not None or not resume:
+        reason = " and not for --continue-from" if continue_from is not None else "; add --resume"
+        raise ConfigError(f"--step-back discards commits of an interrupted run: it is for --resume{reason}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..core.errors import ConfigError
-from ..results.runs.load import load_trained_model
+from ..results.runs.load import load_study, load_trained_model
 from .console import out as console
 from .inputs import load_inputs
 
@@ -34,9 +34,10 @@ def save(
 
     [dim]flare-sparse save runs/neurosfl_brain_age --onnx[/]
     """
-    model, assembly, config = load_trained_model(run, best=best)
+    study = load_study(run)
+    model = load_trained_model(study, best=best)
     folder = to or run / "saved"
-    assembly.task.save(model, folder)
+    study.assembly.task.save(model, folder)
     if onnx:
         try:
             from ..results.runs.onnx_export import export_onnx
@@ -44,8 +45,6 @@ def save(
             raise ConfigError(
                 f"--onnx needs onnx and onnxruntime: pip install 'flare-sparse[onnx]' ({error.name})"
             ) from error
-        largest_error = export_onnx(
-            model.eval(), load_inputs("--onnx", config, assembly, run, data), folder / "model.onnx"
-        )
+        largest_error = export_onnx(model, load_inputs("--onnx", study, data), folder / "model.onnx")
         console.print(f"model.onnx computes the same within {largest_error:.2g}")
     console.print(f"{folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())), markup=False)

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import ConfigError
-from ..results.runs.folder import SUMMARY
 from ..results.runs.growing import ROUNDS
 from ..results.runs.progress import (
     ProgressFormatter,
@@ -25,6 +24,7 @@ from ..results.runs.progress import (
     format_bytes,
     format_duration,
 )
+from ..results.runs.record import SUMMARY
 from .console import out as stdout
 
 if TYPE_CHECKING:

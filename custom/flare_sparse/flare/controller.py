@@ -26,9 +26,9 @@ from ..config.assemble import build_rules
 from ..config.schema import JobConfig
 from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, FlareSparseError
-from ..results.runs.folder import RunFolder, build_run_facts
 from ..results.runs.model_files import ENCRYPTED
 from ..results.runs.progress import format_events, format_progress
+from ..results.runs.record import RecordWriter, build_run_facts
 from ..rounds.endpoints.server import Attempt
 from ..rounds.federation import Federation, Reply, RoundRecord, SumQuestions, Tree
 from .analytics import announce_best, announce_round
@@ -128,7 +128,7 @@ class FederatedController(Controller):
             self.logger.warning(UNARCHIVED, session.unarchived, session.store.folder)
         facts = build_run_facts(job, assembly)
         app_dir = Path(get_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
-        folder = RunFolder(app_dir / RESULTS, facts, assembly.layout, session.ledger)
+        folder = RecordWriter(app_dir / RESULTS, facts, assembly.layout, session.ledger)
 
         polling = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
         self._polling = cleanup.enter_context(closing(polling))

@@ -23,8 +23,8 @@ from ..config.yaml_files import read_yaml
 from ..core.errors import ConfigError, format_site_error
 from ..methods.method import describe_site_model
 from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
-from ..results.runs.folder import LAYER_COMPUTE, write_layer_compute
 from ..results.runs.model_files import save_site_model
+from ..results.runs.record import LAYER_COMPUTE, write_layer_compute
 from ..rounds.endpoints.model_change import ChangeLimit
 from ..rounds.endpoints.request_log import RequestLog
 from ..rounds.endpoints.server import SERVER, ServerEndpoint

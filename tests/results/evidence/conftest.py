@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 
 @pytest.fixture(scope="session")
@@ -20,5 +21,5 @@ def phantom_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "task: {name: brain_age, downsample: 4, split: {validation: 0.2}}\n"
         "simulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
     )
-    run_config_locally(load_config(file), file, folder / "run")
+    run_in_process(Study.load(file), RunFolder(folder / "run"))
     return folder / "run"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flare_sparse.cli.local import run_config_locally
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 METHODS = {
     "neurosfl": "{name: neurosfl, sparsity: 0.9, rounds: 2}",
@@ -27,5 +28,5 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "simulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
     )
     for name, method in METHODS.items():
-        run_config_locally(load_config(file, [f"method={method}"]), file, folder / name)
+        run_in_process(Study.load(file, [f"method={method}"]), RunFolder(folder / name))
     return {name: folder / name for name in METHODS}

@@ -1,42 +1,60 @@
-"""Model files: written models are read back, and those of another network are refused."""
+"""A result folder: which one a run uses, the lock on it, and what it protects."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from flare_sparse.core.errors import ConfigError
-from flare_sparse.core.params import Layout, TensorSpec
-from flare_sparse.results.runs.folder import LAYER_COMPUTE, write_layer_compute
-from flare_sparse.results.runs.model_files import read_model, save_model
-
-LAYOUT = Layout((TensorSpec("b", (3,)), TensorSpec("a", (2, 2))))
+from flare_sparse.results.runs.folder import RunFolder
 
 
-def test_saved_model_is_read_back_bit_for_bit(tmp_path: Path) -> None:
-    weights = torch.randn(LAYOUT.size)
-    save_model(tmp_path / "model.safetensors", LAYOUT, weights)
-    assert torch.equal(read_model(tmp_path / "model.safetensors", LAYOUT), weights)
+def finish(folder: str) -> None:
+    Path(folder).mkdir(parents=True)
+    Path(folder, "summary.json").touch()
 
 
-def test_model_of_another_base_or_damaged_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    save_model(file, LAYOUT, torch.zeros(LAYOUT.size))
-    with pytest.raises(ConfigError, match="the base model under the adapters"):
-        read_model(file, Layout(LAYOUT.tensors, base_model_digest="0" * 64))
-    file.write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_model(file, LAYOUT)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_model(tmp_path / "none.safetensors", LAYOUT)
+def test_default_folder_is_the_first_without_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RunFolder.choose("job").path == Path("runs/job")
+    finish("runs/job")
+    finish("runs/job-2")
+    assert RunFolder.choose("job").path == Path("runs/job-3")
+    assert RunFolder.choose("job", resume=True) == RunFolder(Path("runs/job-2"), resume=True)
+    assert RunFolder.choose("job", overwrite=True).path == Path("runs/job")
+    Path("runs/job-3").mkdir()
+    assert RunFolder.choose("job", resume=True).path == Path("runs/job-3")
 
 
-def test_choice_of_sparse_layers_leaves_out_sites_without_one(tmp_path: Path) -> None:
-    write_layer_compute(tmp_path, {"site-1": {"0": "dense"}, "site-2": {"0": "sparse"}, "site-3": {}})
-    written = json.loads((tmp_path / LAYER_COMPUTE).read_text())
-    assert written == {"site-1": {"0": "dense"}, "site-2": {"0": "sparse"}}
-    write_layer_compute(tmp_path, {"site-1": {}})
-    assert not any(tmp_path.iterdir())
+def test_claimed_folder_is_refused_to_others_until_the_block_ends(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "out")
+    with (
+        folder.claim(),
+        pytest.raises(ConfigError, match="another flare-sparse command is writing to this folder"),
+        folder.claim(),
+    ):
+        pass
+    with folder.claim():
+        assert folder.prepare().path == tmp_path / "out"
+
+
+def test_run_in_the_folder_is_replaced_only_on_request(tmp_path: Path) -> None:
+    finish(str(tmp_path / "out"))
+    (tmp_path / "out" / "evaluations").mkdir()
+    folder = RunFolder(tmp_path / "out")
+    with pytest.raises(ConfigError, match="holds a finished run, which would be lost(.|\n)*type this: --overwrite"):
+        folder.prepare(advise=lambda flag: f"type this: {flag}")
+    assert folder.is_finished
+    folder.prepare(overwrite=True)
+    assert not folder.is_finished
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_folder_with_checkpoints_is_interrupted_unless_the_server_keeps_the_state(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "job-1" / "server" / "00000001").mkdir(parents=True)
+    folder = RunFolder(tmp_path)
+    assert folder.has_checkpoint
+    with pytest.raises(ConfigError, match=r"holds an interrupted run(.|\n)*--resume\n(.|\n)*--overwrite"):
+        folder.prepare()
+    assert folder.prepare(keeps_state=False).path == tmp_path

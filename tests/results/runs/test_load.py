@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from flare_sparse import load_model
 from flare_sparse.cli import app
-from flare_sparse.cli.local import run_config_locally
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.config.loading import load_config
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.results.runs.onnx_export import export_onnx
@@ -29,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "task: {name: brain_age, downsample: 4, split: {validation: 0.2}}\n"
         "simulator: {sites: 2, data: {phantom: {subjects: 10}}}\n"
     )
-    run_config_locally(load_config(file), file, folder / "run")
+    run_in_process(Study.load(file), RunFolder(folder / "run"))
     return folder / "run"
 
 

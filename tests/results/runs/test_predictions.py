@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flare_sparse.cli.local import run_config_locally
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.cli.predictions import ensure_predictions
 from flare_sparse.config.loading import load_config
 from flare_sparse.results.report.comparisons import build_comparisons
@@ -42,7 +44,7 @@ def run_table(visits: Path, name: str, task: str, method: str = "fedavg") -> Run
         f"simulator: {{data: {{path: {visits}, partition: {{kind: natural, column: site}}}}}}\n"
     )
     folder = visits.with_name(name)
-    run_config_locally(load_config(config, []), config, folder)
+    run_in_process(Study.load(config, []), RunFolder(folder))
     run = RunResult.read(folder)
     assert ensure_predictions(run) == ""
     return RunResult.read(folder)

@@ -18,7 +18,7 @@ from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import RoundFailed
 from flare_sparse.core.exchange import EncryptedValues, Patch
 from flare_sparse.privacy.encryption import PRECISION, KeyContexts, SiteCipher
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import FROM_START, Course, Transport, Watcher, run_locally
 
 SUMMABLE = list_compatible_methods(FEATURES["wire.encryption: ckks"])
 SGD = {"optimizer": "sgd", "lr": 0.01}
@@ -29,13 +29,21 @@ def contexts() -> KeyContexts:
     return KeyContexts.generate()
 
 
-def run(name: str, *, encrypted: bool, **options: Any) -> Any:
+def run(name: str, *, encrypted: bool, settings: Any = None, course: Any = FROM_START, **watched: Any) -> Any:
     """Return outcome and ledger of a run over three sites."""
     bench = toy.ToyBench(validation=4)
-    settings = {"rounds": 3, "training": SGD, **options.pop("settings", {})}
+    settings = {"rounds": 3, "training": SGD, **(settings or {})}
     method, sites = bench.method(name, **settings), bench.sites()
     keys = contexts() if encrypted else None
-    return run_locally(method, bench.weights, sites, bench.task.metric, contexts=keys, **options)
+    return run_locally(
+        method,
+        bench.weights,
+        sites,
+        bench.task.metric,
+        transport=Transport(contexts=keys),
+        course=course,
+        watcher=Watcher(**watched),
+    )
 
 
 def decrypt(outcome: Any) -> torch.Tensor:
@@ -212,7 +220,7 @@ def test_run_cannot_be_resumed_with_other_keys(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run("neurosfl", encrypted=True, stores=build_store, on_round=stop_after_round_2)
+        run("neurosfl", encrypted=True, course=Course(stores=build_store), on_round=stop_after_round_2)
     bench = toy.ToyBench()
     method = bench.method("neurosfl", training=SGD)
     with pytest.raises(RoundFailed, match="E_KEY"):
@@ -221,7 +229,6 @@ def test_run_cannot_be_resumed_with_other_keys(tmp_path: Path) -> None:
             bench.weights,
             bench.sites(),
             bench.task.metric,
-            stores=build_store,
-            resume=True,
-            contexts=KeyContexts.generate(),
+            course=Course(stores=build_store, resume=True),
+            transport=Transport(contexts=KeyContexts.generate()),
         )

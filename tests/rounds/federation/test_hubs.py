@@ -26,7 +26,7 @@ from flare_sparse.rounds.endpoints.sums import build_ring, compute_shares
 from flare_sparse.rounds.federation import Hub, HubReply, HubRules, Outcome, RoundRules, SiteLinks, SumQuestions
 from flare_sparse.rounds.federation.parcels import MAX_SECTION_BYTES, SiteReply, pack_reply, unpack_reply
 from flare_sparse.rounds.federation.tree import sum_link_bytes
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.wire.collection import Parcel, pack_collection, unpack_collection
 
 SGD = {"optimizer": "sgd", "lr": 0.01}
@@ -242,9 +242,12 @@ def test_hub_of_a_run_needs_sites_of_the_run() -> None:
     bench = build(CLEAR, None).bench
     with pytest.raises(ConfigError, match=r"federation\.hubs: site-4: no such site in this run"):
         run_locally(
-            bench.method("fedavg", rounds=1), bench.weights, bench.sites(3), bench.task.metric,
-            sum_rules=CLEAR, hubs=build_hubs(1, 4),
-        )  # fmt: skip
+            bench.method("fedavg", rounds=1),
+            bench.weights,
+            bench.sites(3),
+            bench.task.metric,
+            transport=Transport(sum_rules=CLEAR, hubs=build_hubs(1, 4)),
+        )
 
 
 SUM_ID = SumId(RUN, "train", 1, 1)

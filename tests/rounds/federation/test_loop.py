@@ -17,7 +17,7 @@ from flare_sparse.core.errors import CheckpointError, RoundFailed
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.server import SERVER
 from flare_sparse.rounds.federation import RoundRules
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Transport, run_locally
 
 
 class Loop(LocalFederation):
@@ -76,8 +76,8 @@ def test_16_bit_formats_halve_the_bytes_and_end_near_float32(values: str) -> Non
     made = bench()
     exact, dense = run_locally(made.method("fedavg"), made.weights, made.sites(), made.task.metric)
     short, half = run_locally(
-        made.method("fedavg"), made.weights, made.sites(), made.task.metric, values=values  # type: ignore[arg-type]
-    )  # fmt: skip
+        made.method("fedavg"), made.weights, made.sites(), made.task.metric, transport=Transport(values=values)
+    )
     assert {line.values for line in half.lines if line.scalars_sent} == {values}
     assert 2 * max(line.payload_bytes for line in half.lines) <= max(line.payload_bytes for line in dense.lines) + 144
     assert torch.allclose(short.weights, exact.weights, atol=0.05)

@@ -15,7 +15,7 @@ from flare_sparse.core.errors import MissingBase, RoundFailed
 from flare_sparse.core.params import compute_digest
 from flare_sparse.rounds.endpoints.server import Attempt
 from flare_sparse.rounds.federation import Reply, RoundRules
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Course, run_locally
 
 
 def test_site_that_exceeds_the_time_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,9 @@ def test_site_that_exceeds_the_time_is_left_out_and_named(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(sites["site-1"], "evaluate", evaluate_slowly)
     rules = RoundRules(min_sites=2, round_s=60, quarantine_after=0)
-    outcome, _ = run_locally(bench.method("fedavg"), bench.weights, sites, bench.task.metric, rules=rules)
+    outcome, _ = run_locally(
+        bench.method("fedavg"), bench.weights, sites, bench.task.metric, course=Course(rules=rules)
+    )
     assert [record.timed_out for record in outcome.rounds] == [["site-1"]] * len(outcome.rounds)
     without = LocalFederation("fedavg", bench, rules=rules)
     without.is_silent = lambda site, attempt: site == "site-1"

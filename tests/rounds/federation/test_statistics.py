@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
-from flare_sparse.cli.local import run_config_locally
+from flare_sparse.api.local import run as run_in_process
 from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import build_task
+from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.observer import SILENT, Observer
 from flare_sparse.methods.registry import METHODS
+from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.rounds.local.dry_run import estimate_traffic
 from flare_sparse.tasks.task import SiteData, load_examples
 
@@ -43,9 +44,8 @@ def job(tmp_path: Path) -> Path:
     return file
 
 
-def run(job: Path, out: Path, *overrides: str, resume: bool = False, **options: Any) -> dict[str, Any]:
-    config = load_config(job, list(overrides))
-    return run_config_locally(config, job, out, resume=resume, console=Console(file=StringIO()), **options)
+def run(job: Path, out: Path, *overrides: str, resume: bool = False, observer: Observer = SILENT) -> dict[str, Any]:
+    return run_in_process(Study.load(job, overrides), RunFolder(out, resume), observer).summary
 
 
 def read_statistics(out: Path) -> torch.Tensor:
@@ -104,13 +104,14 @@ def test_resumed_run_ends_in_the_same_model(job: Path, tmp_path: Path, stop: int
     expected = run(job, tmp_path / "whole")["model_sha256"]
     lines: list[Any] = []
 
-    def interrupt(line: dict[str, Any]) -> None:
-        lines.append(line)
-        if len(lines) == stop:
-            raise KeyboardInterrupt
+    class Interruption(Observer):
+        def see_round(self, line: dict[str, Any]) -> None:
+            lines.append(line)
+            if len(lines) == stop:
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(job, tmp_path / "out", on_line=interrupt)
+        run(job, tmp_path / "out", observer=Interruption())
     assert lines[0]["kind"] == "statistics"
     resumed = run(job, tmp_path / "out", resume=True)
     assert resumed["model_sha256"] == expected

@@ -33,7 +33,7 @@ from flare_sparse.privacy.secure_aggregation.rings import Ring, RingFormat
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.federation import RoundRules
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.wire.ledger import Ledger
 
 SUMMABLE = list_compatible_methods(FEATURES["wire.aggregation: masked"])
@@ -45,7 +45,9 @@ def run(name: str, rules: SumRules | None, sites: int = 4, **settings: Any) -> A
     """Return outcome and ledger of a run."""
     bench = ToyBench(validation=4)
     method = bench.method(name, **{"rounds": 3, "training": SGD, **settings})
-    return run_locally(method, bench.weights, bench.sites(sites), bench.task.metric, sum_rules=rules)
+    return run_locally(
+        method, bench.weights, bench.sites(sites), bench.task.metric, transport=Transport(sum_rules=rules)
+    )
 
 
 def test_methods_whose_server_needs_a_sum_only_can_be_masked() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from flare_sparse.cli.estimate import compute_figures, name_sites
+from flare_sparse.api.estimate import compute_figures, name_sites
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.policy.policy import PRESETS, read_policy
 from flare_sparse.config.schema import build_task
+from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.exchange import Request
 from flare_sparse.rounds.endpoints.request_log import RequestLog
@@ -101,7 +102,7 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestLog]:
 
 def figures(name: str, *overrides: str) -> dict[str, Any]:
     file = ROOT / "app_configs" / f"{name}.yaml"
-    return compute_figures(load_config(file, overrides), file)
+    return compute_figures(Study.load(file, overrides))
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import toy
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.rounds.local.dry_run import DrySite, dry_run
 from flare_sparse.rounds.local.estimate import BytesRange, bound_messages
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Transport, run_locally
 from flare_sparse.wire.ledger import LedgerLine
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ def test_every_message_lies_within_its_estimate(task: str, name: str, values: An
     estimates: dict[tuple[int, str, str], BytesRange] = {
         identify(line): size for line, size, _ in bound_messages(method, dry.lines, dry_sites)
     }
-    _, ledger = run_locally(method, bench.weights, bench.sites(), bench.task.metric, values=values)
+    _, ledger = run_locally(method, bench.weights, bench.sites(), bench.task.metric, transport=Transport(values=values))
     assert {identify(line) for line in ledger.lines} == set(estimates)
     for line in ledger.lines:
         size = estimates[identify(line)]
@@ -55,7 +55,9 @@ def test_every_message_of_a_masked_run_lies_within_its_estimate(name: str) -> No
     dry_sites = {site: DrySite(site, bench.layout) for site in bench.sites()}
     _, dry = dry_run(method, bench.weights, dry_sites, "float32", sum_rules=rules)
     sizes = [size for _, size, _ in bound_messages(method, dry.lines, dry_sites)]
-    _, ledger = run_locally(method, bench.weights, bench.sites(), bench.task.metric, sum_rules=rules)
+    _, ledger = run_locally(
+        method, bench.weights, bench.sites(), bench.task.metric, transport=Transport(sum_rules=rules)
+    )
     assert [(line.site, line.direction, line.encoding) for line in ledger.lines if line.values == "masked"] == [
         (line.site, line.direction, line.encoding) for line in dry.lines if line.values == "masked"
     ]

@@ -22,10 +22,10 @@ from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.privacy.dp.metrics import MetricRelease
 from flare_sparse.results.report.tables import build_privacy
-from flare_sparse.results.runs.folder import RunFacts, RunFolder
+from flare_sparse.results.runs.record import RecordWriter, RunFacts
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.rounds.federation import RoundRecord, RoundRules
-from flare_sparse.rounds.local.run import run_locally
+from flare_sparse.rounds.local.run import Course, Watcher, run_locally
 from flare_sparse.tasks.task import Metric
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
@@ -57,11 +57,16 @@ def test_record_has_the_spent_epsilon_and_the_run_goes_on_without_a_site_whose_b
     settings = {"scores": "random", "random_layers": "erk"} if method == "neurosfl" else {}
     facts = RunFacts("a" * 16, "job", method, 1, 3, Metric("mse", "", "min"), "", privacy=CONFIG)
     ledger = Ledger()
-    folder = RunFolder(tmp_path, facts, bench.layout, ledger)
+    folder = RecordWriter(tmp_path, facts, bench.layout, ledger)
     outcome, _ = run_locally(
-        bench.method(method, training=TRAINING, **settings), bench.weights, sites, facts.metric,
-        rules=RoundRules(retries=0), on_round=folder.commit, ledger=ledger,
-    )  # fmt: skip
+        bench.method(method, training=TRAINING, **settings),
+        bench.weights,
+        sites,
+        facts.metric,
+        ledger=ledger,
+        course=Course(rules=RoundRules(retries=0)),
+        watcher=Watcher(on_round=folder.commit),
+    )
     summary = folder.finish(outcome)
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     both, one = ({"site-1": spend(t), "site-2": spend(t)} for t in (1, 2)), {"site-1": spend(3)}

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from nvflare.recipe import SimEnv
 from ...config.policy.policy import POLICY_FILE
 from ...core.checkpoint.writing import replace_atomically
 from ...core.errors import ConfigError
-from ...results.runs.folder import LAYER_COMPUTE, write_layer_compute
 from ...results.runs.growing import LEDGER, ROUNDS, GrowingRecord
 from ...results.runs.model_files import SITE_MODELS, delete_models, list_site_models
+from ...results.runs.record import LAYER_COMPUTE, write_layer_compute
 from ...tasks.data.source import SITE_FILE_VARIABLE
 from ..checkpoints import CHECKPOINTS_VARIABLE, OFF
 from ..controller import RESULTS
@@ -34,18 +35,38 @@ from .ending import JobFailed
 from .site_processes import watch_site_processes
 
 
+@dataclass(frozen=True)
+class Workplace:
+    """What the simulated server and sites find on their machines.
+
+    Attributes:
+        allowed_classes: further class paths that the sites allow, such as that of a user task.
+        checkpoints: folder of the checkpoints of server and sites; None: the run cannot be resumed.
+        processes: number of sites that run at a time. The others wait for a free process; a site that starts again in a
+            new process has lost the base and receives the full model. None: one process for each site.
+        keys: folder with the key contexts of an encrypted run.
+        kits: folder with the certificates of the sites of a masked run.
+        policy: policy file that the server and every site follow; None: the default policy.
+    """
+
+    allowed_classes: Sequence[str] = ()
+    checkpoints: Path | None = None
+    processes: int | None = None
+    keys: Path | None = None
+    kits: Path | None = None
+    policy: Path | None = None
+
+
+PLAIN = Workplace()
+
+
 def simulate(
     recipe: SparseRecipe,
     sites: Sequence[str],
     site_files: str,
     out: Path,
+    workplace: Workplace = PLAIN,
     *,
-    allowed_classes: Sequence[str] = (),
-    checkpoints: Path | None = None,
-    processes: int | None = None,
-    keys: Path | None = None,
-    kits: Path | None = None,
-    policy: Path | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run a recipe in the simulator and collect its record in ``out``.
@@ -55,13 +76,7 @@ def simulate(
         sites: names of the sites.
         site_files: path of the sites' site files, with ``{site}`` in place of the name.
         out: result folder; FLARE's workspace and log are kept in it.
-        allowed_classes: further class paths that the simulated sites allow, such as that of a user task.
-        checkpoints: folder of the checkpoints of server and sites; None: the run cannot be resumed.
-        processes: number of sites that run at a time. The others wait for a free process; a site that starts again in a
-            new process has lost the base and receives the full model. None: one process for each site.
-        keys: folder with the key contexts of an encrypted run.
-        kits: folder with the certificates of the sites of a masked run.
-        policy: policy file that the server and every site follow; None: the default policy.
+        workplace: what server and sites find on their machines.
         on_round: called with each line of ``rounds.jsonl`` as it is written.
 
     Returns:
@@ -80,17 +95,17 @@ def simulate(
     shutil.rmtree(workspace, ignore_errors=True)
     (workspace / "local").mkdir(parents=True)
     # FLARE's simulated server and sites share one list.
-    allow_classes(workspace, allowed_classes, at_server=True)
-    if policy:
-        shutil.copy2(policy, workspace / "local" / POLICY_FILE)
+    allow_classes(workspace, workplace.allowed_classes, at_server=True)
+    if workplace.policy:
+        shutil.copy2(workplace.policy, workspace / "local" / POLICY_FILE)
     record = workspace / "server" / "simulate_job" / "app_server" / RESULTS
     log = out / "flare.log"
     # Each site runs in its own process, which inherits only the environment.
     variables = {
         SITE_FILE_VARIABLE: site_files,
-        CHECKPOINTS_VARIABLE: str(checkpoints or OFF),
-        KEYS_VARIABLE: str(keys or ""),
-        KITS_VARIABLE: str(kits or ""),
+        CHECKPOINTS_VARIABLE: str(workplace.checkpoints or OFF),
+        KEYS_VARIABLE: str(workplace.keys or ""),
+        KITS_VARIABLE: str(workplace.kits or ""),
         SITE_MODELS_VARIABLE: str(workspace),
         COMMAND_VARIABLE: identify_command(),
     }
@@ -108,7 +123,7 @@ def simulate(
         with redirect_output(log), watch_site_processes(log, workspace) as dead:
             try:
                 recipe.execute(
-                    SimEnv(clients=list(sites), num_threads=processes, workspace_root=str(out / "workspace"))
+                    SimEnv(clients=list(sites), num_threads=workplace.processes, workspace_root=str(out / "workspace"))
                 )
             except RuntimeError as error:
                 raise _describe_end(log, workspace, dead, str(error)) from error

@@ -12,7 +12,7 @@ from ...core.checkpoint.writing import write_json
 from ...core.errors import ConfigError, DataError
 from ...core.seeds import limit_threads
 from ...tasks.task import Examples, SiteData
-from ..runs.load import load_assembly
+from ..runs.load import load_study
 from ..runs.models import read_run_model
 from ..runs.results import AUDIT_FILE, AUDIT_FOLDER, PICTURES, RunResult
 from ..runs.updates import UPDATES
@@ -43,7 +43,8 @@ def audit_run(
         DataError: the data cannot be loaded.
     """
     started = time.monotonic()
-    assembly, config = load_assembly(run.path)
+    study = load_study(run.path)
+    assembly, config = study.assembly, study.config
     if conflicts := find_conflicts(config, features=[AUDIT]):
         raise ConfigError(f"{run.path}: {conflicts[0]}")
     model = assembly.build_network(read_run_model(run.path, assembly, "final"))

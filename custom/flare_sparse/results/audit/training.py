@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from ...config.assemble import Assembly, assemble, open_site
+from ...config.assemble import Assembly, open_site
 from ...config.schema import RunConfig
-from ...config.user_tasks import load_task
+from ...config.study import Study
 from ...core.seeds import derive_seed
 from ...tasks.task import Examples, SiteData
 from ..runs.local import run_assembly
+from ..runs.record import CONFIG
 
 NO_CLAIMS: dict[str, int] = {}
 """Agreed numbers of examples of a model that is trained on other examples."""
@@ -48,7 +49,7 @@ class Retraining:
         """
         federation = self.config.federation.model_copy(update={"examples": NO_CLAIMS})
         config = self.config.model_copy(update={"seed": seed, "federation": federation})
-        assembly = assemble(config, load_task(config, self.run))
+        assembly = Study(config, self.run / CONFIG).assembly
         sites = {name: self._open_site(assembly, name, dataset) for name, dataset in datasets.items()}
         weights = run_assembly(config, assembly, sites)[0].weights
         return assembly.build_network(assembly.complete(weights))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..runs.folder import list_versions
+from ..runs.record import list_versions
 from ..runs.results import RunResult
 
 

@@ -13,9 +13,9 @@ from ...core.errors import ConfigError
 from ...core.params import compute_digest
 from ...tasks.task import TEST_EXAMPLES, VALIDATION_EXAMPLES
 from ..runs.contributions import describe_missed
-from ..runs.folder import list_versions
-from ..runs.load import load_assembly
+from ..runs.load import load_study
 from ..runs.model_files import read_model
+from ..runs.record import list_versions
 from ..runs.results import AUDIT_FILE, RunResult
 from .deviations import list_deviations
 
@@ -88,7 +88,7 @@ def check_model(run: RunResult) -> str:
     recorded = run.summary["model_sha256"]
     if not recorded:
         return "encrypted: the server cannot read the model"
-    digest = compute_digest(read_model(run.path / "model.safetensors", load_assembly(run.path)[0].layout))
+    digest = compute_digest(read_model(run.path / "model.safetensors", load_study(run.path).assembly.layout))
     if digest != recorded:
         raise ConfigError(
             f"{run.path}: model.safetensors has the digest {digest}, summary.json states {recorded}; the folder was "

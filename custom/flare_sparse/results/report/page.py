@@ -14,8 +14,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from ..runs.folder import CONFIG
 from ..runs.progress import format_bytes
+from ..runs.record import CONFIG
 from ..runs.results import RunResult, compute_site_gains, group_by_seed, label_groups
 from . import figures
 from .attacks import build_attacks

@@ -12,16 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...config.assemble import Assembly, open_checkpoints
+from ...config.study import Study
 from ...core.checkpoint.store import Store, iterate_differences
 from ...config.schema import JobConfig, RunConfig
 from ...config.loading import serialize_job
 from ...config.needs import CONTINUATION, find_conflicts
-from ...privacy.encryption import KeyContexts
 from ...rounds.endpoints.server import SERVER
 from ...core.errors import ConfigError
-from .folder import SUMMARY
-from .load import load_assembly
+from .record import SUMMARY
+from .load import load_study
 
 FINAL = "final_checkpoints"
 """Folder in the result folder that holds the last checkpoint of each end of a finished run."""
@@ -65,14 +64,13 @@ def copy_final_checkpoints(folder: Path, open_store: Callable[[str], Store]) -> 
         Store(folder / end, {}).copy_newest(open_store(end))
 
 
-def prepare_continuation(run: Path, config: RunConfig, assembly: Assembly, out: Path, folder: str) -> None:
+def prepare_continuation(run: Path, study: Study, out: Path, folder: str) -> None:
     """Give a run the last checkpoints of a shorter one, so that it can resume from them. ``run`` is not changed.
 
     Args:
         run: result folder of the finished run.
-        config: configuration of the longer run.
-        assembly: parts of the longer run.
-        out: result folder of the longer run.
+        study: the longer run.
+        out: its result folder.
         folder: name of the folder of checkpoints in ``out``.
 
     Raises:
@@ -81,12 +79,12 @@ def prepare_continuation(run: Path, config: RunConfig, assembly: Assembly, out: 
     """
     if not (run / SUMMARY).is_file():
         raise ConfigError(f"--continue-from {run}: no record of a finished run; an interrupted one needs --resume")
-    finished, finished_config = load_assembly(run)
-    _check_settings(run, finished_config, config)
-    rounds = assembly.method.config.rounds
-    if conflicts := find_conflicts(finished_config, features=[CONTINUATION]):
+    finished = load_study(run)
+    _check_settings(run, finished.config, study.config)
+    if conflicts := find_conflicts(finished.config, features=[CONTINUATION]):
+        rounds = study.config.method.config.rounds
         raise ConfigError(f"{run} cannot continue with {rounds} rounds: {'; '.join(conflicts)}")
-    source = run / FINAL / f"{finished_config.name}-{finished.run_id}"
+    source = run / FINAL / f"{finished.config.name}-{finished.run_id}"
     if Store(source / SERVER, {}).find_newest() is None:
         raise ConfigError(
             f"--continue-from {run}: {source / SERVER} holds no checkpoint, so the run cannot be continued. Runs with "
@@ -98,17 +96,8 @@ def prepare_continuation(run: Path, config: RunConfig, assembly: Assembly, out: 
     unfinished = out / f"{folder}.part"
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(out / folder, ignore_errors=True)
-    copy_final_checkpoints(source, lambda end: open_checkpoints(config.job, assembly, unfinished, end))
+    copy_final_checkpoints(source, lambda end: study.open_checkpoints(unfinished, end))
     unfinished.replace(out / folder)
-
-
-def copy_key_contexts(source: Path, target: Path) -> None:
-    """Copy the key contexts of an encrypted run: only they decrypt its checkpoints.
-
-    Raises:
-        ConfigError: the key contexts are missing.
-    """
-    KeyContexts.read(source).write(target)
 
 
 def _check_settings(run: Path, finished: RunConfig, config: RunConfig) -> None:

@@ -13,7 +13,7 @@ from ...core.errors import RejectedMessage
 from ...core.exchange import Patch
 from ...core.params import compute_digest
 from ...wire.ciphertexts import measure_ciphertexts
-from .folder import SUMMARY
+from .record import SUMMARY
 from .model_files import ENCRYPTED, read_encrypted, read_mask, save_model
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -11,11 +13,16 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from ...config.assemble import Assembly, open_site
-from ...tasks.task import TEST_EXAMPLES
-from ...core.errors import DataError, FlareSparseError
+from ...config.study import Study
+from ...core.errors import ConfigError, DataError, FlareSparseError
+from ...core.observer import SILENT, Observer
+from ...core.params import compute_digest
 from ...core.seeds import make_generator
-from ...tasks.task import Examples, SiteData, Task
+from ...methods.method import Method, describe_site_model
+from ...tasks.task import TEST_EXAMPLES, Examples, SiteData, Task
 from ...training import Site
+from .models import list_run_models, read_run_model
+from .results import CROSS_SITE_FILE, EVALUATIONS
 
 Split = Literal["all", "test", "validation", "train"]
 LEVEL = 0.95
@@ -120,6 +127,103 @@ class Cohort:
             return bootstrap(self.task, *captured[0], sorted(metrics), resamples)
         except Exception as error:  # noqa: BLE001
             return {}, [f"no intervals: {_describe(self.task, 'metrics', error)} on a resample of the examples"]
+
+
+def choose_evaluation_file(run: Path, cohort: str, model: str, *, overwrite: bool) -> Path:
+    """Return the file of the record of an evaluation.
+
+    Args:
+        run: result folder.
+        cohort: name of the cohort.
+        model: ``final``, ``best``, or the name of a site.
+        overwrite: the file may exist.
+
+    Raises:
+        ConfigError: the cohort's name is no name of a file, or the file exists and may not be replaced.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", cohort):
+        raise ConfigError(f"--name {cohort!r}: expected letters, digits, '-', '_' and '.', because it names a file")
+    if f"{cohort}.json" == CROSS_SITE_FILE:
+        raise ConfigError(f"--name {cohort}: reserved for --matrix; choose another name")
+    file = run / EVALUATIONS / f"{cohort}{'' if model == 'final' else f'-{model}'}.json"
+    if file.exists() and not overwrite:
+        raise ConfigError(f"{file}: exists already; add --overwrite to replace it, or choose another --name")
+    return file
+
+
+def evaluate_cohort(
+    run: Path, assembly: Assembly, data: SiteData, split: Split, model: str, resamples: int
+) -> dict[str, Any]:
+    """Evaluate one model of a run on one cohort and return the record.
+
+    Raises:
+        ConfigError: the run has no such model.
+        DataError: the data cannot be loaded or has no examples, or the model cannot be applied to it.
+    """
+    weights = read_run_model(run, assembly, model)
+    cohort = Cohort(assembly, data, split)
+    if not cohort.size:
+        raise DataError(f"{data.path}: there are no {'' if split == 'all' else f'{split} '}examples to evaluate on")
+    result = asdict(cohort.evaluate(weights, resamples))
+    note = _note_model(assembly.method, model)
+    return {
+        "run": run.resolve().name,
+        "run_id": assembly.run_id,
+        "model": model,
+        "model_sha256": compute_digest(weights),
+        "cohort": data.site,
+        "data": str(data.path),
+        "split": split,
+        "resamples": resamples,
+        **result,
+        "notes": [note, *result["notes"]] if note else list(result["notes"]),
+    }
+
+
+def evaluate_matrix(run: Path, study: Study, observer: Observer = SILENT) -> dict[str, Any]:
+    """Evaluate every model of a run at every simulated site's test examples and return the record.
+
+    Raises:
+        ConfigError: the run has no simulator section, so the sites' data is not on this machine.
+    """
+    assembly = study.assembly
+    if study.config.simulator is None:
+        raise ConfigError(
+            f"{run}: --matrix needs the data of all sites on this machine, but config.yaml has no simulator section; "
+            "evaluate at each site with --data"
+        )
+    names = list_run_models(run, assembly)
+    if not names:
+        read_run_model(run, assembly, "final")
+    weights = {name: read_run_model(run, assembly, name) for name in names}
+    sites = study.prepare_sites(run, observer)
+    examples, results = {}, {}
+    for site, data in sites.items():
+        cohort = Cohort(assembly, data, "test")
+        examples[site] = cohort.size
+        results[site] = {name: cohort.evaluate(weights[name]).metrics if cohort.size else {} for name in names}
+    return {
+        "run": run.resolve().name,
+        "run_id": assembly.run_id,
+        "split": "test",
+        "metric": asdict(assembly.task.metric),
+        "personal_model": describe_site_model(assembly.method.config),
+        "examples": examples,
+        "results": results,
+    }
+
+
+def _note_model(method: Method[Any, Any], model: str) -> str:
+    """Return what was evaluated, where the metrics of the run are of other models."""
+    site_model = describe_site_model(method.config)
+    if not site_model or model not in ("final", "best"):
+        return ""
+    can_adapt = bool(method.config.personal) or type(method).adapt is not Method.adapt
+    hint = "; flare-sparse adapt RUN --data DIR adapts and evaluates it" if can_adapt else ""
+    return (
+        f"{method.name}: this is the run's common model. The final metrics of the run are of each site's own model, "
+        f"{site_model}{hint}"
+    )
 
 
 def bootstrap(

@@ -1,258 +1,293 @@
-"""Writer of a run's record: rounds, ledger, summary and models, in standard formats and while the run proceeds."""
+"""A result folder: which one a run uses, what it may replace, and how a run starts, continues and completes in it."""
 
 from __future__ import annotations
 
-import json
-import platform
-import time
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
-from collections.abc import Mapping, Sequence
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from ...config.assemble import Assembly
-from ...core.checkpoint.writing import replace_atomically, sync_to_disk, write_json
-from ...config.schema import JobConfig
 from ...config.loading import dump_config
-from ...core.exchange import Contribution, EncryptedValues
-from ...rounds.federation import Evaluation, HubRules, Outcome, RoundRecord
-from ...rounds.federation.events import STEPPED_BACK
-from ...rounds.federation.tree import sum_link_bytes
-from ...core.mask import Mask
-from ...core.params import Layout, compute_digest
-from ...privacy.dp.config import PrivacyConfig
-from ...tasks.task import Metric
-from ...core.version import VERSION
-from ...wire.ledger import Ledger
-from .updates import UPDATES, write_updates
-from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, save_model
+from ...config.study import Study
+from ...config.user_tasks import CODE_FOLDER
+from ...core.checkpoint.locking import lock_folder
+from ...core.checkpoint.store import Store
+from ...core.errors import CheckpointError, ConfigError, DiskFull, FlareSparseError
+from ...core.observer import SILENT, Observer
+from ...privacy.encryption import KeyContexts
+from ...rounds.endpoints.server import SERVER
+from ...rounds.federation.events import STEP_BACK
+from .continuation import FINAL, keep_final_checkpoints, prepare_continuation
+from .disk import LEAST_FREE, describe_disk, measure_free
+from .model_files import delete_models
+from .record import APPENDED_FILES, CONFIG, LAYER_COMPUTE, SUMMARY
+from .results import AUDIT_FILE, AUDIT_FOLDER, EVALUATIONS
+from .updates import UPDATES
 
-APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
-"""Files that every commit appends to."""
-LAYER_COMPUTE = "layer_compute.json"
-"""Choice of sparse or dense by site and layer: a file for all sites of a run on one machine, or one at each site."""
-CONFIG = "config.yaml"
-"""Resolved configuration, written when the run starts."""
-SUMMARY = "summary.json"
-"""File that a run writes last; a folder without it belongs to a run that has not ended."""
+CHECKPOINTS, KEYS, ERRORS = "checkpoints", "he", "site_errors"
+"""Folders of an unfinished run's checkpoints, of the keys of an encrypted run, and of reports of sites that failed."""
+RECORD = (
+    SUMMARY,
+    *APPENDED_FILES,
+    "model_card.md",
+    "metrics_summary.json",
+    "round_metrics.jsonl",
+    "job_id.txt",
+    "evidence.zip",
+    AUDIT_FILE,
+    LAYER_COMPUTE,
+)
+"""Files of a finished run that a new run must not inherit; models are deleted with :func:`delete_models`."""
+FOLDERS = (EVALUATIONS, ERRORS, FINAL, AUDIT_FOLDER, UPDATES)
+"""Folders that describe the models and the sites of a finished run, or continue it."""
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """Facts of a run that are known before it starts.
+class RunFolder:
+    """A result folder, and how a run starts in it.
 
     Attributes:
-        run: run id.
-        name: name of the job.
-        method: name of the method.
-        seed: seed of the run.
-        rounds: number of rounds.
-        metric: the task's metric.
-        config: resolved configuration as YAML.
-        note: the method's note on the network, such as how many entries are maskable.
-        privacy: differential privacy of the sites' training; None: the job does not ask for it.
-        record_updates: whether the sites' updates are kept for an audit.
-        hubs: rules of each hub; empty: the server reaches every site directly.
+        path: the folder.
+        resume: the run that it holds is continued from its last committed round.
+        step_back: number of commits that are discarded before; only with ``resume``.
     """
 
-    run: str
-    name: str
-    method: str
-    seed: int
-    rounds: int
-    metric: Metric
-    config: str
-    note: str = ""
-    privacy: PrivacyConfig | None = None
-    record_updates: bool = False
-    hubs: Mapping[str, HubRules] = field(default_factory=dict)
+    path: Path
+    resume: bool = False
+    step_back: int = 0
 
+    @classmethod
+    def choose(cls, name: str, *, resume: bool = False, overwrite: bool = False) -> RunFolder:
+        """Return the folder of a run that names none: ``runs/NAME``, or ``runs/NAME-2`` if that run has finished.
 
-def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
-    """Return the facts of a run before it starts."""
-    method = assembly.method
-    return RunFacts(
-        run=assembly.run_id,
-        name=config.name,
-        method=method.name,
-        seed=config.seed,
-        rounds=method.config.rounds,
-        metric=assembly.task.metric,
-        config=dump_config(config),
-        note=method.note,
-        privacy=config.privacy,
-        record_updates=config.audit.record_updates,
-        hubs=config.hubs,
-    )
+        Args:
+            name: name of the run.
+            resume: the run is continued: the newest folder of this name is used.
+            overwrite: the first folder is used whatever it holds.
+        """
+        folder, number = cls(Path("runs") / name, resume), 1
+        while folder.is_finished and not overwrite:
+            following = replace(folder, path=Path("runs") / f"{name}-{number + 1}")
+            if resume and not following.path.exists():
+                break
+            folder, number = following, number + 1
+        return folder
 
+    @classmethod
+    def continue_run(cls, run: Path, study: Study, out: Path | None = None) -> RunFolder:
+        """Return the folder of a longer run, with the last checkpoints of a finished one, which is not changed.
 
-def start_record(folder: Path) -> None:
-    """Create a result folder with empty files of rounds and messages, and without the summary of an earlier run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SUMMARY).unlink(missing_ok=True)
-    for name in APPENDED_FILES:
-        (folder / name).write_text("", encoding="utf-8")
-
-
-class RunFolder:
-    """Writes the record of one run into a folder.
-
-    Files: ``config.yaml``, ``rounds.jsonl`` and ``ledger.jsonl`` (extended by every commit), ``summary.json``,
-    ``model.safetensors``, ``mask.safetensors``, ``best_model.safetensors``, ``best_mask.safetensors``. Encrypted models
-    are in ``encrypted_model.safetensors`` and ``encrypted_best_model.safetensors`` instead.
-    """
-
-    def __init__(self, path: Path, facts: RunFacts, layout: Layout, ledger: Ledger):
-        self.path, self.facts, self.layout, self.ledger = path, facts, layout, ledger
-        self._start_time = time.monotonic()
-        self._lines_written = 0
-        start_record(path)
-        (path / CONFIG).write_text(facts.config)
-
-    def commit(self, record: RoundRecord) -> dict[str, Any]:
-        """Append a committed round and its messages; return the line of ``rounds.jsonl``."""
-        with (self.path / "ledger.jsonl").open("a") as file:
-            for line in self.ledger.lines[self._lines_written :]:
-                file.write(json.dumps(asdict(line)) + "\n")
-        self._lines_written = len(self.ledger.lines)
-        entry = self._build_line(record)
-        # The run stepped back: the lines of the commits that it discarded go, as they do when it is resumed.
-        if any(event.event == STEPPED_BACK for event in record.events):
-            self._drop_rounds(record.round)
-        with (self.path / "rounds.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-        return entry
-
-    def record_updates(self, round_number: int, updates: Sequence[Contribution]) -> None:
-        """Write the updates of a round, if the run keeps them for an audit."""
-        if self.facts.record_updates:
-            write_updates(self.path / UPDATES, round_number, updates)
-
-    def _drop_rounds(self, first: int) -> None:
-        """Remove the lines of round ``first`` and later ones from ``rounds.jsonl``."""
-        path = self.path / "rounds.jsonl"
-        lines = path.read_text().splitlines(keepends=True)
-        with replace_atomically(path) as part:
-            part.write_text("".join(line for line in lines if json.loads(line)["round"] < first))
-
-    def _build_line(self, record: RoundRecord) -> dict[str, Any]:
-        line = asdict(record)
-        evaluation = line.pop("evaluation")
-        labels = {"metric": self.facts.metric.name, "unit": self.facts.metric.unit, "rounds": self.facts.rounds}
-        figures = {"metrics": evaluation["overall"], "site_metrics": evaluation["sites"]}
-        if self.facts.privacy is None:
-            del line["spent_epsilon"]
-        return {"run": self.facts.run, **line, **labels, **figures}
-
-    def finish(self, outcome: Outcome) -> dict[str, Any]:
-        """Write the models and then the summary.
-
-        Returns:
-            The summary, once every file is on disk.
+        Args:
+            run: result folder of the finished run.
+            study: the longer run.
+            out: its result folder; None: beside ``run``, named after the number of rounds.
 
         Raises:
-            OSError: the disk is full or broken.
+            ConfigError: the run cannot be continued with these settings, or the folder holds another run.
+            CheckpointError: a checkpoint could not be written.
         """
-        # A finished run is recognized by its summary, so the summary is written last: a crash before that leaves a
-        # folder that counts as unfinished.
+        run, rounds = run.resolve(), study.config.method.config.rounds
+        folder = cls((out or run.with_name(f"{run.name}-{rounds}")).resolve(), resume=True)
+        if folder.path != run and folder.has_checkpoint:
+            raise ConfigError(
+                f"--out {folder.path}: holds an interrupted run. If it is this continuation, go on with it: the same "
+                f"command with --out {folder.path} --resume in place of --continue-from. Else choose another --out"
+            )
+        prepare_continuation(run, study, folder.path, CHECKPOINTS)
+        if study.config.encrypted:
+            # Only these decrypt the checkpoints.
+            KeyContexts.read(run / KEYS).write(folder.path / KEYS)
+        return folder
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the folder holds a finished run."""
+        return (self.path / SUMMARY).is_file()
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the folder holds a checkpoint of an unfinished run."""
+        return any(path.name.isdigit() for path in self.path.glob(f"{CHECKPOINTS}/*/{SERVER}/*"))
+
+    @contextmanager
+    def claim(self, patience_s: float = 0.0) -> Iterator[None]:
+        """Let no other command write to the folder while the block runs; it is created if it does not exist.
+
+        Args:
+            patience_s: seconds to wait for another command that writes to it.
+
+        Raises:
+            ConfigError: another command writes to it, or it cannot be written.
+            DiskFull: its disk has no space.
+        """
+        out = self.path
+        if out.exists() and not out.is_dir():
+            raise ConfigError(f"--out {out}: this is a file; choose a folder, or a name that does not exist")
+        try:
+            lock = lock_folder(out, patience_s)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"--out {out}: another flare-sparse command is writing to this folder. Wait for it, follow it with "
+                f"flare-sparse watch {out}, or choose another --out"
+            ) from error
+        except OSError as error:
+            raise _explain_unwritable(out, error) from error
+        try:
+            yield
+        finally:
+            os.close(lock)
+
+    def prepare(
+        self, *, overwrite: bool = False, keeps_state: bool = True, advise: Callable[[str], str] = str
+    ) -> RunFolder:
+        """Prepare the folder, which :meth:`claim` has claimed, and return it with its absolute path.
+
+        Args:
+            overwrite: the run that the folder holds is deleted.
+            keeps_state: the checkpoints of a run lie in the folder, and not at a server.
+            advise: returns what the user has to type with a further flag, such as ``--overwrite``.
+
+        Raises:
+            ConfigError: the folder cannot be written, or it holds a run that would be lost.
+            DiskFull: its disk has too little space.
+        """
+        out = self.path
+        if not self.resume and not overwrite:
+            self._check_for_a_run(keeps_state=keeps_state, advise=advise)
+        try:
+            with tempfile.TemporaryFile(dir=out) as file:
+                file.write(bytes(100_000))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise _explain_unwritable(out, error) from error
+        free = measure_free(out)
+        if free is not None and free < LEAST_FREE:
+            raise DiskFull(describe_disk(out, free))
+        if overwrite and not self.resume:
+            self.delete_record()
+        return replace(self, path=out.resolve())
+
+    def _check_for_a_run(self, *, keeps_state: bool, advise: Callable[[str], str]) -> None:
+        if self.is_finished:
+            raise ConfigError(
+                f"--out {self.path}: holds a finished run, which would be lost. Choose another folder, or replace it: "
+                f"{advise('--overwrite')}"
+            )
+        if keeps_state and self.has_checkpoint:
+            raise ConfigError(
+                f"--out {self.path}: holds an interrupted run. Continue it from its last committed round: "
+                f"{advise('--resume')}\nor start again from the beginning: {advise('--overwrite')}"
+            )
+
+    def delete_record(self) -> None:
+        """Delete the record and the models of an earlier run, so that nothing of it is taken for the new one's."""
         delete_models(self.path)
-        self._save("", outcome.weights, outcome.mask, outcome.encrypted)
-        best = outcome.best
-        if best.model is not None:
-            self._save("best_", best.model.to_vector(), best.model.mask, best.encrypted)
-        summary = self._build_summary(outcome)
-        for name in APPENDED_FILES:
-            sync_to_disk(self.path / name)
-        write_json(self.path / SUMMARY, summary)
-        return summary
+        for name in RECORD:
+            (self.path / name).unlink(missing_ok=True)
+        for name in FOLDERS:
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
-    def _save(self, prefix: str, weights: Tensor, mask: Mask, encrypted: EncryptedValues | None) -> None:
-        save_mask(self.path / f"{prefix}mask.safetensors", self.layout, mask)
-        if encrypted is None:
-            save_model(self.path / f"{prefix}model.safetensors", self.layout, weights)
+    def open_checkpoints(self, study: Study, observer: Observer = SILENT) -> Path:
+        """Return the folder of the checkpoints; it is emptied unless a run is resumed.
+
+        Args:
+            study: the run.
+            observer: hears of each step back.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it belongs to another job; the text names the settings that
+                differ; or there are too few to step back.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        root = self.path / CHECKPOINTS
+        if not self.resume:
+            shutil.rmtree(root, ignore_errors=True)
+            shutil.rmtree(self.path / FINAL, ignore_errors=True)
+            return root
+        store = study.open_checkpoints(root, SERVER)
+        if store.list_numbers():
+            self._discard_commits(store, observer)
+            return root
+        # A changed setting changes the job's folder below root: compare with the others there and name the difference.
+        for folder in sorted(root.glob(f"*/{SERVER}")):
+            Store(folder, store.identity).check()
+        if self.is_finished:
+            raise CheckpointError(
+                f"--resume: {root} holds no checkpoint, because the run in {self.path} has finished. For more rounds: "
+                f"flare-sparse run {self.path / CONFIG} --rounds N --continue-from {self.path}"
+            )
+        raise CheckpointError(
+            f"--resume: {root} holds no checkpoint: the run committed no round. Leave --resume out to start again"
+        )
+
+    def _discard_commits(self, store: Store, observer: Observer) -> None:
+        """Set the newest ``step_back`` undamaged checkpoints aside.
+
+        Raises:
+            CheckpointError: no checkpoint would be left; nothing is set aside.
+        """
+        if not self.step_back:
+            return
+        # The identity is checked first: a commit of another job must stay.
+        store.check()
+        intact = store.list_intact()
+        # Without a checkpoint the run would silently start from round 1, which --overwrite says openly.
+        if self.step_back >= len(intact):
+            raise CheckpointError(
+                f"--step-back {self.step_back}: {store.folder} holds {len(intact)} intact "
+                f"checkpoint{'s' * (len(intact) != 1)}, so the run can step back by at most {max(len(intact) - 1, 0)}. "
+                "To repeat all rounds, run again with --overwrite instead of --resume and --step-back"
+            )
+        for _ in range(self.step_back):
+            observer.say(STEP_BACK.format(number=store.step_back()))
+
+    def open_keys(self, study: Study) -> KeyContexts | None:
+        """Return new key contexts, or those of the resumed run; None when the run is not encrypted.
+
+        Raises:
+            ConfigError: TenSEAL is not installed, or the key contexts of a resumed run are missing.
+        """
+        folder = self.path / KEYS
+        if not self.resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not study.config.encrypted:
+            return None
+        # The checkpoints of an encrypted run hold ciphertexts: only the keys that wrote them can read them.
+        if self.resume:
+            return KeyContexts.read(folder)
+        contexts = KeyContexts.generate()
+        contexts.write(folder)
+        return contexts
+
+    def keep_study(self, study: Study) -> None:
+        """Write the configuration and the user's code, from which the finished run can be loaded and run again."""
+        (self.path / CONFIG).write_text(dump_config(study.config), encoding="utf-8")
+        copy_user_code(study.user_code, self.path)
+
+    def complete(self) -> None:
+        """Keep the last checkpoints for a continuation: from now on the run cannot be resumed."""
+        keep_final_checkpoints(self.path / CHECKPOINTS)
+
+
+def _explain_unwritable(out: Path, error: OSError) -> FlareSparseError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(describe_disk(out, measure_free(out)))
+    return ConfigError(f"--out {out}: cannot be written ({error.strerror}); choose another folder")
+
+
+def copy_user_code(code: Sequence[Path], folder: Path) -> None:
+    """Copy the user's files and packages into the folder ``code`` below a folder; do nothing if there are none."""
+    for source in code:
+        target = folder / CODE_FOLDER / source.name
+        if source.resolve() == target.resolve():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
         else:
-            save_encrypted(self.path / f"{ENCRYPTED}{prefix}model.safetensors", self.layout, encrypted)
-
-    def _build_summary(self, outcome: Outcome) -> dict[str, Any]:
-        facts, metric = self.facts, self.facts.metric
-        return {
-            "run": facts.run,
-            "name": facts.name,
-            "method": facts.method,
-            "note": facts.note,
-            "seed": facts.seed,
-            "rounds": facts.rounds,
-            "contributions": {site: asdict(part) for site, part in outcome.count_contributions().items()},
-            "examples": outcome.examples,
-            "events": [asdict(event) for event in outcome.events],
-            "sites": sorted({site for record in outcome.rounds for site in record.sites_asked}),
-            "metric": asdict(metric),
-            "final": _to_dict(outcome.evaluation),
-            "best": {"round": outcome.best.round, "metrics": outcome.best.metrics},
-            "stopped_after": outcome.stopped_after,
-            "sparsity": outcome.rounds[-1].sparsity,
-            "traffic": sum_traffic(self.ledger),
-            "seconds": time.monotonic() - self._start_time,
-            "threads": torch.get_num_threads(),
-            "versions": list_versions(),
-            "model_sha256": None if outcome.encrypted else compute_digest(outcome.weights),
-            **({"links": sum_link_bytes(self.ledger.lines, facts.hubs)} if facts.hubs else {}),
-            **({} if facts.privacy is None else {"privacy": _describe_privacy(facts.privacy, outcome)}),
-        }
-
-
-def list_versions() -> dict[str, str]:
-    """Return the versions of Python, of this package and of the libraries that its results depend on."""
-    return {"python": platform.python_version(), "flare-sparse": VERSION} | {
-        name: version(name) for name in ("nvflare", "torch", "numpy")
-    }
-
-
-def _describe_privacy(privacy: PrivacyConfig, outcome: Outcome) -> dict[str, Any]:
-    """Return the settings of differential privacy, what each site has spent, and what left outside the budget."""
-    spent: dict[str, float] = {}
-    for record in outcome.rounds:
-        spent |= record.spent_epsilon
-    # The number of test examples leaves with the metrics; exact ones contain it.
-    left: dict[str, list[str]] = {"exact": ["metrics"], "noised": ["number of test examples"], "none": []}
-    declared = ["number of training examples", *left[privacy.metrics]]
-    return {**privacy.model_dump(mode="json"), "spent": dict(sorted(spent.items())), "outside_budget": declared}
-
-
-def _to_dict(evaluation: Evaluation) -> dict[str, Any]:
-    return {"metrics": evaluation.overall, "sites": evaluation.sites}
-
-
-def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
-    """Return the ledger's sums by direction (``down``, ``up``): messages, scalars, payload, dense and floor bytes."""
-    sums: dict[str, dict[str, float]] = {}
-    for direction in ("down", "up"):
-        lines = [line for line in ledger.lines if line.direction == direction]
-        sums[direction] = {
-            "messages": len(lines),
-            "scalars_sent": sum(line.scalars_sent for line in lines),
-            "payload_bytes": sum(line.payload_bytes for line in lines),
-            "dense_bytes": sum(line.dense_bytes for line in lines),
-            "floor_bytes": sum(line.floor_bytes for line in lines),
-        }
-    return sums
-
-
-def write_layer_compute(folder: Path, layers: Mapping[str, Mapping[str, str]]) -> None:
-    """Write which layers the last training computed sparsely; without any choice, delete what an earlier one wrote.
-
-    Args:
-        folder: result folder, or a job's folder at a site.
-        layers: ``sparse`` or ``dense`` by site and layer; sites without a choice are left out.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if chosen := {site: choices for site, choices in layers.items() if choices}:
-        write_json(folder / LAYER_COMPUTE, chosen)
-    else:
-        (folder / LAYER_COMPUTE).unlink(missing_ok=True)
+            shutil.copy2(source, target)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .folder import APPENDED_FILES, start_record
+from .record import APPENDED_FILES, start_record
 
 ROUNDS, LEDGER = APPENDED_FILES
 

@@ -7,11 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .folder import CONFIG
-from ...config.assemble import Assembly, assemble
-from ...config.schema import RunConfig
-from ...config.loading import load_config
-from ...config.user_tasks import load_task
+from .record import CONFIG
+from ...config.study import Study
 from ...core.errors import ConfigError
 from ...training.compute import Compute, can_use_kernels
 from .models import read_run_model
@@ -33,7 +30,7 @@ def load_model(run: str | Path, *, best: bool = False, compute: Compute = "dense
         ConfigError: the folder is not a result folder, it has no such model, its model belongs to another network, or
             ``sparse`` is asked for without numba.
     """
-    return compile_model(load_trained_model(Path(run), best=best)[0], compute, torch.device("cpu"))
+    return compile_model(load_trained_model(load_study(Path(run)), best=best), compute, torch.device("cpu"))
 
 
 def compile_model(model: nn.Module, compute: Compute, device: torch.device) -> nn.Module:
@@ -50,8 +47,8 @@ def compile_model(model: nn.Module, compute: Compute, device: torch.device) -> n
     return compile_network(model)
 
 
-def load_assembly(run: Path) -> tuple[Assembly, RunConfig]:
-    """Load the assembly and the configuration of a run, without its model.
+def load_study(run: Path) -> Study:
+    """Load the study of a run from its result folder, without the run's model.
 
     Raises:
         ConfigError: the folder is not a result folder.
@@ -59,15 +56,17 @@ def load_assembly(run: Path) -> tuple[Assembly, RunConfig]:
     file = run / CONFIG
     if not file.is_file():
         raise ConfigError(f"{run}: no config.yaml; expected the result folder of flare-sparse run")
-    config = load_config(file)
-    return assemble(config, load_task(config, run)), config
+    return Study.load(file)
 
 
-def load_trained_model(run: Path, *, best: bool = False) -> tuple[nn.Module, Assembly, RunConfig]:
-    """Load the network as :func:`load_model` does, with the assembly and the configuration of the run.
+def load_trained_model(study: Study, *, best: bool = False) -> nn.Module:
+    """Return the network of a finished run in evaluation mode.
+
+    Args:
+        study: of :func:`load_study`.
+        best: the best model on validation examples instead of the last one.
 
     Raises:
         ConfigError: as :func:`load_model`.
     """
-    assembly, config = load_assembly(run)
-    return assembly.build_network(read_run_model(run, assembly, "best" if best else "final")), assembly, config
+    return study.assembly.build_network(read_run_model(study.folder, study.assembly, "best" if best else "final"))

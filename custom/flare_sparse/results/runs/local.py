@@ -3,37 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from ...compute.kernels.threads import limit_kernel_threads
 from ...config.assemble import Assembly, build_rules
 from ...config.schema import RunConfig
+from ...core.checkpoint.store import Store
+from ...privacy.encryption import KeyContexts
 from ...rounds.federation import Outcome
-from ...compute.kernels.threads import limit_kernel_threads
-from ...rounds.local.run import run_locally
+from ...rounds.local.run import UNWATCHED, Course, Transport, Watcher, run_locally
 from ...training import Site
 from ...wire.ledger import Ledger
+from collections.abc import Callable
 
 
 def run_assembly(
-    config: RunConfig, assembly: Assembly, sites: Mapping[str, Site | Exception], **options: Any
+    config: RunConfig,
+    assembly: Assembly,
+    sites: Mapping[str, Site | Exception],
+    *,
+    watcher: Watcher = UNWATCHED,
+    stores: Callable[[str], Store | None] = lambda end: None,
+    resume: bool = False,
+    contexts: KeyContexts | None = None,
+    ledger: Ledger | None = None,
 ) -> tuple[Outcome, Ledger]:
     """Run the rounds of a configuration in this process, over the real messages and with its numbers of threads.
 
     Args:
         config: the configuration.
         assembly: what :func:`flare_sparse.config.assemble.assemble` built from it.
-        sites: sites by name.
-        **options: further arguments of :func:`flare_sparse.rounds.local.run.run_locally`.
+        sites: sites by name, or the error that kept a site from loading its data.
+        watcher: what is called meanwhile.
+        stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
+        resume: continue from these checkpoints.
+        contexts: key contexts of an encrypted run.
+        ledger: receives a line per message; None: a new ledger.
+
+    Returns:
+        The outcome and the ledger.
     """
+    transport = Transport(config.wire.values, contexts, config.sum_rules, config.hubs)
+    course = Course(assembly.run_id, build_rules(config), config.torch_threads, stores, resume)
     with limit_kernel_threads(config.federation.threads):
         return run_locally(
             assembly.method,
             assembly.weights,
             sites,
             assembly.task.metric,
-            values=config.wire.values,
-            run=assembly.run_id,
-            rules=build_rules(config),
-            thread_count=config.torch_threads,
-            **options,
+            transport=transport,
+            course=course,
+            watcher=watcher,
+            ledger=ledger,
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...core.observer import Observer
 from ...rounds.federation.events import STEPPED_BACK
 
 RECENT_ROUNDS = 10
@@ -98,6 +100,35 @@ class ProgressFormatter:
     def format_with_events(self, line: Mapping[str, Any]) -> list[str]:
         """Return the lines of text for the next round: its events, which precede its commit, and the round."""
         return [*format_events(line), self.format(line)]
+
+
+class Printer(Observer):
+    """Prints a line for each round, and what else is heard of a run.
+
+    Args:
+        show: prints a line about the run.
+        show_problem: prints a note or a warning about the data.
+    """
+
+    def __init__(
+        self,
+        show: Callable[[str], Any] = print,
+        show_problem: Callable[[str], Any] = lambda text: print(text, file=sys.stderr),
+    ):
+        self._show, self._show_problem, self._formatter = show, show_problem, ProgressFormatter()
+
+    def say(self, text: str) -> None:
+        self._show(text)
+
+    def note(self, text: str) -> None:
+        self._show_problem(f"note: {text}")
+
+    def warn(self, text: str) -> None:
+        self._show_problem(f"warning: {text}")
+
+    def see_round(self, line: dict[str, Any]) -> None:
+        for text in self._formatter.format_with_events(line):
+            self._show(text)
 
 
 def format_events(line: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ import safetensors
 import yaml
 from pydantic import ValidationError
 
-from .folder import CONFIG
+from .record import CONFIG
 from ...tasks.task import TEST_EXAMPLES, VALIDATION
 from ...core.errors import ConfigError
 from ...methods.method import describe_site_model

@@ -24,7 +24,7 @@ from ...training.site import OBSERVED_BATCH
 from ...wire.ledger import Ledger
 from ...wire.plan import ValueType
 from ..federation import HubRules, Outcome
-from .run import run_locally
+from .run import Transport, Watcher, run_locally
 
 
 class DrySite(Site):
@@ -178,18 +178,10 @@ def dry_run(
     ``hubs`` those of each hub, whose collections the ledger then lists, too.
     """
     contexts = KeyContexts.generate() if encrypted else None
+    transport = Transport(values, contexts, sum_rules, hubs or {})
+    watcher = Watcher(on_site_error=_raise_site_error)
     metric = Metric("none", "", "min")
-    return run_locally(
-        method,
-        weights,
-        dry_sites,
-        metric,
-        values=values,
-        contexts=contexts,
-        sum_rules=sum_rules,
-        hubs=hubs,
-        on_site_error=_raise_site_error,
-    )
+    return run_locally(method, weights, dry_sites, metric, transport=transport, watcher=watcher)
 
 
 def _raise_site_error(_: str, error: Exception) -> None:

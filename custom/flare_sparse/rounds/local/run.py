@@ -6,6 +6,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -54,25 +55,71 @@ def log_site_error(site: str, error: Exception) -> None:
     _LOG.error("site %s: %s", site, format_site_error(error).strip())
 
 
+@dataclass(frozen=True)
+class Transport:
+    """How the messages of a run travel.
+
+    Attributes:
+        values: number format of the values.
+        contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
+        sum_rules: rules of the sums of fixed-point values; None: each update carries its values.
+        hubs: rules of each hub, which adds the values of its sites; empty: the server reaches every site directly.
+    """
+
+    values: ValueType = "float32"
+    contexts: KeyContexts | None = None
+    sum_rules: SumRules | None = None
+    hubs: Mapping[str, HubRules] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a run goes, and where it starts.
+
+    Attributes:
+        run: run id, 16 hex digits.
+        rules: rules that decide when a round is committed; None: the defaults.
+        threads: number of torch threads, which fixes the order of float sums.
+        stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
+        resume: continue from the checkpoints in ``stores``.
+    """
+
+    run: str = "0" * 16
+    rules: RoundRules | None = None
+    threads: int = 1
+    stores: Callable[[str], Store | None] = lambda end: None
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """What is called while a run proceeds.
+
+    Attributes:
+        on_round: called with the record of each committed round.
+        on_updates: called with number and accepted updates of each round.
+        on_site_error: called with the name and the error of a site that fails. As in FLARE, the server learns the code
+            of the error alone, and the run continues with the other sites.
+    """
+
+    on_round: Callable[[RoundRecord], None] = lambda record: None
+    on_updates: OnUpdates = lambda round_number, updates: None
+    on_site_error: Callable[[str, Exception], None] = log_site_error
+
+
+PLAIN, FROM_START, UNWATCHED = Transport(), Course(), Watcher()
+
+
 def run_locally(
     method: Method[Any, Any],
     weights: Tensor,
     sites: Mapping[str, Site | Exception],
     metric: Metric,
     *,
-    values: ValueType = "float32",
-    run: str = "0" * 16,
-    rules: RoundRules | None = None,
-    on_round: Callable[[RoundRecord], None] = lambda record: None,
-    on_updates: OnUpdates = lambda round_number, updates: None,
+    transport: Transport = PLAIN,
+    course: Course = FROM_START,
+    watcher: Watcher = UNWATCHED,
     ledger: Ledger | None = None,
-    thread_count: int = 1,
-    stores: Callable[[str], Store | None] = lambda end: None,
-    resume: bool = False,
-    contexts: KeyContexts | None = None,
-    sum_rules: SumRules | None = None,
-    hubs: Mapping[str, HubRules] | None = None,
-    on_site_error: Callable[[str, Exception], None] = log_site_error,
 ) -> tuple[Outcome, Ledger]:
     """Run a method over sites in this process, through the real wire.
 
@@ -81,20 +128,10 @@ def run_locally(
         weights: initial weights ``(P,)``.
         sites: sites by name, or the error that kept a site from loading its data.
         metric: metric that selects the best model.
-        values: number format of the values in messages.
-        run: run id, 16 hex digits.
-        rules: rules that decide when a round is committed; None: the defaults.
-        on_round: called with the record of each committed round.
-        on_updates: called with number and accepted updates of each round.
+        transport: how messages travel.
+        course: how the run goes, and where it starts.
+        watcher: what is called meanwhile.
         ledger: receives a line per message; None: a new ledger.
-        thread_count: number of torch threads, which fixes the order of float sums.
-        stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
-        resume: continue from the checkpoints in ``stores``.
-        contexts: key contexts; if given, weights are encrypted, and each end receives only its own context.
-        sum_rules: rules of the sums of fixed-point values; None: each update carries its values.
-        hubs: rules of each hub, which adds the values of its sites; None: the server reaches every site directly.
-        on_site_error: called with the name and the error of a site that fails. As in FLARE, the server learns the code
-            of the error alone, and the run continues with the other sites.
 
     Returns:
         The outcome and the ledger.
@@ -103,32 +140,33 @@ def run_locally(
         ConfigError: a hub has a site that the run has not.
     """
     ledger = Ledger() if ledger is None else ledger
+    values, contexts, rules, run = transport.values, transport.contexts, transport.sum_rules, course.run
     server_cipher = ServerCipher(contexts.server) if contexts else None
-    sums, site_sums = build_sums(method, run, sum_rules, list(sites), ledger) if sum_rules else (None, {})
+    sums, site_sums = build_sums(method, run, rules, list(sites), ledger) if rules else (None, {})
     server = ServerEndpoint(method.layout, run, values, ledger, server_cipher, method.seed, sums)
     cipher = SiteCipher(contexts.client) if contexts else None
     endpoints = {
         name: site
         if isinstance(site, Exception)
-        else SiteEndpoint(site, method, run, values, stores(name), cipher, sums=site_sums.get(name))
+        else SiteEndpoint(site, method, run, values, course.stores(name), cipher, sums=site_sums.get(name))
         for name, site in sorted(sites.items())
     }
-    tree = build_tree(hubs or {}, server, endpoints, on_site_error)
+    tree = build_tree(transport.hubs, server, endpoints, watcher.on_site_error)
     federation = Federation(
         method,
         server,
         metric,
         lambda: sorted(endpoints),
         tree.exchange,
-        rules=rules,
+        rules=course.rules,
         handshake=tree.shake_hands,
-        on_round=on_round,
-        on_updates=on_updates,
-        store=stores(SERVER),
+        on_round=watcher.on_round,
+        on_updates=watcher.on_updates,
+        store=course.stores(SERVER),
         sum_transport=tree.exchange_sum,
     )
-    with limit_threads(thread_count):
-        outcome = federation.run(weights, resume=resume)
+    with limit_threads(course.threads):
+        outcome = federation.run(weights, resume=course.resume)
     return outcome, ledger
 
 

@@ -1,23 +1,64 @@
-"""``--mlflow``: the tracking URI as the server of a job can use it."""
+"""What the environments of FLARE need to know beside the study."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from ..config.schema import RunConfig
+from ..config.study import Study
 from ..core.errors import ConfigError
-from .outcome import Env
 
 if TYPE_CHECKING:
+    from ..flare.recipe import SparseRecipe
     from ..flare.tracking import MlflowTracker
 
+Env = Literal["local", "sim", "poc", "prod"]
 EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
 """MLflow's own variable for the name of the experiment."""
 SQLITE = "sqlite:///"
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How a job is sent to FLARE.
+
+    Attributes:
+        kit: startup kit of an admin who may submit jobs; only for ``prod``, which needs one.
+        byoc: send the package's source with the job.
+        mlflow: tracking URI, resolved; None: no tracking.
+        restart_command: command that submits the job again, for the user; empty: unknown.
+    """
+
+    kit: Path | None = None
+    byoc: bool = False
+    mlflow: str | None = None
+    restart_command: str = ""
+
+
+UNSPECIFIED = Deployment()
+
+
+def build_recipe(study: Study, folder: Path, deployment: Deployment, *, tensorboard: bool = False) -> SparseRecipe:
+    """Return the job; a user task travels as code, and then the package's source travels, too."""
+    from ..flare.recipe import SparseRecipe
+
+    return SparseRecipe(
+        study.config,
+        packaging="byoc" if study.user_code or deployment.byoc else "installed",
+        modules=study.user_code,
+        tensorboard=tensorboard,
+        tracker=build_tracker(deployment.mlflow, study, folder),
+    )
+
+
+def describe_start(study: Study, environment: str) -> str:
+    """Return the line of text that says what starts where."""
+    method = study.config.method
+    return f"{study.config.name}: {method.name}, {method.config.rounds} rounds, {environment}"
 
 
 def resolve_tracking_uri(uri: str, env: Env) -> str:
@@ -52,18 +93,19 @@ def resolve_tracking_uri(uri: str, env: Env) -> str:
     return prefix + str(Path(path).absolute())
 
 
-def build_tracker(uri: str | None, config: RunConfig, out: Path) -> MlflowTracker | None:
+def build_tracker(uri: str | None, study: Study, out: Path) -> MlflowTracker | None:
     """Return the component that sends a run's figures to MLflow; None without a URI.
 
     Args:
         uri: tracking URI, resolved.
-        config: configuration of the run; its name is the experiment unless ``MLFLOW_EXPERIMENT_NAME`` names another.
+        study: the run; its name is the experiment unless ``MLFLOW_EXPERIMENT_NAME`` names another.
         out: result folder; its name is the name of the run.
     """
     if uri is None:
         return None
     from ..flare.tracking import MlflowTracker
 
+    config = study.config
     return MlflowTracker(
         tracking_uri=uri,
         experiment_name=os.environ.get(EXPERIMENT_VARIABLE) or config.name,

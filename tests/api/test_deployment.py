@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from flare_sparse.cli.outcome import Env
-from flare_sparse.cli.tracking import build_tracker, resolve_tracking_uri
-from flare_sparse.config.loading import load_config
+from flare_sparse.api.deployment import Env, build_tracker, resolve_tracking_uri
+from flare_sparse.config.study import Study
 from flare_sparse.core.errors import ConfigError
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "neurosfl_brain_age.yaml"
@@ -72,13 +71,13 @@ def test_run_is_named_after_its_folder_and_the_experiment_after_configuration_or
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
-    config = load_config(CONFIG)
-    tracker = build_tracker("http://mlflow", config, Path("runs/p98"))
+    study = Study.load(CONFIG)
+    tracker = build_tracker("http://mlflow", study, Path("runs/p98"))
     assert tracker is not None
     assert (tracker.experiment_name, tracker.run_name) == ("neurosfl_brain_age", "p98")
-    assert tracker.run_tags == {"method": "neurosfl", "task": "brain_age", "seed": str(config.seed)}
+    assert tracker.run_tags == {"method": "neurosfl", "task": "brain_age", "seed": str(study.config.seed)}
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "sparsity")
-    named = build_tracker("http://mlflow", config, Path("p98"))
+    named = build_tracker("http://mlflow", study, Path("p98"))
     assert named is not None
     assert named.experiment_name == "sparsity"
-    assert build_tracker(None, config, Path("p98")) is None
+    assert build_tracker(None, study, Path("p98")) is None

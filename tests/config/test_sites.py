@@ -13,9 +13,10 @@ import yaml
 from line import call
 from torch import nn
 
-from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config.schema import RunConfig, build_task, list_partitions
+from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.errors import ConfigError
+from flare_sparse.results.runs.progress import Printer
 from flare_sparse.tasks.data import bids
 from flare_sparse.tasks.data.partition import PARTITIONERS
 from flare_sparse.tasks.registry import TASKS
@@ -53,9 +54,13 @@ def _indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "indexed", Indexed)
 
 
-def prepare_sites(folder: Path, **simulator: Any) -> dict[str, SiteData]:
+def build_config(**simulator: Any) -> RunConfig:
     data = {"name": "n", "method": {"name": "fedavg"}, "task": {"name": "indexed"}, "simulator": simulator}
-    config = RunConfig.model_validate(data)
+    return RunConfig.model_validate(data)
+
+
+def prepare_sites(folder: Path, **simulator: Any) -> dict[str, SiteData]:
+    config = build_config(**simulator)
     return prepare_site_data(config, build_task(config), folder)
 
 
@@ -145,7 +150,8 @@ def test_folder_without_examples_is_named_by_check_and_run(
     for name in ("A", "B", "derivatives"):
         (tmp_path / "brains" / name).mkdir(parents=True)
     text = f"{data['path']}: A: no examples found, so that this data is at no site of the run; mount or fill the folder"
-    assert list(prepare_sites(tmp_path, data=data)) == ["B"]
+    config = build_config(data=data)
+    assert list(prepare_site_data(config, build_task(config), tmp_path, Printer())) == ["B"]
     assert f"warning: {text}" in capsys.readouterr().err
     config = {"name": "n", "method": {"name": "fedavg"}, "task": {"name": "indexed"}, "simulator": {"data": data}}
     (tmp_path / "n.yaml").write_text(yaml.safe_dump(config))

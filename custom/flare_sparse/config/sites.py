@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..config.schema import PhantomConfig, RunConfig, SimulatorConfig
 from ..core.errors import ConfigError, DataError, suggest
+from ..core.observer import SILENT, Observer
 from ..tasks.data.partition import PARTITIONERS, list_renamed_sites
 from ..tasks.data.phantom import write_phantoms
 from ..tasks.data.site_folders import list_folders_without_examples
 from ..tasks.task import SiteData, Task
-from .console import err
+from .schema import PhantomConfig, RunConfig, SimulatorConfig
 
 
-def _print_warning(text: str) -> None:
-    err.print(f"warning: {text}", markup=False)
-
-
-def prepare_site_data(
-    config: RunConfig, task: Task, folder: Path, *, warn: Callable[[str], None] = _print_warning
-) -> dict[str, SiteData]:
+def prepare_site_data(config: RunConfig, task: Task, folder: Path, observer: Observer = SILENT) -> dict[str, SiteData]:
     """Return the data of every simulated site, in name order.
 
     Args:
         config: configuration whose ``simulator`` section describes sites and data.
         task: reads the index of its data sets.
         folder: phantoms are written to ``folder/phantoms``; phantoms of the same settings are used again.
-        warn: called with the text of a warning, such as that a folder has no examples.
+        observer: hears of sites that were renamed and folders without examples.
 
     Raises:
         ConfigError: the ``simulator`` section is missing or names settings for an unknown site.
@@ -37,7 +30,7 @@ def prepare_site_data(
     """
     if config.simulator is None:
         raise ConfigError("simulator: missing; add a simulator section that describes the sites and their data")
-    sites, settings = _locate_data(config.simulator, task, folder, warn), config.simulator.site_settings
+    sites, settings = _locate_data(config.simulator, task, folder, observer), config.simulator.site_settings
     if unknown := sorted(set(settings) - set(sites)):
         raise ConfigError(
             f"simulator.site_settings: there is no site {unknown[0]!r}.{suggest(unknown[0], sites)} "
@@ -46,9 +39,7 @@ def prepare_site_data(
     return {name: replace(data, methods=settings.get(name, {})) for name, data in sites.items()}
 
 
-def _locate_data(
-    simulator: SimulatorConfig, task: Task, folder: Path, warn: Callable[[str], None]
-) -> dict[str, SiteData]:
+def _locate_data(simulator: SimulatorConfig, task: Task, folder: Path, observer: Observer) -> dict[str, SiteData]:
     data, count = simulator.data, simulator.sites
     if data.has_path_per_site:
         names = [f"site-{i}" for i in range(1, (count or 0) + 1)]
@@ -63,7 +54,7 @@ def _locate_data(
     if not cohort.ids:
         raise DataError(f"{path}: there are no examples to partition into sites; expected at least one")
     if folders := list_folders_without_examples(path, cohort):
-        warn(
+        observer.warn(
             f"{path}: {', '.join(folders)}: no examples found, so that this data is at no site of the run; mount or "
             "fill the folder, or remove it"
         )
@@ -75,9 +66,7 @@ def _locate_data(
         raise DataError(f"{path}: {error}") from error
     if renamed:
         pairs = ", ".join(f"{name} -> {flare_name}" for name, flare_name in sorted(renamed.items()))
-        err.print(
-            f"note: sites renamed, because FLARE accepts only letters A to Z, digits, - and _: {pairs}", markup=False
-        )
+        observer.note(f"sites renamed, because FLARE accepts only letters A to Z, digits, - and _: {pairs}")
     return {name: SiteData(name, path, ids[name]) for name in sorted(ids)}
 
 

@@ -1,0 +1,167 @@
+"""The environment ``local``: a study runs in this process, through the real wire but without FLARE."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config.assemble import Assembly, check_kernels, open_script_site, open_site
+from ..config.study import Study
+from ..config.user_tasks import find_script
+from ..core.errors import ConfigError, format_site_error
+from ..core.observer import SILENT, Observer
+from ..core.seeds import limit_threads
+from ..methods.method import describe_site_model
+from ..privacy.dp.account import PRIVACY_FOLDER, PrivacyAccount
+from ..results.runs.decrypt import decrypt_run
+from ..results.runs.folder import ERRORS, RunFolder
+from ..results.runs.local import run_assembly
+from ..results.runs.model_files import save_site_model
+from ..results.runs.record import RecordWriter, build_run_facts, write_layer_compute
+from ..rounds.federation import RoundRecord
+from ..rounds.local.run import Watcher
+from ..tasks.script import ScriptConfig, ScriptTask
+from ..tasks.task import SiteData
+from ..training import Site
+from ..wire.ledger import Ledger
+from .deployment import UNSPECIFIED, Deployment
+from .run import Run, complete_run
+
+if TYPE_CHECKING:
+    from ..flare.script_process import ScriptProcess
+
+SCRIPTS = "scripts"
+"""Folder below the result folder with the working folder and the output of each site's training script."""
+
+
+def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
+    """Run a study in this process and write its record.
+
+    Args:
+        study: the study, with a ``simulator`` section.
+        folder: result folder.
+        observer: hears of every round.
+        deployment: must be unspecified.
+
+    Raises:
+        ConfigError: a setting cannot be used in this process.
+        RoundFailed: too few sites can train.
+    """
+    if deployment != UNSPECIFIED:
+        raise ConfigError(
+            "env local: kit, byoc, mlflow and restart_command are for environments of FLARE; leave them out"
+        )
+    config, assembly = study.config, study.assembly
+    check_kernels(assembly.method)
+    checkpoints = folder.open_checkpoints(study, observer)
+    contexts = folder.open_keys(study)
+    data = study.prepare_sites(folder.path, observer)
+    runners = _build_script_runners(study, data, folder.path / SCRIPTS)
+    # The number of threads decides the order of float sums, so data is loaded under the job's own number, as in FLARE.
+    with limit_threads(config.torch_threads):
+        # A task of its own for each site, as in FLARE: a user task may keep what it has loaded.
+        sites = {
+            name: _open_site(replace(assembly, task=study.load_task()), own, runners.get(name), folder.path)
+            for name, own in data.items()
+        }
+    ledger = Ledger()
+    record = RecordWriter(folder.path, build_run_facts(config, assembly), assembly.layout, ledger)
+
+    def commit(committed: RoundRecord) -> None:
+        observer.see_round(record.commit(committed))
+
+    errors = _SiteErrors(folder.path / ERRORS, observer)
+    try:
+        outcome, _ = run_assembly(
+            config,
+            assembly,
+            sites,
+            watcher=Watcher(commit, record.record_updates, errors.report),
+            stores=lambda end: study.open_checkpoints(checkpoints, end),
+            resume=folder.resume,
+            contexts=contexts,
+            ledger=ledger,
+        )
+    finally:
+        for runner in runners.values():
+            runner.close()
+    record.finish(outcome)
+    if describe_site_model(assembly.method.config):
+        for name in outcome.rounds[-1].sites_contributed:
+            site = sites[name]
+            assert isinstance(site, Site), f"{name} contributed, so its data was loaded"
+            save_site_model(folder.path, site)
+    layers = {name: site.layer_compute for name, site in sites.items() if isinstance(site, Site)}
+    write_layer_compute(folder.path, layers)
+    if contexts:
+        decrypt_run(folder.path, assembly, contexts.client)
+    return complete_run(study, folder)
+
+
+class _SiteErrors:
+    """Reports of the sites that failed: a file for each, and a line of text for each new error.
+
+    Args:
+        folder: receives the files; those of an earlier run are deleted.
+        observer: hears the lines.
+    """
+
+    def __init__(self, folder: Path, observer: Observer):
+        self._folder, self._observer = folder, observer
+        self._reports: dict[str, str] = {}
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def report(self, site: str, error: Exception) -> None:
+        """Write the report of a site's error, unless it is the same as in the round before."""
+        report = format_site_error(error)
+        if self._reports.get(site) == report:
+            return
+        self._reports[site] = report
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"{site}.txt"
+        file.write_text(report)
+        first, *others = report.splitlines()
+        # The line of the user's module, where the error has one.
+        where = f" {others[0].strip()}" if others and others[0].startswith("  at ") else ""
+        self._observer.say(f"site {site} failed: {first}{where}; see {file}")
+
+
+def _build_script_runners(study: Study, data: Mapping[str, SiteData], folder: Path) -> dict[str, ScriptProcess]:
+    """Return a process for the training script of each site, by site; empty for a job without a script."""
+    settings = study.config.task.config
+    if not isinstance(settings, ScriptConfig):
+        return {}
+    if settings.launch:
+        raise ConfigError(
+            f"task.launch: {settings.launch!r} starts processes through FLARE; use --env sim, or --set task.launch=''"
+        )
+    # FLARE takes seconds to import; a job without a script does not need it here.
+    from ..flare.script_process import ScriptProcess
+
+    script, threads = find_script(study.config, study.folder), study.config.federation.threads
+    return {
+        name: ScriptProcess(script, settings.args, site_data, folder / name, [study.folder], threads)
+        for name, site_data in data.items()
+    }
+
+
+def _open_site(assembly: Assembly, data: SiteData, script: ScriptProcess | None, root: Path) -> Site | Exception:
+    """Load a site's data and build the site; return the error of a site that fails: the others continue.
+
+    Args:
+        assembly: parts of the job.
+        data: location of the site's data.
+        script: process of the site's training script; None: the task trains.
+        root: result folder, which receives the site's secret and privacy ledger.
+    """
+    try:
+        if script is not None:
+            assert isinstance(assembly.task, ScriptTask), "only a script's task has a script"
+            return open_script_site(assembly, data, script, assembly.task.config.weigh_by)
+        account = None if assembly.privacy is None else PrivacyAccount(root / PRIVACY_FOLDER / data.site)
+        return open_site(assembly, data, account)
+    except Exception as error:  # noqa: BLE001 - whatever a task's load raises, as at a site of FLARE
+        return error

@@ -1,0 +1,47 @@
+"""The environment ``poc``: FLARE provisions and starts a server and sites as separate processes on this machine."""
+
+from __future__ import annotations
+
+from ..config.study import Study
+from ..core.errors import ConfigError
+from ..core.observer import SILENT, Observer
+from ..results.runs.decrypt import decrypt_run
+from ..results.runs.folder import RunFolder
+from .deployment import UNSPECIFIED, Deployment, build_recipe, describe_start
+from .run import Run, complete_run
+
+
+def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
+    """Run a study in a POC federation and write its record.
+
+    Args:
+        study: the study, with a ``simulator`` section.
+        folder: result folder.
+        observer: hears of the job's changes of status and its rounds.
+        deployment: whether figures are sent to MLflow.
+
+    Raises:
+        ConfigError: the job has hubs; an encrypted run cannot be resumed here, because FLARE makes new keys for every
+            POC federation; or the federation cannot be started.
+        JobFailed: the job ended without a result.
+    """
+    from ..flare.launch.poc import read_client_context, start_poc
+    from ..flare.launch.submission import run_deployed
+    from ..flare.recipe import refuse_hubs
+
+    out, encrypted = folder.path, study.config.encrypted
+    refuse_hubs(study.config)
+    if folder.resume and encrypted:
+        raise ConfigError(
+            "--resume: an encrypted run cannot be resumed with --env poc, where every federation has new keys; leave "
+            "--resume out, or use --env sim"
+        )
+    checkpoints = folder.open_checkpoints(study, observer)
+    with observer.wait("preparing the sites' data ..."):
+        sites = study.prepare_sites(out, observer)
+    observer.say(describe_start(study, f"{len(sites)} sites as separate processes (nvflare poc, mTLS)"))
+    with start_poc(out / "poc", sites, checkpoints, encrypted=encrypted) as kit:
+        run_deployed(build_recipe(study, out, deployment), kit, out, on_line=observer.say)
+    if encrypted:
+        decrypt_run(out, study.assembly, read_client_context(out / "poc", next(iter(sites))))
+    return complete_run(study, folder)

@@ -1,0 +1,40 @@
+"""The environment ``prod``: a running federation, to which an admin submits the job."""
+
+from __future__ import annotations
+
+from ..config.study import Study
+from ..core.errors import ConfigError
+from ..core.observer import SILENT, Observer
+from ..results.runs.folder import RunFolder
+from .deployment import UNSPECIFIED, Deployment, build_recipe, describe_start
+from .run import Run, complete_run
+
+
+def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
+    """Submit the job to a running federation and wait for its result; each site reads its own data.
+
+    Args:
+        study: the study.
+        folder: result folder; with ``resume`` the job that was last submitted from it is followed if the server still
+            runs it.
+        observer: hears of the job's changes of status and its rounds.
+        deployment: startup kit, and what travels with the job.
+
+    Raises:
+        ConfigError: there is no startup kit of an admin, or the login at the server failed.
+        JobFailed: the job was refused, or ended without a result.
+    """
+    from ..flare.launch.submission import run_deployed
+
+    if deployment.kit is None:
+        raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
+    observer.say(describe_start(study, f"submitted with {deployment.kit}"))
+    run_deployed(
+        build_recipe(study, folder.path, deployment),
+        deployment.kit.resolve(),
+        folder.path,
+        on_line=observer.say,
+        resume=folder.resume,
+        restart_command=deployment.restart_command,
+    )
+    return complete_run(study, folder)

@@ -1,0 +1,110 @@
+"""Reports of one or several runs: a page with figures, or their figures alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigError, FlareSparseError
+from ..core.observer import SILENT, Observer
+from ..core.seeds import limit_threads
+from ..results.runs.comparison import describe_runs
+from ..results.runs.load import load_study
+from ..results.runs.pictures import PICTURES_FILE, compute_pictures, read_pictures, write_pictures
+from ..results.runs.predictions import PREDICTIONS_FILE, compute_predictions
+from ..results.runs.results import EVALUATIONS, RunResult, read_runs
+from ..tasks.task import Task
+
+
+def write_reports(
+    runs: Sequence[Path],
+    out: Path | None = None,
+    *,
+    baselines: bool = True,
+    pictures: bool = True,
+    observer: Observer = SILENT,
+) -> list[Path]:
+    """Write figures, tables and a page of one or several runs, and their model cards.
+
+    Args:
+        runs: result folders of finished runs with the same metric.
+        out: folder; None: ``report/`` in the first result folder.
+        baselines: compare with trivial baselines, if the sites' data is on this machine.
+        pictures: show some cases of every site, of a segmentation whose data is on this machine.
+        observer: hears which run has no baselines, and why.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ConfigError: the extra report is not installed, or a folder holds no finished run.
+    """
+    results, notes = read_with_predictions(runs, baselines=baselines, observer=observer)
+    if pictures:
+        for run in results:
+            ensure_pictures(run, observer)
+    try:
+        from ..results.report.card import write_card
+        from ..results.report.page import write_report
+    except ImportError as error:
+        raise ConfigError(
+            f"report needs matplotlib and jinja2: pip install 'flare-sparse[report]' ({error.name})"
+        ) from error
+    for label, note in notes.items():
+        observer.say(f"{label}: no baselines: {note}")
+    folder = out or runs[0] / "report"
+    return [*write_report(results, folder, pictures=pictures), *(write_card(run) for run in results)]
+
+
+def compare_runs(runs: Sequence[Path], *, baselines: bool = True, observer: Observer = SILENT) -> dict[str, Any]:
+    """Return metrics, baselines and paired differences of runs, as ``flare-sparse report --json`` prints them."""
+    return describe_runs(*read_with_predictions(runs, baselines=baselines, observer=observer))
+
+
+def read_with_predictions(
+    runs: Sequence[Path], *, baselines: bool, observer: Observer
+) -> tuple[list[RunResult], dict[str, str]]:
+    """Return the runs with their predictions, and by label why a run has none."""
+    results = read_runs(list(runs))
+    notes = {run.label: note for run in results if baselines and (note := ensure_predictions(run, observer))}
+    # Read again: the predictions that were just written belong to the record.
+    return read_runs(list(runs)), notes
+
+
+def ensure_predictions(run: RunResult, observer: Observer = SILENT) -> str:
+    """Compute the predictions of a run and of its baselines, unless its folder has them.
+
+    Returns:
+        Why the folder has none; empty if it has.
+    """
+    if run.predictions is not None and not run.predictions.note:
+        return ""
+    try:
+        study = load_study(run.path)
+        if study.config.simulator is None:
+            return "the data of the sites is not on this machine; a deployed site sends metrics only"
+        with limit_threads(study.config.torch_threads):
+            sites = study.prepare_sites(run.path, observer)
+            recorded = run.summary["final"]["sites"]
+            predictions = compute_predictions(run.path, study.assembly, sites, recorded, run.identity)
+    except FlareSparseError as error:
+        return str(error)
+    predictions.write(run.path / EVALUATIONS / PREDICTIONS_FILE)
+    return ""
+
+
+def ensure_pictures(run: RunResult, observer: Observer = SILENT) -> None:
+    """Draw the best, the median and the worst test case of every site, unless the run's folder has these pictures.
+
+    Only for a run with predictions whose task has something to see.
+    """
+    file = run.path / EVALUATIONS / PICTURES_FILE
+    if run.predictions is None or read_pictures(file, run.identity) is not None:
+        return
+    study = load_study(run.path)
+    if type(study.assembly.task).illustrate is Task.illustrate:
+        return
+    with limit_threads(study.config.federation.threads):
+        sites = study.prepare_sites(run.path, observer)
+        write_pictures(file, compute_pictures(run.path, study.assembly, sites, run.predictions), run.identity)

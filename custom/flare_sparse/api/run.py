@@ -1,0 +1,258 @@
+"""A run: a result folder and what can be asked of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..config.policy.policy import find_policy_file, read_policy
+from ..config.study import Study
+from ..core.checkpoint.writing import write_json
+from ..core.errors import ConfigError, DataError
+from ..core.observer import SILENT, Observer
+from ..core.seeds import limit_threads
+from ..results.audit.attacks import Attacker, AuditOptions
+from ..results.audit.record import audit_run
+from ..results.report.card import write_card
+from ..results.runs.evaluation import Split, choose_evaluation_file, evaluate_cohort, evaluate_matrix
+from ..results.runs.folder import RunFolder
+from ..results.runs.load import load_model, load_study
+from ..results.runs.record import APPENDED_FILES, SUMMARY
+from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
+from ..tasks.task import SiteData
+from ..training.compute import Compute
+
+NO_LICENSE = "No license is granted: ask the publisher of this crate."
+UNFINISHED = f"{{folder}}: no {SUMMARY}; expected the result folder of a finished flare-sparse run"
+ATTACKERS: tuple[Attacker, ...] = ("outsider", "member", "server")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished or interrupted run.
+
+    Attributes:
+        path: result folder.
+        observer: hears of problems with the sites' data.
+    """
+
+    path: Path
+    observer: Observer = SILENT
+
+    @classmethod
+    def load(cls, folder: str | Path, observer: Observer = SILENT) -> Run:
+        """Return the run in a result folder.
+
+        Raises:
+            ConfigError: the folder holds no run.
+        """
+        run = cls(Path(folder), observer)
+        if not (run.path / APPENDED_FILES[0]).is_file():
+            raise ConfigError(f"{folder}: no {APPENDED_FILES[0]}; expected the result folder of flare-sparse run")
+        return run
+
+    @cached_property
+    def study(self) -> Study:
+        """The run's settings, task and code, from the result folder.
+
+        Raises:
+            ConfigError: there is no configuration, or it is invalid.
+        """
+        return load_study(self.path)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has ended with a result."""
+        return (self.path / SUMMARY).is_file()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Content of ``summary.json``: final metrics by site, bytes by direction, contributions, digest of the model.
+
+        Raises:
+            ConfigError: the run has not finished.
+        """
+        if not self.is_finished:
+            raise ConfigError(UNFINISHED.format(folder=self.path))
+        return dict(json.loads((self.path / SUMMARY).read_text(encoding="utf-8")))
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        """Lines of ``rounds.jsonl``: every round that is committed so far."""
+        lines = (self.path / APPENDED_FILES[0]).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def model(self, *, best: bool = False, compute: Compute = "dense") -> nn.Module:
+        """Return the trained network in evaluation mode; see :func:`flare_sparse.results.runs.load.load_model`.
+
+        Args:
+            best: the best model on validation examples instead of the last one.
+            compute: ``auto`` or ``sparse``: compute with sparse kernels on the CPU, for inference only.
+
+        Raises:
+            ConfigError: the run has no such model, or ``sparse`` is asked for without numba.
+        """
+        return load_model(self.path, best=best, compute=compute)
+
+    def report(self, out: Path | None = None, *, baselines: bool = True, pictures: bool = True) -> list[Path]:
+        """Write figures, tables and a page; see :func:`flare_sparse.api.report.write_reports`.
+
+        Returns:
+            The files written.
+        """
+        from .report import write_reports
+
+        return write_reports([self.path], out, baselines=baselines, pictures=pictures, observer=self.observer)
+
+    def evaluate(
+        self,
+        data: str | Path | None = None,
+        *,
+        model: str = "final",
+        split: Split = "all",
+        name: str | None = None,
+        resamples: int = 1000,
+        overwrite: bool = False,
+    ) -> dict[str, Any]:
+        """Evaluate a model of the run on data at hand and keep the record in ``evaluations/`` of the result folder.
+
+        Args:
+            data: the folder or file that a site file would name; None: every model at every simulated site's test
+                examples.
+            model: ``final``, ``best``, or the name of a site for its own model; only with ``data``.
+            split: all examples, or those of one part of the run's split; only with ``data``.
+            name: name of the cohort; None: that of the data.
+            resamples: resamples of the bootstrap intervals; 0: no intervals.
+            overwrite: replace an earlier evaluation of this name.
+
+        Returns:
+            The record.
+
+        Raises:
+            ConfigError: the run has not finished or has no such model, or there is such an evaluation.
+            DataError: the data cannot be loaded or has no examples, or the model cannot be applied to it.
+        """
+        if not self.is_finished:
+            raise ConfigError(UNFINISHED.format(folder=self.path))
+        with limit_threads(self.study.config.torch_threads):
+            if data is None:
+                file = self.path / EVALUATIONS / CROSS_SITE_FILE
+                record = evaluate_matrix(self.path, self.study, self.observer)
+            else:
+                where = Path(data)
+                if not where.exists():
+                    raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
+                cohort = name or where.resolve().name.split(".")[0]
+                file = choose_evaluation_file(self.path, cohort, model, overwrite=overwrite)
+                site = SiteData(cohort, where.resolve())
+                record = evaluate_cohort(self.path, self.study.assembly, site, split, model, resamples)
+        file.parent.mkdir(exist_ok=True)
+        write_json(file, record)
+        self.write_card()
+        return record
+
+    def audit(self, attackers: Collection[Attacker] = ATTACKERS, options: AuditOptions | None = None) -> dict[str, Any]:
+        """Attack the final model and keep the record in ``audit.json``; a second call continues an interrupted one.
+
+        Args:
+            attackers: attackers whose attacks are made.
+            options: what the audit does; None: the defaults of ``flare-sparse audit``.
+
+        Returns:
+            The record.
+
+        Raises:
+            ConfigError: scikit-learn or the data of a site is not on this machine, or the run has no common model.
+        """
+        try:
+            import sklearn  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"audit needs scikit-learn: pip install 'flare-sparse[audit]' ({error.name})") from error
+        if self.study.config.simulator is None:
+            raise ConfigError(
+                f"{self.path}: an audit needs the data of all sites, but config.yaml has no simulator section"
+            )
+        result = RunResult.read(self.path)
+        sites = self.study.prepare_sites(self.path, self.observer)
+        record = audit_run(result, sites, attackers, options or AuditOptions(), self.observer.say)
+        self.write_card()
+        return record
+
+    def evidence(
+        self,
+        out: Path | None = None,
+        *,
+        policies: Mapping[str, str] | None = None,
+        kit: Path | None = None,
+        license_: str = NO_LICENSE,
+        overwrite: bool = False,
+    ) -> tuple[Path, dict[str, Any]]:
+        """Pack what proves the run into an RO-Crate.
+
+        Args:
+            out: archive that ends with .zip, or a folder; None: ``evidence.zip`` in the result folder.
+            policies: policy in force at a site, its file or a preset's name, by site.
+            kit: startup kit of a participant, to check who signed the job; None: that of the run's POC federation.
+            license_: license of the crate and its model: a URL or an SPDX identifier.
+            overwrite: replace an earlier crate.
+
+        Returns:
+            The crate, and the facts in it.
+
+        Raises:
+            ConfigError: the extra evidence is not installed, ``out`` exists, or the folder was changed after the run.
+        """
+        try:
+            from ..results.evidence.crate import write_crate
+        except ImportError as error:
+            raise ConfigError(
+                f"evidence needs rocrate and cyclonedx-python-lib: pip install 'flare-sparse[evidence]' ({error.name})"
+            ) from error
+        from ..flare.launch.approval import read_approval
+        from ..results.evidence.facts import collect_facts
+
+        target = out or self.path / "evidence.zip"
+        _make_room(target, overwrite=overwrite)
+        files = {site: find_policy_file(Path(given)) for site, given in (policies or {}).items()}
+        # Written again: evaluations and audits after the run belong to the card.
+        self.write_card()
+        terms = {site: read_policy(file) for site, file in files.items()}
+        result = RunResult.read(self.path)
+        facts = collect_facts(result, read_approval(self.path, kit), terms)
+        write_crate(result, facts, files, target, license_)
+        return target, facts
+
+    def write_card(self) -> Path:
+        """Write the model card from the record, with the evaluations and audits made so far; return the file."""
+        return write_card(RunResult.read(self.path))
+
+
+def complete_run(study: Study, folder: RunFolder) -> Run:
+    """Complete the record of a run that has ended, and return the run."""
+    folder.keep_study(study)
+    run = Run(folder.path)
+    run.write_card()
+    # Last: until here a run that was cut short can be resumed; a finished run cannot.
+    folder.complete()
+    return run
+
+
+def _make_room(target: Path, *, overwrite: bool) -> None:
+    """Raises:
+    ConfigError: the target exists, and it is not replaced.
+    """
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return
+    is_crate = target.suffix == ".zip" or (target / "ro-crate-metadata.json").is_file()
+    if not overwrite or not is_crate:
+        raise ConfigError(f"--out {target}: exists; choose another name" + (", or add --overwrite" if is_crate else ""))
+    if target.is_dir():
+        shutil.rmtree(target)

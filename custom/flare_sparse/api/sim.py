@@ -1,0 +1,50 @@
+"""The environment ``sim``: a study runs in FLARE's simulator, with a process for each site."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from ..config.study import Study
+from ..core.observer import SILENT, Observer
+from ..results.runs.decrypt import decrypt_run
+from ..results.runs.folder import KEYS, RunFolder
+from ..tasks.data.source import write_site_files
+from .deployment import UNSPECIFIED, Deployment, build_recipe, describe_start
+from .run import Run, complete_run
+
+
+def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
+    """Prepare the sites' data, run the job in FLARE's simulator and write its record.
+
+    Args:
+        study: the study, with a ``simulator`` section.
+        folder: result folder.
+        observer: hears of every round.
+        deployment: whether figures are sent to MLflow.
+
+    Raises:
+        ConfigError: the job has hubs, or the path of the folder contains a space.
+        JobFailed: the job ended without a result.
+    """
+    # FLARE takes seconds to import; a local run must not wait for it.
+    from ..flare.kits import write_kits
+    from ..flare.launch.simulator import Workplace, simulate
+    from ..flare.recipe import refuse_hubs
+
+    out, config = folder.path, study.config
+    refuse_hubs(config)
+    checkpoints = folder.open_checkpoints(study, observer)
+    contexts = folder.open_keys(study)
+    with observer.wait("preparing the sites' data ..."):
+        sites = study.prepare_sites(out, observer)
+    site_files = write_site_files(out / "sites", sites.values())
+    observer.say(describe_start(study, f"{len(sites)} sites in FLARE's simulator"))
+    kits = out / "kits" if config.is_masked else None
+    if kits:
+        write_kits(kits, sites)
+    recipe = build_recipe(study, out, deployment, tensorboard=importlib.util.find_spec("tensorboard") is not None)
+    workplace = Workplace(checkpoints=checkpoints, keys=out / KEYS if contexts else None, kits=kits)
+    simulate(recipe, sorted(sites), site_files, out, workplace, on_round=observer.see_round)
+    if contexts:
+        decrypt_run(out, study.assembly, contexts.client)
+    return complete_run(study, folder)

@@ -1,0 +1,223 @@
+"""Sweeps: a study with several settings and seeds, ranked on validation examples: ``flare_sparse.sweep``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..config.loading import dump_config
+from ..config.study import Study
+from ..core.checkpoint.writing import write_json
+from ..core.errors import ConfigError, FlareSparseError, describe_exception
+from ..core.observer import SILENT, Observer
+from ..results.runs.folder import RunFolder, copy_user_code
+from ..results.runs.record import CONFIG, SUMMARY
+from ..results.runs.sweep import Search, SettingsResult, Trial, expand_seeds, find_unequal_validation, run_search
+from .start import Overrides, launch, list_overrides
+
+RECORD, STUDY, WINNER, FIGURE = "sweep.json", "sweep.db", "best.yaml", "sweep.png"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that has ended.
+
+    Attributes:
+        path: folder of the sweep, with ``sweep.json``, ``best.yaml`` and a result folder for each run.
+        results: settings with their runs, best first.
+        metric: name, unit and mode of the task's metric.
+        warning: why the settings cannot be compared; empty: they can.
+    """
+
+    path: Path
+    results: tuple[SettingsResult, ...]
+    metric: dict[str, Any]
+    warning: str
+
+    @property
+    def winner(self) -> Path:
+        """Configuration with the settings that won."""
+        return self.path / WINNER
+
+
+def sweep(
+    config: str | Path,
+    grid: Sequence[str] | Mapping[str, Sequence[Any] | str],
+    overrides: Overrides = (),
+    *,
+    trials: int | None = None,
+    seeds: int = 3,
+    parallel: int = 1,
+    out: str | Path | None = None,
+    observer: Observer = SILENT,
+) -> Sweep:
+    """Run a configuration in this process with several settings, and rank them.
+
+    The same call continues an interrupted sweep: finished runs are kept, others resumed, failed ones too.
+
+    Args:
+        config: YAML file.
+        grid: values of each setting: ``["method.sparsity=0.8,0.9"]`` or ``{"method.sparsity": [0.8, 0.9]}``; with
+            ``trials`` also a range, ``{"method.training.lr": "0.001..0.1,log"}``.
+        overrides: settings of all runs.
+        trials: settings that a sampler (TPE) chooses by the results so far; None: all combinations.
+        seeds: seeds per setting, from the configuration's on.
+        parallel: runs at a time, a process each.
+        out: folder of the sweep; None: ``runs/NAME-sweep``.
+        observer: hears of each run that ends.
+
+    Raises:
+        ConfigError: a wrong setting, no validation examples, Optuna is not installed, or no run has finished.
+    """
+    file, shared = Path(config), list_overrides(overrides)
+    if isinstance(grid, Mapping):
+        grid = [f"{key}={values if isinstance(values, str) else _join(values)}" for key, values in grid.items()]
+    base = Study.load(file, shared).config
+    if not base.task.config.split.validation:
+        raise ConfigError(
+            "sweep chooses on validation examples, but task.split.validation is 0; add --set task.split.validation=0.1"
+        )
+    folder = Path(out) if out else Path("runs") / f"{base.name}-sweep"
+    folder.mkdir(parents=True, exist_ok=True)
+    search = Search(grid, f"sqlite:///{folder.resolve() / STUDY}", trials=trials, seed=base.seed)
+    all_seeds = range(base.seed, base.seed + seeds)
+
+    def list_pending(listed: Iterable[Trial]) -> list[Trial]:
+        return [trial for trial in listed if not _is_finished(_load(file, shared, trial), folder / trial.folder)]
+
+    # All settings that are known are checked before the first run starts.
+    known = expand_seeds(search.known, all_seeds)
+    finished = len(known) - len(list_pending(known))
+    observer.say(f"{search.count * seeds} runs, {finished} of them finished; folder: {folder}")
+    start = partial(run_trial, file.resolve(), shared, folder=folder.resolve())
+    ranked, metric = run_search(
+        search,
+        all_seeds,
+        lambda batch: _run_trials(start, list_pending(batch), parallel, observer),
+        lambda trial: json.loads((folder / trial.folder / SUMMARY).read_text(encoding="utf-8")),
+        at_a_time=parallel,
+    )
+    result = Sweep(folder, tuple(ranked), metric, find_unequal_validation(ranked))
+    _write(result, file, shared)
+    return result
+
+
+def _join(values: Sequence[Any]) -> str:
+    return ",".join(json.dumps(value, default=str) for value in values)
+
+
+def _run_trials(
+    start: partial[tuple[str, str | None]], pending: list[Trial], parallel: int, observer: Observer
+) -> dict[Trial, str]:
+    """Run trials and return why the failed ones failed.
+
+    Raises:
+        ConfigError: a process ended without a result.
+    """
+    if parallel == 1:
+        return _report_trials(pending, map(start, pending), observer)
+    # A new interpreter for each worker: torch's threads do not survive a fork.
+    with ProcessPoolExecutor(parallel, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return _report_trials(pending, pool.map(start, pending), observer)
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                "a process of the sweep ended without a result, as one does that takes more memory than the machine"
+                f" has; lower --parallel {parallel}. The same command continues the sweep"
+            ) from error
+
+
+def _report_trials(
+    trials: Iterable[Trial], results: Iterable[tuple[str, str | None]], observer: Observer
+) -> dict[Trial, str]:
+    """Say a line for each trial as it ends, and return why the failed ones failed."""
+    failures = {}
+    for trial, (line, failure) in zip(trials, results, strict=True):
+        observer.say(line)
+        if failure is not None:
+            failures[trial] = failure
+    return failures
+
+
+def run_trial(file: Path, overrides: list[str], trial: Trial, *, folder: Path) -> tuple[str, str | None]:
+    """Run a trial, or resume it, and return a line of text about it, and why it failed; None if it did not."""
+    study, out = _load(file, overrides, trial), folder / trial.folder
+    out.mkdir(parents=True, exist_ok=True)
+    # Before the run, so that a later sweep with other settings notices a run that failed, too.
+    (out / CONFIG).write_text(dump_config(study.config), encoding="utf-8")
+    try:
+        result = RunFolder(out, resume=RunFolder(out).has_checkpoint)
+        with result.claim():
+            summary = launch("local", study, result, SILENT).summary
+    except FlareSparseError as error:
+        # As text: some errors hold what cannot be sent to the process of the sweep.
+        reason = f"{error.code}: {error}"
+        return f"{trial.label} failed: {reason}", reason
+    except (MemoryError, OSError, RuntimeError) as error:
+        # Of the machine, such as torch's lack of memory, or of the user's own code: the same command tries again.
+        _LOG.warning("%s failed", trial.label, exc_info=True)
+        reason = describe_exception(error)
+        return f"{trial.label} failed: {reason}", reason
+    name = summary["metric"]["name"]
+    value = summary["final"]["metrics"].get(f"validation_{name}")
+    shown = "-" if value is None else f"{value:.4g}"
+    return f"{trial.folder}: validation {name} {shown}, {summary['seconds']:.0f} s", None
+
+
+def _load(file: Path, overrides: list[str], trial: Trial) -> Study:
+    return Study.load(file, [*overrides, *trial.settings, f"seed={trial.seed}"])
+
+
+def _is_finished(study: Study, out: Path) -> bool:
+    """Return whether a folder holds the finished run of a study.
+
+    Raises:
+        ConfigError: it holds a run of other settings, finished or not.
+    """
+    started = out / CONFIG
+    if started.is_file() and started.read_text(encoding="utf-8") != dump_config(study.config):
+        raise ConfigError(f"{out}: holds a run of other settings than this sweep; choose another --out")
+    return RunFolder(out).is_finished
+
+
+def _write(sweep: Sweep, file: Path, overrides: list[str]) -> None:
+    """Write the record, the configuration with the settings that won, and the figure, if matplotlib is installed."""
+    ranked, metric, folder, warning = sweep.results, sweep.metric, sweep.path, sweep.warning
+    best, unit = ranked[0], metric["unit"]
+    rows = [
+        {
+            "settings": list(r.settings),
+            "validation": r.values,
+            "mean": r.mean,
+            "deviation": r.deviation,
+            "bytes": r.sent,
+            "failed": r.failures,
+        }
+        for r in ranked
+    ]
+    record = {"metric": metric, "config": str(file), "overrides": overrides, "results": rows, "warning": warning}
+    write_json(folder / RECORD, record)
+    won = f"{folder.name} of {len(ranked)} settings with {len(best.values)} seeds: {', '.join(best.settings)}."
+    lines = [
+        f"# Settings that won {won}",
+        f"# {metric['name']} on validation examples, mean over the seeds: {best.mean:.4g} {unit}".rstrip(),
+        *(f"# seed {seed} has no result with these settings" for seed in best.failures),
+        *([f"# {warning}"] if warning else []),
+    ]
+    winner = Study.load(file, [*overrides, *best.settings])
+    copy_user_code(winner.user_code, folder)
+    (folder / WINNER).write_text("\n".join(lines) + "\n" + dump_config(winner.config), encoding="utf-8")
+    try:
+        from ..results.report.sweep import write_sweep_figure
+    except ImportError:
+        return
+    write_sweep_figure(list(ranked), f"{metric['name']} ({unit})" if unit else metric["name"], folder / FIGURE)

@@ -1,0 +1,92 @@
+"""A study: a configuration and what belongs to it, built once and passed whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ..core.checkpoint.store import Store
+from ..core.observer import SILENT, Observer
+from ..tasks.task import SiteData, Task
+from .assemble import Assembly, assemble, open_checkpoints
+from .loading import load_config
+from .schema import RunConfig
+from .sites import prepare_site_data
+from .user_tasks import list_user_code, load_task
+
+
+@dataclass(frozen=True)
+class Study:
+    """Settings, the folder that they came from, and what follows from both: task, method, run id, user code.
+
+    Attributes:
+        config: validated settings.
+        file: where they were read from; the user's own modules lie beside it.
+    """
+
+    config: RunConfig
+    file: Path
+
+    @classmethod
+    def load(cls, file: str | Path, overrides: Sequence[str] = ()) -> Study:
+        """Load a configuration; see :func:`flare_sparse.config.loading.load_config`.
+
+        Raises:
+            ConfigError: the text lists every error with the field's path, the value found and the values allowed.
+        """
+        return cls(load_config(file, overrides), Path(file))
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the configuration."""
+        return self.file.parent
+
+    @cached_property
+    def assembly(self) -> Assembly:
+        """Task, method, initial weights and run id.
+
+        Raises:
+            ConfigError: the task or the model cannot be built from the settings.
+        """
+        return assemble(self.config, self.load_task())
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run, 16 hex digits: equal for equal settings and models."""
+        return self.assembly.run_id
+
+    @cached_property
+    def user_code(self) -> tuple[Path, ...]:
+        """The user's files and packages that the job needs; empty for a task of this package.
+
+        Raises:
+            ConfigError: the task or the script is not found.
+        """
+        return list_user_code(self.config, self.folder)
+
+    def load_task(self) -> Task:
+        """Return a new task, which shares nothing with that of ``assembly``.
+
+        Raises:
+            ConfigError: the user's task or network cannot be imported or built.
+        """
+        return load_task(self.config, self.folder)
+
+    def prepare_sites(self, folder: Path, observer: Observer = SILENT) -> dict[str, SiteData]:
+        """Return the data of every simulated site; see :func:`flare_sparse.config.sites.prepare_site_data`.
+
+        Args:
+            folder: receives phantoms.
+            observer: hears of sites that were renamed and folders without examples.
+
+        Raises:
+            ConfigError: there is no ``simulator`` section, or it names settings of an unknown site.
+            DataError: the data cannot be read or partitioned.
+        """
+        return prepare_site_data(self.config, self.assembly.task, folder, observer)
+
+    def open_checkpoints(self, root: Path, end: str) -> Store:
+        """Return the checkpoints of one end, ``"server"`` or a site's name, below ``root``."""
+        return open_checkpoints(self.config.job, self.assembly, root, end)

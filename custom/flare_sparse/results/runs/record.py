@@ -1,0 +1,258 @@
+"""Writer of a run's record: rounds, ledger, summary and models, in standard formats and while the run proceeds."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config.assemble import Assembly
+from ...core.checkpoint.writing import replace_atomically, sync_to_disk, write_json
+from ...config.schema import JobConfig
+from ...config.loading import dump_config
+from ...core.exchange import Contribution, EncryptedValues
+from ...rounds.federation import Evaluation, HubRules, Outcome, RoundRecord
+from ...rounds.federation.events import STEPPED_BACK
+from ...rounds.federation.tree import sum_link_bytes
+from ...core.mask import Mask
+from ...core.params import Layout, compute_digest
+from ...privacy.dp.config import PrivacyConfig
+from ...tasks.task import Metric
+from ...core.version import VERSION
+from ...wire.ledger import Ledger
+from .updates import UPDATES, write_updates
+from .model_files import ENCRYPTED, delete_models, save_encrypted, save_mask, save_model
+
+APPENDED_FILES = ("rounds.jsonl", "ledger.jsonl")
+"""Files that every commit appends to."""
+LAYER_COMPUTE = "layer_compute.json"
+"""Choice of sparse or dense by site and layer: a file for all sites of a run on one machine, or one at each site."""
+CONFIG = "config.yaml"
+"""Resolved configuration, written when the run starts."""
+SUMMARY = "summary.json"
+"""File that a run writes last; a folder without it belongs to a run that has not ended."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of a run that are known before it starts.
+
+    Attributes:
+        run: run id.
+        name: name of the job.
+        method: name of the method.
+        seed: seed of the run.
+        rounds: number of rounds.
+        metric: the task's metric.
+        config: resolved configuration as YAML.
+        note: the method's note on the network, such as how many entries are maskable.
+        privacy: differential privacy of the sites' training; None: the job does not ask for it.
+        record_updates: whether the sites' updates are kept for an audit.
+        hubs: rules of each hub; empty: the server reaches every site directly.
+    """
+
+    run: str
+    name: str
+    method: str
+    seed: int
+    rounds: int
+    metric: Metric
+    config: str
+    note: str = ""
+    privacy: PrivacyConfig | None = None
+    record_updates: bool = False
+    hubs: Mapping[str, HubRules] = field(default_factory=dict)
+
+
+def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
+    """Return the facts of a run before it starts."""
+    method = assembly.method
+    return RunFacts(
+        run=assembly.run_id,
+        name=config.name,
+        method=method.name,
+        seed=config.seed,
+        rounds=method.config.rounds,
+        metric=assembly.task.metric,
+        config=dump_config(config),
+        note=method.note,
+        privacy=config.privacy,
+        record_updates=config.audit.record_updates,
+        hubs=config.hubs,
+    )
+
+
+def start_record(folder: Path) -> None:
+    """Create a result folder with empty files of rounds and messages, and without the summary of an earlier run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY).unlink(missing_ok=True)
+    for name in APPENDED_FILES:
+        (folder / name).write_text("", encoding="utf-8")
+
+
+class RecordWriter:
+    """Writes the record of one run into a folder.
+
+    Files: ``config.yaml``, ``rounds.jsonl`` and ``ledger.jsonl`` (extended by every commit), ``summary.json``,
+    ``model.safetensors``, ``mask.safetensors``, ``best_model.safetensors``, ``best_mask.safetensors``. Encrypted models
+    are in ``encrypted_model.safetensors`` and ``encrypted_best_model.safetensors`` instead.
+    """
+
+    def __init__(self, path: Path, facts: RunFacts, layout: Layout, ledger: Ledger):
+        self.path, self.facts, self.layout, self.ledger = path, facts, layout, ledger
+        self._start_time = time.monotonic()
+        self._lines_written = 0
+        start_record(path)
+        (path / CONFIG).write_text(facts.config)
+
+    def commit(self, record: RoundRecord) -> dict[str, Any]:
+        """Append a committed round and its messages; return the line of ``rounds.jsonl``."""
+        with (self.path / "ledger.jsonl").open("a") as file:
+            for line in self.ledger.lines[self._lines_written :]:
+                file.write(json.dumps(asdict(line)) + "\n")
+        self._lines_written = len(self.ledger.lines)
+        entry = self._build_line(record)
+        # The run stepped back: the lines of the commits that it discarded go, as they do when it is resumed.
+        if any(event.event == STEPPED_BACK for event in record.events):
+            self._drop_rounds(record.round)
+        with (self.path / "rounds.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        return entry
+
+    def record_updates(self, round_number: int, updates: Sequence[Contribution]) -> None:
+        """Write the updates of a round, if the run keeps them for an audit."""
+        if self.facts.record_updates:
+            write_updates(self.path / UPDATES, round_number, updates)
+
+    def _drop_rounds(self, first: int) -> None:
+        """Remove the lines of round ``first`` and later ones from ``rounds.jsonl``."""
+        path = self.path / "rounds.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        with replace_atomically(path) as part:
+            part.write_text("".join(line for line in lines if json.loads(line)["round"] < first))
+
+    def _build_line(self, record: RoundRecord) -> dict[str, Any]:
+        line = asdict(record)
+        evaluation = line.pop("evaluation")
+        labels = {"metric": self.facts.metric.name, "unit": self.facts.metric.unit, "rounds": self.facts.rounds}
+        figures = {"metrics": evaluation["overall"], "site_metrics": evaluation["sites"]}
+        if self.facts.privacy is None:
+            del line["spent_epsilon"]
+        return {"run": self.facts.run, **line, **labels, **figures}
+
+    def finish(self, outcome: Outcome) -> dict[str, Any]:
+        """Write the models and then the summary.
+
+        Returns:
+            The summary, once every file is on disk.
+
+        Raises:
+            OSError: the disk is full or broken.
+        """
+        # A finished run is recognized by its summary, so the summary is written last: a crash before that leaves a
+        # folder that counts as unfinished.
+        delete_models(self.path)
+        self._save("", outcome.weights, outcome.mask, outcome.encrypted)
+        best = outcome.best
+        if best.model is not None:
+            self._save("best_", best.model.to_vector(), best.model.mask, best.encrypted)
+        summary = self._build_summary(outcome)
+        for name in APPENDED_FILES:
+            sync_to_disk(self.path / name)
+        write_json(self.path / SUMMARY, summary)
+        return summary
+
+    def _save(self, prefix: str, weights: Tensor, mask: Mask, encrypted: EncryptedValues | None) -> None:
+        save_mask(self.path / f"{prefix}mask.safetensors", self.layout, mask)
+        if encrypted is None:
+            save_model(self.path / f"{prefix}model.safetensors", self.layout, weights)
+        else:
+            save_encrypted(self.path / f"{ENCRYPTED}{prefix}model.safetensors", self.layout, encrypted)
+
+    def _build_summary(self, outcome: Outcome) -> dict[str, Any]:
+        facts, metric = self.facts, self.facts.metric
+        return {
+            "run": facts.run,
+            "name": facts.name,
+            "method": facts.method,
+            "note": facts.note,
+            "seed": facts.seed,
+            "rounds": facts.rounds,
+            "contributions": {site: asdict(part) for site, part in outcome.count_contributions().items()},
+            "examples": outcome.examples,
+            "events": [asdict(event) for event in outcome.events],
+            "sites": sorted({site for record in outcome.rounds for site in record.sites_asked}),
+            "metric": asdict(metric),
+            "final": _to_dict(outcome.evaluation),
+            "best": {"round": outcome.best.round, "metrics": outcome.best.metrics},
+            "stopped_after": outcome.stopped_after,
+            "sparsity": outcome.rounds[-1].sparsity,
+            "traffic": sum_traffic(self.ledger),
+            "seconds": time.monotonic() - self._start_time,
+            "threads": torch.get_num_threads(),
+            "versions": list_versions(),
+            "model_sha256": None if outcome.encrypted else compute_digest(outcome.weights),
+            **({"links": sum_link_bytes(self.ledger.lines, facts.hubs)} if facts.hubs else {}),
+            **({} if facts.privacy is None else {"privacy": _describe_privacy(facts.privacy, outcome)}),
+        }
+
+
+def list_versions() -> dict[str, str]:
+    """Return the versions of Python, of this package and of the libraries that its results depend on."""
+    return {"python": platform.python_version(), "flare-sparse": VERSION} | {
+        name: version(name) for name in ("nvflare", "torch", "numpy")
+    }
+
+
+def _describe_privacy(privacy: PrivacyConfig, outcome: Outcome) -> dict[str, Any]:
+    """Return the settings of differential privacy, what each site has spent, and what left outside the budget."""
+    spent: dict[str, float] = {}
+    for record in outcome.rounds:
+        spent |= record.spent_epsilon
+    # The number of test examples leaves with the metrics; exact ones contain it.
+    left: dict[str, list[str]] = {"exact": ["metrics"], "noised": ["number of test examples"], "none": []}
+    declared = ["number of training examples", *left[privacy.metrics]]
+    return {**privacy.model_dump(mode="json"), "spent": dict(sorted(spent.items())), "outside_budget": declared}
+
+
+def _to_dict(evaluation: Evaluation) -> dict[str, Any]:
+    return {"metrics": evaluation.overall, "sites": evaluation.sites}
+
+
+def sum_traffic(ledger: Ledger) -> dict[str, dict[str, float]]:
+    """Return the ledger's sums by direction (``down``, ``up``): messages, scalars, payload, dense and floor bytes."""
+    sums: dict[str, dict[str, float]] = {}
+    for direction in ("down", "up"):
+        lines = [line for line in ledger.lines if line.direction == direction]
+        sums[direction] = {
+            "messages": len(lines),
+            "scalars_sent": sum(line.scalars_sent for line in lines),
+            "payload_bytes": sum(line.payload_bytes for line in lines),
+            "dense_bytes": sum(line.dense_bytes for line in lines),
+            "floor_bytes": sum(line.floor_bytes for line in lines),
+        }
+    return sums
+
+
+def write_layer_compute(folder: Path, layers: Mapping[str, Mapping[str, str]]) -> None:
+    """Write which layers the last training computed sparsely; without any choice, delete what an earlier one wrote.
+
+    Args:
+        folder: result folder, or a job's folder at a site.
+        layers: ``sparse`` or ``dense`` by site and layer; sites without a choice are left out.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if chosen := {site: choices for site, choices in layers.items() if choices}:
+        write_json(folder / LAYER_COMPUTE, chosen)
+    else:
+        (folder / LAYER_COMPUTE).unlink(missing_ok=True)

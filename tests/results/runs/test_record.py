@@ -1,0 +1,42 @@
+"""Model files: written models are read back, and those of another network are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flare_sparse.core.errors import ConfigError
+from flare_sparse.core.params import Layout, TensorSpec
+from flare_sparse.results.runs.record import LAYER_COMPUTE, write_layer_compute
+from flare_sparse.results.runs.model_files import read_model, save_model
+
+LAYOUT = Layout((TensorSpec("b", (3,)), TensorSpec("a", (2, 2))))
+
+
+def test_saved_model_is_read_back_bit_for_bit(tmp_path: Path) -> None:
+    weights = torch.randn(LAYOUT.size)
+    save_model(tmp_path / "model.safetensors", LAYOUT, weights)
+    assert torch.equal(read_model(tmp_path / "model.safetensors", LAYOUT), weights)
+
+
+def test_model_of_another_base_or_damaged_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_model(file, LAYOUT, torch.zeros(LAYOUT.size))
+    with pytest.raises(ConfigError, match="the base model under the adapters"):
+        read_model(file, Layout(LAYOUT.tensors, base_model_digest="0" * 64))
+    file.write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_model(file, LAYOUT)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_model(tmp_path / "none.safetensors", LAYOUT)
+
+
+def test_choice_of_sparse_layers_leaves_out_sites_without_one(tmp_path: Path) -> None:
+    write_layer_compute(tmp_path, {"site-1": {"0": "dense"}, "site-2": {"0": "sparse"}, "site-3": {}})
+    written = json.loads((tmp_path / LAYER_COMPUTE).read_text())
+    assert written == {"site-1": {"0": "dense"}, "site-2": {"0": "sparse"}}
+    write_layer_compute(tmp_path, {"site-1": {}})
+    assert not any(tmp_path.iterdir())
