@@ -10,16 +10,21 @@ from typing import Any
 
 import yaml
 
-from ..core.errors import ConfigError, suggest
+from ..core.errors import ConfigError, abbreviate, suggest
 
 MAX_DEPTH = 32
 """Levels of nested sections and lists; the package's own settings have fewer than ten."""
 MAX_BYTES = 2**20
 """Size limit of a file with settings; a list of 10,000 subjects takes about 200 kB."""
+MAX_BITS = 256
+"""Size limit of an integer; Python refuses to print one of more than 4,300 digits in an error."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that reads YAML 1.2 numbers such as ``1e-3`` and refuses duplicate keys, aliases and deep nesting."""
+    """Loader that reads YAML 1.2 numbers such as ``1e-3`` and refuses what no setting needs.
+
+    That is: a key given twice or no scalar, an alias, deep nesting, and text or a number that is no value.
+    """
 
     depth = 0
 
@@ -42,11 +47,33 @@ class _Loader(yaml.SafeLoader):
         finally:
             self.depth -= 1
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of a node.
+
+        Raises:
+            yaml.YAMLError: the text is no value of its kind, such as a date in month 13, or an integer is too large.
+        """
+        try:
+            value = super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        # PyYAML lets through whatever Python raises for the text of a scalar.
+        except Exception as error:
+            problem = f"{abbreviate(node.value)} cannot be read as {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            problem = f"an integer of {value.bit_length()} bits; expected at most {MAX_BITS}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return value
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
+            if not isinstance(key, Hashable):
+                problem = f"a {type(key).__name__} cannot be a key"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)

@@ -208,6 +208,8 @@ def test_policy_is_a_file_or_the_name_of_a_preset(tmp_path: Path, monkeypatch: p
         ("max_upload_byte: 3", "Did you mean 'max_upload_bytes'"),
         ("max_norm: -1", "max_norm"),
         ("noise: 0.1", "give clip_norm"),
+        ("max_starts: true", "max_starts: .*found true; expected a value"),
+        ("noise: no", "noise: .*found false; expected a value"),
         ("contents: [everything]", "contents"),
         ("- a\n- b", "content"),
         ("a: [", "cannot be read"),

@@ -123,6 +123,15 @@ def test_two_newest_are_kept_and_damaged_ones_are_skipped(store: Store) -> None:
     assert store.load(Content, below=3)[0] == 2  # type: ignore[index]
 
 
+def test_manifest_of_deeply_nested_json_counts_as_damaged(store: Store) -> None:
+    """Python's reader gives up with a RecursionError, which must not end every resume."""
+    for number in (1, 2):
+        store.save(number, content(number))
+    (store.folder / "00000002" / MANIFEST).write_text("[" * 100_000)
+    assert find_newest_number(store) == 1
+    assert store.list_damaged() == [2]
+
+
 def test_also_kept_checkpoint_stays_until_it_is_no_longer_named(store: Store) -> None:
     for number in (1, 2, 3, 4):
         store.save(number, content(number), also_keep=(1, None))

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
@@ -32,6 +33,11 @@ SITES = np.array(["a"] * 30 + ["b"] * 20)
 
 def draw(seed: int, count: int = 50) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=count)
+
+
+def stretch(freedom: int) -> float:
+    """Return by how much the interval of a mean is wider with an estimated variance than with a known one."""
+    return float(scipy.stats.t.ppf(0.975, freedom) / scipy.stats.norm.ppf(0.975))
 
 
 def test_interval_of_a_mean_is_that_of_the_formula_within_sites() -> None:
@@ -61,11 +67,27 @@ def test_single_subject_is_resampled_with_the_smallest_other_site_and_alone_deci
     change = np.array([5.0, 1.0, 3.0, 0.0, 0.0, 0.0])
     result = compare_scores(change, np.zeros(6), np.array([*"abbccc"]), is_lower_better=True)
     # Two of 5, 1 and 3 are drawn, each with the weight 3 / 2.
-    assert (result.low, result.high) == (pytest.approx(3 / 6), pytest.approx(15 / 6))
+    # Their quantiles 3 / 6 and 15 / 6 are stretched by t / z = 2.776 / 1.960 for six subjects of two strata.
+    bounds = [9 / 6 - stretch(4), 9 / 6 + stretch(4)]
+    assert [result.low, result.high] == pytest.approx(bounds, abs=2e-3)
     assert result.by_site == {"a": 5, "b": 2, "c": 0}
     for count, verdict in ((1, "undecided"), (5, "undecided"), (6, "behind")):
         few = compare_scores(np.ones(count), np.zeros(count), np.array(["a"] * count), is_lower_better=True)
         assert (few.value, few.verdict) == (1, verdict)
+
+
+@pytest.mark.parametrize(
+    ("sites", "per", "expected"), [(3, 2, 0.0), (1, 6, 0.05), (5, 2, 0.05), (1, 10, 0.05), (3, 10, 0.05)]
+)
+def test_equal_predictors_are_called_different_in_one_case_of_twenty(sites: int, per: int, expected: float) -> None:
+    """The type I error for normal differences; with three sites of two, every difference is undecided."""
+    names, changes = np.repeat(np.arange(sites), per), draw(5, 600 * sites * per).reshape(600, -1)
+    zeros = np.zeros(sites * per)
+    verdicts = [
+        compare_scores(change, zeros, names, is_lower_better=True, resamples=500).verdict for change in changes
+    ]
+    # Three standard deviations of a share of 600.
+    assert np.mean([verdict != "undecided" for verdict in verdicts]) == pytest.approx(expected, abs=0.027)
 
 
 def test_equal_predictors_are_undecided_and_a_constant_gain_is_ahead() -> None:
@@ -110,7 +132,8 @@ def test_interval_of_an_auc_equals_one_computed_resample_by_resample() -> None:
         values = [roc_auc_score(classes, risk, sample_weight=weights) for risk in (first, second)]
         slow.append(values[0] - values[1])
     assert result is not None
-    assert (result.low, result.high) == pytest.approx(tuple(np.quantile(slow, [0.025, 0.975])))
+    bounds = result.value + stretch(48) * (np.quantile(slow, [0.025, 0.975]) - result.value)
+    assert (result.low, result.high) == pytest.approx(tuple(bounds), rel=1e-4)
     of_a = SITES == "a"
     assert result.by_site["a"] == pytest.approx(
         roc_auc_score(classes[of_a], first[of_a]) - roc_auc_score(classes[of_a], second[of_a])
@@ -172,7 +195,10 @@ def test_subjects_count_alike_with_few_and_many_examples() -> None:
     zeros = np.zeros(4)
     result = compare_predictors(MAE, scores, zeros, zeros[:, None], np.array([*"aaaa"]), subjects)
     assert result is not None
-    assert (result.value, result.low, result.high) == (2.5, 1, 4)
+    assert result.value == 2.5
+    # Resamples of two subjects, 1 and 4, stretched alike on both sides.
+    assert result.high - 2.5 == pytest.approx(2.5 - result.low)
+    assert result.high > 4
 
 
 def test_c_index_of_models_of_single_sites_compares_pairs_within_sites() -> None:

@@ -39,6 +39,11 @@ def test_subjects_are_sorted_with_row_and_first_image(tmp_path: Path) -> None:
     )
 
 
+def test_files_that_macos_writes_beside_images_are_no_images(tmp_path: Path) -> None:
+    path = dataset(tmp_path, TABLE, ("sub-01/anat/sub-01_T1w.nii.gz", "sub-01/anat/._sub-01_T1w.nii.gz"))
+    assert read_subjects(path)["sub-01"].get_image().name == "sub-01_T1w.nii.gz"
+
+
 def test_cohort_has_all_columns_and_numeric_ages(tmp_path: Path) -> None:
     index = read_cohort(dataset(tmp_path, TABLE))
     assert index.ids == ("sub-01", "sub-02")

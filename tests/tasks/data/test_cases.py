@@ -49,6 +49,15 @@ def test_bids_cases_are_sessions_with_the_row_of_their_subject(bids: Path) -> No
     assert cohort.columns["site"].tolist() == ["A", "A", "B"]
 
 
+def test_files_that_macos_writes_beside_images_are_no_images(bids: Path, tmp_path: Path) -> None:
+    touch(bids, "sub-2/anat/._sub-2_T1w.nii.gz", "derivatives/manual/sub-2/anat/._sub-2_dseg.nii.gz")
+    case = find_cases(bids, derivative="manual")["sub-2"]
+    assert ([file.name for file in case.images], case.problem) == (["sub-2_T1w.nii.gz"], "")
+    folder = touch(tmp_path / "pairs", "t1/a_1.nii.gz", "t1/._a_1.nii.gz", "seg/1.nii.gz", "seg/._1.nii.gz")
+    assert list(find_cases(folder, pairs=Pairs(images=["t1/*{case}.nii.gz"], labels="seg/{case}.nii.gz"))) == ["1"]
+    assert list(find_images(folder / "seg", ("T1w",), "*", None)) == ["1"]
+
+
 def test_two_label_maps_of_a_case_are_a_problem_that_names_the_setting(bids: Path) -> None:
     cases = find_cases(bids)
     assert "2 label maps derivatives/manual/sub-2" in cases["sub-2"].label_problem

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flare_sparse.core.errors import DataError
-from flare_sparse.tasks.data.volumes import read_voxels
+from flare_sparse.tasks.data.volumes import build_preprocessing, read_voxels
 
 SHAPE = (24, 26, 22)
 AFFINE = np.diag([3.0, 3.0, 3.0, 1.0])
@@ -133,6 +133,29 @@ def test_voxel_offset_beyond_any_header_is_refused(tmp_path: Path) -> None:
     file = set_header_field(nifti(tmp_path / "a.nii.gz"), "vox_offset", 2.0**30)
     with pytest.raises(DataError, match=r"corrupt|the voxels begin at byte"):
         read_voxels(file, SHAPE)
+
+
+@pytest.mark.parametrize("name", ["a.nii.gz", "a.nii"])
+def test_voxels_that_begin_in_the_header_are_refused(name: str, tmp_path: Path) -> None:
+    """Otherwise nibabel reads the 352 bytes before them as the first voxels."""
+    file = set_header_field(nifti(tmp_path / "a.nii.gz"), "vox_offset", 0)
+    if name.endswith(".nii"):
+        (tmp_path / name).write_bytes(gzip.decompress(file.read_bytes()))
+    with pytest.raises(DataError, match="the voxels begin at byte 0, in the header"):
+        read_voxels(tmp_path / name, SHAPE)
+
+
+@pytest.mark.parametrize(("largest", "is_read"), [(1e14, True), (1e18, False), (-3e38, False)])
+def test_voxels_too_large_for_float32_to_standardise_are_refused(largest: float, is_read: bool, tmp_path: Path) -> None:
+    voxels = smooth().astype(np.float32) * np.float32(largest / smooth().max())
+    file = nifti(tmp_path / "a.nii.gz", voxels)
+    if is_read:
+        standardised = build_preprocessing(1)(read_voxels(file, SHAPE))
+        assert standardised.isfinite().all()
+        assert float(standardised.std()) == pytest.approx(1, abs=1e-3)
+    else:
+        with pytest.raises(DataError, match=r"a voxel of .*; expected at most 1e\+15: rescale the image"):
+            read_voxels(file, SHAPE)
 
 
 def test_both_versions_of_the_format_and_plain_files_are_read(tmp_path: Path) -> None:

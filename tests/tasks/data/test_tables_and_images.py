@@ -48,6 +48,15 @@ def test_empty_lines_at_the_end_of_a_file_are_no_rows(tmp_path: Path) -> None:
     assert read_table(tmp_path / "a.csv").columns["y"].tolist() == [2]
 
 
+def test_numbers_that_only_python_reads_are_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y,z\n1_000,\uff11\uff12,1e3\n", encoding="utf-8")
+    table = read_table(tmp_path / "a.csv")
+    assert (table.get_texts("x"), table.get_texts("y")) == (["1_000"], ["\uff11\uff12"])
+    assert table.get_numbers("z").tolist() == [1000]
+    with pytest.raises(DataError, match="column 'x' contains text such as '1_000'"):
+        table.get_numbers("x")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 
 from ...compute.structure.scaling import select_statistics
@@ -107,6 +107,14 @@ class Policy(BaseModel):
         3, ge=3, description="fewest sites of a masked sum, and fewest by which two sums of one request differ"
     )
     foreign_jobs: bool = Field(False, description="let results of other packages' jobs leave without any check")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic reads ``true`` as 1: a limit that its author never wrote."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError(f"found {str(value).lower()}; expected a value, not yes or no")
+        return value
 
     @model_validator(mode="after")
     def _require_clip_norm_for_noise(self) -> Policy:

@@ -269,7 +269,7 @@ class Store:
             sha256 = manifest.pop("sha256")
             is_intact = sha256 == _compute_digest(manifest) and manifest["tensors"] == _compute_sha256(folder / TENSORS)
             return manifest if is_intact else None
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError):
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError, SafetensorError):
             return None
 
     def _check_identity(self, manifest: Mapping[str, Any]) -> None:

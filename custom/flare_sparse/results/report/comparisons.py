@@ -28,7 +28,8 @@ def build_comparisons(runs: Sequence[RunResult]) -> ReportTable | None:
     columns = ["comparison", "metric", "run", "baseline", "difference", "verdict", "sites that gain", "worst site"]
     note = (
         "On the test subjects of all sites at once; in brackets the 95 % bootstrap interval over subjects within their "
-        "site. Ahead and behind: the interval excludes 0, with six subjects or more. The baselines are the mean of "
+        "site. Ahead and behind: the interval excludes 0, and the subjects are at least five "
+        "more than the sites. The baselines are the mean of "
         "each site, and a linear model of each site alone and of all sites pooled."
     )
     table = ReportTable("Compared with trivial baselines", columns, rows, " ".join([note, *lacks]))

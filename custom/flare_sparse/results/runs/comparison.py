@@ -11,12 +11,11 @@ import numpy as np
 
 from ...tasks.task import TEST_EXAMPLES, VALIDATION, Kind
 from .bootstrap import (
-    METRICS,
     MOST_PAIRED,
     PairedMetric,
-    build_statistic,
     compare_predictors,
     compute_r2_within_sites,
+    evaluate_metric,
     is_too_large,
     select_metrics,
 )
@@ -30,7 +29,8 @@ DEFINITIONS = {
     "examples, such as MAE and accuracy, and a mean of values within sites for AUC, C-index, R2 and F1",
     "pooled": "over the test subjects of all sites at once; needs their predictions on this machine",
     "differences": "first minus second on the same test subjects, with a 95 % bootstrap interval over 10,000 resamples "
-    "of the subjects within their site; ahead and behind: the interval excludes 0, with six subjects or more",
+    "of the subjects within their site; ahead and behind: the interval excludes 0, and the subjects are at least five "
+    "more than the sites",
     "notes": "metrics that a comparison lacks, and sites that one of groups leaves out, because identifiers or targets "
     "are not the same in both",
     "c_index_within_sites": "over pairs of subjects of one site with at least four, where a predictor is another "
@@ -94,8 +94,8 @@ def _describe_run(run: RunResult, note: str) -> dict[str, Any]:
         "note": note or (predictions.note if predictions else ""),
     }
     if predictions is not None:
-        description["pooled"] = predictions.pooled | _describe_predictor(predictions, RUN)
-        description["baselines"] = {name: _describe_predictor(predictions, name) for name in predictions.baselines}
+        description["pooled"] = predictions.pooled | describe_predictor(predictions, RUN)
+        description["baselines"] = {name: describe_predictor(predictions, name) for name in predictions.baselines}
         description["differences"] = {name: compare_with_baseline(predictions, name) for name in predictions.baselines}
         lacks = {name: explain_lacks(predictions, name, own) for name, own in description["differences"].items()}
         description["notes"] = {name: text for name, text in lacks.items() if text}
@@ -133,17 +133,17 @@ def _explain_lack(metric: PairedMetric, examples: int) -> str:
     return f"no {metric.name}: it is undefined on these subjects or in many resamples of them"
 
 
-def _describe_predictor(predictions: Predictions, name: str) -> dict[str, Any]:
+def describe_predictor(predictions: Predictions, name: str) -> dict[str, Any]:
     """Return the metrics of a predictor that paired comparisons use, over all subjects and by site."""
     values, targets, sites = predictions.values[name], predictions.targets, predictions.sites
     metrics: dict[str, Any] = {"test_examples": len(sites)}
-    for metric in METRICS[predictions.kind] if predictions.kind else ():
-        if metric.build_pairs is not None:
-            continue
-        scores = metric.score(values, targets)
-        metrics[metric.name] = float(scores.mean())
-        by_site = {str(site): float(scores[sites == site].mean()) for site in np.unique(sites)}
-        metrics[f"{metric.name}_by_site"] = by_site
+    has_site_models, subjects = name in predictions.site_models, predictions.number_subjects()
+    for metric in select_metrics(predictions.kind, has_site_models=has_site_models) if predictions.kind else ():
+        examples = (metric.score(values, targets), targets, sites, subjects)
+        metrics[metric.name] = evaluate_metric(metric, *examples)
+        metrics[f"{metric.name}_by_site"] = {
+            str(site): evaluate_metric(metric, *(part[sites == site] for part in examples)) for site in np.unique(sites)
+        }
     if predictions.kind == "regression":
         metrics["r2_within_sites"] = compute_r2_within_sites(values, targets, sites)
     return metrics
@@ -228,11 +228,7 @@ class ExampleTests:
         """Return a metric of the runs' mean scores; None if it is undefined."""
         keys = sorted(self.rows)
         targets, sites, subjects = self._describe_examples(keys)
-        if is_too_large(metric, len(keys)):
-            return None
-        statistic = build_statistic(metric, self.collect_scores(RUN, metric, keys), targets, sites, subjects)
-        value = float(statistic(np.ones((1, subjects.max() + 1)))[0])
-        return value if np.isfinite(value) else None
+        return evaluate_metric(metric, self.collect_scores(RUN, metric, keys), targets, sites, subjects)
 
     def compare(self, other: ExampleTests, name: str) -> tuple[dict[str, Any], str]:
         """Return the differences of the runs from another predictor by metric, and what is left out."""

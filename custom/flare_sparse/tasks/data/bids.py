@@ -18,6 +18,7 @@ import numpy as np
 from ...core.errors import DataError, suggest
 from ..task import Cohort
 from .screening import SEX_VALUES, parse_sex
+from .tables import parse_number
 
 TABLE = "participants.tsv"
 MISSING = ("", "n/a", "na", "nan")
@@ -60,7 +61,7 @@ class Subject:
         """
         text = self.get_text("age")
         try:
-            years = float(text)
+            years = parse_number(text)
         except ValueError:
             years = math.nan
         if not 0 <= years <= 120:
@@ -124,13 +125,13 @@ def read_cohort(path: Path) -> Cohort:
     names = dict.fromkeys(column for row in rows.values() for column in row)
     columns = {name: np.array([row.get(name, "") for row in rows.values()]) for name in names}
     if "age" in columns:
-        columns["age"] = np.array([_parse_number(text) for text in columns["age"]])
+        columns["age"] = np.array([_parse_age(text) for text in columns["age"]])
     return Cohort(tuple(rows), columns)
 
 
-def _parse_number(text: str) -> float:
+def _parse_age(text: str) -> float:
     try:
-        return float(text)
+        return parse_number(text)
     except ValueError:
         return math.nan
 
@@ -142,8 +143,16 @@ def _read_dataset(folder: Path) -> dict[str, Subject]:
 
 
 def _find_image(folder: Path) -> Path | None:
-    images = sorted(folder.glob("anat/*_T1w.nii.gz")) or sorted(folder.glob("anat/*_T1w.nii"))
+    images = list_files(folder, "anat/*_T1w.nii.gz") or list_files(folder, "anat/*_T1w.nii")
     return images[0] if images else None
+
+
+def list_files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of a folder that match a pattern, sorted.
+
+    Hidden ones are left out: macOS writes a ``._NAME`` without voxels beside each file that it copies.
+    """
+    return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
 
 
 def read_rows(table: Path) -> dict[str, dict[str, str]]:

@@ -19,7 +19,7 @@ from pydantic import Field
 from ...core.errors import DataError
 from ...core.split import Split, SplitConfig
 from ..task import Cohort
-from .bids import TABLE, read_rows
+from .bids import TABLE, list_files, read_rows
 from .pairs import CASE, Pairs, match_files
 from .screening import screen_subjects
 
@@ -113,7 +113,7 @@ def find_images(path: Path, suffixes: Sequence[str], derivative: str, pairs: Pai
     Raises:
         DataError: there is no image, or a folder has two of one name.
     """
-    files = [path] if path.is_file() else sorted([*path.glob("*.nii.gz"), *path.glob("*.nii")])
+    files = [path] if path.is_file() else sorted([*list_files(path, "*.nii.gz"), *list_files(path, "*.nii")])
     try:
         cases = _find_in_folder(path, suffixes, derivative, pairs)
     except DataError:
@@ -256,7 +256,7 @@ def _find_bids(folder: Path, suffixes: Sequence[str], derivative: str) -> dict[s
 
 
 def _list_images(folder: Path, pattern: str) -> list[Path]:
-    return sorted(folder.glob(f"{pattern}.nii.gz")) or sorted(folder.glob(f"{pattern}.nii"))
+    return list_files(folder, f"{pattern}.nii.gz") or list_files(folder, f"{pattern}.nii")
 
 
 def _read_decathlon(folder: Path) -> dict[str, CaseFiles]:

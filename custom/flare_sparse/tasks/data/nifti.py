@@ -25,6 +25,8 @@ MAX_VALUES = 2**28
 """Most voxels of an image whose shape is not known beforehand, over all channels: 1 GiB in float32."""
 SPACING_MM = (0.1, 20.0)
 SPACING_TOLERANCE = 0.02
+MAX_VOXEL = 1e15
+"""Largest absolute value of a voxel: in float32, the squares of a volume with larger ones sum to infinity."""
 _CHUNK = 2**20
 
 
@@ -64,6 +66,11 @@ def _check_header(file: Path, image: Any, shape: Sequence[int] | None, spacing: 
     """Refuse an image whose header is unusable or unexpected; no voxel is read."""
     if not isinstance(image, (nib.Nifti1Image, nib.Nifti2Image)):
         raise DataError(f"{file.name} is not a NIfTI file but {type(image).__name__}; convert it")
+    # nibabel reads the header's own bytes as voxels where they are said to begin at byte 0.
+    if image.dataobj.offset < int(image.header["sizeof_hdr"]):
+        raise DataError(
+            f"{file.name}: the voxels begin at byte {image.dataobj.offset}, in the header; convert it again"
+        )
     image_shape = tuple(image.shape[:3]) if set(image.shape[3:]) <= {1} else tuple(image.shape)
     if shape is None:
         _check_axes(file, image_shape)
@@ -79,6 +86,19 @@ def _check_header(file: Path, image: Any, shape: Sequence[int] | None, spacing: 
         raise DataError(f"{description}; expected {SPACING_MM[0]} to {SPACING_MM[1]} mm per side")
     if spacing is not None and not np.allclose(sorted(sides), sorted(spacing), rtol=SPACING_TOLERANCE):
         raise DataError(f"{description}; expected {format_shape(spacing)} mm: resample it")
+
+
+def check_voxels(file: Path, voxels: np.ndarray) -> None:
+    """Refuse voxels ``(...)`` with which a network cannot compute.
+
+    Raises:
+        DataError: voxels are NaN, infinite, or so large that float32 cannot standardise the volume.
+    """
+    if bad := int(np.count_nonzero(~np.isfinite(voxels))):
+        raise DataError(f"{bad} voxels of {file.name} are NaN or infinite")
+    largest = float(np.abs(voxels).max(initial=0))
+    if largest > MAX_VOXEL:
+        raise DataError(f"{file.name}: a voxel of {largest:.3g}; expected at most {MAX_VOXEL:g}: rescale the image")
 
 
 def _check_axes(file: Path, shape: tuple[int, ...]) -> None:

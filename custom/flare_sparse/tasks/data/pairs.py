@@ -55,6 +55,7 @@ def match_files(folder: Path, pattern: str) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     # "{case}*" would become "**", which pathlib refuses.
     for file in sorted(folder.glob(re.sub(r"\*+", "*", pattern.replace(CASE, "*")))):
-        if match := re.fullmatch(text, file.relative_to(folder).as_posix()):
+        # macOS writes a ._NAME without voxels beside each file that it copies.
+        if not file.name.startswith(".") and (match := re.fullmatch(text, file.relative_to(folder).as_posix())):
             found.setdefault(match["case"], []).append(file)
     return found

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from ...core.errors import DataError
 from .cases import Case, CaseFiles
-from .nifti import format_shape, read_nifti
+from .nifti import check_voxels, format_shape, read_nifti
 
 Normalization = Literal["volume", "nonzero", "none"]
 Item = tuple[Tensor, Tensor, Tensor]
@@ -130,8 +130,7 @@ def _count_channels(count: int) -> str:
 def _list_channels(file: Path, image: Any) -> list[np.ndarray]:
     """Return the channels of an image, float32 ``(d, h, w)``."""
     values = _read_values(file, image)
-    if bad := int(np.count_nonzero(~np.isfinite(values))):
-        raise DataError(f"{bad} voxels of {file.name} are NaN or infinite")
+    check_voxels(file, values)
     channels = [values[..., c] for c in range(values.shape[3])] if values.ndim == 4 else [values]
     for channel in channels:
         if channel.min() == channel.max():

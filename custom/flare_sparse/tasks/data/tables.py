@@ -169,10 +169,24 @@ _READERS: dict[str, Callable[[Path], Values]] = {
 }
 
 
+def parse_number(text: str) -> float:
+    """Return the number that a text spells with ASCII digits, as in other programs that read the file.
+
+    Raises:
+        ValueError: the text is no number. Python alone would also read ``1_000`` and full-width digits.
+
+    >>> parse_number("1e3")
+    1000.0
+    """
+    if "_" in text or not text.isascii():
+        raise ValueError(f"{text!r} is no number")
+    return float(text)
+
+
 def is_number(text: str) -> bool:
     """Return whether a text is a number or marks a missing value."""
     try:
-        return text.lower() in MISSING or float(text) is not None
+        return text.lower() in MISSING or parse_number(text) is not None
     except ValueError:
         return False
 
@@ -181,7 +195,7 @@ def _to_array(values: Sequence[object]) -> np.ndarray:
     """Return float64 if every value is a number or missing, else text."""
     texts = ["" if value is None else str(value).strip() for value in values]
     try:
-        return np.array([np.nan if text.lower() in MISSING else float(text) for text in texts], dtype=np.float64)
+        return np.array([np.nan if text.lower() in MISSING else parse_number(text) for text in texts], dtype=np.float64)
     except ValueError:
         return np.array(texts)
 

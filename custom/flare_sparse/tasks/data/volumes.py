@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ...core.errors import DataError
-from .nifti import format_shape, read_nifti
+from .nifti import check_voxels, format_shape, read_nifti
 
 Normalization = Literal["volume", "brain", "brain_first"]
 _IQR_OF_NORMAL = 1.349
@@ -73,7 +73,7 @@ def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | Non
 
     Raises:
         DataError: the file is missing, damaged, or of another shape or spacing; its affine is unusable; or its voxels
-            are not finite or all equal.
+            are not finite, too large or all equal.
     """
     image = read_nifti(file, shape, spacing)
     try:
@@ -85,8 +85,7 @@ def read_voxels(file: Path, shape: Sequence[int], spacing: Sequence[float] | Non
             f"wrong shape {format_shape(voxels.shape)} of {file.name} in RAS orientation; expected "
             f"{format_shape(shape)}"
         )
-    if bad := int(np.count_nonzero(~np.isfinite(voxels))):
-        raise DataError(f"{bad} voxels of {file.name} are NaN or infinite")
+    check_voxels(file, voxels)
     if voxels.min() == voxels.max():
         raise DataError(f"all voxels of {file.name} are equal: the image is empty")
     return voxels

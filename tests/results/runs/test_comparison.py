@@ -1,0 +1,45 @@
+"""What ``report --json`` says of each predictor: every metric that a difference compares, over all and by site."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flare_sparse.results.runs.comparison import compare_with_baseline, describe_predictor
+from flare_sparse.results.runs.predictions import RUN, Predictions
+from flare_sparse.tasks.task import Kind
+
+SITES = np.array(["a"] * 30 + ["b"] * 20 + ["c"] * 3)
+
+
+def predict(kind: Kind) -> Predictions:
+    """Return a run and its baselines, of which the local one is another model at each site."""
+    generator = np.random.default_rng(4)
+    event = generator.integers(2, size=(len(SITES), 1)).astype(float)
+    targets = np.hstack([generator.exponential(size=(len(SITES), 1)), event]) if kind == "survival" else event
+    values = {name: generator.random((len(SITES), 1)) for name in (RUN, "local", "pooled")}
+    return Predictions("run", kind, SITES, np.full(len(SITES), -1), targets, values, {}, ("local",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("binary", {"local": {"accuracy", "auc"}, "pooled": {"accuracy", "auc"}}),
+        ("survival", {"local": {"c_index_within_sites"}, "pooled": {"c_index"}}),
+    ],
+)
+def test_predictors_have_the_metrics_of_their_differences(kind: Kind, expected: dict[str, set[str]]) -> None:
+    predictions = predict(kind)
+    for name, metrics in expected.items():
+        differences, described = compare_with_baseline(predictions, name), describe_predictor(predictions, name)
+        assert differences.keys() == metrics
+        for metric, difference in differences.items():
+            assert described[metric] == pytest.approx(difference["second"])
+            assert described[f"{metric}_by_site"].keys() == {"a", "b", "c"}
+    assert {"binary": "auc", "survival": "c_index"}[kind] in describe_predictor(predictions, RUN)
+
+
+def test_site_with_too_few_subjects_has_no_metric_within_sites() -> None:
+    by_site = describe_predictor(predict("survival"), "local")["c_index_within_sites_by_site"]
+    assert by_site["c"] is None
+    assert 0 <= by_site["a"] <= 1
