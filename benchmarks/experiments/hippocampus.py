@@ -33,7 +33,7 @@ from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.results.runs.local import run_assembly
-from flare_sparse.results.runs.record import RecordWriter, build_run_facts, sum_traffic
+from flare_sparse.results.runs.record import RecordWriter, sum_traffic
 from flare_sparse.rounds.local.run import Watcher
 from flare_sparse.tasks.case_metrics import name_metrics
 from flare_sparse.tasks.segmentation import Segmentation
@@ -144,7 +144,7 @@ def pool(assembly: Assembly, sites: dict[str, Site], setting: Setting) -> Site:
 def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder: Path) -> tuple[Tensor, int, float]:
     """Run the method over the sites, from its newest checkpoint; return the weights, the bytes and the seconds."""
     ledger = Ledger()
-    record = RecordWriter(folder, build_run_facts(config, assembly), assembly.layout, ledger)
+    record = RecordWriter(folder, config, assembly, ledger)
 
     def commit(line: Any) -> None:
         record.commit(line)

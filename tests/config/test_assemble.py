@@ -1,4 +1,4 @@
-"""Settings that a site chooses for itself, and the facts that a run's record starts with."""
+"""Settings that a site chooses for itself, and the parts of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.results.runs.model_files import read_mask, save_mask
-from flare_sparse.results.runs.record import build_run_facts
 from flare_sparse.tasks.data.source import find_site_data, write_site_files
 from flare_sparse.tasks.task import SiteData
 
@@ -91,10 +90,8 @@ def test_settings_of_an_unknown_site_raise(config: RunConfig, tmp_path: Path) ->
         prepare_site_data(other, assemble(other).task, tmp_path)
 
 
-def test_run_facts_contain_the_note_of_the_method(config: RunConfig) -> None:
-    facts = build_run_facts(config, assemble(config))
-    assert (facts.name, facts.method, facts.rounds) == ("job", "scbf", 1)
-    assert "3 channels through 2 layers, threshold exact" in facts.note
+def test_method_notes_what_its_settings_mean_for_the_network(config: RunConfig) -> None:
+    assert "3 channels through 2 layers, threshold exact" in assemble(config).method.note
 
 
 @pytest.mark.parametrize(("every", "releases"), [(1, 6), (2, 4), (3, 3), (9, 2)])

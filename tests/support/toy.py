@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from flare_sparse.config.assemble import build_initial_model
+from flare_sparse.config.assemble import Assembly, build_initial_model
+from flare_sparse.config.schema import JobConfig
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.registry import METHODS
+from flare_sparse.results.runs.record import RecordWriter
 from flare_sparse.rounds.federation import Outcome
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
@@ -134,6 +137,13 @@ class ToyBench:
     def run(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> tuple[Outcome, Ledger]:
         """Return outcome and ledger of a local run."""
         return run_locally(self.method(name, **settings), self.weights, sites or self.sites(), self.task.metric)
+
+    def open_record(self, folder: Path, method: Any, ledger: Ledger, privacy: Any = None) -> RecordWriter:
+        """Return the writer of the record of a run of ``method``."""
+        settings = {"name": "toy", "method": {"name": method.name}, "task": {"name": "brain_age"}}
+        config = JobConfig.model_validate(settings).model_copy(update={"privacy": privacy})
+        assembly = Assembly(self.task, method, self.layout, self.weights, "a" * 16, self.layout, {})
+        return RecordWriter(folder, config, assembly, ledger)
 
     def compute_digest(self, name: str, sites: dict[str, Site] | None = None, **settings: Any) -> str:
         """Return the digest of the final model of a local run."""

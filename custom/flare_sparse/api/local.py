@@ -20,7 +20,7 @@ from ..results.runs.decrypt import decrypt_run
 from ..results.runs.folder import ERRORS, RunFolder
 from ..results.runs.local import run_assembly
 from ..results.runs.model_files import save_site_model
-from ..results.runs.record import RecordWriter, build_run_facts, write_layer_compute
+from ..results.runs.record import RecordWriter, write_layer_compute
 from ..rounds.federation import RoundRecord
 from ..rounds.local.run import Watcher
 from ..tasks.script import ScriptConfig, ScriptTask
@@ -38,13 +38,7 @@ SCRIPTS = "scripts"
 
 
 def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
-    """Run a study in this process and write its record.
-
-    Args:
-        study: the study, with a ``simulator`` section.
-        folder: result folder.
-        observer: hears of every round.
-        deployment: must be unspecified.
+    """Run a study in this process and write its record; ``deployment`` must be unspecified.
 
     Raises:
         ConfigError: a setting cannot be used in this process.
@@ -68,7 +62,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             for name, own in data.items()
         }
     ledger = Ledger()
-    record = RecordWriter(folder.path, build_run_facts(config, assembly), assembly.layout, ledger)
+    record = RecordWriter(folder.path, config, assembly, ledger)
 
     def commit(committed: RoundRecord) -> None:
         observer.see_round(record.commit(committed))

@@ -14,12 +14,6 @@ from .run import Run, complete_run
 def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
     """Run a study in a POC federation and write its record.
 
-    Args:
-        study: the study, with a ``simulator`` section.
-        folder: result folder.
-        observer: hears of the job's changes of status and its rounds.
-        deployment: whether figures are sent to MLflow.
-
     Raises:
         ConfigError: the job has hubs; an encrypted run cannot be resumed here, because FLARE makes new keys for every
             POC federation; or the federation cannot be started.

@@ -16,12 +16,6 @@ from .run import Run, complete_run
 def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment: Deployment = UNSPECIFIED) -> Run:
     """Prepare the sites' data, run the job in FLARE's simulator and write its record.
 
-    Args:
-        study: the study, with a ``simulator`` section.
-        folder: result folder.
-        observer: hears of every round.
-        deployment: whether figures are sent to MLflow.
-
     Raises:
         ConfigError: the job has hubs, or the path of the folder contains a space.
         JobFailed: the job ended without a result.

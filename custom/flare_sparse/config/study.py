@@ -75,16 +75,7 @@ class Study:
         return load_task(self.config, self.folder)
 
     def prepare_sites(self, folder: Path, observer: Observer = SILENT) -> dict[str, SiteData]:
-        """Return the data of every simulated site; see :func:`flare_sparse.config.sites.prepare_site_data`.
-
-        Args:
-            folder: receives phantoms.
-            observer: hears of sites that were renamed and folders without examples.
-
-        Raises:
-            ConfigError: there is no ``simulator`` section, or it names settings of an unknown site.
-            DataError: the data cannot be read or partitioned.
-        """
+        """Return the data of every simulated site; see :func:`flare_sparse.config.sites.prepare_site_data`."""
         return prepare_site_data(self.config, self.assembly.task, folder, observer)
 
     def open_checkpoints(self, root: Path, end: str) -> Store:

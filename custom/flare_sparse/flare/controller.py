@@ -28,7 +28,7 @@ from ..core.checkpoint.writing import write_json
 from ..core.errors import ConfigError, FlareSparseError
 from ..results.runs.model_files import ENCRYPTED
 from ..results.runs.progress import format_events, format_progress
-from ..results.runs.record import RecordWriter, build_run_facts
+from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.server import Attempt
 from ..rounds.federation import Federation, Reply, RoundRecord, SumQuestions, Tree
 from .analytics import announce_best, announce_round
@@ -126,9 +126,8 @@ class FederatedController(Controller):
         job, assembly = session.job, session.assembly
         if session.unarchived is not None and session.store is not None:
             self.logger.warning(UNARCHIVED, session.unarchived, session.store.folder)
-        facts = build_run_facts(job, assembly)
         app_dir = Path(get_workspace(fl_ctx).get_app_dir(fl_ctx.get_job_id()))
-        folder = RecordWriter(app_dir / RESULTS, facts, assembly.layout, session.ledger)
+        folder = RecordWriter(app_dir / RESULTS, job, assembly, session.ledger)
 
         polling = TaskPolling(fl_ctx.get_prop(FLContextKey.RUNNER), job.federation.request_interval_s)
         self._polling = cleanup.enter_context(closing(polling))

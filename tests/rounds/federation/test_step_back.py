@@ -18,7 +18,6 @@ from flare_sparse.core.errors import FlareSparseError, RoundFailed
 from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
-from flare_sparse.results.runs.record import RecordWriter, RunFacts
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt
 from flare_sparse.rounds.federation import Reply, RoundRules
 from flare_sparse.rounds.federation.outliers import reject_outliers
@@ -142,8 +141,7 @@ def test_step_back_by_hand_repeats_the_last_round(tmp_path: Path) -> None:
 
 def test_record_holds_one_line_per_round_after_a_step_back(tmp_path: Path) -> None:
     federation = build(tmp_path / "run", poisons=1)
-    facts = RunFacts("0" * 16, "run", "fedavg", 0, 4, federation.bench.task.metric, "")
-    folder = RecordWriter(tmp_path / "record", facts, federation.method.layout, federation.ledger)
+    folder = federation.bench.open_record(tmp_path / "record", federation.method, federation.ledger)
     federation.on_round = folder.commit
     summary = folder.finish(federation.run())
     lines = [json.loads(line) for line in (tmp_path / "record" / "rounds.jsonl").read_text().splitlines()]

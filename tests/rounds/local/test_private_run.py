@@ -22,11 +22,9 @@ from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.privacy.dp.metrics import MetricRelease
 from flare_sparse.results.report.tables import build_privacy
-from flare_sparse.results.runs.record import RecordWriter, RunFacts
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.rounds.federation import RoundRecord, RoundRules
 from flare_sparse.rounds.local.run import Course, Watcher, run_locally
-from flare_sparse.tasks.task import Metric
 from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger
 
@@ -55,14 +53,13 @@ def test_record_has_the_spent_epsilon_and_the_run_goes_on_without_a_site_whose_b
     bench = ToyBench(Plain())
     sites = build_sites(bench, {"site-1": None, "site-2": Budget(spend(2), CONFIG.delta)})
     settings = {"scores": "random", "random_layers": "erk"} if method == "neurosfl" else {}
-    facts = RunFacts("a" * 16, "job", method, 1, 3, Metric("mse", "", "min"), "", privacy=CONFIG)
-    ledger = Ledger()
-    folder = RecordWriter(tmp_path, facts, bench.layout, ledger)
+    built, ledger = bench.method(method, training=TRAINING, **settings), Ledger()
+    folder = bench.open_record(tmp_path, built, ledger, privacy=CONFIG)
     outcome, _ = run_locally(
-        bench.method(method, training=TRAINING, **settings),
+        built,
         bench.weights,
         sites,
-        facts.metric,
+        bench.task.metric,
         ledger=ledger,
         course=Course(rules=RoundRules(retries=0)),
         watcher=Watcher(on_round=folder.commit),

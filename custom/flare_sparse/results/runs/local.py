@@ -29,18 +29,7 @@ def run_assembly(
 ) -> tuple[Outcome, Ledger]:
     """Run the rounds of a configuration in this process, over the real messages and with its numbers of threads.
 
-    Args:
-        config: the configuration.
-        assembly: what :func:`flare_sparse.config.assemble.assemble` built from it.
-        sites: sites by name, or the error that kept a site from loading its data.
-        watcher: what is called meanwhile.
-        stores: returns the checkpoint store of an end (``"server"`` or a site's name); None: no checkpoints.
-        resume: continue from these checkpoints.
-        contexts: key contexts of an encrypted run.
-        ledger: receives a line per message; None: a new ledger.
-
-    Returns:
-        The outcome and the ledger.
+    Args and returned values are those of :func:`flare_sparse.rounds.local.run.run_locally`.
     """
     transport = Transport(config.wire.values, contexts, config.sum_rules, config.hubs)
     course = Course(assembly.run_id, build_rules(config), config.torch_threads, stores, resume)

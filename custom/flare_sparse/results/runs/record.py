@@ -41,55 +41,6 @@ SUMMARY = "summary.json"
 """File that a run writes last; a folder without it belongs to a run that has not ended."""
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts of a run that are known before it starts.
-
-    Attributes:
-        run: run id.
-        name: name of the job.
-        method: name of the method.
-        seed: seed of the run.
-        rounds: number of rounds.
-        metric: the task's metric.
-        config: resolved configuration as YAML.
-        note: the method's note on the network, such as how many entries are maskable.
-        privacy: differential privacy of the sites' training; None: the job does not ask for it.
-        record_updates: whether the sites' updates are kept for an audit.
-        hubs: rules of each hub; empty: the server reaches every site directly.
-    """
-
-    run: str
-    name: str
-    method: str
-    seed: int
-    rounds: int
-    metric: Metric
-    config: str
-    note: str = ""
-    privacy: PrivacyConfig | None = None
-    record_updates: bool = False
-    hubs: Mapping[str, HubRules] = field(default_factory=dict)
-
-
-def build_run_facts(config: JobConfig, assembly: Assembly) -> RunFacts:
-    """Return the facts of a run before it starts."""
-    method = assembly.method
-    return RunFacts(
-        run=assembly.run_id,
-        name=config.name,
-        method=method.name,
-        seed=config.seed,
-        rounds=method.config.rounds,
-        metric=assembly.task.metric,
-        config=dump_config(config),
-        note=method.note,
-        privacy=config.privacy,
-        record_updates=config.audit.record_updates,
-        hubs=config.hubs,
-    )
-
-
 def start_record(folder: Path) -> None:
     """Create a result folder with empty files of rounds and messages, and without the summary of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,12 +57,12 @@ class RecordWriter:
     are in ``encrypted_model.safetensors`` and ``encrypted_best_model.safetensors`` instead.
     """
 
-    def __init__(self, path: Path, facts: RunFacts, layout: Layout, ledger: Ledger):
-        self.path, self.facts, self.layout, self.ledger = path, facts, layout, ledger
+    def __init__(self, path: Path, config: JobConfig, assembly: Assembly, ledger: Ledger):
+        self.path, self.config, self.assembly, self.ledger = path, config, assembly, ledger
         self._start_time = time.monotonic()
         self._lines_written = 0
         start_record(path)
-        (path / CONFIG).write_text(facts.config)
+        (path / CONFIG).write_text(dump_config(config))
 
     def commit(self, record: RoundRecord) -> dict[str, Any]:
         """Append a committed round and its messages; return the line of ``rounds.jsonl``."""
@@ -129,7 +80,7 @@ class RecordWriter:
 
     def record_updates(self, round_number: int, updates: Sequence[Contribution]) -> None:
         """Write the updates of a round, if the run keeps them for an audit."""
-        if self.facts.record_updates:
+        if self.config.audit.record_updates:
             write_updates(self.path / UPDATES, round_number, updates)
 
     def _drop_rounds(self, first: int) -> None:
@@ -142,11 +93,12 @@ class RecordWriter:
     def _build_line(self, record: RoundRecord) -> dict[str, Any]:
         line = asdict(record)
         evaluation = line.pop("evaluation")
-        labels = {"metric": self.facts.metric.name, "unit": self.facts.metric.unit, "rounds": self.facts.rounds}
+        metric, rounds = self.assembly.task.metric, self.assembly.method.config.rounds
+        labels = {"metric": metric.name, "unit": metric.unit, "rounds": rounds}
         figures = {"metrics": evaluation["overall"], "site_metrics": evaluation["sites"]}
-        if self.facts.privacy is None:
+        if self.config.privacy is None:
             del line["spent_epsilon"]
-        return {"run": self.facts.run, **line, **labels, **figures}
+        return {"run": self.assembly.run_id, **line, **labels, **figures}
 
     def finish(self, outcome: Outcome) -> dict[str, Any]:
         """Write the models and then the summary.
@@ -171,21 +123,21 @@ class RecordWriter:
         return summary
 
     def _save(self, prefix: str, weights: Tensor, mask: Mask, encrypted: EncryptedValues | None) -> None:
-        save_mask(self.path / f"{prefix}mask.safetensors", self.layout, mask)
+        save_mask(self.path / f"{prefix}mask.safetensors", self.assembly.layout, mask)
         if encrypted is None:
-            save_model(self.path / f"{prefix}model.safetensors", self.layout, weights)
+            save_model(self.path / f"{prefix}model.safetensors", self.assembly.layout, weights)
         else:
-            save_encrypted(self.path / f"{ENCRYPTED}{prefix}model.safetensors", self.layout, encrypted)
+            save_encrypted(self.path / f"{ENCRYPTED}{prefix}model.safetensors", self.assembly.layout, encrypted)
 
     def _build_summary(self, outcome: Outcome) -> dict[str, Any]:
-        facts, metric = self.facts, self.facts.metric
+        config, method, metric = self.config, self.assembly.method, self.assembly.task.metric
         return {
-            "run": facts.run,
-            "name": facts.name,
-            "method": facts.method,
-            "note": facts.note,
-            "seed": facts.seed,
-            "rounds": facts.rounds,
+            "run": self.assembly.run_id,
+            "name": config.name,
+            "method": method.name,
+            "note": method.note,
+            "seed": config.seed,
+            "rounds": method.config.rounds,
             "contributions": {site: asdict(part) for site, part in outcome.count_contributions().items()},
             "examples": outcome.examples,
             "events": [asdict(event) for event in outcome.events],
@@ -200,8 +152,8 @@ class RecordWriter:
             "threads": torch.get_num_threads(),
             "versions": list_versions(),
             "model_sha256": None if outcome.encrypted else compute_digest(outcome.weights),
-            **({"links": sum_link_bytes(self.ledger.lines, facts.hubs)} if facts.hubs else {}),
-            **({} if facts.privacy is None else {"privacy": _describe_privacy(facts.privacy, outcome)}),
+            **({"links": sum_link_bytes(self.ledger.lines, config.hubs)} if config.hubs else {}),
+            **({} if config.privacy is None else {"privacy": _describe_privacy(config.privacy, outcome)}),
         }
 
 
