@@ -104,7 +104,7 @@ def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) 
 def test_server_and_sites_follow_a_policy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("max_model_entries: 10\n")
-    monkeypatch.setattr(simulator, "simulate", partial(simulator.simulate, policy=policy))
+    monkeypatch.setattr(simulator, "Workplace", partial(simulator.Workplace, policy=policy))
     file = configuration(tmp_path / "config", METHODS["neurosfl"])
     with pytest.raises(JobFailed, match=r"E_CONFIG: .* the policy here allows max_model_entries 10"):
         simulate(file, tmp_path / "out")
