@@ -14,6 +14,7 @@ from flare_sparse.config.loading import load_config
 from flare_sparse.results.audit import training
 from flare_sparse.results.audit.training import Canaries, draw_reference_rows, join_examples, select_rows
 from flare_sparse.results.runs import local
+from flare_sparse.rounds.local.run import Course
 from flare_sparse.tasks.task import Examples
 
 CONFIG = Path(__file__).parents[3] / "app_configs" / "neurosfl_brain_age.yaml"
@@ -54,8 +55,8 @@ def test_reference_models_train_with_the_threads_of_the_run(monkeypatch: pytest.
     """With ``compute: sparse`` torch has one thread: its number decides which layers the kernels compute."""
     seen = []
 
-    def stop(*_: object, thread_count: int, **__: object) -> None:
-        seen.append((thread_count, threads._count))
+    def stop(*_: object, course: Course, **__: object) -> None:
+        seen.append((course.threads, threads._count))
         raise InterruptedError
 
     monkeypatch.setattr(local, "run_locally", stop)
