@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_sparse.core.exchange import Contribution
+from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask, prune_mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.methods.fedsparsify import Config, FedSparsify, State
@@ -99,6 +99,20 @@ def test_one_site_equals_centralised_gradual_pruning(bench: Any) -> None:
         mask = prune_mask(mask, weights.abs(), method.config.compute_sparsity(t), pool)
         weights = weights * mask.bits
     assert torch.equal(outcome.weights, weights)
+
+
+def test_weights_that_start_at_zero_are_pruned_by_their_own_ranking() -> None:
+    """A low-rank adapter: with one pool, each entry of B is smaller than any entry of A, and all of B is pruned."""
+    layout = Layout((TensorSpec("a", (10,), "weight"), TensorSpec("b", (10,), "weight"), TensorSpec("c", (5,), "bias")))
+    method = FedSparsify(Config(rounds=2, sparsity=0.75, initial_sparsity=0.75), layout)
+    start = torch.cat([torch.arange(1.0, 11.0), torch.zeros(15)])
+    state = method.init(start, ["site-1"])
+    assert state.zero_start == ("b",)
+    trained = torch.cat([start[:10], torch.linspace(0.01, 0.1, 10), torch.full((5,), 0.5)])
+    update = Contribution("site-1", Patch.from_vector(trained, state.mask), "weights", 1)
+    live = layout.unflatten(method.learn(state, [update]).mask.bits)
+    # floor(0.75 * 25) = 18 are off: floor(0.75 * 10) = 7 of b by its own ranking, the 11 smallest of a and c.
+    assert [(~live[name]).nonzero().flatten().tolist() for name in "abc"] == [[*range(6)], [*range(7)], [*range(5)]]
 
 
 def test_updates_carry_exactly_the_live_entries(bench: Any) -> None:

@@ -11,12 +11,14 @@ from functools import cached_property
 from itertools import pairwise
 from typing import final
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..core.exchange import Contribution, Patch
 from ..core.mask import Mask, floor_fraction, prune_mask
 from ..core.needs import Need, Needs
+from ..core.params import MASKABLE
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .method import MaskPreset
 from .support.averaging import AveragingConfig, AveragingMethod
@@ -77,12 +79,14 @@ class State:
         weights: float32 ``(P,)``, zero outside ``mask``.
         mask: live entries.
         memory: what the server carries beside the model.
+        zero_start: names of the prunable weights that are zero in the initial model.
     """
 
     round: int
     weights: Tensor
     mask: Mask
     memory: ServerMemory = field(default_factory=ServerMemory)
+    zero_start: tuple[str, ...] = ()
 
 
 @final
@@ -94,7 +98,11 @@ class FedSparsify(AveragingMethod[Config, State]):
     prunes_for_good = True
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, self.full_mask)
+        tensors = self.layout.unflatten(weights)
+        prunable = (spec for spec in self.layout.tensors if spec.role in MASKABLE[self.config.prunable])
+        # A bias at zero blocks nothing: it is pruned as the paper does.
+        weights_at_zero = (s.name for s in prunable if s.role in ("weight", "other") and not tensors[s.name].any())
+        return State(1, weights, self.full_mask, zero_start=tuple(weights_at_zero))
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         """Return the average of the sites' models, pruned to s_t."""
@@ -102,10 +110,22 @@ class FedSparsify(AveragingMethod[Config, State]):
         weights, memory = take_server_step(
             contributions, state.weights, state.memory, config.aggregation, config.server, self.layout.trainable_size
         )
-        mask = prune_mask(state.mask, weights.abs(), config.compute_sparsity(t), self._prunable)
+        mask = self._prune(state, weights.abs(), config.compute_sparsity(t))
         weights = weights * mask.bits
         memory = update_model_average(memory, weights, mask, config.model_average, t, config.rounds)
-        return State(t + 1, weights, mask, memory)
+        return State(t + 1, weights, mask, memory, state.zero_start)
+
+    def _prune(self, state: State, scores: Tensor, sparsity: float) -> Mask:
+        """Return the mask of which ``floor(sparsity * |pool|)`` entries of the pool are off.
+
+        Weights that start at zero are ranked among themselves: however useful, they stay small beside weights that
+        start at random values, and one pool would prune all of them (docs/algorithms.md, section 2.7, deviation 8).
+        """
+        if not state.zero_start:
+            return prune_mask(state.mask, scores, sparsity, self._prunable)
+        apart = Mask(self.layout.select(lambda spec: spec.name in state.zero_start))
+        mask = prune_mask(state.mask, scores, sparsity, apart)
+        return prune_mask(mask, scores.masked_fill(apart.bits, torch.inf), sparsity, self._prunable)
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, state.mask)
