@@ -309,7 +309,7 @@ def test_method_runs_over_scripts(name: str) -> None:
     kinds = {request.kind for script in scripts.values() for request in script.requests}
     assert kinds == {"train", "evaluate"} | ({"score"} if name == "neurosfl" else set())
     # The record says that the scores are not SNIP's.
-    events = [(event.event, event.site) for record in outcome.rounds for event in record.events]
+    events = [(event.event, event.site) for event in outcome.events if event.site in sites]
     expected = [("scores_by_training", site) for site in sites] if name == "neurosfl" else []
     assert events == expected
 

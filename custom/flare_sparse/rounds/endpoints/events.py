@@ -10,11 +10,14 @@ from ...training.script_site import SCORES_BY_TRAINING
 
 CHECKPOINT_DAMAGED = "checkpoint_damaged"
 MEMORY_DROPPED = "memory_dropped"
+MODEL_UNCHANGED = "model_unchanged"
 
 DETAILS: Mapping[str, str] = {
     CHECKPOINT_DAMAGED: "checkpoint {sequence:08d} failed its checksums and is not used",
     MEMORY_DROPPED: "the site restarted without the checkpoint of update {sequence}, which the server has; what the "
     "site adds to its next update (a rounding residual, the method's memory) starts from zero",
+    MODEL_UNCHANGED: "the site's training changed no parameter (attempt {sequence}); is the learning rate 0, or does "
+    "its script send what it received?",
     SCORES_BY_TRAINING: "the site's training script sends no gradients: its scores are |w * (w_before - w_after)| of "
     "one local training in place of |w * dL/dw| (attempt {sequence})",
 }

@@ -1,4 +1,4 @@
-"""A limit on how far a model may be from the last one, in lengths of the site's own delta.
+"""How far models move: a limit on the distance to the last one, in lengths of the site's own delta; and no step at all.
 
 The mean of the sites' deltas is no longer than the longest of them. A model that a server has made up is far from the
 last one: a site can see that without the other sites.
@@ -14,6 +14,22 @@ from ...core.exchange import EVALUATE, STATISTICS, Update
 from ...core.mask import Mask
 from ...core.params import Layout
 from .site_state import RequestId
+
+
+def is_standstill(update: Update, weights: Tensor, layout: Layout) -> bool:
+    """Return whether an update holds parameters, and all of them have the values that the site received.
+
+    Args:
+        update: the site's update.
+        weights: ``(P,)`` the received model.
+        layout: layout of the model; running statistics, which a pass without a step changes, do not count.
+    """
+    mask = update.patch.mask
+    count = layout.trainable_size if mask.is_full else int((mask.indices < layout.trainable_size).sum())
+    if update.content not in ("weights", "delta") or not count:
+        return False
+    values = update.patch.values[:count]
+    return torch.equal(values, mask.take(weights)[:count]) if update.content == "weights" else not values.any()
 
 
 class ChangeLimit:

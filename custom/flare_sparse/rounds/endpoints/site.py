@@ -21,8 +21,8 @@ from ...wire.messages import Decoded, Encoded
 from ...wire.plan import Plan, ValueType
 from ...wire.values import is_quantized
 from .bases import SiteBase, correct_variances, plan_request, plan_update
-from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, describe_event
-from .model_change import ChangeLimit
+from .events import CHECKPOINT_DAMAGED, MEMORY_DROPPED, MODEL_UNCHANGED, describe_event
+from .model_change import ChangeLimit, is_standstill
 from .request_checks import check_kind, check_trainable, is_training
 from .request_log import RequestLog
 from .site_state import RequestId, SiteMemory, SiteSnapshot, SiteState
@@ -143,9 +143,13 @@ class SiteEndpoint:
         except Exception as error:
             action, remedy = f"round {request.round} ({request.kind})", "Correct the task, then resume with --resume"
             raise TaskFailed(self.site.name, action, error, remedy) from error
+        notices = list(self.site.notices)
+        # Of a sum the server must not learn that one of its terms is zero.
+        if self.sums is None and is_standstill(update, self.site.weights, self.site.layout):
+            notices.append(MODEL_UNCHANGED)
         # Reported once, with the number of the first attempt, so that the server knows a repeated report.
         reported = {event.event for event in self.events}
-        new = [SiteEvent(code, self._state.sequence) for code in self.site.notices if code not in reported]
+        new = [SiteEvent(code, self._state.sequence) for code in notices if code not in reported]
         self.events = (*self.events, *new)
         if self.changes is not None:
             self.changes.measure(update, self.site.weights)

@@ -1,4 +1,4 @@
-"""Events of a run that its record must show: damaged checkpoints, dropped memories, lost bases, steps back."""
+"""Events of a run that its record must show: damaged checkpoints, lost bases, steps back, a run that does not learn."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ BASE_LOST = "base_lost"
 STEPPED_BACK = "stepped_back"
 UPDATE_DISCARDED = "update_discarded"
 ENDED_EARLY = "ended_early"
+TENSORS_CUT_OFF = "tensors_cut_off"
+METRICS_CONSTANT = "metrics_constant"
 
 STEP_BACK = "the run steps back by one commit: checkpoint {number:08d} is set aside as stepped-back-{number:08d}"
 

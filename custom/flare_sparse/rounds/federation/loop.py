@@ -21,7 +21,7 @@ from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.server_state import ServerSnapshot
 from .census import Census, Handshake
 from .evaluation import BestModel, Evaluation
-from .events import ENDED_EARLY, UPDATE_DISCARDED, EventLog
+from .events import ENDED_EARLY, METRICS_CONSTANT, TENSORS_CUT_OFF, UPDATE_DISCARDED, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
 from .model_comparison import ModelComparison
 from .participants import Admission, Participants, Returned
@@ -30,6 +30,7 @@ from .records import Outcome, RoundRecord
 from .replies import AttemptResult, SumTransport, Transport
 from .rounds import QuorumMissed, RoundResult, RoundRunner
 from .rules import Roster, RoundRules
+from .standstill import describe_constant_metrics, describe_cut_tensors
 from .statistics import build_assignments, learn_statistics
 
 _LOG = logging.getLogger(__name__)
@@ -230,6 +231,9 @@ class Federation:
         best = self._select_best(progress, evaluation, method)
         self.endpoint.aggregate_encrypted(result.learned.contributions)
         state = result.learned.state
+        masks = (method.model(each).mask for each in (progress.state, state))
+        if detail := describe_cut_tensors(self.endpoint.layout, *masks):
+            self._events.add(SERVER, TENSORS_CUT_OFF, detail)
         record = self._build_record(result, evaluation, progress, state, method)
         progress = Progress(state, record.round, best, result.roster, (*progress.records, record))
         # The checkpoint is the commit: a round is reported only after it, so that no reported round can be lost.
@@ -263,6 +267,9 @@ class Federation:
     def _build_record(
         self, result: RoundResult, evaluation: Evaluation, previous: Progress, state: Any, method: Method[Any, Any]
     ) -> RoundRecord:
+        evaluations = [*(record.evaluation for record in previous.records), evaluation]
+        if detail := describe_constant_metrics(evaluations):
+            self._events.add(SERVER, METRICS_CONSTANT, detail)
         return RoundRecord.from_result(
             result,
             evaluation,
