@@ -190,6 +190,7 @@ def test_error_names_the_file_and_the_remedy(file: Path) -> None:
         ("method.name=neurosf", "Did you mean 'neurosfl'?"),
         ("task.name=toi", "Did you mean 'toy'?"),
         ("task.name=[1]", "task.name: found [1]; expected one of: "),
+        ("task={name: table, scaling: far}", "task.scaling: found 'far'; expected one of site, federated, combat, "),
         ("task=brain_age", "task: expected a section such as {name: "),
         ("task={width: 3}", "task.name: missing; expected one of: "),
         ("simulator.data={path: x, partition: {kind: natral}}", "Did you mean 'natural'?"),

@@ -11,6 +11,8 @@ import pytest
 from line import call
 from typer.testing import Result
 
+from flare_sparse.cli.check_sites import Finding, merge_findings
+from flare_sparse.core.errors import DataError
 from flare_sparse.privacy.dp.accounting import Charge, compute_epsilon
 from flare_sparse.training import compute
 
@@ -142,7 +144,7 @@ def test_check_reports_all_errors_of_a_configuration(config: Path) -> None:
 
 def test_check_reports_a_diverging_step_of_sound_data(config: Path) -> None:
     result = call("check", config, "--set", "method.training={optimizer: sgd, lr: 3e38}", "--set", "task.scale=1e20")
-    assert "FAIL training step at site-1: E_DIVERGED" in result.output
+    assert "FAIL training step at site-1, site-2: E_DIVERGED" in result.output
     assert "lower method.training.lr" in result.output
     assert result.exit_code == 1
 
@@ -226,7 +228,7 @@ def test_identifiers_and_columns_that_the_task_knows_name_what_is_not_finite(hea
 def test_loss_without_a_gradient_fails(heart: Path) -> None:
     result = check(heart, "return nn.functional.mse_loss(", "return 0 * nn.functional.mse_loss(")
     assert result.exit_code == 1
-    assert "FAIL training step at site-1: E_DATA\nthe step does not change the model" in result.output
+    assert "FAIL training step at site-1, site-2, site-3: E_DATA\nthe step does not change the model" in result.output
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_loss_without_a_gradient_fails(heart: Path) -> None:
 def test_unusable_metrics_are_named(heart: Path, old: str, new: str, message: str) -> None:
     result = check(heart, old, new)
     assert result.exit_code == 1
-    assert "FAIL metrics of site-1: E_METRICS" in result.output
+    assert "FAIL metrics of site-1, site-2, site-3: E_METRICS" in result.output
     assert message in result.output
 
 
@@ -265,17 +267,17 @@ def test_predictions_and_targets_that_would_be_paired_all_with_all_are_warned_ab
     )
     assert result.exit_code == 0
     assert (
-        "WARN metrics of site-1: predict() returns predictions of shape (4, 1) and targets of shape (4,)"
+        "WARN metrics of site-1, site-2, site-3: predict() returns predictions of shape (4, 1) and targets of shape "
         in result.output
     )
-    assert result.output.splitlines()[-1].endswith("metrics of site-1, metrics of site-2, metrics of site-3")
+    assert result.output.splitlines()[-1].endswith("metrics of site-1, site-2, site-3")
 
 
 def test_warning_of_the_task_about_a_sites_examples_is_shown(heart: Path) -> None:
     result = check(heart, "TensorDataset(x[:4], y[:4]))", "TensorDataset(x[:4], y[:4]), warnings=('doses are in mg',))")
     assert result.exit_code == 0, result.output
-    assert "WARN data of site-2: doses are in mg" in result.output
-    assert result.output.splitlines()[-1].endswith("3 to look at: data of site-1, data of site-2, data of site-3")
+    assert "WARN data of site-1, site-2, site-3: doses are in mg" in result.output
+    assert result.output.splitlines()[-1].endswith("1 to look at: data of site-1, site-2, site-3")
 
 
 def test_load_that_returns_a_tuple_is_explained(heart: Path) -> None:
@@ -286,7 +288,7 @@ def test_load_that_returns_a_tuple_is_explained(heart: Path) -> None:
     )
     assert result.exit_code == 1
     expected = "Heart.load() returned tuple; expected flare_sparse.tasks.task.Examples(train, test)"
-    assert f"FAIL data of site-1: E_DATA\n{expected}" in result.output
+    assert f"FAIL data of site-1, site-2, site-3: E_DATA\n{expected}" in result.output
 
 
 def test_site_without_test_examples_is_warned_about_and_all_sites_without_them_fail(heart: Path) -> None:
@@ -348,6 +350,16 @@ def test_helper_module_that_travels_is_named(heart: Path) -> None:
     assert "PASS own code: heart.py, helper.py; travels with the job" in result.output
 
 
+def test_problem_that_all_sites_have_is_printed_once() -> None:
+    found = [Finding(f"data of site-{i}", warning="no column age") for i in (1, 2)] + [
+        Finding("data of site-2", DataError("x"))
+    ]
+    assert [(f.check, f.warning or str(f.error)) for f in merge_findings(found)] == [
+        ("data of site-1, site-2", "no column age"),
+        ("data of site-2", "x"),
+    ]
+
+
 def test_class_of_a_notebook_is_refused_with_the_way_out(heart: Path) -> None:
     heart.write_text(heart.read_text().replace("heart.Heart", "__main__.Heart"))
     result = check(heart)
@@ -356,8 +368,18 @@ def test_class_of_a_notebook_is_refused_with_the_way_out(heart: Path) -> None:
     assert "my_tasks.Heart" in result.output
 
 
-def test_script_is_not_run_and_its_missing_data_is_named(tmp_path: Path) -> None:
-    (tmp_path / "client.py").write_text("raise SystemExit('a check must not run the script')")
+CLIENT = """
+import nvflare.client as flare
+
+flare.init()
+while flare.is_running():
+    received = flare.receive()
+    flare.send(flare.FLModel(params=received.params, meta={"NUM_STEPS_CURRENT_ROUND": 1}))
+"""
+
+
+def test_script_that_learns_nothing_missing_data_and_a_missing_launcher_are_named(tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text(CLIENT)
     (tmp_path / "net_of_script.py").write_text("from torch import nn\n\nclass Net(nn.Linear):\n    pass\n")
     (tmp_path / "site-1").mkdir()
     file = tmp_path / "script.yaml"
@@ -371,8 +393,10 @@ def test_script_is_not_run_and_its_missing_data_is_named(tmp_path: Path) -> None
     assert "PASS own code: client.py, net_of_script.py; travels with the job" in result.output
     assert "PASS model: 3 scalars" in result.output
     assert f"PASS data of site-1: {tmp_path / 'site-1'}" in result.output
+    assert "FAIL training at site-1: E_DATA\nthe script sent the parameters that it received" in result.output
     assert f"FAIL data of site-2: E_DATA\n{tmp_path / 'site-2'}: there is no such file or folder" in result.output
-    assert "SKIP training: a script is not run here" in result.output
+    result = call("check", str(file), "--set", "task.launch=no-such-program --nproc 2")
+    assert "FAIL launcher: E_CONFIG\ntask.launch: 'no-such-program' is not found" in result.output
 
 
 def test_check_and_estimate_show_what_a_job_charges(config: Path) -> None:

@@ -65,6 +65,8 @@ def test_test_split_of_a_site_has_the_metrics_of_the_run(finished: Path) -> None
     on_test = {name: value for name, value in final.items() if not name.startswith("validation_")}
     assert {**printed["metrics"], "test_examples": printed["examples"]} == on_test
     assert printed == read_json(finished / "fedavg" / "evaluations" / "site-1.json")
+    again = call(finished / "fedavg", "--data", finished / "site-1.csv", "--name", "own", "--resamples", 0)
+    assert "this is the data that the run trained on: the metrics count training examples" in again.output
 
 
 def test_held_out_hospital_is_evaluated_whole_with_intervals_around_the_values(finished: Path) -> None:

@@ -86,6 +86,8 @@ def test_data_set_of_the_run_is_predicted_by_case(finished: tuple[Path, Path], t
     again = call("predict", run, "--data", brains, "--out", tmp_path / "out")
     assert again.exit_code != 0
     assert "is not empty; choose another folder" in again.output
+    assert call("predict", run, "--data", brains).exit_code == 0
+    assert len(list((run / "predictions" / brains.name).glob("sub-*_dseg.nii.gz"))) == 10
 
 
 def read_labels(folder: Path) -> np.ndarray:

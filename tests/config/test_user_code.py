@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flare_sparse.cli.sites import prepare_site_data
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.user_code import collect_user_code, import_user_module
 from flare_sparse.config.user_tasks import CODE_FOLDER, list_user_code, load_task
@@ -133,6 +134,23 @@ def test_code_of_a_script_is_listed_from_any_working_directory(study: Path) -> N
         "train/metrics_of_study.py",
         "nets",
     ]
+
+
+def test_installed_network_of_a_script_does_not_travel(study: Path) -> None:
+    study.write_text(SCRIPT.replace("nets.Net", "torch.nn.Linear"))
+    study.with_name("train").joinpath("client.py").write_text("import torch")
+    # Reading the sources of torch and of all that it imports takes many minutes.
+    assert [path.name for path in list_user_code(load_config(study), study.parent)] == ["client.py"]
+
+
+def test_data_of_a_script_is_optional_and_not_partitioned_for_it(study: Path) -> None:
+    study.write_text(f"{SCRIPT}simulator: {{sites: 2}}")
+    config = load_config(study)
+    task = load_task(config, study.parent)
+    assert {data.path for data in prepare_site_data(config, task, study.parent).values()} == {study.parent}
+    study.write_text(f"{SCRIPT}simulator: {{data: {{path: ., partition: {{kind: natural}}}}}}")
+    with pytest.raises(ConfigError, match="a training script divides its data itself; set partition: "):
+        prepare_site_data(load_config(study), task, study.parent)
 
 
 def test_network_of_a_script_is_built_with_its_arguments(study: Path) -> None:

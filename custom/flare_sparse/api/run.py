@@ -152,7 +152,7 @@ class Run:
                 cohort = name or where.resolve().name.split(".")[0]
                 file = choose_evaluation_file(self.path, cohort, model, overwrite=overwrite)
                 site = SiteData(cohort, where.resolve())
-                record = evaluate_cohort(self.path, self.study.assembly, site, split, model, resamples)
+                record = evaluate_cohort(self.path, self.study, site, split, model, resamples)
         file.parent.mkdir(exist_ok=True)
         write_json(file, record)
         self.write_card()

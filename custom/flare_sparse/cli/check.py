@@ -19,10 +19,12 @@ from ..core.errors import DataError, FlareSparseError, PolicyRefusal, describe_e
 from ..core.params import Layout
 from ..methods.method import Method
 from ..privacy.dp.forecast import Forecast
+from ..tasks.script import ScriptTask
 from ..tasks.task import SiteData, Task
 from ..training.compute import can_use_kernels, explain_missing_kernels
 from ..training.personal import select_personal
-from .check_sites import Finding, SiteCheck, build_sites_table, find_federation_problems
+from .check_script import ScriptTooSlow, find_launcher, train_once
+from .check_sites import Finding, SiteCheck, build_sites_table, find_federation_problems, merge_findings
 from .console import get_exit_code
 from .console import out as console
 from .options import ConfigFile, Overrides
@@ -40,6 +42,8 @@ def check(
     ] = None,
 ) -> None:
     """Check a configuration: settings, model, and at every site data, a training step, predictions and metrics.
+
+    A training script answers one request at one site; it is stopped after a minute.
 
     Every problem gets a FAIL line with its cause and the way out; WARN lines do not stop a run. The last line is the
     verdict. Exit code: 0 if nothing failed, 2 for a wrong configuration, else 1. Nothing leaves this machine.
@@ -129,7 +133,7 @@ def _check_job(report: Report, settings: RunConfig, file: Path, site_policy: Pat
             report.attempt("method", lambda: _build_method(settings, layout), _describe_method)
         if settings.method.config.training.compute == "sparse":
             _check_kernels(report, settings)
-        sites = _check_sites(report, settings, task, layout, data)
+        sites = _check_sites(report, settings, file, task, layout, data)
         if settings.privacy is not None and layout is not None:
             _check_privacy(report, settings, task, sites)
         if layout is not None and site_policy is not None:
@@ -208,38 +212,57 @@ class _SiteProblems(Screen):
 
 
 def _check_sites(
-    report: Report, settings: RunConfig, task: Task, layout: Layout | None, data: dict[str, SiteData]
+    report: Report, settings: RunConfig, file: Path, task: Task, layout: Layout | None, data: dict[str, SiteData]
 ) -> list[SiteCheck]:
     """Check every site, print the table of all of them, and then every problem."""
     if not data:
         return []
-    if settings.task.key == "script":
-        _check_script_data(report, data)
+    if isinstance(task, ScriptTask):
+        _check_script(report, settings, file, task, data)
         return []
     sites = [SiteCheck.run(settings, task, layout, site) for site in data.values()]
     console.print(build_sites_table(sites, task.metric))
-    findings = [finding for site in sites for finding in site.findings]
+    findings = merge_findings([finding for site in sites for finding in site.findings])
     for finding in [*findings, *find_federation_problems(settings, sites)]:
         report.report_finding(finding)
     report.passed += sum(not any(finding.error for finding in site.findings) for site in sites)
     return sites
 
 
-def _check_script_data(report: Report, data: dict[str, SiteData]) -> None:
-    """Check that the data of every site exists; what is in it only the script knows."""
-    for site in data.values():
-        report.attempt(f"data of {site.site}", lambda site=site: _check_path(site), str)  # type: ignore[misc]
-    report.skip(
-        "training",
-        "a script is not run here, because a round of it may take hours; flare-sparse run CONFIG --env local --set "
-        "method.rounds=1 runs it, and its output is in OUT/scripts",
-    )
+def _check_script(report: Report, settings: RunConfig, file: Path, task: ScriptTask, data: dict[str, SiteData]) -> None:
+    """Check that the data of every site exists, what is in it only the script knows; and run the script once."""
+    for path, sites in _group_by_path(data).items():
+        report.attempt(f"data of {', '.join(sites)}", partial(_check_path, path), str)
+    if task.config.launch:
+        found = report.attempt("launcher", partial(find_launcher, task.config.launch), str)
+        if found is not None:
+            remedy = "flare-sparse run CONFIG --set method.rounds=1 does"
+            report.skip("training", f"no script is launched here through FLARE; {remedy}")
+        return
+    site = next((site for site in data.values() if site.path.exists()), None)
+    if site is None:
+        return
+    try:
+        text = train_once(settings, file, task, site)
+    except ScriptTooSlow as error:
+        report.warn(f"training at {site.site}", str(error))
+    except Exception as error:  # noqa: BLE001 - the network and the script are the user's
+        report.fail(f"training at {site.site}", error)
+    else:
+        report.attempt(f"training at {site.site}", lambda: text, str)
 
 
-def _check_path(site: SiteData) -> str:
-    if not site.path.exists():
-        raise DataError(f"{site.path}: there is no such file or folder")
-    return str(site.path)
+def _group_by_path(data: dict[str, SiteData]) -> dict[Path, list[str]]:
+    groups: dict[Path, list[str]] = {}
+    for name, site in data.items():
+        groups.setdefault(site.path, []).append(name)
+    return groups
+
+
+def _check_path(path: Path) -> str:
+    if not path.exists():
+        raise DataError(f"{path}: there is no such file or folder")
+    return str(path)
 
 
 def _describe_method(method: Method[Any, Any]) -> str:

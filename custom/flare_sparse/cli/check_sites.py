@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -215,6 +215,18 @@ def find_broadcast_shapes(task: Task, test: Dataset[Any], batch_size: int) -> st
             "pairs every prediction with every target. Return equal shapes, such as with squeeze(1)"
         )
     return ""
+
+
+def merge_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings of all sites, those of the same kind and text as one: a column is wrong for every site."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        kind = finding.check.rpartition(" ")[0]
+        groups.setdefault((kind, str(finding.error or finding.warning)), []).append(finding)
+    return [
+        replace(group[0], check=f"{kind} {', '.join(finding.check.rpartition(' ')[2] for finding in group)}")
+        for (kind, _), group in groups.items()
+    ]
 
 
 def find_federation_problems(settings: RunConfig, sites: Sequence[SiteCheck]) -> list[Finding]:

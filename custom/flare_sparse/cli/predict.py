@@ -20,7 +20,12 @@ def predict(
     data: Annotated[
         Path, typer.Option(help="A data set as the run's sites have them, a folder of images, or one image")
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write; must be new or empty")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write; must be new or empty", show_default="RUN/predictions/NAME, NAME as the data"
+        ),
+    ] = None,
     best: Annotated[
         bool, typer.Option("--best", help="Use the best model on validation examples instead of the final one")
     ] = False,
@@ -46,6 +51,7 @@ def predict(
         raise ConfigError("--best and --site-model exclude each other; leave one out")
     if not data.exists():
         raise DataError(f"--data {data}: there is no file or folder of this name; correct the path")
+    out = out or run / "predictions" / data.resolve().name.split(".")[0]
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: is not empty; choose another folder, or remove it first")
     study = load_study(run)

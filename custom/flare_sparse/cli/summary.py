@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..results.report.tables import NO_TESTS
+from ..results.report.tables import NO_TESTS, describe_tests
 from ..results.runs.contributions import Contributions, describe_missed, read_contributions
 from ..results.runs.progress import compare_with_dense, format_bytes
-from ..tasks.task import TEST_EXAMPLES, VALIDATION
+from ..tasks.task import VALIDATION
 
 PARTIAL = 3
 """Exit code of a finished run to which a site contributed in no round."""
@@ -125,8 +125,7 @@ def _build_sites_table(summary: dict[str, Any], name: str, unit: str, last: Mapp
     for site in sorted({*rows, *absent}):
         figures = rows.get(site, {})
         value = f"{figures[name]:.3f}" if name in figures else "-"
-        tests = figures.get(TEST_EXAMPLES, 0)
-        table.add_row(site, value, absent.get(site) or (f"{tests:.0f}" if tests else NO_TESTS))
+        table.add_row(site, value, absent.get(site) or describe_tests(figures))
     overall = summary["final"]["metrics"]
     if name in overall:
         table.add_section()

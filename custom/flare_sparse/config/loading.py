@@ -40,7 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the text lists every error with the field's path, the value found and the values allowed.
     """
     file = Path(path)
-    data = apply_overrides(_resolve_paths(read_yaml(file), file.parent), overrides)
+    data = _locate_script_data(apply_overrides(_resolve_paths(read_yaml(file), file.parent), overrides), file.parent)
     data = insert_bundle(_resolve_paths(data, Path.cwd()))
     task_configs = dict(list_tasks())
     key, name = find_name("task", data.get("task"))
@@ -91,12 +91,23 @@ def _validate(model: type[J], data: Mapping[str, Any], task_configs: Mapping[str
         config = model.model_validate(data, context=registries)
     except ValidationError as error:
         problems += [describe_problem(e, model, data, registries) for e in error.errors(include_url=False)]
+    # Each alternative of a union fails by itself.
+    problems = list(dict.fromkeys(problems))
     if problems:
         count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
         lines = "\n".join(f"  {problem}" for problem in problems)
         remedy = "Correct the file, or override a setting with --set KEY.PATH=VALUE."
         raise ConfigError(f"{source}: {count}, nothing was started.\n{lines}\n{remedy}")
     return config
+
+
+def _locate_script_data(data: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Add the location of data that a training script finds by itself: the folder of the configuration."""
+    task, simulator = data.get("task"), data.get("simulator")
+    if not (isinstance(task, dict) and "script" in task and isinstance(simulator, dict) and "data" not in simulator):
+        return data
+    shared = {"path": str(base.absolute()), "partition": {"kind": "shared"}}
+    return {**data, "simulator": {**simulator, "data": shared}}
 
 
 def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, regi
         data: the configuration as plain values.
         registries: entries that the sections of ``root`` may select.
     """
-    loc, path = error["loc"], ".".join(str(part) for part in error["loc"])
+    loc = _drop_alternatives(error["loc"], root, data, registries)
+    path = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden":
         fields = _find_fields(loc[:-1], root, data, registries)
         allowed_fields = f" Allowed fields: {', '.join(fields)}." if fields else ""
@@ -73,7 +74,25 @@ def describe_problem(error: ErrorDetails, root: type[BaseModel], data: Any, regi
     meaning = f" ({field.description})" if field and field.description else ""
     if error["type"] == "missing":
         return f"{path}: missing; {expected}{meaning}"
-    return f"{path}: found {error['input']!r}; {expected}{meaning}"
+    found = error["input"] if len(loc) == len(error["loc"]) else _find_value(data, loc)
+    return f"{path}: found {found!r}; {expected}{meaning}"
+
+
+def _drop_alternatives(
+    loc: tuple[int | str, ...], root: type[BaseModel], data: Any, registries: Registries
+) -> tuple[int | str, ...]:
+    """Return the location of the field itself, for a problem of one alternative of its type, as ``literal[...]`` is."""
+    for depth in range(1, len(loc)):
+        field = _find_fields(loc[: depth - 1], root, data, registries).get(str(loc[depth - 1]))
+        if field is not None and "[" in str(loc[depth]) and get_origin(field.annotation) in (Union, UnionType):
+            return loc[:depth]
+    return loc
+
+
+def _find_value(data: Any, loc: Sequence[int | str]) -> Any:
+    for key in loc:
+        data = data[key] if isinstance(data, Mapping) else None
+    return data
 
 
 def _suggest_section(

@@ -86,6 +86,11 @@ def find_source_folder(module: ModuleType) -> Path | None:
     )
 
 
+def is_installed(folder: Path) -> bool:
+    """Return whether a folder is one that pip installs into; what lies there does not travel with a job."""
+    return folder.name in ("site-packages", "dist-packages")
+
+
 def _lies_in(module: ModuleType, path: Path) -> bool:
     """Return whether a module was imported from a file or a package folder."""
     locations = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]

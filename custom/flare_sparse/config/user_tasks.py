@@ -13,7 +13,7 @@ from ..core.errors import ConfigError, describe_exception, find_user_line
 from ..tasks.script import ScriptConfig, ScriptTask
 from ..tasks.task import Metric, Task
 from .schema import JobConfig, build_task
-from .user_code import collect_user_code, find_source_folder, import_user_module
+from .user_code import collect_user_code, find_source_folder, import_user_module, is_installed
 
 CODE_FOLDER = "code"
 """Folder in a result folder that holds the user's own code."""
@@ -96,13 +96,15 @@ def list_user_code(config: JobConfig, folder: Path) -> tuple[Path, ...]:
 
 
 def _find_folder(module: str, folders: list[Path]) -> list[Path]:
-    """Return the folder that a module was imported from, if it is none of some others."""
+    """Return the folder that a module of the user's was imported from, if it is none of some others."""
     try:
         source = find_source_folder(import_user_module(module, folders))
     # Imported for its location only: the error is raised where its class is needed.
     except Exception:  # noqa: BLE001
         return []
-    return [] if source is None or source in [folder.resolve() for folder in folders] else [source]
+    if source is None or is_installed(source) or source in [folder.resolve() for folder in folders]:
+        return []
+    return [source]
 
 
 def _load_script_task(config: JobConfig, folder: Path) -> ScriptTask:

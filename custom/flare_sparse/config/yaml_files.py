@@ -122,6 +122,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from error
+    if data is None:
+        raise ConfigError(f"{path}: is empty; expected a section of `key: value` lines")
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a section of `key: value` lines, found {type(data).__name__}")
     return data

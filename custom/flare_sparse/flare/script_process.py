@@ -73,6 +73,11 @@ class ScriptProcess:
         assert isinstance(reply, ScriptReply), "the process sends replies and errors"
         return reply
 
+    def kill(self) -> None:
+        """Kill the process, if there is one: a request that it answers fails."""
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         """Stop the script and its process."""
         if self._process is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from ..core.params import match_state_dict
-from .task import Examples, Metric, SiteData, Task, TaskConfig
+from .task import Cohort, Examples, Metric, SiteData, Task, TaskConfig
 
 
 class ScriptMetric(BaseModel):
@@ -88,6 +89,12 @@ class ScriptTask(Task):
 
     def load(self, data: SiteData, seed: int) -> Examples:
         raise ConfigError("a training script reads the site's data itself; this command needs a task with load()")
+
+    def cohort(self, path: Path) -> Cohort:
+        raise ConfigError(
+            "simulator.data.partition: a training script divides its data itself; set partition: {kind: shared}, give "
+            "each site its own folder (path: data/{site}), or leave simulator.data out"
+        )
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         raise ConfigError("a training script computes the loss itself; this command needs a task with loss()")

@@ -270,9 +270,12 @@ class Task(ABC):
 
         Raises:
             DataError: the data set does not exist.
-            NotImplementedError: the task does not support partitioning.
+            ConfigError: the task does not support partitioning.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no cohort(); give each simulated site its own folder")
+        raise ConfigError(
+            f"simulator.data.partition: {type(self).__name__} has no cohort(), which lists the examples to divide; "
+            "give each site its own folder (path: data/{site}), or let it divide them (partition: {kind: shared})"
+        )
 
     def describe_site(self, train: Dataset[Any]) -> dict[str, Tensor]:
         """Return what the network knows of a site's own training examples, by name of the tensor; by default nothing.

@@ -14,7 +14,7 @@ from ..runs.progress import format_bytes
 from ..runs.results import RunResult
 from .attacks import describe_attacks
 from .findings import describe_caveat
-from .tables import NO_TESTS, build_evaluations, build_events, build_privacy, describe_means, format_metric
+from .tables import build_evaluations, build_events, build_privacy, describe_means, describe_tests, format_metric
 
 FILE = "model_card.md"
 
@@ -123,9 +123,8 @@ def _describe_absent(run: RunResult) -> str:
 def _format_site(run: RunResult, site: str) -> str:
     """Return the row of a site, also of one without contributions or test examples."""
     metrics, part = run.summary["final"]["sites"].get(site, {}), run.contributions.get(site, Contributions())
-    tests = metrics.get(TEST_EXAMPLES)
     rounds = f"{part.contributed} of {part.expected}" if part.expected else "never asked"
-    cells = [site, rounds, f"{tests:.0f}" if tests else NO_TESTS]
+    cells = [site, rounds, describe_tests(metrics)]
     return "| " + " | ".join([*cells, *(format_metric(metrics.get(name)) for name in run.metric_names)]) + " |"
 
 

@@ -22,7 +22,6 @@ from .attacks import build_attacks
 from .comparisons import build_comparisons, build_group_comparisons
 from .findings import describe_caveat, describe_findings, describe_sites
 from .tables import (
-    NO_TESTS,
     build_contributions,
     build_evaluations,
     build_events,
@@ -32,6 +31,7 @@ from .tables import (
     build_seed_averages,
     compare_bytes,
     describe_means,
+    describe_tests,
     format_metric,
 )
 
@@ -214,14 +214,14 @@ def _build_run_row(run: RunResult) -> SimpleNamespace:
 
 def _build_site_row(site: str, runs: list[RunResult]) -> SimpleNamespace:
     evaluations = [run.summary["final"]["sites"] for run in runs]
-    num_tests = next((sites[site].get("test_examples") for sites in evaluations if site in sites), None)
+    tests = describe_tests(next((sites[site] for sites in evaluations if site in sites), {}))
     cells = [
         SimpleNamespace(
             text=format_metric(run.site_metrics.get(site)), worst=bool(run.worst_site and run.worst_site[0] == site)
         )
         for run in runs
     ]
-    return SimpleNamespace(name=site, tests=f"{num_tests:.0f}" if num_tests else NO_TESTS, cells=cells)
+    return SimpleNamespace(name=site, tests=tests, cells=cells)
 
 
 def _list_without_contribution(run: RunResult) -> list[SimpleNamespace]:

@@ -13,6 +13,8 @@ from ..runs.progress import compare_with_dense, format_bytes
 from ..runs.results import RunResult, group_by_seed, label_groups
 
 NO_TESTS = "no test examples"
+NOT_COUNTED = "not counted"
+"""In place of a number of test examples, where metrics come without it, as a training script may send them."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,17 @@ def _describe_matrix(runs: Sequence[RunResult]) -> str:
 
 
 def _count_tests(runs: Sequence[RunResult], site: str) -> str:
-    counts = [run.summary["final"]["sites"].get(site, {}).get(TEST_EXAMPLES) for run in runs]
-    counts += [run.cross_site.get("examples", {}).get(site) for run in runs]
-    count = next((count for count in counts if count), 0)
-    return f"{count:.0f}" if count else NO_TESTS
+    figures = [run.summary["final"]["sites"].get(site, {}) for run in runs]
+    counts = [run.cross_site.get("examples", {}).get(site) for run in runs]
+    figures += [{TEST_EXAMPLES: count} for count in counts if count]
+    return describe_tests(next((f for f in figures if f.get(TEST_EXAMPLES)), figures[0]))
+
+
+def describe_tests(metrics: Mapping[str, float]) -> str:
+    """Return the number of test examples among a site's metrics, or why there is none."""
+    if metrics and TEST_EXAMPLES not in metrics:
+        return NOT_COUNTED
+    return f"{metrics[TEST_EXAMPLES]:.0f}" if metrics.get(TEST_EXAMPLES) else NO_TESTS
 
 
 def build_evaluations(runs: Sequence[RunResult]) -> ReportTable | None:

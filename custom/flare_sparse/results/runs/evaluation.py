@@ -152,7 +152,7 @@ def choose_evaluation_file(run: Path, cohort: str, model: str, *, overwrite: boo
 
 
 def evaluate_cohort(
-    run: Path, assembly: Assembly, data: SiteData, split: Split, model: str, resamples: int
+    run: Path, study: Study, data: SiteData, split: Split, model: str, resamples: int
 ) -> dict[str, Any]:
     """Evaluate one model of a run on one cohort and return the record.
 
@@ -160,12 +160,13 @@ def evaluate_cohort(
         ConfigError: the run has no such model.
         DataError: the data cannot be loaded or has no examples, or the model cannot be applied to it.
     """
+    assembly = study.assembly
     weights = read_run_model(run, assembly, model)
     cohort = Cohort(assembly, data, split)
     if not cohort.size:
         raise DataError(f"{data.path}: there are no {'' if split == 'all' else f'{split} '}examples to evaluate on")
     result = asdict(cohort.evaluate(weights, resamples))
-    note = _note_model(assembly.method, model)
+    notes = (_note_model(assembly.method, model), _note_training_data(study, data.path, split))
     return {
         "run": run.resolve().name,
         "run_id": assembly.run_id,
@@ -176,7 +177,7 @@ def evaluate_cohort(
         "split": split,
         "resamples": resamples,
         **result,
-        "notes": [note, *result["notes"]] if note else list(result["notes"]),
+        "notes": [*filter(None, notes), *result["notes"]],
     }
 
 
@@ -223,6 +224,20 @@ def _note_model(method: Method[Any, Any], model: str) -> str:
     return (
         f"{method.name}: this is the run's common model. The final metrics of the run are of each site's own model, "
         f"{site_model}{hint}"
+    )
+
+
+def _note_training_data(study: Study, data: Path, split: Split) -> str:
+    """Return a note if the run has trained on examples that it is evaluated on; empty: it has not, as far as known."""
+    simulator = study.config.simulator
+    if simulator is None or simulator.data.path is None or split not in ("all", "train"):
+        return ""
+    names = [f"site-{number}" for number in range(1, (simulator.sites or 0) + 1)] or [""]
+    if data not in [Path(str(simulator.data.path).replace("{site}", name)).resolve() for name in names]:
+        return ""
+    return (
+        "this is the data that the run trained on: the metrics count training examples and say little about new "
+        "subjects; use --split test, or other data"
     )
 
 

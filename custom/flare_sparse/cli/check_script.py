@@ -1,0 +1,93 @@
+"""The check of a training script: its launcher, and one request at one site."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from threading import Event, Timer
+
+from ..config.assemble import assemble, open_script_site
+from ..config.schema import RunConfig
+from ..config.user_tasks import find_script
+from ..core.errors import ConfigError, DataError, FlareSparseError
+from ..core.mask import Mask
+from ..tasks.script import ScriptConfig, ScriptTask
+from ..tasks.task import SiteData
+
+LIMIT_S = 60.0
+"""Seconds after which a script that still trains is stopped."""
+
+
+class ScriptTooSlow(FlareSparseError):
+    """The script did not answer within :data:`LIMIT_S`, which says nothing about whether it works."""
+
+    code = "E_SCRIPT"
+
+
+def find_launcher(launch: str) -> str:
+    """Return the program that starts a script.
+
+    Raises:
+        ConfigError: it is not installed here.
+    """
+    name = shlex.split(launch)[0]
+    program = shutil.which(name)
+    if program is None:
+        raise ConfigError(f"task.launch: {name!r} is not found; install it, or correct the command")
+    return program
+
+
+def train_once(settings: RunConfig, file: Path, task: ScriptTask, data: SiteData) -> str:
+    """Let a site's script train once from the initial model, and return in words what changed.
+
+    Raises:
+        ScriptFailed: the script failed, or sent nothing usable.
+        ScriptTooSlow: it did not end in time, and was stopped.
+        DataError: what it sent is the received model.
+    """
+    from ..flare.script_process import OUTPUT, ScriptProcess
+
+    assembly, config = assemble(settings, task), task.config
+    assert isinstance(config, ScriptConfig), "a script's task has these settings"
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / OUTPUT
+        script = find_script(settings, file.parent)
+        runner = ScriptProcess(script, config.args, data, Path(folder), [file.parent], settings.federation.threads)
+        site = open_script_site(assembly, data, runner, config.weigh_by)
+        is_late = Event()
+
+        def stop() -> None:
+            is_late.set()
+            runner.kill()
+
+        timer = Timer(LIMIT_S, stop)
+        timer.start()
+        try:
+            start, full = assembly.weights, Mask.full(assembly.layout.size)
+            trained = site.train(start.clone(), full, settings.method.config.training, 1)
+            metrics = site.evaluate(start)
+        except FlareSparseError as error:
+            if is_late.is_set():
+                text = f"the script still ran after {LIMIT_S:.0f} s and was stopped: nothing else is known about it"
+                raise ScriptTooSlow(text) from error
+            lines = output.read_text(errors="replace").splitlines() if output.is_file() else []
+            # The folder of the output is gone once this command ends.
+            error.args = ("\n".join([str(error), *(f"  {line}" for line in lines[-5:])]),)
+            raise
+        finally:
+            timer.cancel()
+            runner.close()
+    layout = assembly.layout
+    before, after = layout.unflatten(start), layout.unflatten(trained)
+    names = [spec.name for spec in layout.tensors if spec.role != "buffer"]
+    moved = sum(not before[name].equal(after[name]) for name in names)
+    if not moved:
+        raise DataError(
+            "the script sent the parameters that it received: it has not trained, or sends another network than the "
+            "one that it trains"
+        )
+    value = metrics.get(task.metric.name)
+    measured = "no metrics" if value is None else f"{task.metric.name} {value:.4g} before"
+    return f"one request changed {moved} of {len(names)} tensors, n_k {site.num_examples}, {measured}"
