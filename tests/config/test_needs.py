@@ -12,11 +12,15 @@ import torch
 from pydantic import ValidationError
 from torch.utils.data import TensorDataset
 from toy import Adapted, Toy
+from typer.testing import CliRunner
 
+from flare_sparse.cli import app
 from flare_sparse.config.assemble import assemble, open_site
+from flare_sparse.config.compatibility import find_reasons, format_page, list_columns, list_pairs
 from flare_sparse.config.loading import list_methods, list_tasks
 from flare_sparse.config.needs import FEATURES, Feature, list_compatible_methods
 from flare_sparse.config.schema import RunConfig
+from flare_sparse.core.needs import Need
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.support.lora import LoRAMethod
 from flare_sparse.privacy.encryption import KeyContexts
@@ -111,3 +115,38 @@ def test_pair_runs_for_a_round_or_is_refused_with_both_names(name: str, feature:
     keys = contexts() if config.encrypted else None
     outcome, _ = run_assembly(config, assembly, sites, contexts=keys, sum_rules=config.sum_rules, hubs=config.hubs)
     assert sorted(outcome.evaluation.sites) == list(SITES)
+
+
+def test_page_is_the_table() -> None:
+    page = Path(__file__).parents[2] / "docs" / "compatibility.md"
+    assert page.read_text(encoding="utf-8") == format_page(), "python -m flare_sparse.config.compatibility"
+
+
+def test_matrix_of_the_terminal_has_the_marks_of_the_table() -> None:
+    output = CliRunner().invoke(app, ["methods", "--matrix"]).output
+    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.split()[0] in METHODS}
+    assert rows == {
+        name: ["no" if find_reasons(feature)[name] else "yes" for feature in list_columns()] for name in METHODS
+    }
+
+
+def test_two_features_that_exclude_each_other_are_refused_with_both_names() -> None:
+    pairs = [(first, second) for first, second, _ in list_pairs() if first.example and second.example]
+    assert len(pairs) > 20
+    for first, second in pairs:
+        with pytest.raises(ValidationError) as caught:
+            build_config({"method": {"name": "fedavg"}}, first.example, second.example)
+        texts = [error["msg"] for error in caught.value.errors()]
+        assert any(t.startswith(f"{first.name}: ") and f"but {second.name}: " in t for t in texts), (first, second)
+
+
+def test_new_feature_and_new_method_meet_without_knowing_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    gossip = Feature(
+        "gossip", "no server exists", lambda job: True, "turn gossip off", frozenset({Need.READABLE_MODEL})
+    )
+    monkeypatch.setitem(FEATURES, gossip.name, gossip)
+    with pytest.raises(
+        ValidationError, match=r"gossip: no server exists, but method fedsparsify: .* or turn gossip off"
+    ):
+        build_config({"method": {"name": "fedsparsify"}})
+    assert build_config({"method": {"name": "fedavg"}}).method.name == "fedavg"

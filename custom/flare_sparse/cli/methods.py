@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from ..config.compatibility import find_reasons, list_columns
+from ..config.needs import Feature
 from ..core.errors import ConfigError, suggest
 from ..methods.method import Method
 from ..methods.registry import METHODS
@@ -16,14 +19,24 @@ from .console import out as console
 from .settings_table import build_settings_table, get_first_line
 
 
-def methods(name: Annotated[str | None, typer.Argument(help="Show the settings of this method")] = None) -> None:
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Show the settings of this method")] = None,
+    matrix: Annotated[bool, typer.Option("--matrix", help="Show which method works with which feature")] = False,
+) -> None:
     """List the methods with their sources, or the settings of one with default, range and meaning.
 
     [dim]flare-sparse methods[/]
 
     [dim]flare-sparse methods neurosfl[/]
+
+    [dim]flare-sparse methods --matrix[/]
     """
-    if name is None:
+    if matrix:
+        columns = list_columns()
+        console.print(_build_matrix(columns, [name] if name else list(METHODS)))
+        for number, feature in enumerate(columns, 1):
+            console.print(f"{number:>2} {feature.name}: {feature.effect}", markup=False, highlight=False)
+    elif name is None:
         console.print(_list_methods())
     elif name in METHODS:
         console.print(build_settings_table(METHODS[name].Config, "method", find_source(METHODS[name])))
@@ -34,6 +47,15 @@ def methods(name: Annotated[str | None, typer.Argument(help="Show the settings o
 def find_source(method: type[Method[Any, Any]]) -> str:
     """Return the paper that the method's module cites in its first line."""
     return get_first_line(inspect.getmodule(method)).partition(":")[0]
+
+
+def _build_matrix(columns: Sequence[Feature], names: Sequence[str]) -> Table:
+    """Return the methods as rows and the features as numbered columns."""
+    table = Table("method", *map(str, range(1, len(columns) + 1)), box=None, pad_edge=False)
+    reasons = [find_reasons(feature) for feature in columns]
+    for name in names:
+        table.add_row(f"[bold]{name}[/]", *("[red]no[/]" if column[name] else "yes" for column in reasons))
+    return table
 
 
 def _list_methods() -> Table:

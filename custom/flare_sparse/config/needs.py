@@ -30,7 +30,7 @@ class Feature:
         takes: the needs that a job with this feature cannot meet.
         needs: what the feature itself needs; the argument is the job.
         example: settings of a job that has it, for the tests.
-        capacity: how much of a need that it takes is left; the argument is the job.
+        capacity: how much of a need that it takes is left; the argument is the job; None: nothing.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Feature:
     takes: frozenset[Need] = frozenset()
     needs: Callable[[Any], Needs] = lambda job: frozenset()
     example: Mapping[str, Any] = field(default_factory=dict)
-    capacity: Callable[[Any], int] = lambda job: 0
+    capacity: Callable[[Any], int] | None = None
 
 
 def _require(*requirements: Requirement) -> Callable[[Any], Needs]:
@@ -340,8 +340,11 @@ def find_conflicts(
 
 
 def match_needs(needs: Needs, feature: Feature, job: Any) -> list[Requirement]:
-    """Return the needs that a feature takes away, in a fixed order."""
-    missing = [r for r in needs if r.need in feature.takes and r.amount > feature.capacity(job)]
+    """Return the needs that a feature takes away, in a fixed order; without a job, it has enough of any quantity."""
+    if feature.capacity is not None and job is None:
+        return []
+    capacity = feature.capacity(job) if feature.capacity else 0
+    missing = [r for r in needs if r.need in feature.takes and r.amount > capacity]
     return sorted(missing, key=lambda r: (list(Need).index(r.need), r.reason))
 
 
@@ -354,10 +357,10 @@ def _describe_conflict(part: Part, feature: Feature, missing: list[Requirement],
         remedies = [f"choose {', '.join(list_compatible_methods(feature, job))}"]
     remedies.append(f"or {feature.instead}")
     text = f"{feature.name}: {feature.effect}, but {part.name}: {reasons}; {', '.join(remedies)}"
-    amounts = {"{capacity}": feature.capacity(job), "{amount}": max(requirement.amount for requirement in missing)}
-    for placeholder, amount in amounts.items():
-        text = text.replace(placeholder, str(amount))
-    return text
+    if feature.capacity is None:
+        return text
+    amount = max(requirement.amount for requirement in missing)
+    return text.replace("{capacity}", str(feature.capacity(job))).replace("{amount}", str(amount))
 
 
 def list_compatible_methods(feature: Feature, job: Any = None) -> list[str]:

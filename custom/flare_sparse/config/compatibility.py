@@ -1,0 +1,81 @@
+"""Which method works with which feature, and why not: the table of needs as a page and as rows."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from ..methods.registry import METHODS
+from .needs import AUDIT, CONTINUATION, FEATURES, Feature, match_needs
+from .schema import JobConfig
+
+_TITLE = """# Compatibility
+
+Which method works with which feature, by default settings. A method declares what it needs, a feature what it takes
+away ([new-method.md](new-method.md)); settings of a method may need more or less, and an error names them before a run
+starts. `flare-sparse methods --matrix` prints the table; `python -m flare_sparse.config.compatibility` writes this
+page.
+"""
+
+
+def list_columns() -> list[Feature]:
+    """Return the features that some method does not work with by its default settings."""
+    return [feature for feature in (*FEATURES.values(), CONTINUATION, AUDIT) if any(find_reasons(feature).values())]
+
+
+def find_reasons(feature: Feature) -> dict[str, str]:
+    """Return why each method does not work with a feature by its default settings; empty: it does."""
+    missing = {name: match_needs(method.Config().needs(), feature, None) for name, method in METHODS.items()}
+    return {name: " and ".join(dict.fromkeys(need.reason for need in needs)) for name, needs in missing.items()}
+
+
+def list_pairs() -> Iterator[tuple[Feature, Feature, str]]:
+    """Yield each two features that exclude each other, and why: what the first one takes away, the second one needs."""
+    for second in FEATURES.values():
+        job = None if second.name == "task.script" else _build_job(second)
+        for first in FEATURES.values():
+            missing = match_needs(second.needs(job), first, None)
+            if missing and first is not second:
+                yield first, second, missing[0].reason
+
+
+def _build_job(feature: Feature) -> JobConfig:
+    """Return a job with a feature, whose own conflicts do not matter here."""
+    settings = {"name": "job", "method": {"name": "fedavg"}, "task": {"name": "brain_age"}}
+    for section, values in feature.example.items():
+        settings[section] = {**settings.get(section, {}), **values}  # type: ignore[dict-item]
+    return JobConfig.model_validate(settings)
+
+
+def format_page() -> str:
+    """Return ``docs/compatibility.md``."""
+    columns = list_columns()
+    reasons = [find_reasons(feature) for feature in columns]
+    lines = [_TITLE, "## Methods", ""]
+    lines += [f"{number}. `{feature.name}`: {feature.effect}" for number, feature in enumerate(columns, 1)]
+    lines += [
+        "",
+        f"| method | {' | '.join(map(str, range(1, len(columns) + 1)))} |",
+        "| --- |" + " --- |" * len(columns),
+    ]
+    for name in METHODS:
+        marks = ["no" if column[name] else "yes" for column in reasons]
+        lines.append(f"| [`{name}`](algorithms.md) | {' | '.join(marks)} |")
+    lines += ["", "## Why not", ""]
+    for feature, column in zip(columns, reasons, strict=True):
+        lines += [f"### `{feature.name}`", ""]
+        for reason in dict.fromkeys(filter(None, column.values())):
+            names = ", ".join(f"`{name}`" for name, text in column.items() if text == reason)
+            lines += textwrap.wrap(f"- {names}: {reason}", 120, subsequent_indent="  ", break_on_hyphens=False)
+        lines.append("")
+    lines += ["## Features with features", "", "The second one needs what the first one takes away.", ""]
+    for first, second, reason in list_pairs():
+        text = f"- `{first.name}`, `{second.name}`: {reason}"
+        lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    Path("docs/compatibility.md").write_text(format_page(), encoding="utf-8")
