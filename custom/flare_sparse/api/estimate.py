@@ -77,7 +77,7 @@ def compute_figures(study: Study) -> dict[str, Any]:
         "sites": len(sites),
         "rounds": config.method.config.rounds,
         "parameters": assembly.layout.size,
-        "paper_scalars": assembly.method.count_paper_scalars(len(sites)),
+        "paper_scalars": assembly.method.traffic.count_paper_scalars(len(sites)),
         "scalars": sum(line.scalars_sent for line in training),
         "dense_scalars": sum(line.scalars_total for line in training),
         "exact": all(size.is_exact for _, size, _ in messages) and total["total"]["least"] == total["total"]["most"],
@@ -133,7 +133,7 @@ def build_dry_sites(config: RunConfig, assembly: Assembly) -> dict[str, DrySite]
         ConfigError: neither the configuration nor the data gives the number of sites.
     """
     settings = config.simulator.site_settings if config.simulator else {}
-    names = name_sites(config, assembly.task, [*assembly.method.named_sites, *settings])
+    names = name_sites(config, assembly.task, [*assembly.method.traffic.named_sites, *settings])
     sites = {name: DrySite(name, assembly.layout, config.seed) for name in names}
     for name, site in sites.items():
         data = SiteData(name, Path(), methods=settings.get(name, {}))

@@ -214,7 +214,7 @@ def plan_sampling(method: Method[Any, Any], subjects: int) -> SamplingPlan:
     """Return the sampling of a method's trainings at a site with this number of subjects."""
     config = method.config.training
     plan = SamplingPlan.build(subjects, config.batch_size, config.epochs, method.config.rounds, config.accumulate)
-    return replace(plan, score_steps=method.config.count_score_lots(plan.steps // config.epochs))
+    return replace(plan, score_steps=method.traffic.count_score_lots(plan.steps // config.epochs))
 
 
 def open_script_site(assembly: Assembly, data: SiteData, runner: ScriptRunner, weigh_by: WeighBy) -> ScriptSite:

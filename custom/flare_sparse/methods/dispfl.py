@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, final
 
 import torch
@@ -21,10 +22,11 @@ from ..core.mask import Mask
 from ..core.needs import Need, Needs
 from ..core.seeds import make_generator
 from ..training import Site
-from .method import TRAIN, MaskPreset, Method, MethodConfig
+from .method import MaskPreset, Method, MethodConfig
 from .scores.erk import compute_erk_densities, draw_random_mask
 from .support.masks import compute_cosine_fraction, drop_and_regrow
-from .traffic import MessageFacts, SelectionBounds
+from .traffic.base import TRAIN, Traffic
+from .traffic.others import MovingMaskTraffic
 
 
 class Config(MethodConfig):
@@ -89,6 +91,10 @@ class DisPFL(Method[Config, State]):
 
     name = "dispfl"
     Config = Config
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        return MovingMaskTraffic(self)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         owners = tuple(sorted(sites))
@@ -166,11 +172,6 @@ class DisPFL(Method[Config, State]):
             weights[row] = contribution.patch.to_vector()
         trained = tuple(sorted({*state.trained, *(contribution.site for contribution in contributions)}))
         return State(state.round + 1, state.owners, weights, masks, trained)
-
-    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        if self.config.initial_drop_fraction == 0:
-            return None
-        return message.fix_count("training decides which entries a site drops and regrows")
 
     def model(self, state: State) -> Patch:
         """Return one model for all: for each entry, the average over the sites that hold it."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import final
 
 from pydantic import Field
@@ -18,7 +19,8 @@ from ..core.needs import Needs
 from ..training import Site
 from .method import MethodConfig
 from .support.selective import Aggregation, SelectiveMethod, SelectiveState, aggregate_revealed, list_selective_needs
-from .traffic import MessageFacts
+from .traffic.base import Traffic
+from .traffic.selective import ParameterTraffic
 
 
 class Config(MethodConfig):
@@ -36,13 +38,13 @@ class DSSGD(SelectiveMethod[Config]):
     name = "dssgd"
     Config = Config
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        return ParameterTraffic(self)
+
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
         parameters = Mask.from_tensors(site.layout, lambda tensor: tensor.role != "buffer")
         return top_k(delta.abs(), floor_fraction(self.config.rate, parameters.count), within=parameters) | ~parameters
-
-    def bound_upload(self, message: MessageFacts, live: tuple[int, int]) -> tuple[int, int]:
-        count = floor_fraction(self.config.rate, self.parameters.count) + self.layout.size - self.parameters.count
-        return count, count
 
     def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
         return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)

@@ -17,7 +17,6 @@ from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .support.selective import SelectiveState
 from .support.unit_pruning import PruningConfig, PruningMethod
-from .traffic import MessageFacts
 
 
 @final
@@ -32,9 +31,6 @@ class FAwP(PruningMethod[PruningConfig]):
 
     def accepts(self, live: Mask, site: str, mask: Mask) -> bool:
         return mask == live
-
-    def bound_upload(self, message: MessageFacts, live: tuple[int, int]) -> tuple[int, int]:
-        return live
 
     def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
         return weighted_sum(contributions, weigh_by_examples)

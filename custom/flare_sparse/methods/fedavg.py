@@ -7,12 +7,15 @@ section 7.1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import final
 
 from torch import Tensor
 
 from ..core.exchange import Contribution, Patch
 from .support.averaging import AveragedState, AveragingMethod, FedAvgConfig, learn_average
+from .traffic.averaging import FedAvgTraffic
+from .traffic.base import Traffic
 
 
 @final
@@ -22,11 +25,12 @@ class FedAvg(AveragingMethod[FedAvgConfig, AveragedState]):
     name = "fedavg"
     Config = FedAvgConfig
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        return FedAvgTraffic(self)
+
     def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
         return AveragedState(1, weights)
-
-    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
-        return self.layout.size, self.layout.size
 
     def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
         return learn_average(state, contributions, self.config, self.layout)

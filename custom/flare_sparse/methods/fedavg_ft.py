@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import final
 
 from pydantic import Field
@@ -14,6 +15,8 @@ from torch import Tensor
 from ..core.exchange import Contribution, Patch
 from .support.averaging import AveragedState, AveragingMethod, FedAvgConfig, learn_average
 from .support.finetuning import FineTuning
+from .traffic.averaging import FedAvgTraffic
+from .traffic.base import Traffic
 
 
 class Config(FedAvgConfig):
@@ -29,11 +32,12 @@ class FedAvgFT(AveragingMethod[Config, AveragedState]):
     name = "fedavg_ft"
     Config = Config
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        return FedAvgTraffic(self)
+
     def init(self, weights: Tensor, sites: Sequence[str]) -> AveragedState:
         return AveragedState(1, weights)
-
-    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
-        return self.layout.size, self.layout.size
 
     def learn(self, state: AveragedState, contributions: Sequence[Contribution]) -> AveragedState:
         return learn_average(state, contributions, self.config, self.layout)

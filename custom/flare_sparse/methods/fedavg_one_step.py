@@ -7,6 +7,7 @@ A baseline of "MetaGater: Fast Learning of Conditional Channel Gated Networks vi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal, final
 
 from pydantic import Field
@@ -16,8 +17,10 @@ from ..core.exchange import Contribution, Patch, Request, Update
 from ..core.needs import Need, Needs
 from ..training import Site
 from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
-from .method import TRAIN, ModelState, train_locally
+from .method import ModelState, train_locally
 from .support.adaptation import AdaptationConfig, AdaptationMethod
+from .traffic.adaptation import WholeAdaptationTraffic
+from .traffic.base import TRAIN, Traffic
 
 
 class Config(AdaptationConfig):
@@ -37,11 +40,12 @@ class FedAvgOneStep(AdaptationMethod[Config, ModelState]):
     name = "fedavg_one_step"
     Config = Config
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        return WholeAdaptationTraffic(self)
+
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)
-
-    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
-        return self.layout.size, self.layout.size
 
     def train(self, request: Request, site: Site) -> Update:
         return train_locally(request, site, self.config.get_training(request.round), steps=self.config.local_steps)

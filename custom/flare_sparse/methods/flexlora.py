@@ -17,8 +17,9 @@ from torch import Tensor
 from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
 from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
-from .method import TRAIN, ModelState, train_locally
+from .method import ModelState, train_locally
 from .support.lora import RankedConfig, RankedMethod
+from .traffic.base import TRAIN
 
 
 class Config(RankedConfig):

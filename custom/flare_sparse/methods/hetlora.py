@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -21,10 +22,10 @@ from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, 
 from ..core.mask import Mask, floor_fraction
 from ..training import Site
 from .aggregation.weighted import normalize_capped, weigh_by_examples, weighted_sum
-from .method import TRAIN
 from .support.lora import RankedConfig, RankedMethod
 from .support.masks import unite_masks
-from .traffic import MessageFacts, SelectionBounds
+from .traffic.base import TRAIN, Traffic
+from .traffic.lora import DecayingRanksTraffic
 
 
 class Config(RankedConfig):
@@ -56,6 +57,10 @@ class HetLoRA(RankedMethod[Config, State]):
     name = "hetlora"
     Config = Config
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        return DecayingRanksTraffic(self)
+
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, (), ())
 
@@ -69,7 +74,7 @@ class HetLoRA(RankedMethod[Config, State]):
     def _build_assignments(self, kind: str, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         """Return the truncated model for each site, one object for each rank."""
         current = dict(zip(state.owners, state.ranks, strict=True))
-        ranks = {name: min(self._get_initial_rank(name), current.get(name, self.slots.rank)) for name in sites}
+        ranks = {name: min(self.get_initial_rank(name), current.get(name, self.slots.rank)) for name in sites}
         assignments = {rank: self._build_rank_assignment(kind, state, rank) for rank in set(ranks.values())}
         return {name: assignments[rank] for name, rank in ranks.items()}
 
@@ -81,7 +86,7 @@ class HetLoRA(RankedMethod[Config, State]):
         )
         return Assignment(Request(kind, state.round, Patch.from_vector(state.weights, mask), mask), expected)
 
-    def _get_initial_rank(self, site: str) -> int:
+    def get_initial_rank(self, site: str) -> int:
         return min(self.config.get_rank(site), self.slots.rank)
 
     def decay_rank(self, rank: int) -> int:
@@ -118,7 +123,7 @@ class HetLoRA(RankedMethod[Config, State]):
         weights = weigh(ordered)
         owned = unite_masks(c.patch.mask for c, weight in zip(ordered, weights, strict=True) if weight > 0)
         ranks = dict(zip(state.owners, state.ranks, strict=True))
-        previous_ranks = [min(self._get_initial_rank(c.site), ranks.get(c.site, self.slots.rank)) for c in ordered]
+        previous_ranks = [min(self.get_initial_rank(c.site), ranks.get(c.site, self.slots.rank)) for c in ordered]
         ranks |= {contribution.site: self._count_ranks(contribution.patch.mask) for contribution in ordered}
         given_up = self.select_first_ranks(max(previous_ranks)) - self.select_first_ranks(max(ranks.values()))
         # A slot whose A and B are both zero has no gradient: averaged over no owner, it would never train again.
@@ -145,15 +150,6 @@ class HetLoRA(RankedMethod[Config, State]):
             a, b = adapter.view_matrix(vector, "A").double(), adapter.view_matrix(vector, "B").double()
             total += float(((b.T @ b) * (a @ a.T)).sum())
         return math.sqrt(max(total, 0.0))
-
-    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        most = least = self._get_initial_rank(message.site)
-        for _ in range(message.round - (message.direction == "down")):
-            least = self.decay_rank(least)
-        if least == most:
-            return None
-        fewest, largest = (self.select_first_ranks(rank).count for rank in (least, most))
-        return SelectionBounds(fewest, largest, "training decides when a site gives up its last ranks")
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

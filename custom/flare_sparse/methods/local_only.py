@@ -6,6 +6,7 @@ Rounds, epochs and random orders are those of the federated methods (docs/algori
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import final
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from ..core.exchange import Assignment, Contribution, Patch, Request, Update
 from ..core.needs import Need, Needs
 from ..training import Site
 from .method import Method, MethodConfig, ModelState, broadcast
+from .traffic.base import Traffic
+from .traffic.others import TRAIN_ALONE, AloneTraffic
 
 
 class Config(MethodConfig):
@@ -32,14 +35,14 @@ class LocalOnly(Method[Config, ModelState]):
 
     name = "local_only"
     Config = Config
-    round_kinds = frozenset({"train_alone"})
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        return AloneTraffic(self)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         # No round is exchanged, so training is over for the server before the first request.
         return ModelState(self.config.rounds + 1, weights)
-
-    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
-        return self.layout.size, self.layout.size
 
     def answer(self, request: Request, site: Site) -> Update:
         weights = site.weights
@@ -55,4 +58,4 @@ class LocalOnly(Method[Config, ModelState]):
 
     def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
         model = self.model(state)
-        return broadcast(sites, Assignment(Request("train_alone", self.config.rounds, model, model.mask)))
+        return broadcast(sites, Assignment(Request(TRAIN_ALONE, self.config.rounds, model, model.mask)))

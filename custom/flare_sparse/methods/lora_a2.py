@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, final
 
 import torch
@@ -24,7 +24,8 @@ from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import broadcast, train_locally
 from .scores.ranks import Factor, compute_slot_scores, select_slots
 from .support.lora import RankedConfig, RankedMethod
-from .traffic import MessageFacts, SelectionBounds
+from .traffic.base import Traffic
+from .traffic.lora import SelectedRanksTraffic
 
 
 class Config(RankedConfig):
@@ -74,6 +75,10 @@ class LoRAA2(RankedMethod[Config, State]):
     Config = Config
     update_content = "delta"
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        return SelectedRanksTraffic(self)
+
     def get_active_factor(self, t: int) -> Factor:
         """Return the factor that trains in round ``t``.
 
@@ -94,7 +99,7 @@ class LoRAA2(RankedMethod[Config, State]):
         expected = UpdateSpec(
             self.update_content,
             accepts=partial(self._accepts, active),
-            min_entries=partial(self._count_min_entries, active),
+            min_entries=partial(self.count_min_entries, active),
         )
         request = Request(kind, state.round, changed, self._select_exchanged(active))
         return Assignment(request, expected, full_model=self.model(state))
@@ -114,7 +119,7 @@ class LoRAA2(RankedMethod[Config, State]):
         widths = self.slots.get_slot_widths(active)
         return int(widths[slots].sum()) <= rank * int(widths.sum()) // self.slots.rank
 
-    def _count_min_entries(self, active: Factor, site: str) -> int:
+    def count_min_entries(self, active: Factor, site: str) -> int:
         """Return the number of entries of the narrowest slots that fill a site's budget, and of the rest."""
         slots, widths = self.slots, self.slots.get_slot_widths(active)
         if self.config.budget == "scalars":
@@ -177,20 +182,6 @@ class LoRAA2(RankedMethod[Config, State]):
             exchanged.bits, state.weights + weighted_sum(contributions, weigh_by_examples), state.weights
         )
         return State(state.round + 1, weights, exchanged)
-
-    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        if message.direction == "down":
-            return None
-        active = self.get_active_factor(message.round)
-        widths, rank = self.slots.get_slot_widths(active), min(self.config.get_rank(message.site), self.slots.rank)
-        if self.config.budget == "slots":
-            most = int(widths.sort(descending=True).values[: rank * self.slots.num_modules].sum())
-        else:
-            most = rank * int(widths.sum()) // self.slots.rank
-        others = self.slots.other_entries.count
-        return SelectionBounds(
-            self._count_min_entries(active, message.site), others + most, "the scores decide which ranks a site sends"
-        )
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

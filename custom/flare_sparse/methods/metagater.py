@@ -26,7 +26,8 @@ from .support.gates import Gates
 from .support.group_lasso import compute_group_lasso_prox
 from .support.meta_learning import MetaLearningConfig
 from .support.schedules import StepSizes
-from .traffic import MessageFacts, SelectionBounds
+from .traffic.adaptation import GatedTraffic
+from .traffic.base import Traffic
 
 Prox = Callable[[Tensor, float], Tensor]
 
@@ -75,6 +76,10 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
     Config = MetaLearningConfig
     update_content = "delta"
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        return GatedTraffic(self)
+
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, weights, weights)
 
@@ -100,16 +105,16 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
 
     def apply_prox(self, v: Tensor, step: float) -> Tensor:
         """Return the prox of ``step * H`` at ``v`` ``(P,)``; H is the Group Lasso of weight ``lasso`` on the gates."""
-        return compute_group_lasso_prox(v, self._gates.groups, step * self.config.lasso)
+        return compute_group_lasso_prox(v, self.gates.groups, step * self.config.lasso)
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
         """Take one step of the gates, then one of the backbone behind the new gates (section 3.3).
 
         Both steps run on the network without the permanently closed channels, which neither of them changes.
         """
-        gates = self._gates.phi & trainable
-        smaller, live = site.remove_channels(self._gates.find_closed_channels(trainable))
-        stages = [Mask(live.take(stage.bits)) for stage in (gates, trainable - self._gates.phi)]
+        gates = self.gates.phi & trainable
+        smaller, live = site.remove_channels(self.gates.find_closed_channels(trainable))
+        stages = [Mask(live.take(stage.bits)) for stage in (gates, trainable - self.gates.phi)]
         return live.put(take_one_step(smaller, smaller.weights, stages, self.config), site.weights.clone())
 
     def model(self, state: State) -> Patch:
@@ -123,28 +128,13 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
             vector = self._predict(state)
         if self.config.closed_channels == "reopenable":
             return Patch.from_vector(vector, self.full_mask)
-        return Patch.from_vector(vector, self.full_mask - self._gates.select_closed(vector))
-
-    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        closed = self._gates.select_closed(torch.zeros(self.layout.size))
-        may_close = closed.count and self.config.lasso > 0 and self.config.closed_channels == "permanent"
-        if message.round == 1 or not may_close:
-            return None
-        size = self.layout.size
-        is_known = message.direction == "up"
-        return SelectionBounds(size - closed.count, size, "the Group Lasso decides which channels close", is_known)
-
-    def count_paper_scalars(self, sites: int) -> int | None:
-        """Return 2 (|theta| + |phi|) per round and site; the paper reports no traffic."""
-        names = [f"site-{number}" for number in range(sites)]
-        sampled = len(self.config.sample_training_sites(names, self.seed, 1))
-        return 2 * self.config.rounds * sampled * self.layout.trainable_size
+        return Patch.from_vector(vector, self.full_mask - self.gates.select_closed(vector))
 
     def _predict(self, state: State) -> Tensor:
         return predict(state.w, state.ag, self.config.compute_steps(state.round).alpha)
 
     @cached_property
-    def _gates(self) -> Gates:
+    def gates(self) -> Gates:
         return Gates.from_layout(self.layout)
 
     @cached_property

@@ -23,9 +23,9 @@ from .aggregation.weighted import Weights
 from .metagater import MetaGater, State
 from .scores.scbf.groups import GroupSection
 from .scores.snip import compute_saliency
-from .support.adaptation import ADAPT, AdaptationMethod, take_one_step
+from .support.adaptation import AdaptationMethod, take_one_step
 from .support.meta_learning import MetaLearningConfig
-from .traffic import MessageFacts, SelectionBounds
+from .traffic.base import ADAPT, Traffic
 
 
 class Config(MetaLearningConfig):
@@ -54,6 +54,10 @@ class MetaSNIP(AdaptationMethod[Config, State]):
     def _metagater(self) -> MetaGater:
         return MetaGater(self.config, self.layout, self.seed)
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        return self._metagater.traffic
+
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return self._metagater.init(weights, sites)
 
@@ -75,12 +79,6 @@ class MetaSNIP(AdaptationMethod[Config, State]):
 
     def model(self, state: State) -> Patch:
         return self._metagater.model(state)
-
-    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        return self._metagater.bound_selection(message)
-
-    def count_paper_scalars(self, sites: int) -> int | None:
-        return self._metagater.count_paper_scalars(sites)
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
         """Prune by one SNIP pass over the site's examples, then take one step inside the mask."""

@@ -35,9 +35,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ..compute.structure.scaling import build_statistics_mask
 from ..core.errors import ConfigError
-from ..core.exchange import EVALUATE, STATISTICS, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.exchange import EVALUATE, Assignment, Content, Contribution, Patch, Request, Update, UpdateSpec
 from ..core.mask import Mask
 from ..core.needs import Need, Needs, find_need
 from ..core.params import Layout
@@ -46,12 +45,9 @@ from ..training import Site, TrainingConfig
 from ..training.personal import Personal
 from ..wire.capabilities import Capabilities, local_capabilities
 from .aggregation.weighted import Weights, weigh_by_examples
-from .traffic import MessageFacts, SelectionBounds
+from .traffic.base import TRAIN, Traffic
 
 MaskPreset = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
-
-TRAIN = "train"
-"""The kind of the request of an ordinary round: train, and return what ``Method.update_content`` names."""
 
 
 class MethodConfig(BaseModel):
@@ -94,14 +90,6 @@ class MethodConfig(BaseModel):
         examples at any time. A method that does with less says so, and more settings allow it.
         """
         return frozenset({Need.SINGLE_UPDATES.because(), Need.MORE_READS.because()})
-
-    def count_score_lots(self, lots_in_pass: int) -> int:
-        """Return the number of noisy gradients that a site computes before the first training with privacy.
-
-        Args:
-            lots_in_pass: expected number of lots of one pass over the site's subjects.
-        """
-        return 0
 
 
 class HasRound(Protocol):
@@ -150,15 +138,14 @@ class Method(ABC, Generic[ConfigT, StateT]):
     """Settings that a site may choose in its own site file (``site.site_settings``), under the method's name."""
     update_content: ClassVar[Content] = "weights"
     """Content of an ordinary update."""
-    round_kinds: ClassVar[frozenset[str]] = frozenset({TRAIN})
-    """Kinds of the requests of rounds 0 to ``config.rounds``; a site answers no others."""
-    final_kinds: ClassVar[frozenset[str]] = frozenset()
-    """Kinds of the requests after the last round, besides ``"evaluate"``."""
-    prunes_for_good: ClassVar[bool] = False
-    """Whether an entry that no longer trains never trains again; a site counts its return as a new start of the job."""
 
     def __init__(self, config: ConfigT, layout: Layout, seed: int = 0):
         self.config, self.layout, self.seed = config, layout, seed
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """What a run asks of a site: requests, entries and messages; by default the settings bound nothing."""
+        return Traffic(self)
 
     @cached_property
     def full_mask(self) -> Mask:
@@ -249,31 +236,6 @@ class Method(ABC, Generic[ConfigT, StateT]):
         """Return the method restricted to the sites' capabilities; it never exceeds the job's settings."""
         return self
 
-    def count_requests(self, kind: str, t: int) -> int:
-        """Return how many different requests of a kind a site receives in round ``t``; 0: the method sends none.
-
-        A site answers no other requests, however the server asks.
-        """
-        if kind == STATISTICS:
-            return int(t == 0 and build_statistics_mask(self.layout).count > 0)
-        if kind in self.round_kinds:
-            return int(0 <= t <= self.config.rounds)
-        return int((kind == EVALUATE or kind in self.final_kinds) and t == self.config.rounds + 1)
-
-    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
-        """Return the fewest and most entries that a request of round ``t`` asks a site to train or to score.
-
-        A site answers no requests for fewer or more. By default the settings bound nothing.
-        """
-        return 0, self.layout.size
-
-    def sends_initial_model(self, kind: str, t: int) -> bool:
-        """Return whether a request carries the initial model of the job, or a part of it, which a site can verify.
-
-        Statistics of inputs are not a part of it.
-        """
-        return kind in self.round_kinds and t <= 1
-
     @property
     def note(self) -> str:
         """Advice for the user before a run with this method and network; may be empty."""
@@ -297,22 +259,6 @@ class Method(ABC, Generic[ConfigT, StateT]):
         raise ConfigError(
             f"method {self.name!r} does not adapt its model at a site; train with one that does, such as metagater"
         )
-
-    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        """Return the fewest and most entries of a message whose entries the data chooses; None: the settings decide.
-
-        Used for estimates only; a run does not call it. Messages with metrics alone are not passed to it.
-        """
-        return None
-
-    @property
-    def named_sites(self) -> tuple[str, ...]:
-        """The sites that the settings name, which an estimate without data assumes to take part."""
-        return ()
-
-    def count_paper_scalars(self, sites: int) -> int | None:
-        """Return the number of scalars that the paper would count for a whole run; None where it defines no count."""
-        return None
 
 
 def train_locally(

@@ -26,15 +26,13 @@ from ..training import Site
 from .aggregation.robust import aggregate
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .aggregation.weighted import Weights, average_over_owners, weigh_by_examples, weigh_equally, weighted_sum
-from .method import TRAIN, MaskPreset, broadcast
+from .method import MaskPreset, broadcast
 from .scores.erk import compute_erk_densities, draw_random_mask, shuffle_mask
 from .scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
 from .support.averaging import AveragingConfig, AveragingMethod
 from .support.masks import unite_masks
-from .traffic import MessageFacts, SelectionBounds
-
-SCORE = "score"
-"""The kind of the requests before round 1."""
+from .traffic.averaging import SCORE, ScoredMaskTraffic
+from .traffic.base import TRAIN, Traffic
 
 
 class Config(AveragingConfig):
@@ -95,9 +93,6 @@ class Config(AveragingConfig):
             needs |= {Need.SINGLE_SCORES.because(reason, "choose other scores")}
         return needs
 
-    def count_score_lots(self, lots_in_pass: int) -> int:
-        return self.score_steps * (self.minibatches or lots_in_pass)
-
     @property
     def is_score_weighted(self) -> bool:
         """Whether the sites' scores are weighted by examples; else all weigh the same."""
@@ -148,8 +143,10 @@ class NeuroSFL(AveragingMethod[Config, State]):
 
     name = "neurosfl"
     Config = Config
-    round_kinds = frozenset({SCORE, TRAIN})
-    prunes_for_good = True
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        return ScoredMaskTraffic(self)
 
     def __init__(self, config: _Settings, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
@@ -171,9 +168,9 @@ class NeuroSFL(AveragingMethod[Config, State]):
         state = State(0, 0, weights, (self.full_mask,), ())
         if self.config.scores != "random":
             return state
-        return self._start_training(state, [self._draw_mask()])
+        return self._start_training(state, [self.draw_mask()])
 
-    def _draw_mask(self) -> Mask:
+    def draw_mask(self) -> Mask:
         """Return the random mask of the run's seed, which reads no data."""
         maskable, density = self._maskable, 1 - self.config.sparsity
         generator = make_generator(self.seed, "random mask")
@@ -182,26 +179,6 @@ class NeuroSFL(AveragingMethod[Config, State]):
             return draw_random_mask(self.layout, maskable, densities, generator)
         noise = torch.rand(self.layout.size, generator=generator)
         return top_k(noise, floor_fraction(density, maskable.count), maskable)
-
-    def count_requests(self, kind: str, t: int) -> int:
-        if kind == SCORE:
-            return self.config.score_steps if t == 0 else 0
-        return super().count_requests(kind, t)
-
-    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
-        """Return the fewest and most entries of a mask: one number after the scores, a range while there are steps."""
-        others = self.layout.size - self._maskable.count
-        if kind == SCORE:
-            return others + (self._num_live if self.config.score_steps > 1 else self._maskable.count), self.layout.size
-        # The densities of single tensors are rounded, so that a random mask may have some entries more or less.
-        is_drawn = self.config.scores == "random" and self.config.random_layers == "erk"
-        live = others + (self._drawn_count if is_drawn else self._num_live)
-        return live, live
-
-    @cached_property
-    def _drawn_count(self) -> int:
-        """Number of entries of the random mask."""
-        return self._draw_mask().count
 
     def select_sites(self, state: State, sites: Sequence[str]) -> list[str]:
         with_mask = [name for name in sites if name in state.owners] if state.owners else sites
@@ -313,11 +290,6 @@ class NeuroSFL(AveragingMethod[Config, State]):
     @cached_property
     def _maskable(self) -> Mask:
         return Mask.from_preset(self.layout, self.config.maskable)
-
-    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        if self.config.scores == "random":
-            return None
-        return message.keep_selection("the sites' scores decide which entries are live")
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, unite_masks(state.masks))

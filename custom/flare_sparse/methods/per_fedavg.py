@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal, Self, final
 
 from pydantic import Field, model_validator
@@ -18,6 +19,8 @@ from ..training import Site, TrainingConfig
 from .aggregation.weighted import Weights, weigh_equally, weighted_sum
 from .method import ModelState
 from .support.adaptation import AdaptationConfig, AdaptationMethod
+from .traffic.adaptation import WholeAdaptationTraffic
+from .traffic.base import Traffic
 
 _IGNORED = ("accumulate", "momentum", "weight_decay", "proximal")
 """Settings of training that a meta-step does not read."""
@@ -68,11 +71,12 @@ class PerFedAvg(AdaptationMethod[Config, ModelState]):
     name = "per_fedavg"
     Config = Config
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        return WholeAdaptationTraffic(self)
+
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)
-
-    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
-        return self.layout.size, self.layout.size
 
     def train(self, request: Request, site: Site) -> Update:
         weights = site.weights

@@ -18,7 +18,8 @@ from ..core.mask import Mask
 from ..training import Site
 from .support.channels import ChannelConfig, ChannelSelector, ChannelSiteConfig
 from .support.selective import SelectiveMethod, SelectiveState, aggregate_revealed
-from .traffic import MessageFacts
+from .traffic.base import Traffic
+from .traffic.selective import ChannelTraffic
 
 
 @final
@@ -30,18 +31,19 @@ class SCBF(SelectiveMethod[ChannelConfig]):
     SiteConfig = ChannelSiteConfig
 
     @cached_property
-    def _selector(self) -> ChannelSelector:
+    def selector(self) -> ChannelSelector:
         return ChannelSelector(self.config, self.seed)
 
-    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
-        return self._selector.reveal(delta, site, t)
+    @cached_property
+    def traffic(self) -> Traffic:
+        return ChannelTraffic(self)
 
-    def bound_upload(self, message: MessageFacts, live: tuple[int, int]) -> tuple[int, int]:
-        return self._selector.bound_upload(message.site_settings, self.layout, live)
+    def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
+        return self.selector.reveal(delta, site, t)
 
     def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
         return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)
 
     @property
     def note(self) -> str:
-        return self._selector.describe(self.layout)
+        return self.selector.describe(self.layout)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 from pydantic import Field
@@ -22,9 +23,10 @@ from ..core.mask import Mask, floor_fraction, top_k
 from ..core.needs import Need, Needs
 from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
-from .method import TRAIN, Method, MethodConfig
+from .method import Method, MethodConfig
 from .support.masks import unite_masks
-from .traffic import MessageFacts, SelectionBounds
+from .traffic.base import Traffic
+from .traffic.others import LargestEntriesTraffic
 
 
 class Config(MethodConfig):
@@ -62,23 +64,24 @@ class TopKEF(Method[Config, State]):
     Config = Config
     update_content = "delta"
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        return LargestEntriesTraffic(self)
+
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, self.full_mask)
-
-    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
-        return self.layout.size, self.layout.size
 
     def build_assignment(self, kind: str, state: State) -> Assignment:
         changed = Patch.from_vector(state.weights, state.changed, "previous" if state.round > 1 else "zeros")
         model = self.model(state)
         return Assignment(
             Request(kind, state.round, changed, model.mask),
-            UpdateSpec(self.update_content, min_entries=lambda _: self._upload_size),
+            UpdateSpec(self.update_content, min_entries=lambda _: self.upload_size),
             full_model=model,
         )
 
     @property
-    def _upload_size(self) -> int:
+    def upload_size(self) -> int:
         """Number of parameters in an update."""
         return min(floor_fraction(self.config.fraction, self.layout.size), self.layout.trainable_size)
 
@@ -91,7 +94,7 @@ class TopKEF(Method[Config, State]):
             delta[parameters] += site.memory["residual"][parameters]
         # Of the buffers those that training has changed: statistics of inputs stay as they are.
         bits = delta != 0
-        bits[parameters] = top_k(delta[parameters].abs(), self._upload_size).bits
+        bits[parameters] = top_k(delta[parameters].abs(), self.upload_size).bits
         mask = Mask(bits)
         site.memory["residual"] = delta * ~mask.bits
         return Update(Patch.from_vector(delta, mask), self.update_content, site.num_examples)
@@ -101,18 +104,6 @@ class TopKEF(Method[Config, State]):
         # A mean of variances, unless a short number format has rounded the deltas, or a site makes them up.
         weights = clip_variances(weights, self.full_mask, self.layout)
         return State(state.round + 1, weights, unite_masks(contribution.patch.mask for contribution in contributions))
-
-    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        size = self._upload_size
-        num_buffers = self.layout.size - self.layout.trainable_size
-        if message.direction == "up":
-            reason = "the sites' deltas decide which entries are uploaded"
-            return SelectionBounds(size, max(size + num_buffers, message.count), reason)
-        if message.round == 1 or message.kind != TRAIN:
-            return None
-        # The union of the sites' uploads; a site that did not take part in the round before receives all entries.
-        most = min(self.layout.size, message.num_sites * size + num_buffers)
-        return SelectionBounds(size, max(most, message.count), "the overlap of the uploads decides what is sent down")
 
     def model(self, state: State) -> Patch:
         return Patch.from_vector(state.weights, self.full_mask)

@@ -89,7 +89,7 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestLog]:
         # The estimate's own sites are not asked in a run.
         if isinstance(endpoint.site, DrySite):
             return request
-        new = RequestLog(endpoint.run, endpoint.method.count_requests, attempts=1, max_starts=1)
+        new = RequestLog(endpoint.run, endpoint.method.traffic.count_requests, attempts=1, max_starts=1)
         log = logs.setdefault(endpoint.site.name, new)
         log.admit(RequestId(request.kind, request.round), endpoint.compute_model_digest())
         refusals = [list(policy.check_request(request.kind, request.trainable.count)) for policy in policies]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Self, TypeVar
 
 from pydantic import Field, model_validator
@@ -16,10 +17,9 @@ from ...core.needs import Need, Needs
 from ...tasks.task import COUNTS
 from ...training import Site, TrainingConfig
 from ..method import Method, MethodConfig, StateT, broadcast, sample_sites
+from ..traffic.adaptation import AdaptationTraffic
+from ..traffic.base import ADAPT, Traffic
 from .personal_training import attribute_divergence, check_finite
-
-ADAPT = "adapt"
-"""The kind of the last request: adapt the model and report its metrics."""
 
 
 class AdaptationConfig(MethodConfig):
@@ -78,11 +78,9 @@ AdaptationConfigT = TypeVar("AdaptationConfigT", bound=AdaptationConfig)
 class AdaptationMethod(Method[AdaptationConfigT, StateT]):
     """A method whose target sites adapt the final model and report metrics; their personal models stay there."""
 
-    final_kinds = frozenset({ADAPT})
-
-    @property
-    def named_sites(self) -> tuple[str, ...]:
-        return self.config.targets
+    @cached_property
+    def traffic(self) -> Traffic:
+        return AdaptationTraffic(self)
 
     @abstractmethod
     def train(self, request: Request, site: Site) -> Update:

@@ -6,6 +6,7 @@ from abc import ABC
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import Field, model_validator
@@ -25,7 +26,9 @@ from ..aggregation.server_step import (
     update_model_average,
 )
 from ..method import Method, MethodConfig, broadcast
-from .finetuning import FINETUNE, FineTuning, attribute_fine_tuning, fine_tune
+from ..traffic.averaging import AveragingTraffic
+from ..traffic.base import FINETUNE, Traffic
+from .finetuning import FineTuning, attribute_fine_tuning, fine_tune
 
 
 class AveragingConfig(MethodConfig):
@@ -114,18 +117,14 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
     there.
     """
 
-    final_kinds = frozenset({FINETUNE})
+    @cached_property
+    def traffic(self) -> Traffic:
+        return AveragingTraffic(self)
 
     @property
     def final_kind(self) -> str:
         """Kind of the last request."""
         return EVALUATE if self.config.finetune is None else FINETUNE
-
-    def count_requests(self, kind: str, t: int) -> int:
-        # A site whose copy of the job provides for no fine-tuning does not train once more, however the server asks.
-        if kind == FINETUNE and self.config.finetune is None:
-            return 0
-        return super().count_requests(kind, t)
 
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != FINETUNE:

@@ -23,8 +23,6 @@ from .personal_training import PersonalTrainingDiverged, attribute_divergence, c
 
 _LOG = logging.getLogger(__name__)
 
-FINETUNE = "finetune"
-"""The kind of the last request: fine-tune the model and report the metrics of the result."""
 FINE_TUNED = "fine-tuned at the site"
 """What a site's own model is."""
 Strength = Annotated[float, Field(ge=0)]

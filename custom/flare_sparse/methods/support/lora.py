@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +17,8 @@ from ...training import Site, TrainingConfig
 from ...wire.capabilities import Capabilities, local_capabilities
 from ..method import Method, MethodConfig, StateT
 from ..scores.ranks import Slots
+from ..traffic.base import Traffic
+from ..traffic.lora import RankedTraffic
 
 Rank = Annotated[int, Field(ge=1, le=4096)]
 
@@ -78,9 +81,9 @@ class RankedMethod(LoRAMethod[RankedConfigT, StateT]):
 
     SiteConfig = RankSiteConfig
 
-    @property
-    def named_sites(self) -> tuple[str, ...]:
-        return tuple(self.config.ranks)
+    @cached_property
+    def traffic(self) -> Traffic:
+        return RankedTraffic(self)
 
     def get_capabilities(self, site: Site) -> Capabilities:
         return local_capabilities(rank=_get_own_rank(site))

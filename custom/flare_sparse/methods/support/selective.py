@@ -21,13 +21,12 @@ from ...core.needs import Need, Needs
 from ...training import Site
 from ..aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
 from ..method import ConfigT, Method, broadcast
-from ..traffic import MessageFacts, SelectionBounds
+from ..traffic.base import Traffic
+from ..traffic.selective import SelectiveTraffic
 from .masks import unite_masks
 
 Aggregation = Literal["sum", "mean", "count"]
 Phase = Literal["train", "count", "counted"]
-
-REMOVED = "the zeros that sites count decide which units are removed"
 
 MOSTLY_CHANGED = 31 / 32
 """Share of changed entries above which naming them takes more bytes than sending all values."""
@@ -71,7 +70,9 @@ class SelectiveState:
 class SelectiveMethod(Method[ConfigT, SelectiveState]):
     """A method with sites that reveal a part of their delta."""
 
-    prunes_for_good = True
+    @cached_property
+    def traffic(self) -> Traffic:
+        return SelectiveTraffic(self)
 
     @abstractmethod
     def reveal(self, delta: Tensor, site: Site, t: int) -> Mask:
@@ -119,32 +120,6 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
         changed = unite_masks(contribution.patch.mask for contribution in contributions)
         weights = torch.where(changed.bits, self.aggregate(state, contributions), state.weights)
         return replace(state, round=state.round + 1, weights=weights, changed=changed)
-
-    def bound_live(self, t: int) -> tuple[int, int]:
-        """Return the fewest and most live entries in round ``t``."""
-        return self.layout.size, self.layout.size
-
-    def bound_trainable(self, kind: str, t: int) -> tuple[int, int]:
-        return self.bound_live(t)[0], self.layout.size
-
-    def bound_upload(self, message: MessageFacts, live: tuple[int, int]) -> tuple[int, int]:
-        """Return the fewest and most entries that a site reveals, given those of the live entries."""
-        return 0, live[1]
-
-    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        live, size = self.bound_live(message.round), self.layout.size
-        least, most = self.bound_upload(message, live)
-        if message.direction == "up":
-            # A site that returns all live entries does not name them: the request did.
-            reason = REMOVED if (least, most) == live else "training decides which entries a site reveals"
-            return None if least == size else SelectionBounds(least, most, reason, (least, most) == live)
-        if live[0] < size:
-            return SelectionBounds(*live, REMOVED, is_known=message.selection_bytes == 0)
-        if message.round == 1 or least == size:
-            return None
-        # A site that did not take part in the round before may have revealed less than this one.
-        least = least if self.config.participation == 1 else 0
-        return SelectionBounds(least, size, "the overlap of the uploads decides what is sent down")
 
     def model(self, state: SelectiveState) -> Patch:
         return Patch.from_vector(state.weights, state.live)

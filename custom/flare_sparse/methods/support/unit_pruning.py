@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Final, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -21,13 +21,11 @@ from ...core.mask import Mask
 from ...core.needs import Need, Needs
 from ...core.params import Layout
 from ...training import Site
-from ..method import TRAIN, MethodConfig, broadcast
+from ..method import MethodConfig, broadcast
 from ..scores.scbf.apoz import count_zeros, encode_counts, locate_counts, pool_apoz, remove_idle_units
-from ..traffic import MessageFacts, SelectionBounds
-from .selective import REMOVED, WHOLE_UNITS, SelectiveMethod, SelectiveState
-
-COUNT: Final = "count"
-"""The kind of the request, and the phase, in which sites count the zeros of every unit."""
+from ..traffic.base import TRAIN, Traffic
+from ..traffic.selective import COUNT, PruningTraffic
+from .selective import WHOLE_UNITS, SelectiveMethod, SelectiveState
 
 
 class PruningConfig(MethodConfig):
@@ -100,13 +98,15 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         ConfigError: the network has no units to remove.
     """
 
-    round_kinds = frozenset({COUNT, TRAIN})
-
     def __init__(self, config: PruningConfigT, layout: Layout, seed: int = 0):
         super().__init__(config, layout, seed)
-        self._layers = find_removable_layers(build_channel_graph(layout))
-        if not self._layers:
+        self.layers = find_removable_layers(build_channel_graph(layout))
+        if not self.layers:
             raise ConfigError(f"method {self.name}: the network has no hidden layer with a ReLU to remove units from")
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        return PruningTraffic(self)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> SelectiveState:
         name = self.config.counting_site
@@ -141,7 +141,7 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != COUNT:
             return super().answer(request, site)
-        counts = count_zeros(site, site.weights, self._layers)
+        counts = count_zeros(site, site.weights, self.layers)
         return Update(encode_counts(counts, self._count_entries, self.layout.size), "scores", site.num_examples)
 
     def learn(self, state: SelectiveState, contributions: Sequence[Contribution]) -> SelectiveState:
@@ -152,9 +152,9 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
 
     def _prune(self, state: SelectiveState, contributions: Sequence[Contribution]) -> SelectiveState:
         """Remove the units with the highest APoZ."""
-        units = get_kept_units(self.layout, self._layers, state.live)
+        units = get_kept_units(self.layout, self.layers, state.live)
         remaining = sum(int(layer.sum()) for layer in units)
-        surplus = remaining - self.config.count_remaining(self._num_units, state.prunings + 1)
+        surplus = remaining - self.config.count_remaining(self.num_units, state.prunings + 1)
         live_units = remove_idle_units(
             units,
             pool_apoz(contributions, self._count_entries),
@@ -162,59 +162,19 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
             at_least=self.config.min_units_left,
             per_layer=self.config.ranking == "layer",
         )
-        live = build_live_mask(self.layout, self._layers, live_units)
+        live = build_live_mask(self.layout, self.layers, live_units)
         weights = torch.where(live.bits, state.weights, 0.0)
         return replace(state, weights=weights, live=live, prunings=state.prunings + 1, phase="counted")
 
-    def sends_initial_model(self, kind: str, t: int) -> bool:
-        # Units are counted after a round of training.
-        return kind != COUNT and super().sends_initial_model(kind, t)
-
-    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
-        is_count = message.kind == COUNT and message.direction == "up"
-        # A pruned structure travels as a selection without values.
-        if is_count or (message.direction == "down" and message.count == 0):
-            return message.fix_count(REMOVED) if self.bound_live(message.round)[0] < self.layout.size else None
-        return super().bound_selection(message)
-
-    def bound_live(self, t: int) -> tuple[int, int]:
-        """Return the fewest and most live entries in round ``t``.
-
-        Which units are removed is not known. Together they hold at most the sum of the entries of the largest units,
-        and at least half the sum of the smallest, because an entry joins at most two units.
-        """
-        prunings = 0
-        for round_ in range(1, t):
-            prunings += self.config.is_due(prunings) and round_ < self.config.rounds
-        removed = self._num_units - self.config.count_remaining(self._num_units, prunings)
-        sizes = sorted(size for size, count in self._removable_units for _ in range(count))
-        removed = min(removed, len(sizes))
-        if not removed:
-            return self.layout.size, self.layout.size
-        most_removed, least_removed = sum(sizes[-removed:]), -(-sum(sizes[:removed]) // 2)
-        return max(self.layout.size - most_removed, 0), self.layout.size - least_removed
-
-    @cached_property
-    def _removable_units(self) -> list[tuple[int, int]]:
-        """For each layer, the number of entries that one unit takes part in and the number of units that may go."""
-        every = [torch.ones(layer.units, dtype=torch.bool) for layer in self._layers]
-        units = []
-        for number, layer in enumerate(self._layers):
-            rest = [mask.clone() for mask in every]
-            rest[number][0] = False
-            size = self.layout.size - build_live_mask(self.layout, self._layers, rest).count
-            units.append((size, layer.units - max(1, round(self.config.min_units_left * layer.units))))
-        return units
-
     @property
-    def _num_units(self) -> int:
+    def num_units(self) -> int:
         """Number of removable units of the unpruned network."""
-        return sum(layer.units for layer in self._layers)
+        return sum(layer.units for layer in self.layers)
 
     @cached_property
     def _count_entries(self) -> Tensor:
         """Indices ``(units, 3)`` of the entries that a unit's count travels in."""
-        return locate_counts(self.layout, self._layers)
+        return locate_counts(self.layout, self.layers)
 
     @cached_property
     def _count_mask(self) -> Mask:
@@ -223,10 +183,5 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         return Mask(bits)
 
     @property
-    def named_sites(self) -> tuple[str, ...]:
-        name = self.config.counting_site
-        return () if name == "sites" else (name,)
-
-    @property
     def note(self) -> str:
-        return f"{self._num_units} units of {len(self._layers)} layers can be removed"
+        return f"{self.num_units} units of {len(self.layers)} layers can be removed"

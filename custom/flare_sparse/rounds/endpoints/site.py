@@ -114,7 +114,9 @@ class SiteEndpoint:
         if self.changes is not None:
             self.changes.admit(request_id, self.site.weights, base.mask)
         # A mask to which removed entries return is that of an earlier round, or one that isolates weights.
-        is_regrown = is_training(message.kind) and self.method.prunes_for_good and not message.trainable <= previous
+        is_regrown = (
+            is_training(message.kind) and self.method.traffic.prunes_for_good and not message.trainable <= previous
+        )
         if self.requests is not None:
             self.requests.admit(request_id, self.compute_model_digest(), is_regrown=is_regrown)
         self.request = Request(message.kind, message.round, patch, message.trainable)

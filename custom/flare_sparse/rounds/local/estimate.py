@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ...core.exchange import STATISTICS
 from ...methods.method import Method
-from ...methods.traffic import MessageFacts, SelectionBounds
+from ...methods.traffic.base import MessageFacts, SelectionBounds
 from ...privacy.secure_aggregation.keys import MAX_KEYS_BYTES
 from ...privacy.secure_aggregation.messages import FINGERPRINT_BYTES, HEADER_BYTES
 from ...wire.codec import bound_message_bytes, compute_min_message_bytes
@@ -69,7 +69,7 @@ def bound_messages(
             sites[line.site].site_settings,
         )
         is_fixed = line.kind == STATISTICS or (line.content == "metrics" and line.direction == "up")
-        bounds = None if is_fixed else method.bound_selection(facts)
+        bounds = None if is_fixed else method.traffic.bound_selection(facts)
         size = _bound_bytes(line, bounds, buffers, len(sites))
         # Bounds that meet in one number of bytes are exact, whatever decides the entries.
         yield line, size, "" if size.is_exact or bounds is None else bounds.reason

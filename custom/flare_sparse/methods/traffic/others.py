@@ -1,0 +1,39 @@
+"""Traffic of methods that share theirs with no other."""
+
+from __future__ import annotations
+
+from .base import TRAIN, MessageFacts, SelectionBounds, Traffic, WholeModelTraffic
+
+TRAIN_ALONE = "train_alone"
+"""The kind of the one request of local-only training: train for all rounds."""
+
+
+class AloneTraffic(WholeModelTraffic):
+    """One request, after which a site trains alone."""
+
+    round_kinds = frozenset({TRAIN_ALONE})
+
+
+class MovingMaskTraffic(Traffic):
+    """Personal masks, of which entries are dropped and as many regrown."""
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        if self.config.initial_drop_fraction == 0:
+            return None
+        return message.fix_count("training decides which entries a site drops and regrows")
+
+
+class LargestEntriesTraffic(WholeModelTraffic):
+    """Uploads of the largest entries, and downloads of their union."""
+
+    def bound_selection(self, message: MessageFacts) -> SelectionBounds | None:
+        size = self.method.upload_size
+        num_buffers = self.layout.size - self.layout.trainable_size
+        if message.direction == "up":
+            reason = "the sites' deltas decide which entries are uploaded"
+            return SelectionBounds(size, max(size + num_buffers, message.count), reason)
+        if message.round == 1 or message.kind != TRAIN:
+            return None
+        # The union of the sites' uploads; a site that did not take part in the round before receives all entries.
+        most = min(self.layout.size, message.num_sites * size + num_buffers)
+        return SelectionBounds(size, max(most, message.count), "the overlap of the uploads decides what is sent down")
