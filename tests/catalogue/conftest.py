@@ -147,7 +147,7 @@ class SelectedDelta(Method[MethodConfig, State]):
         return State(state.round + 1, state.weights + weighted_sum(updates, weigh_by_examples))
 
     def model(self, state: State) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
 
 def draw_mask(size: int, density: float, seed: int) -> Mask:

@@ -107,7 +107,7 @@ def test_budget_of_metrics_is_for_the_models_that_are_evaluated(
     assert release.releases == releases
 
 
-def test_saved_mask_round_trips_and_another_network_raises(tmp_path: Path) -> None:
+def test_saved_mask_trips_and_another_network_raises(tmp_path: Path) -> None:
     layout = Layout.from_module(nn.Linear(3, 2))
     mask = Mask.from_tensors(layout, lambda spec: spec.role == "weight")
     save_mask(tmp_path / "mask.safetensors", layout, mask)

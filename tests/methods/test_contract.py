@@ -17,6 +17,7 @@ import torch
 from flare_sparse.config.policy.initial import find_changed_tensor
 from flare_sparse.core.checkpoint.packing import pack, unpack
 from flare_sparse.core.exchange import Patch, Request, Update
+from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.method import Method, MethodConfig
 from flare_sparse.methods.registry import METHODS
@@ -151,7 +152,7 @@ class Ballot(Method[MethodConfig, Votes]):
         return Votes(state.round + 1, state.total + votes)
 
     def model(self, state: Votes) -> Patch:
-        return Patch.from_vector(state.total, self.full_mask)
+        return Patch.from_vector(state.total, Mask.full(self.layout.size))
 
 
 def test_new_method_runs_from_a_configuration_without_changes_to_shared_code(

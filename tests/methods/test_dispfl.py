@@ -11,6 +11,7 @@ import torch
 from flare_sparse.core.exchange import Contribution
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.dispfl import Config, State
+from flare_sparse.methods.method import ask_next
 from flare_sparse.methods.scores.erk import compute_erk_densities
 from flare_sparse.rounds.local.run import Transport, run_locally
 
@@ -28,7 +29,7 @@ def test_live_counts_per_tensor_never_change(bench: Any, regrow: str) -> None:
     state = method.init(bench.weights, names)
     counts = [[int(part.sum()) for part in bench.layout.unflatten(row).values()] for row in state.masks]
     moved = False
-    while (assignments := method.ask(state, names)) is not None:
+    while (assignments := ask_next(method, state, names)) is not None:
         updates = []
         for index, name in enumerate(names, start=1):
             site = bench.site(index)
@@ -113,7 +114,7 @@ def test_regrowth_scores_with_running_statistics(bench: Any) -> None:
     """docs/algorithms.md, section 5.8: the gradient is that of the network in eval mode."""
     method, site = bench.method("dispfl", training={"batch_size": 24}), bench.site(1)
     request = method.ask(method.init(bench.weights, ["site-1"]), ["site-1"])["site-1"].request
-    weights = site.train(bench.weights, method.full_mask, method.config.training, 1)
+    weights = site.train(bench.weights, Mask.full(method.layout.size), method.config.training, 1)
     scores = method._score_growth(request, site, weights)
     module = bench.task.model()
     module.load_state_dict({**module.state_dict(), **bench.layout.unflatten(weights)})

@@ -13,6 +13,7 @@ from flare_sparse.core.exchange import Contribution, Patch
 from flare_sparse.core.mask import Mask, prune_mask
 from flare_sparse.core.params import Layout, TensorSpec
 from flare_sparse.methods.fedsparsify import Config, FedSparsify, State
+from flare_sparse.methods.method import ask_next
 from flare_sparse.training import Site
 
 PAPER = Layout((TensorSpec("w", (2_950_401,), "weight"),))
@@ -28,7 +29,7 @@ OPTIMIZERS = [
 def test_masks_are_nested_and_pruned_entries_are_zero_at_sites_and_server(bench: Any, training: dict[str, Any]) -> None:
     method = bench.method("fedsparsify", sparsity=0.8, rounds=5, training=training)
     state, site = method.init(bench.weights, ["site-1"]), bench.site(1)
-    while (assignments := method.ask(state, ["site-1"])) is not None:
+    while (assignments := ask_next(method, state, ["site-1"])) is not None:
         request = assignments["site-1"].request
         site.weights = request.model.to_vector()
         trained = site.train(site.weights, request.trainable, method.config.training, request.round)

@@ -14,6 +14,7 @@ from toy import Toy, ToyBench
 from flare_sparse.core.checkpoint.store import Store
 from flare_sparse.core.errors import FlareSparseError, MetricsError, RoundFailed
 from flare_sparse.core.exchange import EVALUATE, Patch, Request
+from flare_sparse.core.mask import Mask
 from flare_sparse.core.needs import Need, find_need
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.method import describe_site_model
@@ -59,14 +60,14 @@ def test_site_takes_the_model_with_the_best_metric_on_validation_examples(person
     candidates = []
     for training in [None, *trainings]:
         bench, site = open_site(personal)
-        full = bench.method("fedavg").full_mask
+        full = Mask.full(bench.layout.size)
         weights = site.weights if training is None else site.train(site.weights, full, training, 4)
         metrics = site.evaluate(weights)
         candidates.append((metrics[f"{VALIDATION}mse"], metrics["mse"], weights, site.memory.get(PERSONAL)))
     assert len({value for value, *_ in candidates}) == 4
     best = min(candidates, key=lambda candidate: candidate[0])
     bench, site = open_site(personal)
-    chosen = fine_tune(site, bench.method("fedavg").full_mask, trainings, 4)
+    chosen = fine_tune(site, Mask.full(bench.layout.size), trainings, 4)
     assert torch.equal(chosen, best[2])
     assert site.evaluate(chosen)["mse"] == best[1]
     if personal:
@@ -78,7 +79,7 @@ def test_site_whose_metrics_stay_at_home_chooses_the_same_model_without_its_test
 ) -> None:
     trainings = FineTuning(**CHOICE).list_trainings(TrainingConfig(**TRAINING), 4)
     bench, site = open_site()
-    full = bench.method("fedavg").full_mask
+    full = Mask.full(bench.layout.size)
     expected = fine_tune(site, full, trainings, 4)
     _, silent = open_site()
     silent.sends_metrics = False
@@ -98,7 +99,7 @@ def test_site_keeps_the_received_model_where_fine_tuning_harms_it() -> None:
     harmful = FineTuning(epochs=3, lr=3.0, proximal=(0.0, 0.1)).list_trainings(
         TrainingConfig(optimizer="sgd", clip_norm=1e3), 2
     )
-    assert fine_tune(site, bench.method("fedavg").full_mask, harmful, 2) is site.weights
+    assert fine_tune(site, Mask.full(bench.layout.size), harmful, 2) is site.weights
     assert PERSONAL not in site.memory, "nor does anything of the trials stay"
 
 
@@ -107,7 +108,7 @@ def test_strength_that_diverges_is_no_candidate() -> None:
     strengths = {**CHOICE, "proximal": (0.0, 0.5, 5e3)}
     trainings = FineTuning(**strengths).list_trainings(settings, 4)
     bench, site = open_site("norms")
-    full = bench.method("fedavg").full_mask
+    full = Mask.full(bench.layout.size)
     with pytest.raises(
         PersonalTrainingDiverged, match=r"lower method\.finetune\.lr or .*proximal: the loss is .* step"
     ):
@@ -124,7 +125,7 @@ def test_weights_that_the_last_step_made_infinite_are_no_candidate(
     value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, site = open_site(validation=0)
-    full, trainings = bench.method("fedavg").full_mask, FineTuning(**CHOICE).list_trainings(TrainingConfig(), 2)
+    full, trainings = Mask.full(bench.layout.size), FineTuning(**CHOICE).list_trainings(TrainingConfig(), 2)
     monkeypatch.setattr(site, "train", lambda start, *_: torch.full_like(start, value))
     assert fine_tune(site, full, trainings, 2) is site.weights
     with pytest.raises(PersonalTrainingDiverged, match="the last step ends in weights that are not finite"):
@@ -133,12 +134,12 @@ def test_weights_that_the_last_step_made_infinite_are_no_candidate(
 
 def test_received_model_that_the_site_keeps_is_not_blamed_on_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, site = open_site()
-    method = bench.method("fedavg", rounds=3, finetune=CHOICE)
+    method, full = bench.method("fedavg", rounds=3, finetune=CHOICE), Mask.full(bench.layout.size)
     monkeypatch.setattr(site, "evaluate", Mock(side_effect=MetricsError("NaN")))
     for own, error in ((site.weights, MetricsError), (site.weights.clone(), PersonalTrainingDiverged)):
         monkeypatch.setattr("flare_sparse.methods.support.averaging.fine_tune", lambda *_, own=own: own)
         with pytest.raises(error):
-            method.answer(Request(FINETUNE, 4, Patch(site.weights, method.full_mask), method.full_mask), site)
+            method.answer(Request(FINETUNE, 4, Patch(site.weights, full), full), site)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_own_training_that_diverges_blames_no_update(name: str, settings: dict[s
 
 def test_site_without_validation_examples_takes_the_strongest_pull() -> None:
     bench, site = open_site(validation=0)
-    full, trainings = bench.method("fedavg").full_mask, FineTuning(**CHOICE).list_trainings(TrainingConfig(), 2)
+    full, trainings = Mask.full(bench.layout.size), FineTuning(**CHOICE).list_trainings(TrainingConfig(), 2)
     chosen = fine_tune(site, full, trainings, 2)
     assert torch.equal(chosen, open_site(validation=0)[1].train(bench.weights, full, trainings[0], 2))
 

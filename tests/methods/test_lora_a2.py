@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flare_sparse.core.exchange import Contribution, Patch, Update
+from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import compute_digest
 from flare_sparse.methods.lora_a2 import LoRAA2, State, _compute_mean_gradient
 from flare_sparse.methods.scores.ranks import Factor, Slots
@@ -192,7 +193,7 @@ def test_first_round_adds_the_mean_of_db_times_a_to_the_base_model(uneven: Any) 
 
 def test_unselected_slots_keep_their_bits_and_single_selections_count_with_their_weight(uneven: Any) -> None:
     lora = build_method(uneven)
-    state = State(1, torch.full((uneven.layout.size,), -0.0), lora.full_mask)
+    state = State(1, torch.full((uneven.layout.size,), -0.0), Mask.full(lora.layout.size))
     first, second = torch.zeros(12, dtype=torch.bool), torch.zeros(12, dtype=torch.bool)
     first[[0, 5]], second[[5, 7]] = True, True
     delta = torch.randn(uneven.layout.size, generator=torch.Generator().manual_seed(1))
@@ -207,7 +208,7 @@ def test_unselected_slots_keep_their_bits_and_single_selections_count_with_their
     assert torch.allclose(after[both.bits], delta[both.bits])
     assert not after[untouched.bits].any()
     weights = torch.randn(uneven.layout.size, generator=torch.Generator().manual_seed(2))
-    again = lora.learn(State(1, weights, lora.full_mask), updates).weights
+    again = lora.learn(State(1, weights, Mask.full(lora.layout.size)), updates).weights
     assert torch.equal(again[untouched.bits], weights[untouched.bits])
 
 

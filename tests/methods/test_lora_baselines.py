@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flare_sparse.core.exchange import Contribution, Patch, Update
+from flare_sparse.core.mask import Mask
 from flare_sparse.methods.aggregation.weighted import weigh_by_examples
 from flare_sparse.methods.flexlora import factorise
 from flare_sparse.methods.hetlora import State
@@ -105,7 +106,7 @@ def test_hetlora_weighs_sites_by_the_norm_of_the_product(adapted: Any) -> None:
     method = adapted.method("hetlora", rank=4)
     vectors = [torch.randn(adapted.layout.size, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     parts = [
-        Contribution(f"s{n}", Patch.from_vector(v, method.full_mask), "weights", n)
+        Contribution(f"s{n}", Patch.from_vector(v, Mask.full(method.layout.size)), "weights", n)
         for n, v in enumerate(vectors, start=1)
     ]
     sizes = [
@@ -117,9 +118,8 @@ def test_hetlora_weighs_sites_by_the_norm_of_the_product(adapted: Any) -> None:
         for v in vectors
     ]
     assert method._weigh_by_size(parts) == pytest.approx([size / sum(sizes) for size in sizes])
-    zero = [
-        replace(part, patch=Patch.from_vector(torch.zeros(adapted.layout.size), method.full_mask)) for part in parts
-    ]
+    nothing = Patch.from_vector(torch.zeros(adapted.layout.size), Mask.full(adapted.layout.size))
+    zero = [replace(part, patch=nothing) for part in parts]
     assert method._weigh_by_size(zero) == weigh_by_examples(zero)
 
 
@@ -131,7 +131,7 @@ def test_hetlora_site_gives_up_ranks_that_shrink(adapted: Any) -> None:
     assert {method._count_ranks(update.patch.mask) for update in sent} == {2}  # weight decay shrinks every entry
     after = method.learn(state, sent)
     assert after.ranks == (2, 2, 2)
-    given_up = method.full_mask - method.select_first_ranks(2)
+    given_up = Mask.full(method.layout.size) - method.select_first_ranks(2)
     assert not (method.slots.factors["B"] & given_up).take(after.weights).any()
     # A keeps its values: with both factors zero, a site of higher rank that contributes later could not train the slot.
     assert torch.equal((method.slots.factors["A"] & given_up).take(after.weights), torch.full((48,), 3.0))
@@ -151,7 +151,7 @@ def test_flexlora_keeps_slots_that_no_contributing_site_has(adapted: Any, split:
     state = method.init(adapted.weights, [])
     only_one, *_ = collect_updates(method, state, adapted)
     after = method.learn(state, [only_one])
-    upper = method.full_mask - method.select_first_ranks(1)
+    upper = Mask.full(method.layout.size) - method.select_first_ranks(1)
     assert torch.equal(upper.take(after.weights), upper.take(adapted.weights))
     highest = collect_updates(method, after, adapted)[2]
     assert bool((highest.patch.to_vector() != after.weights)[(upper & method.slots.factors["B"]).bits].any())
@@ -162,7 +162,7 @@ def test_flexlora_keeps_a_where_the_product_is_zero(adapted: Any, split: str) ->
     """Sites that return B = 0 leave A as it is; the product stays zero."""
     method = adapted.method("flexlora", split=split)
     state = method.init(adapted.weights, [])
-    sent = Contribution("site-1", Patch.from_vector(adapted.weights, method.full_mask), "weights", 8)
+    sent = Contribution("site-1", Patch.from_vector(adapted.weights, Mask.full(method.layout.size)), "weights", 8)
     assert torch.equal(method.learn(state, [sent]).weights, adapted.weights)
 
 
@@ -172,7 +172,7 @@ def test_hetlora_keeps_slots_that_no_contributing_site_has(adapted: Any, sparsit
     state = method.init(adapted.weights, [])
     updates = collect_updates(method, state, adapted)
     after = method.learn(state, updates[:2])
-    upper = method.full_mask - method.select_first_ranks(2)
+    upper = Mask.full(method.layout.size) - method.select_first_ranks(2)
     assert torch.equal(upper.take(after.weights), upper.take(adapted.weights))
     owned = method.select_first_ranks(2)
     full = method.learn(state, updates)
@@ -185,6 +185,6 @@ def test_hetlora_keeps_slots_of_a_site_whose_weight_is_zero(adapted: Any) -> Non
     method = adapted.method("hetlora", ranks=RANKS, training=TRAINING)
     state = method.init(adapted.weights, [])
     low, _, high = collect_updates(method, state, adapted)
-    high = replace(high, patch=Patch.from_vector(adapted.weights, method.full_mask))
-    upper = method.full_mask - method.select_first_ranks(1)
+    high = replace(high, patch=Patch.from_vector(adapted.weights, Mask.full(method.layout.size)))
+    upper = Mask.full(method.layout.size) - method.select_first_ranks(1)
     assert torch.equal(upper.take(method.learn(state, [low, high]).weights), upper.take(adapted.weights))

@@ -174,7 +174,7 @@ def test_without_acceleration_a_round_equals_fedprox_or_fedavg(gated: Net, local
         sites = {name: gated.site(name) for name in gated.examples}
         start = state.w
         alone = [
-            s.train(start, method.full_mask, method.config.training, t, steps=3, proximal_strength=pull)
+            s.train(start, Mask.full(method.layout.size), method.config.training, t, steps=3, proximal_strength=pull)
             for s in sites.values()
         ]
         state = method.learn(state, collect_updates(method, state, sites))
@@ -199,7 +199,9 @@ def test_without_acceleration_a_run_equals_uniform_fedavg(gated: Net) -> None:
 def test_shorter_step_equals_reptile(gated: Net, epsilon: float) -> None:
     before, after = gated.states(1, acceleration=False, step=epsilon / 0.2, local_proximity=0.0, local_steps=4)
     method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
-    ends = [s.train(before.w, method.full_mask, method.config.training, 1, steps=4) for s in sites.values()]
+    ends = [
+        s.train(before.w, Mask.full(method.layout.size), method.config.training, 1, steps=4) for s in sites.values()
+    ]
     assert torch.allclose(after.w, before.w + epsilon * (torch.stack(ends).mean(0) - before.w), atol=1e-6)
 
 
@@ -213,7 +215,9 @@ def test_one_local_step_gives_the_mean_gradient(gated: Net) -> None:
 
 def test_zero_deltas_interpolate_the_sequences(gated: Net) -> None:
     method = gated.method()
-    zero = Contribution("a", Patch.from_vector(torch.zeros(gated.layout.size), method.full_mask), "delta", 1)
+    zero = Contribution(
+        "a", Patch.from_vector(torch.zeros(gated.layout.size), Mask.full(method.layout.size)), "delta", 1
+    )
     first = method.learn(method.init(gated.weights, ["a"]), [zero])
     assert all(torch.equal(x, gated.weights) for x in (first.w, first.ag, first.sent))
     apart = State(4, gated.weights, gated.weights + 1, gated.weights)
@@ -224,14 +228,14 @@ def test_zero_deltas_interpolate_the_sequences(gated: Net) -> None:
 
 def test_penalty_does_not_change_the_backbone_in_the_same_round(gated: Net) -> None:
     with_h, without = (gated.states(1, lasso=mu)[1] for mu in (0.05, 0.0))
-    phi = gated.method()._gates.phi
+    phi = gated.method().gates.phi
     assert torch.equal(with_h.w[~phi.bits], without.w[~phi.bits])
     assert torch.equal(with_h.ag[~phi.bits], without.ag[~phi.bits])
     assert not torch.equal(with_h.w[phi.bits], without.w[phi.bits])
 
 
 def test_penalty_changes_nothing_without_gates(ungated: Net) -> None:
-    assert ungated.method()._gates.phi.count == 0
+    assert ungated.method().gates.phi.count == 0
     assert compute_digest(ungated.run(lasso=0.5)[0].weights) == compute_digest(ungated.run(lasso=0.0)[0].weights)
 
 
@@ -276,12 +280,12 @@ def test_lasso_closes_channels_and_messages_shrink(gated: Net) -> None:
 
 def test_first_stage_keeps_the_backbone_and_second_the_gates_bit_for_bit(gated: Net) -> None:
     method, site = gated.method(adapt_lr=0.5), gated.site("site-1")
-    phi, theta = method._gates.phi, ~method._gates.phi
+    phi, theta = method.gates.phi, ~method.gates.phi
     site.weights = gated.weights
     first = take_one_step(site, gated.weights, [phi], method.config)
     assert torch.equal(first[theta.bits], gated.weights[theta.bits])
     assert not torch.equal(first[phi.bits], gated.weights[phi.bits])
-    adapted = method.adapt(site, method.full_mask)
+    adapted = method.adapt(site, Mask.full(method.layout.size))
     assert torch.equal(adapted[phi.bits], first[phi.bits])
     assert not torch.equal(adapted[theta.bits], gated.weights[theta.bits])
     gradient = next(site.compute_gradients(first, 1000, 1, 0))
@@ -309,7 +313,7 @@ def test_adaptation_on_the_smaller_network_equals_that_on_the_full_one(closed: t
     """Where a whole layer is closed, the full network is used."""
     net = Net(Images({"detach_input": detach}), {"site-1": build_images(1)})
     method, weights = net.method(adapt_lr=0.5), net.weights.clone()
-    gates = method._gates
+    gates = method.gates
     weights[gates.groups[0][list(closed)]] = 0
     weights[gates.filters[0][list(closed)]] = 0
     live = ~gates.select_closed(weights)
@@ -379,7 +383,7 @@ def test_unscaled_prox_shrinks_less(gated: Net) -> None:
     shrunk: list[float] = []
     for scale in (True, False):
         states = gated.states(8, lasso=0.01, scale_prox=scale)
-        groups = gated.method()._gates.groups
+        groups = gated.method().gates.groups
         shrunk.append(sum(float(states[-1].w[g].norm()) for g in groups))
     assert shrunk[0] < shrunk[1]
 
@@ -389,7 +393,9 @@ def test_running_statistics_are_plain_means(bench: Any) -> None:
     buffers = bench.layout.select(lambda entry: entry.role == "buffer")
     state = replace(method.init(bench.weights, ["a"]), round=3)
     delta = torch.randn(bench.layout.size)
-    updates = [Contribution(str(k), Patch.from_vector(delta * k, method.full_mask), "delta", 1) for k in (1, 2)]
+    updates = [
+        Contribution(str(k), Patch.from_vector(delta * k, Mask.full(method.layout.size)), "delta", 1) for k in (1, 2)
+    ]
     after = method.learn(state, updates)
     for vector in (after.w, after.ag):
         assert torch.allclose(vector[buffers], (bench.weights + 1.5 * delta)[buffers], atol=1e-6)

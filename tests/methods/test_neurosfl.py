@@ -187,7 +187,7 @@ def test_absolute_and_signed_scores_select_different_entries() -> None:
         method = NeuroSFL(config, layout)
         scores = (first, second) if is_signed else (first.abs(), second.abs())
         updates = [
-            Contribution(f"site-{i}", Patch.from_vector(score, method.full_mask), "scores", 1)
+            Contribution(f"site-{i}", Patch.from_vector(score, Mask.full(method.layout.size)), "scores", 1)
             for i, score in enumerate(scores, start=1)
         ]
         state = method.learn(method.init(theta, ["site-1", "site-2"]), updates)

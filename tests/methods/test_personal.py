@@ -164,7 +164,7 @@ def test_received_model_is_evaluated_with_what_the_site_kept_before_it_trained()
     site.receive({})
     method = bench.method("fedavg")
     before = site.evaluate(site.weights)
-    trained = site.train(site.weights, method.full_mask, method.config.training, 1)
+    trained = site.train(site.weights, Mask.full(method.layout.size), method.config.training, 1)
     assert site.evaluate(site.weights) == before
     assert site.evaluate(trained) != before
     layout, vector = site.evaluated or pytest.fail("nothing was evaluated")
@@ -216,7 +216,7 @@ def test_new_site_starts_with_the_initial_values_and_adapts_them_alone() -> None
 def test_trial_leaves_no_trace_in_what_a_site_keeps() -> None:
     bench = ToyBench(Toy(), personal="norms")
     site, method = bench.site(1), bench.method("fedavg")
-    site.train(bench.weights, method.full_mask, method.config.training, 1, stream="trial")
+    site.train(bench.weights, Mask.full(method.layout.size), method.config.training, 1, stream="trial")
     next(site.compute_gradients(bench.weights, 8, 1, 1))
     assert site.memory == {}
     personal = site._model.personal

@@ -39,7 +39,7 @@ def test_sum_at_rate_one_adds_every_delta(plain: Any) -> None:
     trained = [before + torch.randn(plain.layout.size) for _ in range(3)]
     all_entries = torch.ones(plain.layout.size, dtype=torch.bool)
     updates = [update(w, all_entries, f"site-{i}") for i, w in enumerate(trained)]
-    state = method.learn(State(1, before, method.full_mask, method.full_mask), updates)
+    state = method.learn(State(1, before, Mask.full(method.layout.size), Mask.full(method.layout.size)), updates)
     expected = before.double() + sum(w.double() - before.double() for w in trained)
     torch.testing.assert_close(state.weights, expected.float(), rtol=0, atol=3e-7)
 
@@ -70,7 +70,8 @@ def test_entries_that_no_site_revealed_keep_their_bits(aggregation: str, seed: i
     before[::7] = -0.0
     revealed_bits = [torch.rand(layout.size, generator=random) < 0.3 for _ in range(3)]
     updates = [update(before + 1, on, f"site-{i}", 3 + i) for i, on in enumerate(revealed_bits)]
-    after = method.learn(State(1, before, method.full_mask, method.full_mask), updates).weights
+    full = Mask.full(layout.size)
+    after = method.learn(State(1, before, full, full), updates).weights
     untouched = ~(revealed_bits[0] | revealed_bits[1] | revealed_bits[2])
     assert torch.equal(after[untouched].view(torch.int32), before[untouched].view(torch.int32))
     parameters = torch.arange(layout.size) < layout.trainable_size
@@ -85,9 +86,8 @@ def test_zero_deltas_leave_the_weights_unchanged(plain: Any) -> None:
     method = plain.method("scbf")
     before = torch.randn(plain.layout.size)
     on = torch.rand(plain.layout.size) < 0.5
-    after = method.learn(
-        State(1, before, method.full_mask, method.full_mask), [update(before, on, s) for s in ("a", "b")]
-    )
+    full = Mask.full(plain.layout.size)
+    after = method.learn(State(1, before, full, full), [update(before, on, s) for s in ("a", "b")])
     assert torch.equal(after.weights, before)
 
 
@@ -97,7 +97,7 @@ def test_upload_carries_the_revealed_entries(plain: Any) -> None:
     ups = [line for line in ledger.lines if line.direction == "up" and line.kind == "train"]
     site, method = plain.site(1, 24), plain.method("scbf", rate=0.3)
     site.weights = plain.weights
-    trained = site.train(plain.weights, method.full_mask, method.config.training, 1)
+    trained = site.train(plain.weights, Mask.full(method.layout.size), method.config.training, 1)
     revealed = method.reveal(trained - plain.weights, site, 1)
     assert 0 < revealed.count < plain.layout.size
     assert ups[0].scalars_sent == revealed.count
@@ -306,12 +306,12 @@ def test_estimate_needs_no_data(bench: Any) -> None:
 
 
 def test_note_describes_threshold_and_removable_units(bench: Any) -> None:
-    assert "threshold exact" in bench.method("scbf").note
-    assert f"{bench.layout.trainable_size // 10:,} parameters a message" in bench.method("scbf", budget=0.1).note
-    assert "drawn at random" in bench.method("scbf", max_exact_channels=1).note
-    assert "layer by layer" in bench.method("scbf", channels="layerwise").note
-    assert "10 units of 1 layers can be removed" in bench.method("scbfwp").note
-    assert bench.method("fedavg").note == ""
+    assert "threshold exact" in bench.method("scbf").describe()
+    assert f"{bench.layout.trainable_size // 10:,} parameters a message" in bench.method("scbf", budget=0.1).describe()
+    assert "drawn at random" in bench.method("scbf", max_exact_channels=1).describe()
+    assert "layer by layer" in bench.method("scbf", channels="layerwise").describe()
+    assert "10 units of 1 layers can be removed" in bench.method("scbfwp").describe()
+    assert bench.method("fedavg").describe() == ""
 
 
 def test_equal_seeds_give_equal_bits_with_sampled_channels(bench: Any) -> None:
@@ -328,7 +328,7 @@ class RevealsNothing:
     """A reveal function of sites that select nothing in round 1; ``remaining`` reveals all."""
 
     def __init__(self, method: Any, remaining: tuple[str, ...]):
-        self.full_mask, self.remaining = method.full_mask, remaining
+        self.full_mask, self.remaining = Mask.full(method.layout.size), remaining
 
     def __call__(self, delta: Tensor, site: Any, t: int) -> Mask:
         return self.full_mask if site.name in self.remaining or t > 1 else Mask.empty(delta.numel())
@@ -340,7 +340,7 @@ def test_empty_upload_counts_as_a_delta_of_zero(name: str, plain: Any, monkeypat
     monkeypatch.setattr(type(method), "reveal", staticmethod(RevealsNothing(method, ("site-1",))))
     outcome, _ = run_locally(method, plain.weights, plain.sites(), plain.task.metric)
     site = plain.sites()["site-1"]
-    trained = site.train(plain.weights, method.full_mask, method.config.training, 1)
+    trained = site.train(plain.weights, Mask.full(method.layout.size), method.config.training, 1)
     expected = plain.weights + 24 / (24 + 32 + 40) * (trained - plain.weights)
     torch.testing.assert_close(outcome.weights, expected, rtol=1e-5, atol=1e-6)
     assert outcome.rounds[0].sites_contributed == ["site-1", "site-2", "site-3"]

@@ -266,7 +266,7 @@ def _check_path(path: Path) -> str:
 
 
 def _describe_method(method: Method[Any, Any]) -> str:
-    return method.note or method.name
+    return method.describe() or method.name
 
 
 def _check_policy(

@@ -23,7 +23,7 @@ from ..core.errors import ConfigError
 from ..core.needs import Need
 from ..core.params import Layout
 from ..core.seeds import seed_torch
-from ..methods.method import Method
+from ..methods.method import Method, is_evaluated
 from ..privacy.dp.account import PrivacyAccount
 from ..privacy.dp.accounting import SamplingPlan
 from ..privacy.dp.config import PrivacyConfig
@@ -188,7 +188,7 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
     site.sends_metrics, account = assembly.privacy.metrics != "none", account or PrivacyAccount()
     if assembly.privacy.metrics == "noised":
         # A request carries the model of the round before it: those that are evaluated, and the result.
-        releases = sum(map(method.config.is_evaluated, range(method.config.rounds))) + 1
+        releases = sum(is_evaluated(method.config, t) for t in range(method.config.rounds)) + 1
         site.metric_release = MetricRelease(assembly.privacy, releases, account, assembly.run_id, assembly.job)
     if site.can_train:
         plan = plan_sampling(method, len(site.subjects))

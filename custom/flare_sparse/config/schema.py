@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from ..core.errors import ConfigError
+from ..core.settings import Settings
 from ..methods.method import MethodConfig
 from ..methods.registry import METHODS
 from ..privacy.dp.config import PrivacyConfig
@@ -26,10 +27,8 @@ RESERVED_NAMES = frozenset({"server", "sum"})
 _SCRIPT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*\.py")
 
 
-class Section(BaseModel):
+class Section(Settings):
     """Base of the package's own sections; an unknown field is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class WireConfig(Section):

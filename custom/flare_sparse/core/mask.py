@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class Mask:
     @classmethod
     def full(cls, size: int) -> Mask:
         """Return the mask that selects all of ``size`` entries."""
-        return cls(torch.ones(size, dtype=torch.bool))
+        return _get_full_mask(size)
 
     @classmethod
     def empty(cls, size: int) -> Mask:
@@ -250,3 +250,9 @@ def prune_mask(mask: Mask, scores: Tensor, sparsity: float, pool: Mask) -> Mask:
     if surplus <= 0:
         return mask
     return mask - top_k(-scores, surplus, within=live)
+
+
+@lru_cache(maxsize=2)
+def _get_full_mask(size: int) -> Mask:
+    """Return the full mask; cached, because a mask computes its indices and fingerprint once and keeps them."""
+    return Mask(torch.ones(size, dtype=torch.bool))

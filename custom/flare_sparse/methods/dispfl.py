@@ -115,7 +115,7 @@ class DisPFL(Method[Config, State]):
     def select_sites(self, state: State, sites: Sequence[str]) -> list[str]:
         return super().select_sites(state, [name for name in sites if name in state.owners])
 
-    def ask_round(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         active = self.select_sites(state, sites)
         return {name: self._build_personal_assignment(state, name, active) for name in active}
 

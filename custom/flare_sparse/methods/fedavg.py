@@ -13,6 +13,7 @@ from typing import final
 from torch import Tensor
 
 from ..core.exchange import Contribution, Patch
+from ..core.mask import Mask
 from .support.averaging import AveragedState, AveragingMethod, FedAvgConfig, learn_average
 from .traffic.averaging import FedAvgTraffic
 from .traffic.base import Traffic
@@ -36,4 +37,4 @@ class FedAvg(AveragingMethod[FedAvgConfig, AveragedState]):
         return learn_average(state, contributions, self.config, self.layout)
 
     def model(self, state: AveragedState) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.exchange import Contribution, Patch
+from ..core.mask import Mask
 from .support.averaging import AveragedState, AveragingMethod, FedAvgConfig, learn_average
 from .support.finetuning import FineTuning
 from .traffic.averaging import FedAvgTraffic
@@ -43,4 +44,4 @@ class FedAvgFT(AveragingMethod[Config, AveragedState]):
         return learn_average(state, contributions, self.config, self.layout)
 
     def model(self, state: AveragedState) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

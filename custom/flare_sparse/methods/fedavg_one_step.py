@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.exchange import Contribution, Patch, Request, Update
+from ..core.mask import Mask
 from ..core.needs import Need, Needs
 from ..training import Site
 from .aggregation.weighted import Weights, weigh_by_examples, weigh_equally, weighted_sum
@@ -57,4 +58,4 @@ class FedAvgOneStep(AdaptationMethod[Config, ModelState]):
         return weigh_by_examples if self.config.weighting == "examples" else weigh_equally
 
     def model(self, state: ModelState) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

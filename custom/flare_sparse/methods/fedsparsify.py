@@ -104,7 +104,7 @@ class FedSparsify(AveragingMethod[Config, State]):
         prunable = (spec for spec in self.layout.tensors if spec.role in MASKABLE[self.config.prunable])
         # A bias at zero blocks nothing: it is pruned as the paper does.
         weights_at_zero = (s.name for s in prunable if s.role in ("weight", "other") and not tensors[s.name].any())
-        return State(1, weights, self.full_mask, zero_start=tuple(weights_at_zero))
+        return State(1, weights, Mask.full(self.layout.size), zero_start=tuple(weights_at_zero))
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         """Return the average of the sites' models, pruned to s_t."""

@@ -51,4 +51,4 @@ class FFALoRA(LoRAMethod[LoRAConfig, ModelState]):
         return ModelState(state.round + 1, self._exchanged.put(values, state.weights.clone()))
 
     def model(self, state: ModelState) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

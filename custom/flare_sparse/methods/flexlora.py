@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, Update, UpdateSpec
+from ..core.mask import Mask
 from ..training import Site
 from .aggregation.weighted import weigh_by_examples, weighted_sum
 from .method import ModelState, train_locally
@@ -42,7 +43,7 @@ class FlexLoRA(RankedMethod[Config, ModelState]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> ModelState:
         return ModelState(1, weights)
 
-    def ask_round(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
         return self._build_assignments(TRAIN, state, self.select_sites(state, sites))
 
     def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
@@ -86,7 +87,7 @@ class FlexLoRA(RankedMethod[Config, ModelState]):
         return ModelState(state.round + 1, weights)
 
     def model(self, state: ModelState) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
 
 def factorise(left: Tensor, right: Tensor, rank: int, *, balanced: bool = True) -> tuple[Tensor, Tensor]:

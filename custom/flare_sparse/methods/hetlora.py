@@ -64,7 +64,7 @@ class HetLoRA(RankedMethod[Config, State]):
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
         return State(1, weights, (), ())
 
-    def ask_round(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         return self._build_assignments(TRAIN, state, self.select_sites(state, sites))
 
     def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
@@ -152,4 +152,4 @@ class HetLoRA(RankedMethod[Config, State]):
         return math.sqrt(max(total, 0.0))
 
     def model(self, state: State) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

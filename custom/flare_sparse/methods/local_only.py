@@ -12,6 +12,7 @@ from typing import final
 from torch import Tensor
 
 from ..core.exchange import Assignment, Contribution, Patch, Request, Update
+from ..core.mask import Mask
 from ..core.needs import Need, Needs
 from ..training import Site
 from .method import Method, MethodConfig, ModelState, broadcast
@@ -54,7 +55,7 @@ class LocalOnly(Method[Config, ModelState]):
         return state
 
     def model(self, state: ModelState) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
     def ask_final(self, state: ModelState, sites: Sequence[str]) -> dict[str, Assignment]:
         model = self.model(state)

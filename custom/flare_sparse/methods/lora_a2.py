@@ -87,7 +87,7 @@ class LoRAA2(RankedMethod[Config, State]):
         return "B" if t % 2 or self.config.schedule == "b_only" else "A"
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, self.full_mask)
+        return State(1, weights, Mask.full(self.layout.size))
 
     def ask_final(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         return broadcast(sites, self.build_assignment(EVALUATE, state))
@@ -184,7 +184,7 @@ class LoRAA2(RankedMethod[Config, State]):
         return State(state.round + 1, weights, exchanged)
 
     def model(self, state: State) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))
 
 
 def _compute_mean_gradient(site: Site, weights: Tensor, training: TrainingConfig, t: int) -> Tensor:

@@ -127,8 +127,8 @@ class MetaGater(AdaptationMethod[MetaLearningConfig, State]):
         else:
             vector = self._predict(state)
         if self.config.closed_channels == "reopenable":
-            return Patch.from_vector(vector, self.full_mask)
-        return Patch.from_vector(vector, self.full_mask - self.gates.select_closed(vector))
+            return Patch.from_vector(vector, Mask.full(self.layout.size))
+        return Patch.from_vector(vector, Mask.full(self.layout.size) - self.gates.select_closed(vector))
 
     def _predict(self, state: State) -> Tensor:
         return predict(state.w, state.ag, self.config.compute_steps(state.round).alpha)

@@ -20,7 +20,7 @@ A complete toy method, in which every site votes for every entry and the server 
     ...     def learn(self, state, contributions):
     ...         return Votes(state.round + 1, state.total + sum(c.patch.values for c in contributions))
     ...     def model(self, state):
-    ...         return Patch.from_vector(state.total, self.full_mask)
+    ...         return Patch.from_vector(state.total, Mask.full(self.layout.size))
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from ..core.errors import ConfigError
@@ -41,19 +41,18 @@ from ..core.mask import Mask
 from ..core.needs import Need, Needs, find_need
 from ..core.params import Layout
 from ..core.seeds import make_generator
+from ..core.settings import Settings
 from ..training import Site, TrainingConfig
 from ..training.personal import Personal
-from ..wire.capabilities import Capabilities, local_capabilities
+from ..wire.capabilities import Capabilities
 from .aggregation.weighted import Weights, weigh_by_examples
 from .traffic.base import TRAIN, Traffic
 
 MaskPreset = Literal["conv_linear_weights", "all_but_norm", "all_trainable"]
 
 
-class MethodConfig(BaseModel):
+class MethodConfig(Settings):
     """Settings that every method has."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rounds: int = Field(10, ge=1, description="T: rounds of training")
     participation: float = Field(1.0, gt=0, le=1, description="share of the sites sampled for each round")
@@ -71,14 +70,6 @@ class MethodConfig(BaseModel):
         "mean and spread of its targets (task.target_scaling); or patterns of names, such as ['3.*']",
     )
 
-    def is_evaluated(self, t: int) -> bool:
-        """Return whether the sites evaluate the model of round ``t``, which they receive in the round after it.
-
-        >>> [t for t in range(6) if MethodConfig(evaluate_every=2).is_evaluated(t)]
-        [0, 2, 4]
-        """
-        return t % self.evaluate_every == 0
-
     def get_training(self, t: int) -> TrainingConfig:
         """Return the settings of training in round ``t``, with the learning rate that the schedule gives it."""
         return self.training.resolve_schedule(t, self.rounds)
@@ -90,6 +81,14 @@ class MethodConfig(BaseModel):
         examples at any time. A method that does with less says so, and more settings allow it.
         """
         return frozenset({Need.SINGLE_UPDATES.because(), Need.MORE_READS.because()})
+
+
+class SiteSettings(Settings):
+    """Settings that a site may choose for itself, in its site file."""
+
+    def get_limits(self) -> dict[str, Any]:
+        """Return what the server must know of them before the first request: fields of ``Capabilities``."""
+        return {}
 
 
 class HasRound(Protocol):
@@ -134,7 +133,7 @@ class Method(ABC, Generic[ConfigT, StateT]):
 
     name: ClassVar[str]
     Config: ClassVar[type[MethodConfig]] = MethodConfig
-    SiteConfig: ClassVar[type[BaseModel] | None] = None
+    SiteConfig: ClassVar[type[SiteSettings] | None] = None
     """Settings that a site may choose in its own site file (``site.site_settings``), under the method's name."""
     update_content: ClassVar[Content] = "weights"
     """Content of an ordinary update."""
@@ -146,11 +145,6 @@ class Method(ABC, Generic[ConfigT, StateT]):
     def traffic(self) -> Traffic:
         """What a run asks of a site: requests, entries and messages; by default the settings bound nothing."""
         return Traffic(self)
-
-    @cached_property
-    def full_mask(self) -> Mask:
-        """All entries, buffers included."""
-        return Mask.full(self.layout.size)
 
     @abstractmethod
     def init(self, weights: Tensor, sites: Sequence[str]) -> StateT:
@@ -183,12 +177,8 @@ class Method(ABC, Generic[ConfigT, StateT]):
         """
         return state
 
-    def describe_shortfall(self, state: StateT) -> str:
-        """Return what the result lacks if early stopping ends the run in this state; empty: nothing."""
-        return ""
-
-    def ask(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment] | None:
-        """Return the next assignment of each sampled site, by site name; None when training is over.
+    def ask(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
+        """Return the next assignment of each sampled site, by site name; by default all receive the same one.
 
         A broadcast is one object for all sites, so that its message is encoded once. Kind and round identify a request:
         a site that keeps something between rounds (``site.memory``) takes the same two as a retry and starts from its
@@ -198,11 +188,6 @@ class Method(ABC, Generic[ConfigT, StateT]):
             state: the current state.
             sites: the sites that are connected.
         """
-        # The only end-of-training guard; methods override ``ask_round``.
-        return None if state.round > self.config.rounds else self.ask_round(state, sites)
-
-    def ask_round(self, state: StateT, sites: Sequence[str]) -> dict[str, Assignment]:
-        """Return the assignments of a round, by site name. By default the sampled sites receive the same one."""
         sampled = self.select_sites(state, sites)
         return broadcast(sampled, self.build_assignment(TRAIN, state))
 
@@ -228,17 +213,12 @@ class Method(ABC, Generic[ConfigT, StateT]):
         model = self.model(state)
         return broadcast(sites, Assignment(Request(EVALUATE, self.config.rounds + 1, model, model.mask)))
 
-    def get_capabilities(self, site: Site) -> Capabilities:
-        """Return the capabilities of a site, given its own settings (``site.site_settings``)."""
-        return local_capabilities()
-
     def configure_for(self, capabilities: Mapping[str, Capabilities]) -> Self:
         """Return the method restricted to the sites' capabilities; it never exceeds the job's settings."""
         return self
 
-    @property
-    def note(self) -> str:
-        """Advice for the user before a run with this method and network; may be empty."""
+    def describe(self, state: StateT | None = None) -> str:
+        """Return advice for the user, may be empty: before a run, or what a result lacks that ended in this state."""
         return ""
 
     def adapt(self, site: Site, trainable: Mask) -> Tensor:
@@ -297,6 +277,25 @@ def train_locally(
     if content == "delta":
         values = values - mask.take(site.weights)
     return Update(Patch(values, mask), content, site.num_examples)
+
+
+def ask_next(method: Method[Any, Any], state: HasRound, sites: Sequence[str]) -> dict[str, Assignment] | None:
+    """Return the assignments of the next round, see :meth:`Method.ask`; None when training is over."""
+    return None if state.round > method.config.rounds else method.ask(state, sites)
+
+
+def get_site_limits(site: Site) -> dict[str, Any]:
+    """Return the limits that a site has by its own settings (``site.site_settings``)."""
+    return site.site_settings.get_limits() if isinstance(site.site_settings, SiteSettings) else {}
+
+
+def is_evaluated(config: MethodConfig, t: int) -> bool:
+    """Return whether the sites evaluate the model of round ``t``, which they receive in the round after it.
+
+    >>> [t for t in range(6) if is_evaluated(MethodConfig(evaluate_every=2), t)]
+    [0, 2, 4]
+    """
+    return t % config.evaluate_every == 0
 
 
 def describe_site_model(config: MethodConfig) -> str:

@@ -165,7 +165,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
         return floor_fraction(1 - self.config.sparsity, self._maskable.count)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        state = State(0, 0, weights, (self.full_mask,), ())
+        state = State(0, 0, weights, (Mask.full(self.layout.size),), ())
         if self.config.scores != "random":
             return state
         return self._start_training(state, [self.draw_mask()])
@@ -184,7 +184,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
         with_mask = [name for name in sites if name in state.owners] if state.owners else sites
         return super().select_sites(state, with_mask)
 
-    def ask_round(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask(self, state: State, sites: Sequence[str]) -> dict[str, Assignment]:
         if state.round == 0:
             return broadcast(sites, self._build_score_assignment(state))
         return self._build_assignments(TRAIN, state, self.select_sites(state, sites))

@@ -132,4 +132,4 @@ class PerFedAvg(AdaptationMethod[Config, ModelState]):
         return weigh_equally
 
     def model(self, state: ModelState) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

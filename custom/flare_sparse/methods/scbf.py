@@ -44,6 +44,5 @@ class SCBF(SelectiveMethod[ChannelConfig]):
     def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
         return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)
 
-    @property
-    def note(self) -> str:
-        return self.selector.describe(self.layout)
+    def describe(self, state: SelectiveState | None = None) -> str:
+        return self.selector.describe(self.layout) if state is None else ""

@@ -48,6 +48,5 @@ class SCBFwP(PruningMethod[Config]):
     def aggregate(self, state: SelectiveState, contributions: Sequence[Contribution]) -> Tensor:
         return aggregate_revealed(state, contributions, self.config.aggregation, self.parameters)
 
-    @property
-    def note(self) -> str:
-        return f"{self.selector.describe(self.layout)}; {super().note}"
+    def describe(self, state: SelectiveState | None = None) -> str:
+        return f"{self.selector.describe(self.layout)}; {super().describe()}" if state is None else ""

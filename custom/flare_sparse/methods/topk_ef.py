@@ -69,7 +69,7 @@ class TopKEF(Method[Config, State]):
         return LargestEntriesTraffic(self)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        return State(1, weights, self.full_mask)
+        return State(1, weights, Mask.full(self.layout.size))
 
     def build_assignment(self, kind: str, state: State) -> Assignment:
         changed = Patch.from_vector(state.weights, state.changed, "previous" if state.round > 1 else "zeros")
@@ -102,8 +102,8 @@ class TopKEF(Method[Config, State]):
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         weights = state.weights + weighted_sum(contributions, weigh_by_examples)
         # A mean of variances, unless a short number format has rounded the deltas, or a site makes them up.
-        weights = clip_variances(weights, self.full_mask, self.layout)
+        weights = clip_variances(weights, Mask.full(self.layout.size), self.layout)
         return State(state.round + 1, weights, unite_masks(contribution.patch.mask for contribution in contributions))
 
     def model(self, state: State) -> Patch:
-        return Patch.from_vector(state.weights, self.full_mask)
+        return Patch.from_vector(state.weights, Mask.full(self.layout.size))

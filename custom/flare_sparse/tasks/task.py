@@ -14,13 +14,14 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.errors import ConfigError, DataError, FlareSparseError, MetricsError, TaskFailed
 from ..core.needs import Needs
 from ..core.reading import MinibatchReader, stack_examples
+from ..core.settings import Settings
 from ..core.split import Split, SplitConfig
 
 VALIDATION = "validation_"
@@ -57,10 +58,8 @@ Kind = Literal["regression", "binary", "classes", "survival"]
 """What targets are: numbers; class 0 or 1; classes from 0; times with the mark of an event."""
 
 
-class TaskConfig(BaseModel):
+class TaskConfig(Settings):
     """Base class of a task's settings; an unknown field is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     split: SplitConfig = Field(
         default_factory=SplitConfig, description="which of a site's subjects are for training, validation and testing"

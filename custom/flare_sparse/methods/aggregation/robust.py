@@ -12,22 +12,21 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from ...core.exchange import Contribution, Patch
 from ...core.mask import floor_fraction
 from ...core.needs import Need, Needs
+from ...core.settings import Settings
 from .weighted import weigh_by_examples, weighted_sum
 
 # Entries processed at once: bounds the memory of the sorted float64 copies to a few MiB per site.
 _CHUNK = 2**18
 
 
-class AggregationRule(BaseModel):
+class AggregationRule(Settings):
     """How contributions become one model."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rule: Literal["mean", "median", "trimmed_mean"] = Field(
         "mean",

@@ -10,24 +10,23 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...core.exchange import Contribution
 from ...core.mask import Mask, floor_fraction
 from ...core.needs import Need, Needs
+from ...core.settings import Settings
 from .robust import AggregationRule, aggregate
 from .weighted import apply_deltas, sum_deltas, weigh_by_examples
 
 
-class ServerOptimizer(BaseModel):
+class ServerOptimizer(Settings):
     """The server's step from the current model towards the average of the sites' models.
 
     "Adaptive Federated Optimization" (Reddi et al. 2021), arXiv 2003.00295, Algorithm 2; docs/algorithms.md, section
     1.13.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     optimizer: Literal["sgd", "momentum", "adam", "yogi"] = Field(
         "sgd", description="sgd: FedAvg; momentum: FedAvgM; adam: FedAdam; yogi: FedYogi"
@@ -69,10 +68,8 @@ class ServerOptimizer(BaseModel):
         return frozenset({Need.READABLE_MODEL.because(reason, "leave server out")})
 
 
-class ModelAverage(BaseModel):
+class ModelAverage(Settings):
     """Average of the models of several rounds, which is the result of the run in place of the last model."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["none", "ema", "swa"] = Field(
         "none", description="ema: exponential moving average; swa: equal weights (stochastic weight averaging)"

@@ -147,9 +147,9 @@ class AveragingMethod(Method[ConfigT, StateT], ABC):
     def finalize(self, state: StateT) -> StateT:
         return finalize_average(state)
 
-    def describe_shortfall(self, state: StateT) -> str:
+    def describe(self, state: StateT | None = None) -> str:
         average = self.config.model_average
-        if average.kind == "none" or state.memory.average is not None:
+        if state is None or average.kind == "none" or state.memory.average is not None:
             return ""
         return (
             f"the run ended before the first averaged round (model_average.start {average.start:g} of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from ...core.mask import Mask, floor_fraction
@@ -16,7 +16,7 @@ from ...core.needs import Needs
 from ...core.params import Layout
 from ...core.seeds import make_generator
 from ...training import Site
-from ..method import MethodConfig
+from ..method import MethodConfig, SiteSettings
 from ..scores.scbf.groups import Biases, Groups, Selection
 from ..scores.scbf.selection import NeuronGroups, build_groups
 from .selective import WHOLE_UNITS, Aggregation, list_selective_needs
@@ -56,10 +56,8 @@ class ChannelConfig(MethodConfig):
         return super().needs() | list_selective_needs(self.aggregation) | {WHOLE_UNITS}
 
 
-class ChannelSiteConfig(BaseModel):
+class ChannelSiteConfig(SiteSettings):
     """Settings that a site may choose in its site file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rate: float | None = Field(None, gt=0, le=1, description="alpha at this site")
     budget: float | None = Field(None, gt=0, le=1, description="share of the parameters that this site uploads")

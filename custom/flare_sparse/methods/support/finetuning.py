@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from ...core.errors import MetricsError
 from ...core.mask import Mask
 from ...core.needs import Need, Needs
+from ...core.settings import Settings
 from ...training import Site, TrainingConfig
 from ...training.personal import PERSONAL
 from .personal_training import PersonalTrainingDiverged, attribute_divergence, check_finite
@@ -28,10 +29,8 @@ FINE_TUNED = "fine-tuned at the site"
 Strength = Annotated[float, Field(ge=0)]
 
 
-class FineTuning(BaseModel):
+class FineTuning(Settings):
     """Settings of the training at each site after the last round."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     epochs: int = Field(1, ge=1, description="epochs of fine-tuning at each site after the last round")
     lr: float | None = Field(None, gt=0, description="learning rate of fine-tuning; null: that of the last round")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ...core.errors import RejectedMessage
 from ...core.exchange import Request
@@ -14,8 +14,8 @@ from ...core.mask import Mask
 from ...core.needs import Need, Needs
 from ...core.params import Layout
 from ...training import Site, TrainingConfig
-from ...wire.capabilities import Capabilities, local_capabilities
-from ..method import Method, MethodConfig, StateT
+from ...wire.capabilities import Capabilities
+from ..method import Method, MethodConfig, SiteSettings, StateT
 from ..scores.ranks import Slots
 from ..traffic.base import Traffic
 from ..traffic.lora import RankedTraffic
@@ -68,12 +68,13 @@ class LoRAMethod(Method[LoRAConfigT, StateT]):
         self.slots = Slots(layout)
 
 
-class RankSiteConfig(BaseModel):
+class RankSiteConfig(SiteSettings):
     """Settings that a site may choose for itself."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     rank: Rank | None = Field(None, description="rank budget of this site, where the job asks for more")
+
+    def get_limits(self) -> dict[str, Any]:
+        return {} if self.rank is None else {"rank": self.rank}
 
 
 class RankedMethod(LoRAMethod[RankedConfigT, StateT]):
@@ -84,9 +85,6 @@ class RankedMethod(LoRAMethod[RankedConfigT, StateT]):
     @cached_property
     def traffic(self) -> Traffic:
         return RankedTraffic(self)
-
-    def get_capabilities(self, site: Site) -> Capabilities:
-        return local_capabilities(rank=_get_own_rank(site))
 
     def configure_for(self, capabilities: Mapping[str, Capabilities]) -> Self:
         ranks = {

@@ -20,7 +20,7 @@ from ...core.mask import Mask
 from ...core.needs import Need, Needs
 from ...training import Site
 from ..aggregation.weighted import apply_deltas, average_over_owners, sum_completed, weigh_by_examples, weigh_by_one
-from ..method import ConfigT, Method, broadcast
+from ..method import ConfigT, Method, broadcast, is_evaluated
 from ..traffic.base import Traffic
 from ..traffic.selective import SelectiveTraffic
 from .masks import unite_masks
@@ -87,7 +87,7 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
         return mask <= live
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> SelectiveState:
-        return SelectiveState(1, weights, self.full_mask, self.full_mask)
+        return SelectiveState(1, weights, Mask.full(self.layout.size), Mask.full(self.layout.size))
 
     def ask_final(self, state: SelectiveState, sites: Sequence[str]) -> dict[str, Assignment]:
         return broadcast(sites, self.build_assignment(EVALUATE, state))
@@ -113,7 +113,7 @@ class SelectiveMethod(Method[ConfigT, SelectiveState]):
         bits = torch.zeros(self.layout.size, dtype=torch.bool)
         bits[request.trainable.indices] = revealed.bits
         patch = Patch(revealed.take(trained), Mask(bits))
-        metrics = narrowed.evaluate(start) if self.config.is_evaluated(request.round - 1) else {}
+        metrics = narrowed.evaluate(start) if is_evaluated(self.config, request.round - 1) else {}
         return Update(patch, self.update_content, site.num_examples, metrics)
 
     def learn(self, state: SelectiveState, contributions: Sequence[Contribution]) -> SelectiveState:

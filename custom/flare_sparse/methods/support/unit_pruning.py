@@ -119,7 +119,7 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
     def select_sites(self, state: SelectiveState, sites: Sequence[str]) -> list[str]:
         return super().select_sites(state, [site for site in sites if site != self.config.counting_site])
 
-    def ask_round(self, state: SelectiveState, sites: Sequence[str]) -> dict[str, Assignment]:
+    def ask(self, state: SelectiveState, sites: Sequence[str]) -> dict[str, Assignment]:
         all_count = self.config.counting_site == "sites"
         if state.phase == COUNT:
             model = self.model(state)
@@ -182,6 +182,5 @@ class PruningMethod(SelectiveMethod[PruningConfigT]):
         bits[self._count_entries] = True
         return Mask(bits)
 
-    @property
-    def note(self) -> str:
-        return f"{self.num_units} units of {len(self.layers)} layers can be removed"
+    def describe(self, state: SelectiveState | None = None) -> str:
+        return f"{self.num_units} units of {len(self.layers)} layers can be removed" if state is None else ""

@@ -135,7 +135,7 @@ class RecordWriter:
             "run": self.assembly.run_id,
             "name": config.name,
             "method": method.name,
-            "note": method.note,
+            "note": method.describe(),
             "seed": config.seed,
             "rounds": method.config.rounds,
             "contributions": {site: asdict(part) for site, part in outcome.count_contributions().items()},

@@ -12,10 +12,11 @@ from ...core.errors import FlareSparseError, MissingBase, RejectedMessage, TaskF
 from ...core.exchange import EVALUATE, EXACT_CONTENTS, STATISTICS, Patch, Request, SiteEvent, Update
 from ...core.mask import Mask
 from ...core.seeds import make_generator
-from ...methods.method import Method
+from ...methods.method import Method, get_site_limits, is_evaluated
 from ...privacy.encryption import SiteCipher
 from ...tasks.task import EPSILON
 from ...training import Site
+from ...wire.capabilities import local_capabilities
 from ...wire.codec import decode, encode, read_sequence
 from ...wire.messages import Decoded, Encoded
 from ...wire.plan import Plan, ValueType
@@ -170,7 +171,7 @@ class SiteEndpoint:
             statistics = Patch.from_vector(self.site.compute_statistics(), request.trainable)
             return Update(statistics, STATISTICS, self.site.num_examples)
         update = self.method.answer(request, self.site)
-        if update.metrics or update.content == "scores" or not self.method.config.is_evaluated(request.round - 1):
+        if update.metrics or update.content == "scores" or not is_evaluated(self.method.config, request.round - 1):
             return update
         return replace(update, metrics=self.site.evaluate(self.site.weights))
 
@@ -223,7 +224,7 @@ class SiteEndpoint:
         Args:
             limits: limits of the site's policy, fields of :class:`~flare_sparse.wire.capabilities.Capabilities`.
         """
-        return self.method.get_capabilities(self.site).model_copy(update=limits).to_message()
+        return local_capabilities(**get_site_limits(self.site), **limits).to_message()
 
     def decrypt(self, patch: Patch) -> Patch:
         """Return the patch with readable values.

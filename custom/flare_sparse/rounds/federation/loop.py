@@ -194,7 +194,7 @@ class Federation:
         method = participants.method
         # Asked before the final evaluation, which may find that the last model is the best one.
         is_early = self._models.is_stopped(progress) and progress.committed < method.config.rounds
-        if is_early and (shortfall := method.describe_shortfall(progress.state)):
+        if is_early and (shortfall := method.describe(progress.state)):
             self._events.add(SERVER, ENDED_EARLY, shortfall)
         progress = replace(progress, state=method.finalize(progress.state))
         # The request after the last round, also where early stopping leaves rounds out: a site answers it in that round

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.errors import RoundFailed, SiteExcluded
 from ...core.exchange import Assignment
-from ...methods.method import Method
+from ...methods.method import Method, ask_next
 from ...wire.capabilities import Capabilities
 from ..endpoints.server import ServerEndpoint
 from .census import Census
@@ -118,7 +118,7 @@ class Admission:
             RoundFailed: in every attempt, no connected site had a part in the round.
         """
         for _ in range(self.rules.retries + 1):
-            assignments = participants.method.ask(state, participants.sites)
+            assignments = ask_next(participants.method, state, participants.sites)
             if assignments is None or assignments:
                 return participants, assignments
             # An empty set of assignments counts as a failed attempt: other sites may be connected at the next one.

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ...core.exchange import STATISTICS
-from ...methods.method import Method
+from ...methods.method import Method, get_site_limits
 from ...methods.traffic.base import MessageFacts, SelectionBounds
 from ...privacy.secure_aggregation.keys import MAX_KEYS_BYTES
 from ...privacy.secure_aggregation.messages import FINGERPRINT_BYTES, HEADER_BYTES
+from ...wire.capabilities import local_capabilities
 from ...wire.codec import bound_message_bytes, compute_min_message_bytes
 from ...wire.envelope import round_up_to_words
 from ...wire.ledger import LedgerLine
@@ -55,7 +56,7 @@ def bound_messages(
         sites: its sites.
     """
     # As a federation does after the handshake: a site may have limits of its own.
-    method = method.configure_for({name: method.get_capabilities(site) for name, site in sites.items()})
+    method = method.configure_for({name: local_capabilities(**get_site_limits(site)) for name, site in sites.items()})
     buffers = sum(tensor.size for tensor in method.layout.tensors if tensor.role == "buffer")
     for line in lines:
         facts = MessageFacts(

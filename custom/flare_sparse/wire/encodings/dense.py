@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from ...core.mask import Mask
 from ...core.params import Layout
 from .encoding import Encoding, require_length
-
-
-@lru_cache(maxsize=2)
-def _get_full_mask(size: int) -> Mask:
-    """Return the full mask; cached, because a mask computes its indices and fingerprint once and keeps them."""
-    return Mask.full(size)
 
 
 class Dense(Encoding):
@@ -30,4 +22,4 @@ class Dense(Encoding):
 
     def decode(self, section: np.ndarray, base_mask: Mask | None, layout: Layout) -> Mask:
         require_length(section, 0)
-        return _get_full_mask(layout.size)
+        return Mask.full(layout.size)
