@@ -113,7 +113,7 @@ def test_pair_runs_for_a_round_or_is_refused_with_both_names(name: str, feature:
     assembly = assemble(config, task)
     sites = {site: open_site(assembly, SiteData(site, Path())) for site in SITES}
     keys = contexts() if config.encrypted else None
-    outcome, _ = run_assembly(config, assembly, sites, contexts=keys, sum_rules=config.sum_rules, hubs=config.hubs)
+    outcome, _ = run_assembly(config, assembly, sites, contexts=keys)
     assert sorted(outcome.evaluation.sites) == list(SITES)
 
 
