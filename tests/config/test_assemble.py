@@ -91,7 +91,7 @@ def test_settings_of_an_unknown_site_raise(config: RunConfig, tmp_path: Path) ->
 
 
 def test_method_notes_what_its_settings_mean_for_the_network(config: RunConfig) -> None:
-    assert "3 channels through 2 layers, threshold exact" in assemble(config).method.note
+    assert "3 channels through 2 layers, threshold exact" in assemble(config).method.describe()
 
 
 @pytest.mark.parametrize(("every", "releases"), [(1, 6), (2, 4), (3, 3), (9, 2)])
