@@ -264,7 +264,7 @@ def test_quorum_below_what_a_setting_needs_is_refused(
     problem = find_refusal(file, "federation.min_sites", *overrides, quorum)
     assert f"{fewest - 1} of the sites commit a round, {fewest} are needed, but {feature}" in problem
     assert problem.endswith(f"or set federation.min_sites to {fewest} or more")
-    load_config(file, [*overrides, f"federation.min_sites={fewest}"])
+    load_config(file, [*overrides, f"federation.min_sites={fewest}", f"simulator.sites={fewest}"])
 
 
 PRIVATE = ("privacy={epsilon: 3}", "method={name: fedsparsify}", "task={name: morphometry_age}")
