@@ -20,10 +20,10 @@ from flare_sparse.core.seeds import make_generator
 from flare_sparse.methods.scores.snip import compute_saliency
 from flare_sparse.tasks.data.source import DATA_VARIABLE
 from flare_sparse.tasks.task import Task
-from flare_sparse.training import TrainingConfig
+from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training.batches import iterate_pass
 from flare_sparse.training.script_exchange import TRAINABLE, ScriptReply
-from flare_sparse.training.script_site import ScriptSite
+from flare_sparse.training.script_trainer import ScriptTrainer
 
 
 def receive(net: nn.Module, **meta: Any) -> flare.FLModel:
@@ -98,7 +98,7 @@ def test_masked_block_trains_as_the_loop_of_a_task_does() -> None:
 
 
 def batches_of_round(site: Any, size: int) -> Iterator[Any]:
-    return iterate_pass(site.examples.train, size, make_generator(site.seed, "order", site.name, 1), joins_last=False)
+    return iterate_pass(site.trainer.examples.train, size, make_generator(1, "order", site.name, 1), joins_last=False)
 
 
 def test_block_masks_a_wrapped_network_whose_class_overrides_state_dict() -> None:
@@ -157,11 +157,11 @@ def test_scores_of_a_script_are_exactly_those_of_a_task(
     task_site = ToyBench(task).sites(1)["site-1"]
     weights = torch.randn(task_site.layout.size, generator=torch.Generator().manual_seed(5)).abs()
     expected = compute_saliency(task_site, weights, batch_size=8, batches=count, t=0)
-    order = make_generator(task_site.seed, "gradients", "site-1", 0)
-    batches = list(iterate_pass(task_site.examples.train, 8, order, joins_last=False))[:count]
+    order = make_generator(1, "gradients", "site-1", 0)
+    batches = list(iterate_pass(task_site.trainer.examples.train, 8, order, joins_last=False))[:count]
     script = ScoringScript(task, batches, sent)
     layout = Layout.from_module(task.model())
-    site = ScriptSite("site-1", task, layout, 0, script, 1, "steps")
+    site = Site("site-1", ScriptTrainer("site-1", task, layout, 0, script, 1, "steps"))
     assert torch.equal(compute_saliency(site, weights, batch_size=8, batches=count, t=0), expected)
     assert site.num_examples == 4
 

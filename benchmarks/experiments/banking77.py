@@ -36,7 +36,7 @@ from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation import Outcome
 from flare_sparse.rounds.local.run import Watcher
 from flare_sparse.tasks.task import Examples
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, build_site
 
 SLOTS = 16
 """Slots of a module that LoRA-A2 chooses among; the other methods have as many slots as their rank."""
@@ -76,7 +76,7 @@ def run(name: str, rank: int, seed: int, options: argparse.Namespace, checkpoint
     outcome, ledger = run_assembly(
         config,
         assembly,
-        {site: build_site(site, own, assembly, seed) for site, own in examples.items()},
+        {site: open_validated_site(site, own, assembly, seed) for site, own in examples.items()},
         stores=lambda end: open_checkpoints(config.job, assembly, checkpoints, end),
         resume=True,
         watcher=Watcher(
@@ -106,12 +106,12 @@ def run(name: str, rank: int, seed: int, options: argparse.Namespace, checkpoint
     }
 
 
-def build_site(name: str, own: Examples, assembly: Assembly, seed: int) -> Site:
+def open_validated_site(name: str, own: Examples, assembly: Assembly, seed: int) -> Site:
     """Return a site without test examples, which would evaluate the model of every round."""
     validated = Examples(
         own.train, TensorDataset(torch.zeros(0)), validation=own.validation, validation_ids=own.validation_ids
     )
-    return Site(name, assembly.task, validated, assembly.layout, seed)
+    return build_site(LocalTask.open(name, assembly.task, validated, assembly.layout, seed))
 
 
 def find_hits(assembly: Assembly, outcome: Outcome, examples: dict[str, Examples]) -> dict[str, str]:

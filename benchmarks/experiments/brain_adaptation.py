@@ -29,7 +29,7 @@ from flare_sparse.tasks.data.partition import partition_iid
 from flare_sparse.tasks.models.base import MODELS_VARIABLE
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import SiteData, Task
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, build_site
 
 RANK = 2
 ADAPTER = {"alpha": 16, "head": "trained"}
@@ -53,7 +53,7 @@ def run(task: Task, name: str, settings: dict[str, Any], folder: Path, sites: in
     method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, seed)
     parts = partition_iid(task.cohort(folder), sites, seed=seed)
     site_by_name = {
-        site: Site(site, task, task.load(SiteData(site, folder, ids), seed), layout, seed)
+        site: build_site(LocalTask.open(site, task, task.load(SiteData(site, folder, ids), seed), layout, seed))
         for site, ids in parts.items()
     }
     return *run_locally(method, weights, site_by_name, task.metric), layout

@@ -36,7 +36,7 @@ from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_base
 from flare_sparse.results.runs.local import run_assembly
 from flare_sparse.rounds.federation import Outcome
 from flare_sparse.tasks.task import Examples, Task
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, build_site
 
 FOLDS = 5
 
@@ -107,7 +107,10 @@ def run(arm: Arm, seed: int, fold: int, data: Path, volumes: Volumes) -> dict[st
     config = build_config(arm, seed, fold, data)
     assembly = assemble(config)
     examples = volumes.split(config, assembly.task)
-    sites = {name: Site(name, assembly.task, own, assembly.layout, seed) for name, own in examples.items()}
+    sites = {
+        name: build_site(LocalTask.open(name, assembly.task, own, assembly.layout, seed))
+        for name, own in examples.items()
+    }
     groups = {"all": sites}
     if arm.sites == "alone":
         # A federation of one site: the statistics of its voxels are its own, too.
@@ -115,7 +118,13 @@ def run(arm: Arm, seed: int, fold: int, data: Path, volumes: Volumes) -> dict[st
     elif arm.sites == "pooled":
         train = ConcatDataset[Any]([own.train for own in examples.values()])
         first = next(iter(examples.values()))
-        groups = {"all": {"pooled": Site("pooled", assembly.task, Examples(train, first.test), assembly.layout, seed)}}
+        groups = {
+            "all": {
+                "pooled": build_site(
+                    LocalTask.open("pooled", assembly.task, Examples(train, first.test), assembly.layout, seed)
+                )
+            }
+        }
     began, rows, sent, dense = time.monotonic(), list[dict[str, Any]](), 0, 0
     for group in groups.values():
         outcome, ledger = run_assembly(config, assembly, group)
@@ -145,11 +154,11 @@ def predict(site: Site) -> Iterator[dict[str, Any]]:
     """Yield target and prediction of each test subject, by the model that the site evaluated last."""
     assert site.evaluated is not None, "every site evaluates its final model"
     layout, weights = site.evaluated
-    model = site.task.model()
+    model = site.trainer.task.model()
     model.load_state_dict(layout.unflatten(weights), strict=False)
-    predictions, targets = site.task.measure_all(model, site.examples.test)
-    values = (predictions > 0.5).float() if site.task.kind == "binary" else predictions
-    yield from describe_subjects(site.name, site.examples, {"run": values.numpy()}, targets.numpy())
+    predictions, targets = site.trainer.task.measure_all(model, site.trainer.examples.test)
+    values = (predictions > 0.5).float() if site.trainer.task.kind == "binary" else predictions
+    yield from describe_subjects(site.name, site.trainer.examples, {"run": values.numpy()}, targets.numpy())
 
 
 def describe_subjects(

@@ -33,7 +33,7 @@ from flare_sparse.config.assemble import assemble
 from flare_sparse.config.loading import load_config
 from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.results.runs.local import run_assembly
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, build_site
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def run(experiment: Experiment, method: str, values: str, seed: int, data: Path)
     assembly, began = assemble(config), time.monotonic()
     site_data = prepare_site_data(config, assembly.task, Path())
     sites = {
-        name: Site(name, assembly.task, assembly.task.load(where, seed), assembly.layout, seed)
+        name: build_site(LocalTask.open(name, assembly.task, assembly.task.load(where, seed), assembly.layout, seed))
         for name, where in site_data.items()
     }
     outcome, ledger = run_assembly(config, assembly, sites)

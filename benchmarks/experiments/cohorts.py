@@ -32,11 +32,12 @@ from flare_sparse.config.loading import load_config
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.sites import prepare_site_data
 from flare_sparse.core.checkpoint.writing import write_json
+from flare_sparse.core.mask import Mask
+from flare_sparse.core.seeds import limit_threads
 from flare_sparse.results.runs.baselines import BaselineData, SiteRows, fit_baselines
 from flare_sparse.results.runs.local import run_assembly
-from flare_sparse.rounds.local.pooled import train_pooled
 from flare_sparse.tasks.task import Examples, SiteData
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, build_site
 
 FILES = {
     "fcon1000": "destrieux_fcon1000.csv.gz",
@@ -105,21 +106,27 @@ def run_fold(cohort: str, label: str, seed: int, fold: int, data: Path) -> dict[
     else:
         _, ledger = run_assembly(config, assembly, sites)
         sent = sum(line.payload_bytes for line in ledger.lines)
-    return {"bytes": sent, "sites": {name: predict(site) for name, site in sites.items() if site.num_test_examples}}
+    return {
+        "bytes": sent,
+        "sites": {name: predict(site) for name, site in sites.items() if site.trainer.num_test_examples},
+    }
 
 
 def train_on_pooled(assembly: Assembly, sites: dict[str, Site]) -> torch.Tensor:
     """Return the weights trained on the training examples of all sites together."""
     first = next(iter(sites.values()))
-    train: ConcatDataset[Any] = ConcatDataset([site.examples.train for site in sites.values()])
-    examples = Examples(train, first.examples.test)
-    pooled = Site("pooled", assembly.task, examples, assembly.layout, assembly.method.seed)
+    train: ConcatDataset[Any] = ConcatDataset([site.trainer.examples.train for site in sites.values()])
+    examples = Examples(train, first.trainer.examples.test)
+    pooled = build_site(LocalTask.open("pooled", assembly.task, examples, assembly.layout, assembly.method.seed))
     statistics = build_statistics_mask(assembly.layout)
-    weights = statistics.put(statistics.take(pooled.compute_statistics()), assembly.weights.clone())
+    weights = statistics.put(
+        statistics.take(pooled.trainer.compute_statistics(pooled.weights)), assembly.weights.clone()
+    )
     for t in range(1, assembly.method.config.rounds + 1):
         # One round at a time, with the learning rate that the schedule gives it.
         training = assembly.method.config.get_training(t)
-        weights = train_pooled(pooled, weights, training, 1)
+        with limit_threads(1):
+            weights = pooled.train(weights, Mask.full(assembly.layout.size), training, 1)
     return weights
 
 
@@ -127,10 +134,10 @@ def predict(site: Site) -> dict[str, list[float]]:
     """Return predictions, targets and identifiers of a site's test subjects, by the model that it evaluated last."""
     assert site.evaluated is not None, "every site has evaluated its final model"
     layout, weights = site.evaluated
-    model = site.task.model()
+    model = site.trainer.task.model()
     model.load_state_dict(layout.unflatten(weights), strict=False)
-    predictions, targets = site.task.measure_all(model, site.examples.test)
-    ids: list[Any] = list(site.examples.test_ids)
+    predictions, targets = site.trainer.task.measure_all(model, site.trainer.examples.test)
+    ids: list[Any] = list(site.trainer.examples.test_ids)
     return {"ids": ids, "targets": targets[:, 0].tolist(), "run": predictions[:, 0].tolist()}
 
 
@@ -142,19 +149,19 @@ def run_baselines(config: RunConfig) -> dict[str, Any]:
     fitted = fit_baselines("regression", rows)
     results, start = {}, 0
     for name, site in sites.items():
-        if not (count := site.num_test_examples):
+        if not (count := site.trainer.num_test_examples):
             continue
         own = {key: values[start : start + count, 0].tolist() for key, values in fitted.items()}
         targets = rows[name].test.y[:, 0].tolist()
-        results[name] = {"ids": list(site.examples.test_ids), "targets": targets, **own}
+        results[name] = {"ids": list(site.trainer.examples.test_ids), "targets": targets, **own}
         start += count
     return {"bytes": 0, "sites": results}
 
 
 def tabulate(site: Site) -> SiteRows:
     """Return a site's examples as rows."""
-    examples = site.examples
-    parts = (site.task.tabulate_all(part) for part in (examples.train, examples.validation, examples.test))
+    examples = site.trainer.examples
+    parts = (site.trainer.task.tabulate_all(part) for part in (examples.train, examples.validation, examples.test))
     return SiteRows(*(BaselineData(x.double().numpy(), y.double().numpy()) for x, y in parts))
 
 

@@ -38,7 +38,8 @@ from flare_sparse.rounds.local.run import Watcher
 from flare_sparse.tasks.case_metrics import name_metrics
 from flare_sparse.tasks.segmentation import Segmentation
 from flare_sparse.tasks.task import Examples
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, SitePrivacy, build_site
+from flare_sparse.training.subject_metrics import SilentTrainer
 from flare_sparse.wire.ledger import Ledger
 
 CONFIG = Path(__file__).parents[2] / "app_configs" / "fedavg_hippocampus.yaml"
@@ -102,8 +103,7 @@ def run_setting(setting: Setting, data: Path, folder: Path) -> dict[str, Any]:
     config = setting.load_config(data)
     assembly = assemble(config)
     sites = {name: open_site(assembly, site) for name, site in prepare_site_data(config, assembly.task, data).items()}
-    for site in sites.values():
-        site.sends_metrics = False
+    sites = {name: Site(name, SilentTrainer(site.trainer)) for name, site in sites.items()}
     if setting.row == "pooled":
         weights, sent, seconds = train({"pooled": pool(assembly, sites, setting)}, config, assembly, folder)
         models = dict.fromkeys(sites, weights)
@@ -133,12 +133,11 @@ def run_setting(setting: Setting, data: Path, folder: Path) -> dict[str, Any]:
 def pool(assembly: Assembly, sites: dict[str, Site], setting: Setting) -> Site:
     """Return a site with the training cases of all sites."""
     examples = Examples(
-        ConcatDataset([site.examples.train for site in sites.values()]),
-        ConcatDataset([site.examples.test for site in sites.values()]),
+        ConcatDataset([site.trainer.examples.train for site in sites.values()]),
+        ConcatDataset([site.trainer.examples.test for site in sites.values()]),
     )
-    site = Site("pooled", assembly.task, examples, assembly.layout, setting.seed)
-    site.sends_metrics = False
-    return site
+    local = LocalTask.open("pooled", assembly.task, examples, assembly.layout, setting.seed)
+    return build_site(local, privacy=SitePrivacy(sends_metrics=False))
 
 
 def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder: Path) -> tuple[Tensor, int, float]:
@@ -166,7 +165,7 @@ def train(sites: dict[str, Site], config: RunConfig, assembly: Assembly, folder:
 
 def select_measured(site: Site, setting: Setting) -> tuple[Any, tuple[str, ...]]:
     """Return the cases that are measured and their identifiers."""
-    examples = site.examples
+    examples = site.trainer.examples
     if setting.validation:
         return examples.validation, tuple(examples.validation_ids)
     return examples.test, tuple(examples.test_ids)

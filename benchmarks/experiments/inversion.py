@@ -73,7 +73,7 @@ def invert(network: str, protection: str, arguments: argparse.Namespace) -> list
     site = open_site(assembly, examples[min(examples)])
     policy = read_policy(PRESETS[protection]) if protection in PRESETS else None
     steps = 0 if network == "perceptron" else arguments.steps
-    attacks = ServerAttacks(assembly, site, site.examples.test, policy, steps)
+    attacks = ServerAttacks(assembly, site, site.trainer.examples.test, policy, steps)
     return list(attacks.invert_messages(lambda line: print(f"{network}, {protection}: {line}"), SIZES[protection]))
 
 

@@ -45,7 +45,7 @@ from flare_sparse.rounds.federation import Evaluation
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import Examples, Metric, Task
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, build_site
 
 EMPTY = TensorDataset(torch.zeros(0))
 ADAPT_RATES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -77,12 +77,15 @@ class Sites:
 
 def build_sites(setting: Setting, task: Task, layout: Layout, data: Path, seed: int) -> Sites:
     examples, targets = load_sites(task, setting.sites, data, seed)
-    sites = {name: Site(name, task, own, layout, seed) for name, own in examples.items()}
+    sites = {name: build_site(LocalTask.open(name, task, own, layout, seed)) for name, own in examples.items()}
     others = [name for name in sites if name not in targets]
     order = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed)).tolist()
     judges = sorted(others[i] for i in order[: setting.validation_sites])
     return Sites(
-        {name: Site(name, task, Examples(examples[name].train, EMPTY), layout, seed) for name in others},
+        {
+            name: build_site(LocalTask.open(name, task, Examples(examples[name].train, EMPTY), layout, seed))
+            for name in others
+        },
         {name: sites[name] for name in judges if examples[name].n_test},
         {name: sites[name] for name in targets},
     )
@@ -150,8 +153,8 @@ def run(setting: Setting, label: str, data: Path, rounds: int, seed: int, out: P
         "chosen": {"step": step, "adapt_lr": rate},
         "validation": validation,
         "targets": chosen.adapt(sites.targets),
-        "test_examples": sum(site.num_test_examples for site in sites.targets.values()),
-        "validation_examples": sum(site.num_test_examples for site in sites.validation.values()),
+        "test_examples": sum(site.trainer.num_test_examples for site in sites.targets.values()),
+        "validation_examples": sum(site.trainer.num_test_examples for site in sites.validation.values()),
         **chosen.figures,
         **time_adaptation(chosen.build_method(rate), chosen, sites.targets),
     }

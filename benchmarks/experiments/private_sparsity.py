@@ -154,9 +154,11 @@ def run(config: RunConfig) -> dict[str, Any]:
         "mae": outcome.evaluation.overall["mae"],
         "mae_of_mean": compute_error_of_mean(assembly, data),
         "live": int(outcome.mask.bits.sum()),
-        "subjects": len(first.subjects) if config.privacy else first.num_examples,
-        "noise_multiplier": first.mechanism.noise_multiplier if first.mechanism else None,
-        "spent": {name: site.mechanism.compute_spent() for name, site in sites.items() if site.mechanism},
+        "subjects": first.trainer.examples.count_train_subjects() if config.privacy else first.num_examples,
+        "noise_multiplier": first.trainer.mechanism.noise_multiplier if first.trainer.mechanism else None,
+        "spent": {
+            name: site.trainer.mechanism.compute_spent() for name, site in sites.items() if site.trainer.mechanism
+        },
         "seconds": time.monotonic() - began,
     }
 

@@ -40,7 +40,8 @@ from flare_sparse.rounds.federation import RoundRecord
 from flare_sparse.rounds.local.run import Watcher, run_locally
 from flare_sparse.tasks.mortality import compute_risk_metrics
 from flare_sparse.tasks.task import VALIDATION, Examples
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, build_site
+from flare_sparse.training.subject_metrics import SilentTrainer
 from flare_sparse.wire.ledger import Ledger
 
 mpl.use("Agg")
@@ -195,18 +196,17 @@ def open_cohort(cohort: Cohort, data: Path, method: str, training: str, seed: in
 def run(cohort: Cohort, data: Path, method: str, training: str, seed: int) -> Run:
     """Run one method in this process until its validation AUC stays, and return its figures."""
     assembly, sites = open_cohort(cohort, data, method, training, seed)
-    parts = [site.examples for site in sites.values()]
+    parts = [site.trainer.examples for site in sites.values()]
     validation = pool([part.validation for part in parts if part.validation is not None])
     examples = Examples(parts[0].train, pool([part.test for part in parts]), validation=validation)
-    pooled = Site("pooled", assembly.task, examples, assembly.layout, seed)
+    pooled = build_site(LocalTask.open("pooled", assembly.task, examples, assembly.layout, seed))
     result, ledger = Run(), Ledger()
 
     def add_seconds(record: RoundRecord) -> None:
         result.seconds += record.seconds
 
-    for site in sites.values():
-        # The stays of all sites are evaluated together.
-        site.sends_metrics = False
+    # The stays of all sites are evaluated together.
+    sites = {name: Site(name, SilentTrainer(site.trainer), site.site_settings) for name, site in sites.items()}
     method_with_curve: Any = EvaluatedMethod(assembly, pooled, result, ledger)
     with suppress(Converged):
         run_locally(
@@ -232,7 +232,7 @@ def run_logistic(cohort: Cohort, data: Path, seed: int) -> dict[str, dict[str, f
     assembly, sites = open_cohort(cohort, data, METHODS["FedAvg"], OPTIMIZERS["SGD 0.01"], seed)
     rows = {}
     for name, site in sites.items():
-        own = site.examples
+        own = site.trainer.examples
         tables = (assembly.task.tabulate_all(part) for part in (own.train, own.validation, own.test))
         rows[name] = SiteRows(*(BaselineData(x.double().numpy(), y.double().numpy()) for x, y in tables))
     fitted = fit_baselines("binary", rows)

@@ -36,7 +36,7 @@ from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.federation import Federation, Reply, RoundRecord
 from flare_sparse.tasks.task import SiteData
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import LocalTask, TrainingConfig, build_site
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
 
@@ -215,7 +215,7 @@ class Round:
         self.is_counted = False
 
     def _build_site(self, name: str, folder: Path) -> SiteEndpoint:
-        site = Site(name, self.task, self.task.load(SiteData(name, folder), 1), self.layout, 1)
+        site = build_site(LocalTask.open(name, self.task, self.task.load(SiteData(name, folder), 1), self.layout, 1))
         requests = RequestLog(RUN, self.method.traffic.count_requests, attempts=1, file=folder / f"{name}.json")
         return SiteEndpoint(site, self.method, RUN, self.values, Store(folder / name, {}), requests=requests)
 

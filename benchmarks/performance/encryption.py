@@ -35,10 +35,11 @@ from flare_sparse.privacy.encryption import PRECISION, KeyContexts, SiteCipher
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.privacy.secure_aggregation.rings import Ring
 from flare_sparse.rounds.federation import Outcome, RoundRules
-from flare_sparse.rounds.local.dry_run import DrySite
+from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.rounds.local.run import Course, Transport, Watcher, run_locally
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Metric
+from flare_sparse.training import Site
 from flare_sparse.wire.ledger import Ledger, LedgerLine
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "secure_sums.md"
@@ -117,7 +118,7 @@ def run(
 ) -> Run:
     """Run a method without data, with plain, masked or encrypted sums."""
     method = METHODS[name](METHODS[name].Config.model_validate(settings), layout, 1)
-    sites = {site: DrySite(site, layout, 1) for site in SITES}
+    sites = {site: Site(site, DryTrainer(site, layout, 1)) for site in SITES}
     commits: list[float] = []
     outcome, ledger = run_locally(
         method,

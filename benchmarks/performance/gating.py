@@ -33,7 +33,7 @@ from flare_sparse.methods.support.gates import Gates
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, build_site
 from flare_sparse.training.gate_sparsity import observe_gates
 
 
@@ -138,7 +138,7 @@ def time_adaptation(case: Case, share: float, examples: int, repeats: int) -> di
         close_channels(start, share)
         layout = Layout.from_module(start)
         weights = layout.flatten(dict([*start.named_parameters(), *start.named_buffers()]))
-        site = Site("site", NetworkTask(lambda: case.build_network(gates=gates)), data, layout, 1)
+        site = build_site(LocalTask.open("site", NetworkTask(lambda: case.build_network(gates=gates)), data, layout, 1))
         site.weights, live = zero_closed_groups(layout, weights) if for_good else (weights, Mask.full(layout.size))
         method = METHODS["metagater"](METHODS["metagater"].Config(adapt_lr=1e-3), layout)
         return lambda: method.adapt(site, live)

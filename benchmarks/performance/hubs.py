@@ -23,9 +23,10 @@ from flare_sparse.methods.registry import METHODS
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
 from flare_sparse.rounds.federation import HubRules, RoundRules
 from flare_sparse.rounds.federation.tree import sum_link_bytes
-from flare_sparse.rounds.local.dry_run import DrySite
+from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.rounds.local.run import Course, Transport, run_locally
 from flare_sparse.tasks.task import Metric
+from flare_sparse.training import Site
 
 
 def main() -> int:
@@ -69,7 +70,7 @@ def run(
     settings = {"rounds": options.rounds, "sparsity": options.sparsity}
     method = neurosfl(neurosfl.Config.model_validate(settings), layout, 1)
     # Unequal numbers of examples: with equal ones, an error in the weights would not show.
-    sites = {name: DrySite(name, layout, examples=50 + 37 * k % 411) for k, name in enumerate(names)}
+    sites = {name: Site(name, DryTrainer(name, layout, examples=50 + 37 * k % 411)) for k, name in enumerate(names)}
     began = time.perf_counter()
     outcome, ledger = run_locally(
         method,

@@ -28,7 +28,7 @@ from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import Examples, SiteData
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, build_site
 from flare_sparse.wire.ledger import Ledger
 
 BOUND = 1.25
@@ -46,7 +46,9 @@ class Rounds:
         rows = rows[:: len(rows) // (2 * options.examples)]
         examples = task.load(SiteData("site-1", options.data, rows), 1)
         train = torch.utils.data.Subset(examples.train, range(options.examples))
-        site = Site("site-1", task, Examples(train, torch.utils.data.Subset(examples.test, [])), layout, 1)
+        site = build_site(
+            LocalTask.open("site-1", task, Examples(train, torch.utils.data.Subset(examples.test, [])), layout, 1)
+        )
         training = {"epochs": 5, "batch_size": 32, "optimizer": "adamw", "lr": 5e-4, "weight_decay": 0.01}
         config = {"rounds": 1000, "training": training, **settings}
         self.method = METHODS[name](METHODS[name].Config.model_validate(config), layout, 1)

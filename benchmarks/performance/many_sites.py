@@ -42,10 +42,11 @@ from flare_sparse.rounds.endpoints.site_state import RequestId
 from flare_sparse.rounds.endpoints.site_sums import SiteSums
 from flare_sparse.rounds.endpoints.update_store import UpdateStore
 from flare_sparse.rounds.federation import Federation, Reply, RoundRules
-from flare_sparse.rounds.local.dry_run import DrySite
+from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.rounds.local.run import build_sums
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Metric
+from flare_sparse.training import Site, Training
 from flare_sparse.wire.codec import read_sequence
 from flare_sparse.wire.ledger import Ledger
 
@@ -100,13 +101,13 @@ class Figures:
     server_s: float
 
 
-class ManySites(DrySite):
+class ManySites(DryTrainer):
     """One site that plays many: its delta is scaled by a factor of the one that it plays."""
 
     factor = 1.0
 
-    def _perturb(self, start: Tensor) -> Tensor:
-        return start + self._step * self.factor
+    def train(self, training: Training) -> Tensor:
+        return training.trainable.take(training.start + self._step * self.factor)
 
 
 def build_job(model: str) -> tuple[Method[Any, Any], Tensor]:
@@ -124,7 +125,8 @@ def serve_sites(connection: Connection, model: str, sums: Mapping[str, SiteSums]
     """Answer requests and questions of sums for all sites, until the server's process ends."""
     torch.set_num_threads(1)
     method, _ = build_job(model)
-    site = ManySites("site", method.layout, SEED)
+    trainer = ManySites("site", method.layout, SEED)
+    site = Site("site", trainer)
     endpoint = SiteEndpoint(site, method, RUN, "float32")
     while True:
         kind, names, data = connection.recv()
@@ -135,7 +137,7 @@ def serve_sites(connection: Connection, model: str, sums: Mapping[str, SiteSums]
             continue
         request = endpoint.receive(data, None)
         for number, name in enumerate(names):
-            site.factor = 1 + number / len(names)
+            trainer.factor = 1 + number / len(names)
             update = endpoint.answer(request)
             if sums:
                 request_id = RequestId(request.kind, request.round)

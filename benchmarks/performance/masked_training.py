@@ -29,7 +29,7 @@ from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.core.mask import Mask
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import LocalTask, TrainingConfig, build_site
 
 BOUND = 1.03
 NETWORKS: dict[str, tuple[tuple[int, ...], int]] = {
@@ -90,7 +90,7 @@ def build_variants(name: str, optimizer: str, steps: int) -> dict[str, Callable[
     volumes = torch.randn(steps * batch_size, 1, *shape, generator=draw)
     data = TensorDataset(volumes, torch.zeros(len(volumes), 1))
     layout, start = build_initial_model(task, 1)
-    site = Site("site-1", task, Examples(data, data), layout, 1)
+    site = build_site(LocalTask.open("site-1", task, Examples(data, data), layout, 1))
     config: Any = TrainingConfig(epochs=1, batch_size=batch_size, optimizer=optimizer, lr=1e-4, compute="dense")
     noise, network = torch.rand(layout.size, generator=draw), task.model()
     maskable = Mask.from_preset(layout, "conv_linear_weights").bits

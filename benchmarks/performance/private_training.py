@@ -31,7 +31,7 @@ from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import LocalTask, Site, SitePrivacy, TrainingConfig, build_site
 
 NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "mlp": ({"features": 193}, (193,), 64),
@@ -81,11 +81,13 @@ def build_variants(name: str, steps: int) -> dict[str, Callable[[], Any]]:
         mask = Mask(~maskable | (scores >= sparsity))
         vector = start.where(mask.bits, 0.0)
         for kind in ("plain", "private"):
-            site = Site("site-1", task, Examples(data, data), layout, 1)
+            mechanism = None
             if kind == "private":
                 privacy = PrivacyConfig(epsilon=None, noise_multiplier=1.0)
                 plan = SamplingPlan.build(count, batch_size, 1, 1)
-                site.mechanism = SiteMechanism(privacy, plan, PrivacyAccount(), "0" * 16, "job")
+                mechanism = SiteMechanism(privacy, plan, PrivacyAccount(), "0" * 16, "job")
+            local = LocalTask.open("site-1", task, Examples(data, data), layout, 1)
+            site = build_site(local, privacy=SitePrivacy(mechanism))
             variants[f"{kind} {sparsity:.0%}"] = build_training(site, vector, mask, config)
     return variants
 

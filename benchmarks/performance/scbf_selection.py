@@ -26,7 +26,7 @@ from flare_sparse.methods.scores.scbf.groups import Groups
 from flare_sparse.methods.scores.scbf.selection import build_groups
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import LocalTask, TrainingConfig, build_site
 
 BOUND = 0.02
 
@@ -97,7 +97,7 @@ def time_epoch(
 ) -> tuple[float, Tensor]:
     """Return the seconds of a local epoch, and its delta."""
     data = TensorDataset(inputs, torch.rand(len(inputs), 1).round())
-    site = Site("site-1", RandomTask(make), Examples(data, data), layout, 0)
+    site = build_site(LocalTask.open("site-1", RandomTask(make), Examples(data, data), layout, 0))
     weights = layout.flatten(dict([*(m := make()).named_parameters(), *m.named_buffers()]))
     config = TrainingConfig(epochs=1, batch_size=batch, optimizer="sgd", lr=0.01)
     results: list[Tensor] = []

@@ -102,7 +102,7 @@ def test_budget_of_metrics_is_for_the_models_that_are_evaluated(
     private = {"epsilon": 3, "metrics": "noised", "metric_bounds": {"brier": 1}}
     method = {"name": "fedavg", "rounds": 5, "evaluate_every": every}
     job = parse_job({**serialize_job(config.job), "method": method, "privacy": private})
-    release = open_site(assemble(job), SiteData("a", tmp_path / "stays.csv")).metric_release
+    release = open_site(assemble(job), SiteData("a", tmp_path / "stays.csv")).trainer.metric_release
     assert release is not None
     assert release.releases == releases
 
@@ -154,7 +154,7 @@ def test_mean_and_spread_of_a_sites_targets_stay_there_from_the_start(tmp_path: 
     site = open_site(assembly, SiteData("a", tmp_path / "ages.csv"))
     site.evaluate(assembly.weights)
     layout, vector = site.evaluated or pytest.fail("nothing was evaluated")
-    ages = torch.stack([age for _, age in site.examples.train])
+    ages = torch.stack([age for _, age in site.trainer.examples.train])
     expected = [ages.mean().item(), ages.std(correction=0).item()]
     assert layout.unflatten(vector)["target.statistics"].tolist() == pytest.approx(expected)
     # Elsewhere, and at the server, they are unknown.

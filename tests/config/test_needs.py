@@ -107,7 +107,7 @@ def test_pair_runs_for_a_round_or_is_refused_with_both_names(name: str, feature:
     config = build_config(feature.example, method)
     assert feature.is_used(config)
     if config.task.key == "script":
-        # Scripts are run by every method that the table allows in tests/training/test_script_site.py.
+        # Scripts are run by every method that the table allows in tests/training/test_script_trainer.py.
         return
     task = choose_task(name, config)
     assembly = assemble(config, task)

@@ -113,7 +113,7 @@ def test_training_counts_where_the_record_of_its_layers_cannot_be_written(tmp_pa
     session.log_warning = lambda fl_ctx, text: warnings.append(text)  # type: ignore[method-assign, assignment]
     bench = ToyBench()
     site = bench.site(1)
-    site.layer_compute["0"] = "sparse"
+    site.trainer.layer_compute["0"] = "sparse"
     session._endpoint = SiteEndpoint(site, bench.method("fedavg"), RUN, "float32")
     folder.write_text("a file where the folder should be")
     session.record_layer_compute(fl_ctx)

@@ -28,7 +28,7 @@ from flare_sparse.results.runs.folder import RunFolder
 from flare_sparse.results.runs.model_files import read_model
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.local.dry_run import DrySite
+from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.tasks.adaptation import AdaptableTask
 from flare_sparse.tasks.models.base import seed_initialization
 from flare_sparse.training import Site
@@ -147,7 +147,7 @@ def test_message_for_another_base_model_is_rejected(configuration: Path, models_
     attempt = ServerEndpoint(server.layout, server.run_id, "float32", Ledger()).encode_requests(
         server.method.ask(server.method.init(server.weights, ["site-1"]), ["site-1"]) or {}
     )
-    endpoint = SiteEndpoint(DrySite("site-1", site.layout), site.method, site.run_id, "float32")
+    endpoint = SiteEndpoint(Site("site-1", DryTrainer("site-1", site.layout)), site.method, site.run_id, "float32")
     with pytest.raises(RejectedMessage, match="E_LAYOUT"):
         endpoint.receive(attempt.messages["site-1"])
 

@@ -119,7 +119,7 @@ def test_regrowth_scores_with_running_statistics(bench: Any) -> None:
     module = bench.task.model()
     module.load_state_dict({**module.state_dict(), **bench.layout.unflatten(weights)})
     module.eval()
-    bench.task.loss(module, site._examples.train.tensors).backward()
+    bench.task.loss(module, site.trainer.examples.train.tensors).backward()
     expected = torch.cat([parameter.grad.abs().flatten() for parameter in module.parameters()])
     torch.testing.assert_close(scores[: bench.layout.trainable_size], expected)
 

@@ -25,7 +25,7 @@ from flare_sparse.methods.traffic.base import FINETUNE
 from flare_sparse.rounds.endpoints.server import SERVER
 from flare_sparse.rounds.federation import RoundRules
 from flare_sparse.tasks.task import VALIDATION
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import Site, SitePrivacy, TrainingConfig
 from flare_sparse.training.personal import PERSONAL
 
 AVERAGING = ["fedavg", "fedavg_ft", "neurosfl", "fedsparsify"]
@@ -81,17 +81,17 @@ def test_site_whose_metrics_stay_at_home_chooses_the_same_model_without_its_test
     bench, site = open_site()
     full = Mask.full(bench.layout.size)
     expected = fine_tune(site, full, trainings, 4)
-    _, silent = open_site()
-    silent.sends_metrics = False
-    sizes, evaluate = [], silent.task.evaluate
+    silent = bench.site(1, privacy=SitePrivacy(sends_metrics=False))
+    silent.weights = bench.weights.clone()
+    sizes, evaluate = [], bench.task.evaluate
 
     def count_examples(network: Any, dataset: Any) -> dict[str, float]:
         sizes.append(len(dataset))
         return evaluate(network, dataset)
 
-    monkeypatch.setattr(silent.task, "evaluate", count_examples)
+    monkeypatch.setattr(bench.task, "evaluate", count_examples)
     assert torch.equal(fine_tune(silent, full, trainings, 4), expected)
-    assert sizes == [silent.num_validation_examples] * 4
+    assert sizes == [silent.trainer.num_validation_examples] * 4
 
 
 def test_site_keeps_the_received_model_where_fine_tuning_harms_it() -> None:

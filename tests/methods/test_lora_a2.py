@@ -18,7 +18,7 @@ from flare_sparse.methods.scores.ranks import Factor, Slots
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
 from flare_sparse.tasks.models.base import seed_initialization
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import Site, TrainingConfig, build_site
 
 RANK = 4
 TRAINING = {"epochs": 1, "optimizer": "adamw", "lr": 0.01, "weight_decay": 0.05, "batch_size": 8}
@@ -99,10 +99,11 @@ def test_learning_rate_ratio_is_that_of_b_alone(optimizer: str, adapted: Any) ->
 
 
 def test_base_model_of_a_site_keeps_its_bits(uneven: Any) -> None:
-    site = uneven.site(1)
-    before = {name: p.clone() for name, p in site._model.module.named_parameters() if not p.requires_grad}
-    uneven.run("lora_a2", {"site-1": site}, rank=2, training=TRAINING)
-    after = dict(site._model.module.named_parameters())
+    local = uneven.open_task(1)
+    network = local.model.module
+    before = {name: p.clone() for name, p in network.named_parameters() if not p.requires_grad}
+    uneven.run("lora_a2", {"site-1": build_site(local)}, rank=2, training=TRAINING)
+    after = dict(network.named_parameters())
     assert len(before) == 8
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 

@@ -12,7 +12,7 @@ from flare_sparse.methods.lora_a2 import LoRAA2
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import Examples
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, build_site
 
 TRAINING = {"epochs": 1, "batch_size": 4, "optimizer": "adamw", "lr": 0.003, "weight_decay": 0.05}
 
@@ -29,8 +29,9 @@ def test_base_model_and_unselected_slots_stay_and_the_ledger_counts_the_selected
     settings = {"shape": (16, 16, 16), "downsample": 1, "adapter": {"rank": 8, "head": "trained"}}
     task = TASKS["brain_age"](settings)
     layout, weights = build_initial_model(task, 1)
-    sites = {f"site-{i}": Site(f"site-{i}", task, brains(i), layout, 1) for i in (1, 2)}
-    base = {n: p.clone() for n, p in sites["site-1"]._model.module.named_parameters() if "lora" not in n}
+    tasks = [LocalTask.open(f"site-{i}", task, brains(i), layout, 1) for i in (1, 2)]
+    sites, network = {local.name: build_site(local) for local in tasks}, tasks[0].model.module
+    base = {n: p.clone() for n, p in network.named_parameters() if "lora" not in n}
     config = {"rounds": 2, "rank": 2, "budget": budget, "training": TRAINING}
     method = LoRAA2(LoRAA2.Config.model_validate(config), layout, 1)
     outcome, ledger = run_locally(method, weights, sites, task.metric)
@@ -38,10 +39,10 @@ def test_base_model_and_unselected_slots_stay_and_the_ledger_counts_the_selected
     assert slots.num_modules == 6
     assert [a.get_slot_width("A") for a in slots.adapters] == [27, 16 * 27, 32 * 27, 64 * 27, 64 * 27, 64]
     assert [a.get_slot_width("B") for a in slots.adapters] == [16, 32, 64, 64, 64, 32]
-    after = dict(sites["site-1"]._model.module.named_parameters())
+    after = dict(network.named_parameters())
     assert all(torch.equal(value, after[name]) for name, value in base.items() if "modules_to_save" not in name)
     up = {(line.round, line.site): line.scalars_sent for line in ledger.lines if line.direction == "up"}
-    again = {name: Site(name, task, brains(int(name[-1])), layout, 1) for name in sites}
+    again = {name: build_site(LocalTask.open(name, task, brains(int(name[-1])), layout, 1)) for name in sites}
     state = method.init(weights, [])
     for t in (1, 2):
         active = method.get_active_factor(t)

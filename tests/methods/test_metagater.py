@@ -25,7 +25,7 @@ from flare_sparse.rounds.federation import Outcome
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models import ModelConfig
 from flare_sparse.tasks.task import Examples, Task
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, build_site
 from flare_sparse.wire.ledger import Ledger
 
 FULL_BATCH = {"optimizer": "sgd", "lr": 0.3, "batch_size": 1000}
@@ -79,7 +79,7 @@ class Net:
             self.weights.fill_(start)
 
     def site(self, name: str) -> Site:
-        return Site(name, self.task, self.examples[name], self.layout, 1)
+        return build_site(LocalTask.open(name, self.task, self.examples[name], self.layout, 1))
 
     def method(self, name: str = "metagater", **settings: Any) -> Any:
         settings = {"rounds": 3, "lasso": 0, "training": FULL_BATCH, **settings}
@@ -209,7 +209,7 @@ def test_one_local_step_gives_the_mean_gradient(gated: Net) -> None:
     method, sites = gated.method(), {name: gated.site(name) for name in gated.examples}
     state = method.init(gated.weights, sorted(sites))
     delta = torch.stack([u.patch.to_vector() for u in collect_updates(method, state, sites)]).mean(0)
-    gradients = [next(s.compute_gradients(gated.weights, 1000, 1, 1)) for s in sites.values()]
+    gradients = [next(s.trainer.compute_gradients(gated.weights, 1000, 1, 1))[0] for s in sites.values()]
     assert torch.allclose(-0.2 * delta, 0.2 * 0.3 * torch.stack(gradients).mean(0), atol=1e-6)
 
 
@@ -288,7 +288,7 @@ def test_first_stage_keeps_the_backbone_and_second_the_gates_bit_for_bit(gated: 
     adapted = method.adapt(site, Mask.full(method.layout.size))
     assert torch.equal(adapted[phi.bits], first[phi.bits])
     assert not torch.equal(adapted[theta.bits], gated.weights[theta.bits])
-    gradient = next(site.compute_gradients(first, 1000, 1, 0))
+    gradient, _ = next(site.trainer.compute_gradients(first, 1000, 1, 0))
     assert torch.allclose(adapted[theta.bits], (first - 0.5 * gradient)[theta.bits], atol=1e-6)
 
 

@@ -82,7 +82,7 @@ def test_signed_weighted_full_batch_scores_equal_snip_of_the_pooled_loss(plain: 
     s1, s2 = (compute_saliency(site, plain.weights, **settings) for site in (one, two))
     module = plain.task.model()
     weights = plain.weights.clone().requires_grad_()
-    pairs = [site._examples.train.tensors for site in (one, two)]
+    pairs = [site.trainer.examples.train.tensors for site in (one, two)]
     x, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     output = torch.func.functional_call(module, plain.layout.unflatten(weights), x)
     (gradient,) = torch.autograd.grad(torch.nn.functional.mse_loss(output, y), weights)
@@ -117,7 +117,7 @@ def test_score_is_the_derivative_by_a_multiplicative_mask(plain: Any) -> None:
     site = plain.site(1)
     score = compute_saliency(site, plain.weights, batch_size=64, batches=1, t=0)
     gate = torch.ones(plain.layout.size, requires_grad=True)
-    x, y = site._examples.train.tensors
+    x, y = site.trainer.examples.train.tensors
     tensors = plain.layout.unflatten(plain.weights * gate)
     loss = torch.nn.functional.mse_loss(torch.func.functional_call(plain.task.model(), tensors, x), y)
     (derivative,) = torch.autograd.grad(loss, gate)

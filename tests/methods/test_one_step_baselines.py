@@ -20,7 +20,7 @@ from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models import build_model
 from flare_sparse.tasks.task import Examples
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, build_site
 
 SGD = {"optimizer": "sgd", "lr": 0.2, "batch_size": 1000}
 
@@ -44,7 +44,12 @@ def build_quadratic_site() -> tuple[Site, torch.Tensor, torch.Tensor, torch.Tens
     task = Quadratic()
     layout, weights = build_initial_model(task, 1)
     a, b = torch.randn(12, 3), torch.randn(12, 1)
-    return Site("site-1", task, Examples(TensorDataset(a, b), TensorDataset(a, b)), layout, 1), weights, a, b
+    return (
+        build_site(LocalTask.open("site-1", task, Examples(TensorDataset(a, b), TensorDataset(a, b)), layout, 1)),
+        weights,
+        a,
+        b,
+    )
 
 
 def build_image_site() -> tuple[Site, torch.Tensor]:
@@ -52,7 +57,7 @@ def build_image_site() -> tuple[Site, torch.Tensor]:
     layout, weights = build_initial_model(task, 1)
     x = torch.randn(12, 1, 8, 8)
     data = TensorDataset(x, x.mean((1, 2, 3)).unsqueeze(1))
-    site = Site("site-1", task, Examples(data, data), layout, 1)
+    site = build_site(LocalTask.open("site-1", task, Examples(data, data), layout, 1))
     site.weights = weights.clone()
     return site, weights
 
@@ -79,7 +84,7 @@ def test_meta_gradient_on_a_quadratic_is_exact(variant: str) -> None:
 def test_per_fedavg_improves_the_adapted_model() -> None:
     site, w, _, _ = build_quadratic_site()
     federated = build_method("per_fedavg", site, rounds=5, local_steps=2, adapt_lr=0.1, variant="hessian_free")
-    outcome, _ = run_locally(federated, w, {"site-1": site}, site.task.metric)
+    outcome, _ = run_locally(federated, w, {"site-1": site}, site.trainer.task.metric)
     site.weights = w.clone()
     started = site.evaluate(federated.adapt(site, Mask.full(3)))["mse"]
     assert outcome.evaluation.sites["site-1"]["mse"] < started
@@ -126,7 +131,7 @@ def test_per_fedavg_updates_running_statistics_and_no_other_entry_twice(bench: A
     site.weights = bench.weights
     request = method.ask(method.init(bench.weights, ["site-1"]), ["site-1"])["site-1"].request
     after = bench.layout.unflatten(method.answer(request, site).patch.to_vector())
-    x = site._examples.train.tensors[0]
+    x = site.trainer.examples.train.tensors[0]
     before = bench.layout.unflatten(bench.weights)
     hidden = torch.nn.functional.linear(x, before["0.weight"], before["0.bias"])
     torch.testing.assert_close(after["1.running_mean"], hidden.mean(0), rtol=0.02, atol=0.01)
@@ -153,7 +158,7 @@ def test_metasnip_prunes_the_channels_of_lowest_saliency() -> None:
     """Score of a filter: sum of |w * grad| over filter and bias; 34 % of 6 channels are 2."""
     site, weights = build_image_site()
     snip = build_method("metasnip", site, sparsity=0.34, layers=["1.0.conv"], adapt_lr=0.1)
-    gradient = next(site.compute_gradients(weights, 1000, 1, 0))
+    gradient, _ = next(site.trainer.compute_gradients(weights, 1000, 1, 0))
     named = {k: (weights * gradient).abs()[v] for k, v in list_indices(site).items()}
     scores = named["1.0.conv.weight"].reshape(6, -1).sum(1) + named["1.0.conv.bias"]
     expected = sorted(scores.argsort()[:2].tolist())
@@ -176,10 +181,10 @@ def test_metasnip_prunes_the_output_channels_of_a_transposed_convolution() -> No
     layout, weights = build_initial_model(task, 1)
     x = torch.randn(6, 1, 8, 8)
     data = TensorDataset(x, x.mean((1, 2, 3)).unsqueeze(1))
-    site = Site("site-1", task, Examples(data, data), layout, 1)
+    site = build_site(LocalTask.open("site-1", task, Examples(data, data), layout, 1))
     site.weights = weights.clone()
     snip = build_method("metasnip", site, sparsity=0.34, layers=["1"])
-    scores = layout.unflatten((weights * next(site.compute_gradients(weights, 1000, 1, 0))).abs())
+    scores = layout.unflatten((weights * next(site.trainer.compute_gradients(weights, 1000, 1, 0))[0]).abs())
     blocks = scores["1.weight"].reshape(2, 2, 3, 9).sum((1, 3)).flatten() + scores["1.bias"]
     expected = torch.zeros(2, 1, 3, 1, dtype=torch.bool)
     expected.view(6)[blocks.argsort()[:2]] = True

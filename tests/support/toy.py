@@ -20,7 +20,7 @@ from flare_sparse.rounds.local.run import run_locally
 from flare_sparse.tasks.models.adapters import AdapterConfig, add_adapters
 from flare_sparse.tasks.models.base import seed_initialization
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, build_site
 from flare_sparse.training.personal import Personal, select_personal
 from flare_sparse.wire.ledger import Ledger
 
@@ -116,13 +116,17 @@ class ToyBench:
         self.layout = network.drop(self.kept)
         self.weights = self.layout.flatten(tensors)
 
-    def site(self, index: int, examples: int = 24, data: int | None = None) -> Site:
-        """Return ``site-{index}`` with ``examples`` training and 8 test examples, drawn from the seed ``data``."""
+    def open_task(self, index: int, examples: int = 24, data: int | None = None) -> LocalTask:
+        """Return the task at ``site-{index}``; its examples and 8 test examples are drawn from the seed ``data``."""
         generator = torch.Generator().manual_seed(index if data is None else data)
         x = torch.randn(examples + 8 + self.validation, 12, generator=generator)
         parts = [TensorDataset(part, part[:, :3].sum(1, keepdim=True)) for part in x.tensor_split([8, 8 + examples])]
         split = Examples(parts[1], parts[0], validation=parts[2] if self.validation else None)
-        return Site(f"site-{index}", self.task, split, self.layout, self.seed, personal=self.kept)
+        return LocalTask.open(f"site-{index}", self.task, split, self.layout, self.seed)
+
+    def site(self, index: int, examples: int = 24, data: int | None = None, **options: Any) -> Site:
+        """Return ``site-{index}``, with the options of ``build_site``."""
+        return build_site(self.open_task(index, examples, data), personal=self.kept, **options)
 
     def sites(self, count: int = 3) -> dict[str, Site]:
         """Return sites by name; the first has 24 training examples, each next one 8 more."""

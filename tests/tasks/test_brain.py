@@ -19,7 +19,7 @@ from flare_sparse.core.errors import DataError
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.registry import TASKS
 from flare_sparse.tasks.task import SiteData, Task, iterate_minibatches
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, build_site
 
 SHAPE = (16, 20, 16)
 SMALL = {"shape": SHAPE, "downsample": 1, "model": {"name": "brain_age_cnn_3mm", "channels": [2, 2, 2], "reduced": 2}}
@@ -90,7 +90,8 @@ def test_site_sends_the_statistics_of_its_training_voxels(brains: Path) -> None:
     voxels = task(model={"name": "voxel_mlp", "hidden": [2]}, normalization="brain_first", downsample=4)
     layout, _ = build_initial_model(voxels, seed=0)
     examples = voxels.load(SiteData("site-1", brains), seed=0)
-    sent = layout.unflatten(Site("site-1", voxels, examples, layout, seed=0).compute_statistics())["2.statistics"]
+    site = build_site(LocalTask.open("site-1", voxels, examples, layout, seed=0))
+    sent = layout.unflatten(site.trainer.compute_statistics(site.weights))["2.statistics"]
     volumes = torch.stack([examples.train[i][0] for i in range(8)])
     # 4x5x4 voxels, of which the two halves are averaged.
     halves = ((volumes + volumes.flip(2)) / 2)[:, 0, :2].flatten(1).double()

@@ -20,7 +20,7 @@ from flare_sparse.tasks.case_metrics import measure_case
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.tasks.segmentation import Segmentation
 from flare_sparse.tasks.task import SiteData
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import LocalTask, TrainingConfig, build_site
 
 SETTINGS: dict[str, Any] = {
     "classes": {"core": 1, "rim": [2, 3]},
@@ -165,12 +165,16 @@ def test_prediction_and_metrics_are_on_the_grid_of_the_image(tmp_path: Path) -> 
 def test_site_of_one_shape_trains_and_evaluates_like_any_other(tmp_path: Path) -> None:
     path = write_phantoms(tmp_path / "p", 1, 4, 0, (16, 20, 16), labels=True)
     task = Segmentation({**SETTINGS, "classes": {"grey": 1, "white": 2, "ventricles": 3}})
-    site = Site("site-1", task, task.load(SiteData("site-1", path), 0), layout := Layout.from_module(task.model()), 0)
+    site = build_site(
+        LocalTask.open(
+            "site-1", task, task.load(SiteData("site-1", path), 0), layout := Layout.from_module(task.model()), 0
+        )
+    )
     start = layout.flatten(dict(task.model().named_parameters()))
     config = TrainingConfig(batch_size=2, lr=1e-2)
     trained = site.train(start, Mask.full(layout.size), config, 1)
     assert not torch.equal(trained, start)
-    assert site.usage.examples == 3
+    assert site.trainer.usage.examples == 3
     metrics = site.evaluate(trained)
     assert metrics["test_examples"] == 1
     assert set(metrics) > {"dice_grey", "dice_white", "dice_ventricles", "hd95_ventricles"}

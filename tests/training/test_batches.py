@@ -15,7 +15,7 @@ from flare_sparse.core.errors import ConfigError, DataError
 from flare_sparse.core.mask import Mask
 from flare_sparse.methods.scores.snip import compute_saliency
 from flare_sparse.tasks.task import Examples, Task
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import LocalTask, Site, TrainingConfig, build_site
 
 SGD = {"optimizer": "sgd", "lr": 0.1}
 
@@ -42,11 +42,11 @@ class Volumes(Recording):
         )
 
 
-def build_site(task: Task, examples: int) -> tuple[Site, torch.Tensor]:
+def open_site(task: Task, examples: int) -> tuple[Site, torch.Tensor]:
     layout, weights = build_initial_model(task, 1)
     x = torch.randn(examples, 12, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x[:, :1])
-    return Site("site-1", task, Examples(data, data), layout, 1), weights
+    return build_site(LocalTask.open("site-1", task, Examples(data, data), layout, 1)), weights
 
 
 @pytest.mark.parametrize(
@@ -57,19 +57,20 @@ def build_site(task: Task, examples: int) -> tuple[Site, torch.Tensor]:
 def test_last_example_joins_the_minibatch_before_where_the_network_needs_it(
     task: Recording, examples: int, sizes: list[int]
 ) -> None:
-    site, start = build_site(task, examples)
+    site, start = open_site(task, examples)
     site.train(start, Mask.full(start.numel()), TrainingConfig(batch_size=4, epochs=2, **SGD), 1)
     trained = task.sizes[-2 * len(sizes) :]
     task.sizes.clear()
-    assert len(list(site.compute_gradients(start, 4, None, 1))) == len(sizes)
+    assert len(list(site.trainer.compute_gradients(start, 4, None, 1))) == len(sizes)
     assert trained == [*sizes, *sizes]
     assert task.sizes == sizes
-    assert site.usage.examples == examples
+    assert site.trainer.usage.examples == examples
 
 
 def test_mean_gradient_weighs_a_joined_minibatch_by_its_examples() -> None:
-    site, start = build_site(Recording(), 9)
-    small, large = site.compute_gradients(start, 4, None, 1)
+    site, start = open_site(Recording(), 9)
+    (small, one), (large, other) = site.trainer.compute_gradients(start, 4, None, 1)
+    assert (one, other) == (1.0, 5 / 4)
     expected = (4 * small * start + 5 * large * start) / 9
     mean = compute_saliency(site, start, batch_size=4, batches=None, t=1, signed=True)
     torch.testing.assert_close(mean, expected)
@@ -77,7 +78,7 @@ def test_mean_gradient_weighs_a_joined_minibatch_by_its_examples() -> None:
 
 def test_finding_out_leaves_the_training_its_bits() -> None:
     """The first training of a site tries one example; the second does not."""
-    site, start = build_site(Toy(), 9)
+    site, start = open_site(Toy(), 9)
     config, full = TrainingConfig(batch_size=4, **SGD), Mask.full(start.numel())
     assert torch.equal(site.train(start, full, config, 1), site.train(start, full, config, 1))
 
@@ -86,12 +87,12 @@ def test_finding_out_leaves_the_training_its_bits() -> None:
 def test_training_that_batch_normalisation_rules_out_names_the_remedy(
     examples: int, batch_size: int, error: type[Exception]
 ) -> None:
-    site, start = build_site(Toy(), examples)
+    site, start = open_site(Toy(), examples)
     config = TrainingConfig(batch_size=batch_size)
     with pytest.raises(error, match="2"):
         site.train(start, Mask.full(start.numel()), config, 1)
 
 
 def test_single_example_trains_a_network_without_batch_normalisation() -> None:
-    site, start = build_site(Plain(), 1)
+    site, start = open_site(Plain(), 1)
     assert not torch.equal(site.train(start, Mask.full(start.numel()), TrainingConfig(batch_size=1), 1), start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.task import Examples
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import LocalTask, Site, Trainer, Training, TrainingConfig, build_site
 from flare_sparse.training import compute as compute_module
-from flare_sparse.training.compute import can_use_kernels, use_compute
+from flare_sparse.training.compute import SparseComputeTrainer, can_use_kernels
 from flare_sparse.training.flat import FlatModel
 from flare_sparse.training.personal import PERSONAL, select_personal
 
@@ -52,7 +53,7 @@ def site() -> Site:
     task = VolumeTask()
     data = TensorDataset(torch.randn(8, 1, 6, 6, 6), torch.randn(8))
     layout = Layout.from_module(task.model())
-    return Site("site-1", task, Examples(data, data), layout, seed=3)  # type: ignore[arg-type]
+    return build_site(LocalTask.open("site-1", task, Examples(data, data), layout, seed=3))  # type: ignore[arg-type]
 
 
 def test_sparse_training_ends_near_dense_training_and_keeps_entries_off(
@@ -73,18 +74,38 @@ def test_sparse_training_ends_near_dense_training_and_keeps_entries_off(
     assert float((trained["sparse"] - trained["dense"]).abs().max()) < 1e-4
     assert float((trained["dense"] - start).abs().max()) > 1e-2
     assert torch.equal(trained["sparse"][~bits], start[~bits])
-    assert site.layer_compute == {"0": "sparse", "4": "sparse", "8": "sparse"}
+    assert site.trainer.layer_compute == {"0": "sparse", "4": "sparse", "8": "sparse"}
 
 
 def test_frozen_weights_that_are_not_zero_are_computed(site: Site) -> None:
-    model = FlatModel(VolumeTask().model(), site.layout)
     start, bits = torch.zeros(site.layout.size), torch.zeros(site.layout.size, dtype=torch.bool)
     start[5], bits[7] = 2.0, True
     trainable = Mask(bits)
-    for support, expected in ((None, [5, 7]), (trainable, [7])):
-        with use_compute("auto", model, start, trainable, support):
-            block = vars(model.module[0])["forward"]
-        assert block.live.flatten().nonzero().flatten().tolist() == expected
+    recording = BlockRecorder(site.layout)
+    sparse = SparseComputeTrainer(recording, recording.model)
+    for patch in (None, Patch.from_vector(start, trainable)):
+        sparse.train(Training(start, trainable, TrainingConfig(), 1, patch=patch))
+    assert recording.live == [[5, 7], [7]]
+
+
+class BlockRecorder(Trainer):
+    """Does not train: it records the live weights of the first layer's block, if it has one."""
+
+    num_examples = 8
+
+    def __init__(self, layout: Layout):
+        super().__init__(layout)
+        self.model = FlatModel(VolumeTask().model(), layout)
+        self.live: list[Any] = []
+
+    def train(self, training: Training) -> torch.Tensor:
+        with training.within():
+            block = vars(self.model.module[0]).get("forward")
+        self.live.append(block and block.live.flatten().nonzero().flatten().tolist())
+        return training.trainable.take(training.start)
+
+    def evaluate(self, weights: torch.Tensor, memory: Any) -> dict[str, float]:
+        return {}
 
 
 def test_missing_numba_means_dense_or_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,11 +129,12 @@ def test_kernels_on_a_gpu_are_refused_in_the_configuration_with_both_remedies() 
     assert TrainingConfig(compute="sparse", device="cpu").compute == "sparse"
 
 
-def test_context_of_dense_computation_changes_nothing(site: Site) -> None:
-    model = FlatModel(VolumeTask().model(), site.layout)
-    full = Mask.full(site.layout.size)
-    with use_compute("dense", model, torch.zeros(site.layout.size), full):
-        assert all("forward" not in vars(part) for part in model.module.modules())
+@pytest.mark.parametrize("settings", [{"compute": "dense"}, {"precision": "bfloat16"}])
+def test_dense_computation_installs_no_block(site: Site, settings: dict[str, Any]) -> None:
+    recording = BlockRecorder(site.layout)
+    sparse, start = SparseComputeTrainer(recording, recording.model), torch.zeros(site.layout.size)
+    sparse.train(Training(start, Mask.full(site.layout.size), TrainingConfig(**settings), 1))
+    assert recording.live == [None]
 
 
 def test_choice_of_each_layer_is_known_after_the_training(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +142,9 @@ def test_choice_of_each_layer_is_known_after_the_training(site: Site, monkeypatc
     start = torch.randn(site.layout.size, generator=torch.Generator().manual_seed(1))
     config = TrainingConfig(batch_size=4, compute="dense")
     site.train(start, Mask.full(site.layout.size), config, 1)
-    assert site.layer_compute == {}
+    assert site.trainer.layer_compute == {}
     site.train(start, Mask.full(site.layout.size), config.model_copy(update={"compute": "auto"}), 1)
-    assert site.layer_compute == {"0": "sparse", "4": "dense", "8": "dense"}
+    assert site.trainer.layer_compute == {"0": "sparse", "4": "dense", "8": "dense"}
 
 
 def test_personal_norm_between_sparse_layers_trains_as_with_dense_computation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +161,7 @@ def test_personal_norm_between_sparse_layers_trains_as_with_dense_computation(mo
     start = layout.flatten({name: tensor.detach() for name, tensor in tensors.items()}) * bits
     results = {}
     for compute in ("dense", "sparse"):
-        local = Site("site-1", task, Examples(data, data), layout, 3, personal=kept)  # type: ignore[arg-type]
+        local = build_site(LocalTask.open("site-1", task, Examples(data, data), layout, 3), personal=kept)  # type: ignore[arg-type]
         config = TrainingConfig(epochs=3, optimizer="sgd", lr=1e-2, batch_size=4, compute=compute)
         local.train(start, Mask(bits), config, 1)
         results[compute] = local.memory[PERSONAL]
@@ -190,7 +212,7 @@ def test_a_layer_that_computed_any_minibatch_sparsely_is_recorded_as_sparse(
     config = TrainingConfig(epochs=1, optimizer="sgd", lr=1e-2, batch_size=3, compute="sparse")
     site.train(torch.zeros(site.layout.size), mask, config, 1)
     # The linear layer is one sample of as many columns as there are examples.
-    assert site.layer_compute == {"0": "sparse", "4": "sparse", "8": "dense"}
+    assert site.trainer.layer_compute == {"0": "sparse", "4": "sparse", "8": "dense"}
 
 
 def test_an_unknown_kind_of_computation_is_refused() -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, build_site
 
 
 class Opener(nn.Module):
@@ -52,8 +52,8 @@ def test_evaluation_reports_the_share_of_closed_gates() -> None:
     layout = Layout.from_module(task.model())
     x = torch.tensor([[1.0, -1.0], [2.0, 3.0], [-1.0, -1.0]])
     data = TensorDataset(x, x[:, :1])
-    site = Site("site-1", task, Examples(data, data), layout, 1)
-    figures = site.evaluate(torch.zeros(layout.size))
+    local = LocalTask.open("site-1", task, Examples(data, data), layout, 1)
+    figures = build_site(local).evaluate(torch.zeros(layout.size))
     assert figures["channel_sparsity"] == pytest.approx(3 / 6)
     assert figures["test_examples"] == 3
-    assert not site._model.module[0].gate._forward_hooks
+    assert not local.model.module[0].gate._forward_hooks

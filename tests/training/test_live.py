@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from flare_sparse.core.errors import ConfigError
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.task import Examples, Task
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import LocalTask, Site, Training, TrainingConfig, build_site
 from flare_sparse.training.flat import FlatModel
 from flare_sparse.training.live import LiveEntries
 from flare_sparse.training.loop import TrainingDiverged, train
@@ -93,42 +92,41 @@ def test_step_has_the_bits_of_a_dense_step(chosen: dict[str, Any], share: float,
     config = TrainingConfig(**chosen)
     expected = train_densely(task, start, trainable, config, proximal, scale)
     received = start.clone()
-    values = train(
-        FlatModel(task.model(), layout), task, build_batches(), received, trainable,
-        partial(config.build_optimizer, t=1), proximal_strength=proximal, clip_norm=config.clip_norm, step_scale=scale,
-    )  # fmt: skip
+    training = Training(received, trainable, config, 1, proximal_strength=proximal, step_scale=scale)
+    values = train(FlatModel(task.model(), layout), task, build_batches(), training)
     assert torch.equal(values.view(torch.int32), trainable.take(expected).view(torch.int32))
     assert torch.equal(received, start)
     assert not torch.equal(values, trainable.take(start))
 
 
-def test_optimizer_state_has_the_size_of_the_trainable_entries() -> None:
+def test_optimizer_state_has_the_size_of_the_trainable_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Toy()
     layout, start = build_initial_model(task, 1)
     trainable = Mask(torch.arange(layout.size) % 10 == 0)
     optimizers = []
 
-    def build_optimizer(weights: nn.Parameter) -> torch.optim.Optimizer:
+    def build_optimizer(config: TrainingConfig, weights: nn.Parameter, t: int) -> torch.optim.Optimizer:
         optimizers.append(torch.optim.Adam([weights]))
         return optimizers[0]
 
+    monkeypatch.setattr(TrainingConfig, "build_optimizer", build_optimizer)
     model = FlatModel(task.model(), layout)
-    train(model, task, build_batches(), start, trainable, build_optimizer)
+    train(model, task, build_batches(), Training(start, trainable, TrainingConfig(), 1))
     count = int(trainable.bits[: layout.trainable_size].sum())
     (state,) = optimizers[0].state.values()
     assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (count,)
     assert all(parameter.grad is None for parameter in model.parameters)
 
 
-def build_site(task: Task) -> tuple[Site, torch.Tensor]:
+def open_site(task: Task) -> tuple[Site, torch.Tensor]:
     layout, start = build_initial_model(task, 1)
     x, y = (torch.cat(parts) for parts in zip(*build_batches(), strict=True))
     data = TensorDataset(x, y)
-    return Site("site-1", task, Examples(data, data), layout, 1), start
+    return build_site(LocalTask.open("site-1", task, Examples(data, data), layout, 1)), start
 
 
 def test_trained_entries_are_those_of_the_trained_weights() -> None:
-    site, start = build_site(Toy())
+    site, start = open_site(Toy())
     for bits in (torch.arange(start.numel()) % 3 == 0, torch.arange(start.numel()) < site.layout.trainable_size):
         trainable = Mask(bits)
         trained = site.train(start, trainable, TrainingConfig(lr=0.1), 1)
@@ -138,7 +136,7 @@ def test_trained_entries_are_those_of_the_trained_weights() -> None:
 
 
 def test_diverged_training_leaves_the_received_model_as_it_was() -> None:
-    site, start = build_site(Plain())
+    site, start = open_site(Plain())
     received = start.clone()
     with pytest.raises(TrainingDiverged):
         site.train(received, Mask(torch.arange(start.numel()) % 2 == 0), TrainingConfig(optimizer="sgd", lr=1e30), 1)
@@ -194,7 +192,7 @@ def test_gradients_of_trainable_entries_are_collected_and_dropped() -> None:
 def test_sparse_gradients_of_an_embedding_train_as_dense_ones(kind: type[nn.Module], share: float) -> None:
     trained = []
     for sparse in (False, True):
-        site, start = build_site(Embedded(kind, sparse))
+        site, start = open_site(Embedded(kind, sparse))
         trainable = Mask(torch.rand(start.numel(), generator=torch.Generator().manual_seed(2)) < share)
         config = TrainingConfig(optimizer="sgd", lr=0.1, momentum=0.9, clip_norm=0.1, accumulate=2)
         trained.append(site.train(start, trainable, config, 1))
@@ -235,7 +233,7 @@ def test_network_that_writes_its_parameters_is_refused(idiom: str) -> None:
         def model(self) -> nn.Module:
             return Bounded(idiom)
 
-    site, start = build_site(BoundedTask())
+    site, start = open_site(BoundedTask())
     if idiom == "computed":
         site.train(start, Mask.full(start.numel()), TrainingConfig(), 1)
         assert site.evaluate(start)["test_examples"] == 32

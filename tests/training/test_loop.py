@@ -14,7 +14,7 @@ from flare_sparse.core.exchange import Patch
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import LocalTask, Site, TrainingConfig, build_site
 from flare_sparse.training.loop import TrainingDiverged
 
 
@@ -43,7 +43,7 @@ def site(task: Task | None = None) -> tuple[Site, torch.Tensor]:
     layout = Layout.from_module(module)
     data = TensorDataset(torch.randn(24, 4), torch.zeros(24, 1))
     start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
-    return Site("site-1", task, Examples(data, data), layout, 1), start
+    return build_site(LocalTask.open("site-1", task, Examples(data, data), layout, 1)), start
 
 
 SETTINGS = [
@@ -135,7 +135,7 @@ def test_proximal_term_keeps_weights_near_the_start() -> None:
 
 def test_computing_gradients_keeps_running_statistics() -> None:
     local, start = site()
-    first, second = (list(local.compute_gradients(start, 8, 3, 0)) for _ in range(2))
+    first, second = ([g for g, _ in local.trainer.compute_gradients(start, 8, 3, 0)] for _ in range(2))
     assert len(first) == 3
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not first[0][local.layout.trainable_size :].any()
@@ -166,12 +166,12 @@ def test_divergence_names_data_that_is_not_finite_instead_of_the_learning_rate(
     x, y = torch.randn(8, 4), torch.zeros(8, 1)
     (x, y)[part][3, 2 if part == 0 else 0] = value
     data = TensorDataset(x, y)
-    broken = Site("site-1", task, Examples(data, data), local.layout, 1)
+    broken = build_site(LocalTask.open("site-1", task, Examples(data, data), local.layout, 1))
     with pytest.raises(TrainingDiverged, match=f"in step 1, because the data is not finite: {message}") as caught:
         broken.train(start, Mask.full(start.numel()), TrainingConfig(batch_size=8), 1)
     assert "lr" not in str(caught.value)
     with pytest.raises(TrainingDiverged, match=f"in stage 1, because the data is not finite: {message}"):
-        broken.step_in_stages(start, [Mask.full(start.numel())], TrainingConfig(batch_size=8))
+        broken.trainer.step_in_stages(start, [Mask.full(start.numel())], TrainingConfig(batch_size=8))
 
 
 def test_learning_rate_decays_by_round() -> None:
@@ -194,12 +194,13 @@ def test_frozen_base_model_keeps_its_weights_statistics_and_integers() -> None:
     layout = Layout.from_module(module)
     draw = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(16, 4, generator=draw), torch.zeros(16, 1))
-    local = Site("site-1", task, Examples(data, data), layout, 1)
-    before = {name: value.clone() for name, value in local._model.module.state_dict().items() if name.startswith("0.")}
+    local_task = LocalTask.open("site-1", task, Examples(data, data), layout, 1)
+    local, network = build_site(local_task), local_task.model.module
+    before = {name: value.clone() for name, value in network.state_dict().items() if name.startswith("0.")}
     start = torch.ones(layout.size)
     trained = local.train(start, Mask.full(layout.size), TrainingConfig(lr=0.1), 1)
-    next(local.compute_gradients(start, 4, 1, 1))
-    after = local._model.module.state_dict()
+    next(local.trainer.compute_gradients(start, 4, 1, 1))
+    after = network.state_dict()
     assert layout.size == 7
     assert not torch.equal(trained, start)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -241,7 +242,7 @@ def test_augmentation_is_determined_by_seed_site_and_round() -> None:
 
     def draw_noise(name: str = "site-1", seed: int = 1, t: int = 1) -> torch.Tensor:
         task = Noisy()
-        local = Site(name, task, Examples(data, data), layout, seed)
+        local = build_site(LocalTask.open(name, task, Examples(data, data), layout, seed))
         # What was trained before, and what torch's own generator did, must not matter.
         torch.rand(len(name))
         local.train(start, Mask.full(layout.size), TrainingConfig(batch_size=8), t)
@@ -262,11 +263,11 @@ def test_augmentation_leaves_order_and_dropout_alone_and_is_of_training_only() -
 
     local, start = site()
     task = Unchanged()
-    other = Site("site-1", task, local.examples, local.layout, 1)
+    other = build_site(LocalTask.open("site-1", task, local.trainer.examples, local.layout, 1))
     full = Mask.full(start.numel())
     assert torch.equal(other.train(start, full, TrainingConfig(), 1), local.train(start, full, TrainingConfig(), 1))
     drawn = len(task.noise)
-    next(other.compute_gradients(start, 8, 1, 0))
+    next(other.trainer.compute_gradients(start, 8, 1, 0))
     other.evaluate(start)
     assert len(task.noise) == drawn == 3
 
@@ -282,7 +283,7 @@ def test_mixed_precision_trains_in_bfloat16_and_keeps_weights_in_float32() -> No
             return outputs.float().square().mean()
 
     layout, data = site()[0].layout, TensorDataset(torch.randn(24, 4), torch.zeros(24, 1))
-    local, start = Site("site-1", Watched(), Examples(data, data), layout, 1), site()[1]
+    local, start = build_site(LocalTask.open("site-1", Watched(), Examples(data, data), layout, 1)), site()[1]
     full, sgd = Mask.full(layout.size), TrainingConfig(optimizer="sgd", lr=0.05)
     exact = local.train(start, full, sgd, 1)
     assert set(formats) == {torch.float32}
@@ -310,7 +311,10 @@ def test_accumulated_minibatches_take_the_step_of_one_large_one() -> None:
     task = Smooth()
     layout = Layout.from_module(task.model())
     data = TensorDataset(torch.randn(24, 4), torch.zeros(24, 1))
-    local, start = Site("site-1", task, Examples(data, data), layout, 1), torch.linspace(-1, 1, layout.size)
+    local, start = (
+        build_site(LocalTask.open("site-1", task, Examples(data, data), layout, 1)),
+        torch.linspace(-1, 1, layout.size),
+    )
     full = Mask.full(layout.size)
     large = local.train(start, full, TrainingConfig(optimizer="sgd", lr=0.1, batch_size=8), 1)
     small = TrainingConfig(optimizer="sgd", lr=0.1, batch_size=4, accumulate=2)
@@ -321,7 +325,10 @@ def test_accumulated_minibatches_take_the_step_of_one_large_one() -> None:
 def test_last_step_follows_the_minibatches_that_remain() -> None:
     task, data = Smooth(), TensorDataset(torch.randn(12, 4), torch.zeros(12, 1))
     layout = Layout.from_module(task.model())
-    local, start = Site("site-1", task, Examples(data, data), layout, 1), torch.linspace(-1, 1, layout.size)
+    local, start = (
+        build_site(LocalTask.open("site-1", task, Examples(data, data), layout, 1)),
+        torch.linspace(-1, 1, layout.size),
+    )
     full, config = Mask.full(layout.size), TrainingConfig(optimizer="sgd", lr=0.1, batch_size=4, accumulate=2)
     # Two minibatches, then one: the first step equals that of two alone, and the second one moves the weights again.
     first = local.train(start, full, config, 1, steps=2)

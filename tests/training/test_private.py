@@ -20,8 +20,9 @@ from flare_sparse.privacy.dp.accounting import SamplingPlan, compute_epsilon
 from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site, TrainingConfig
-from flare_sparse.training.private import PrivateTraining, Subjects, check_private_network, open_private_training
+from flare_sparse.training import LocalTask, Site, SitePrivacy, TrainingConfig, build_site
+from flare_sparse.training.private import PrivateTraining, check_private_network
+from flare_sparse.training.subjects import Subjects
 
 
 class Counter(nn.Module):
@@ -71,64 +72,66 @@ TRAINING = TrainingConfig(optimizer="sgd", lr=0.1, batch_size=6, epochs=2)
 BY_TWO = tuple(f"s{i // 2}" for i in range(24))
 
 
-def open_site(
-    task: Task | None = None,
-    account: PrivacyAccount | None = None,
-    subjects: tuple[str, ...] = (),
-    rows: slice = slice(None),
-    **settings: float,
-) -> tuple[Site, torch.Tensor]:
+def open_task(
+    task: Task | None = None, subjects: tuple[str, ...] = (), rows: slice = slice(None)
+) -> tuple[LocalTask, torch.Tensor]:
+    """Return the task at a site, and its initial weights."""
     task = task or Linear()
     torch.manual_seed(3)
     module = task.model()
     layout = Layout.from_module(module)
     data = TensorDataset(X[rows].clone(), Y[rows].clone())
-    site = Site("site-1", task, Examples(data, data, train_subjects=subjects[rows]), layout, 1)
-    config = PrivacyConfig.model_validate(settings or {"noise_multiplier": 1.0})
-    plan = SamplingPlan.build(len(site.subjects), 6, 2, 3)
-    site.mechanism = SiteMechanism(config, plan, account or PrivacyAccount(), "a" * 16, "job")
     start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()])).detach()
+    examples = Examples(data, data, train_subjects=subjects[rows])
+    return LocalTask.open("site-1", task, examples, layout, 1), start
+
+
+def build_mechanism(local: LocalTask, account: PrivacyAccount | None = None, **settings: float) -> SiteMechanism:
+    config = PrivacyConfig.model_validate(settings or {"noise_multiplier": 1.0})
+    plan = SamplingPlan.build(local.examples.count_train_subjects(), 6, 2, 3)
+    return SiteMechanism(config, plan, account or PrivacyAccount(), "a" * 16, "job")
+
+
+def open_site(
+    task: Task | None = None, account: PrivacyAccount | None = None, **settings: float
+) -> tuple[Site, torch.Tensor]:
+    local, start = open_task(task)
+    site = build_site(local, privacy=SitePrivacy(build_mechanism(local, account, **settings)))
     site.weights = start
     return site, start
 
 
-def open_training(site: Site, start: torch.Tensor, mask: Mask) -> PrivateTraining:
-    assert site.mechanism is not None
-    generator = torch.Generator()
-    site._model.load(start)
-    return open_private_training(
-        site.mechanism, site._model, site.task, site._train_examples, site.subjects, start, mask, TRAINING, 1, None,
-        generator, (),
-    )  # fmt: skip
+def open_training(local: LocalTask, start: torch.Tensor, mask: Mask, **settings: float) -> PrivateTraining:
+    """Return the training of a request whose plan is that of the job."""
+    local.model.load(start)
+    mechanism, examples = build_mechanism(local, **settings), local.examples
+    subjects = Subjects.group(examples.n_train, examples.train_ids, examples.train_subjects)
+    question = mechanism.open(start, mask, mechanism.plan, 1, ())
+    return PrivateTraining(question, local, subjects, TRAINING.batch_size, torch.Generator())
 
 
-def compute_rows(site: Site, start: torch.Tensor, mask: Mask, subjects: list[int]) -> torch.Tensor:
-    training = open_training(site, start, mask)
-    return training._compute_rows(subjects, site._model.find_live(mask))
-
-
-def compute_reference(
-    task: Task, site: Site, start: torch.Tensor, mask: Mask, records: tuple[int, ...]
-) -> torch.Tensor:
+def compute_reference(local: LocalTask, start: torch.Tensor, mask: Mask, records: tuple[int, ...]) -> torch.Tensor:
     """Gradient of the mean loss of some records, one by one, by autograd."""
-    gradient = torch.zeros(site.layout.trainable_size)
+    model = local.model
+    gradient = torch.zeros(model.layout.trainable_size)
     for record in records:
-        site._model.load(start)
-        site._model.set_training_mode()
-        gradient += site._model.compute_gradient(task.loss(site._model.module, (X[[record]], Y[[record]]))).clone()
+        model.load(start)
+        model.set_training_mode()
+        gradient += model.compute_gradient(local.task.loss(model.module, (X[[record]], Y[[record]]))).clone()
     return (gradient / len(records))[mask.bits[: gradient.numel()]]
 
 
 def test_examples_that_count_for_a_policy_do_not_depend_on_the_secret_sample() -> None:
-    site, start = open_site(subjects=BY_TWO)
+    local, start = open_task(subjects=BY_TWO)
+    mechanism = build_mechanism(local)
+    site = build_site(local, privacy=SitePrivacy(mechanism))
     once = TrainingConfig(optimizer="sgd", lr=0.1, batch_size=3, epochs=1)
     counts = set()
     for number in range(5):
-        assert site.mechanism is not None
-        site.mechanism.account.secret = bytes([number]) * 32
-        site.reset_usage()
+        mechanism.account.secret = bytes([number]) * 32
+        site.trainer.reset_usage()
         site.train(start, Mask.full(start.numel()), once, 1, steps=2)
-        counts.add((site.usage.examples, site.usage.batches))
+        counts.add((site.trainer.usage.examples, site.trainer.usage.batches))
     # Two lots of three of the twelve subjects, who have two records each.
     assert counts == {(12, 2)}
 
@@ -144,20 +147,23 @@ def test_gradient_of_a_subject_is_that_of_its_own_records_over_the_live_entries(
 ) -> None:
     task = Linear()
     task.extra = extra
-    site, start = open_site(task, subjects=subjects)
+    local, start = open_task(task, subjects)
     mask = Mask(torch.rand(start.numel(), generator=torch.Generator().manual_seed(2)) < 0.5)
+    training = open_training(local, start, mask)
     # 7 subjects: with two records each, more records than are in memory at once.
-    rows = compute_rows(site, start, mask, [0, 2, 3, 4, 5, 7, 11])
+    rows = training._compute_rows([0, 2, 3, 4, 5, 7, 11], local.model.find_live(mask))
     assert rows.shape == (7, mask.count)
     for row, subject in zip(rows, [0, 2, 3, 4, 5, 7, 11], strict=True):
-        expected = compute_reference(task, site, start, mask, site.subjects.records[subject])
+        records = (2 * subject, 2 * subject + 1) if subjects else (subject,)
+        expected = compute_reference(local, start, mask, records)
         torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_lot_of_any_size_has_the_clipped_sum_of_its_subjects() -> None:
-    site, start = open_site(subjects=BY_TWO, noise_multiplier=1e-9, clip=0.1)
+    local, start = open_task(subjects=BY_TWO)
     mask = Mask.full(start.numel())
-    training, live = open_training(site, start, mask), site._model.find_live(mask)
+    training = open_training(local, start, mask, noise_multiplier=1e-9, clip=0.1)
+    live = local.model.find_live(mask)
     rows = training._compute_rows(list(range(12)), live).double()
     clipped = rows * (0.1 / rows.norm(dim=1).clamp_min(0.1))[:, None]
     noisy = training.compute_gradient([list(range(12))], 1, live, None)
@@ -166,15 +172,16 @@ def test_lot_of_any_size_has_the_clipped_sum_of_its_subjects() -> None:
 
 
 def test_sites_that_differ_by_one_subject_have_sums_that_differ_by_at_most_clip() -> None:
-    mask_bits = torch.rand(open_site()[1].numel(), generator=torch.Generator().manual_seed(5)) < 0.7
+    mask_bits = torch.rand(open_task()[1].numel(), generator=torch.Generator().manual_seed(5)) < 0.7
     sums = []
     # The last subject has four records: all of them go.
     subjects = (*BY_TWO[:20], "last", "last", "last", "last")
     for rows in (slice(None), slice(0, 20)):
-        site, start = open_site(subjects=subjects, rows=rows, noise_multiplier=1e-12, clip=0.05)
+        local, start = open_task(subjects=subjects, rows=rows)
         mask = Mask(mask_bits)
-        training, live = open_training(site, start, mask), site._model.find_live(mask)
-        sums.append(training.compute_gradient([list(range(len(site.subjects)))], 1, live, None) * 6)
+        training = open_training(local, start, mask, noise_multiplier=1e-12, clip=0.05)
+        everyone = list(range(local.examples.count_train_subjects()))
+        sums.append(training.compute_gradient([everyone], 1, local.model.find_live(mask), None) * 6)
     change = float((sums[0] - sums[1]).norm())
     # Its gradient is longer than the bound, so that the bound is reached.
     assert 0.0499 < change <= 0.05 * (1 + 1e-5)
@@ -207,9 +214,10 @@ def test_resumed_site_spends_as_much_as_one_that_never_stopped(tmp_path: Path) -
                 assert torch.equal(site.train(current, Mask.full(start.numel()), TRAINING, t), trained)
             current = trained
         weights.append(current)
-        assert site.mechanism is not None
-        assert 3.98 <= site.mechanism.compute_spent() <= 4.0
-        assert len(site.mechanism.account.read().entries) == 3
+        mechanism = site.trainer.mechanism
+        assert mechanism is not None
+        assert 3.98 <= mechanism.compute_spent() <= 4.0
+        assert len(mechanism.account.read().entries) == 3
     assert torch.equal(*weights)
 
 
@@ -234,7 +242,7 @@ def test_what_a_pass_writes_into_buffers_does_not_leave() -> None:
 
 def test_subject_whose_gradient_is_not_finite_counts_as_zero() -> None:
     site, start = open_site(noise_multiplier=1e-9)
-    site.examples.train[3][0].fill_(float("nan"))
+    site.trainer.examples.train[3][0].fill_(float("nan"))
     trained = site.train(start, Mask.full(start.numel()), TRAINING, 1)
     assert bool(torch.isfinite(trained).all())
 
@@ -243,11 +251,11 @@ def test_reads_outside_the_mechanism_are_refused() -> None:
     site, start = open_site()
     refusal = "privacy: the method computes scores of gradients from .*choose fedavg, fedsparsify or neurosfl$"
     with pytest.raises(ConfigError, match=refusal):
-        next(site.compute_gradients(start, 4, 1, 0))
+        next(site.trainer.compute_gradients(start, 4, 1, 0))
     with pytest.raises(ConfigError, match="steps in stages"):
-        site.step_in_stages(start, [], TRAINING)
+        site.trainer.step_in_stages(start, [], TRAINING)
     with pytest.raises(ConfigError, match="activations of units"):
-        site.observe_units(start, [], lambda name, values: None)
+        site.trainer.observe_units(start, [], lambda name, values: None)
 
 
 def test_subjects_are_grouped_in_the_order_of_their_first_record() -> None:
@@ -277,7 +285,7 @@ def test_private_scores_are_those_of_clipped_gradients_and_are_charged() -> None
     training = TrainingConfig(batch_size=24)
     mean = torch.zeros(scored.count)
     for record in range(24):
-        gradient = compute_reference(site.task, site, start, scored, (record,))
+        gradient = compute_reference(open_task()[0], start, scored, (record,))
         mean += gradient * min(1.0, 0.3 / float(gradient.norm())) / 24
     expected = scored.put(mean, torch.zeros(start.numel())) * start
     scores = compute_private_saliency(site, start, scored, training, 2, signed=True)

@@ -12,9 +12,9 @@ from toy import Toy
 
 from flare_sparse.config.assemble import build_initial_model
 from flare_sparse.core.mask import Mask
-from flare_sparse.rounds.local.dry_run import DrySite
+from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.tasks.task import Examples, iterate_minibatches
-from flare_sparse.training import SampleUsage, Site, TrainingConfig
+from flare_sparse.training import LocalTask, SampleUsage, Site, TrainingConfig, build_site
 from flare_sparse.training.sample_usage import CountingDataset
 
 
@@ -36,7 +36,10 @@ def data(count: int) -> TensorDataset:
 
 def sites() -> list[Any]:
     """Return a site with 20 training examples, and a dry site that counts as if it had as many."""
-    return [Site("site-1", Sum(), Examples(data(20), data(4)), LAYOUT, 1), DrySite("site-1", LAYOUT, examples=20)]
+    return [
+        build_site(LocalTask.open("site-1", Sum(), Examples(data(20), data(4)), LAYOUT, 1)),
+        Site("site-1", DryTrainer("site-1", LAYOUT, examples=20)),
+    ]
 
 
 @pytest.mark.parametrize("site", sites(), ids=["real", "dry"])
@@ -44,26 +47,27 @@ def test_usage_is_counted_until_it_is_reset(site: Any) -> None:
     config = TrainingConfig(batch_size=8, epochs=2)
 
     def usage_after(read: Any) -> SampleUsage:
-        site.reset_usage()
+        site.trainer.reset_usage()
         read()
-        usage: SampleUsage = site.usage
+        usage: SampleUsage = site.trainer.usage
         return usage
 
     assert usage_after(lambda: None) == SampleUsage(0, 0)
-    assert usage_after(lambda: list(site.compute_gradients(WEIGHTS, 1, 1, 1))) == SampleUsage(1, 1)
-    assert usage_after(lambda: list(site.compute_gradients(WEIGHTS, 8, 2, 1))) == SampleUsage(16, 2)
-    assert usage_after(lambda: list(site.compute_gradients(WEIGHTS, 8, None, 1))) == SampleUsage(20, 3)
+    assert usage_after(lambda: list(site.trainer.compute_gradients(WEIGHTS, 1, 1, 1))) == SampleUsage(1, 1)
+    assert usage_after(lambda: list(site.trainer.compute_gradients(WEIGHTS, 8, 2, 1))) == SampleUsage(16, 2)
+    assert usage_after(lambda: list(site.trainer.compute_gradients(WEIGHTS, 8, None, 1))) == SampleUsage(20, 3)
     assert usage_after(lambda: site.train(WEIGHTS, FULL, config, 1)) == SampleUsage(20, 6)
     assert usage_after(lambda: site.train(WEIGHTS, FULL, config, 1, steps=2)) == SampleUsage(16, 2)
-    assert usage_after(lambda: site.step_in_stages(WEIGHTS, [FULL], config)) == SampleUsage(8, 1)
-    assert usage_after(lambda: site.observe_units(WEIGHTS, [], lambda *seen: None)) == SampleUsage(20, 2)
+    assert usage_after(lambda: site.trainer.step_in_stages(WEIGHTS, [FULL], config)) == SampleUsage(8, 1)
+    assert usage_after(lambda: site.trainer.observe_units(WEIGHTS, [], lambda *seen: None)) == SampleUsage(20, 2)
     assert usage_after(lambda: site.evaluate(WEIGHTS)) == SampleUsage(0, 0)
 
 
 def test_repeated_examples_count_once_and_smaller_networks_count_for_the_site() -> None:
-    site = sites()[0]
-    site._replace_network(nn.Linear(6, 1)).train(WEIGHTS, FULL, TrainingConfig(batch_size=8), 1, steps=7)
-    assert site.usage == SampleUsage(20, 7)
+    local = LocalTask.open("site-1", Sum(), Examples(data(20), data(4)), LAYOUT, 1)
+    smaller = build_site(local.replace_network(nn.Linear(6, 1)))
+    smaller.train(WEIGHTS, FULL, TrainingConfig(batch_size=8), 1, steps=7)
+    assert build_site(local).trainer.usage == SampleUsage(20, 7)
 
 
 class AtOnce(Dataset[Any]):

@@ -14,7 +14,7 @@ from toy import Embedded
 from flare_sparse.core.mask import Mask
 from flare_sparse.core.params import Layout
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site, TrainingConfig
+from flare_sparse.training import LocalTask, Site, TrainingConfig, build_site
 from flare_sparse.training.loop import TrainingDiverged
 from flare_sparse.training.stages import Tape
 
@@ -47,13 +47,18 @@ class Deep(Task):
         return {"mse": float(predictions.square().mean())}
 
 
-def build_site(task: Task) -> tuple[Site, torch.Tensor]:
+def open_task(task: Task) -> tuple[LocalTask, torch.Tensor]:
     module = task.model()
     layout = Layout.from_module(module)
     x = torch.randn(10, 4)
     data = TensorDataset(x, x[:, :1])
     start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
-    return Site("site-1", task, Examples(data, data), layout, 1), start
+    return LocalTask.open("site-1", task, Examples(data, data), layout, 1), start
+
+
+def open_site(task: Task) -> tuple[Site, torch.Tensor]:
+    local, start = open_task(task)
+    return build_site(local), start
 
 
 def step(batch_size: int = 100, clip_norm: float | None = None) -> TrainingConfig:
@@ -67,7 +72,7 @@ def select_prefixes(site: Site, *prefixes: str) -> Mask:
 def step_one_by_one(site: Site, start: torch.Tensor, stages: list[Mask], rate: float) -> torch.Tensor:
     """Take one step per stage with the full gradient."""
     for stage in stages:
-        gradient = next(site.compute_gradients(start, 100, 1, 0))
+        gradient, _ = next(site.trainer.compute_gradients(start, 100, 1, 0))
         start = torch.where(stage.bits, start - rate * gradient, start)
     return start
 
@@ -75,28 +80,28 @@ def step_one_by_one(site: Site, start: torch.Tensor, stages: list[Mask], rate: f
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("stages", [("5.",), ("5.", "0.", "6."), ("0.", "5."), ("2.", "2.")])
 def test_stages_equal_successive_steps(norm: bool, stages: tuple[str, ...]) -> None:
-    site, start = build_site(Deep(norm))
+    site, start = open_site(Deep(norm))
     masks = [select_prefixes(site, prefix) for prefix in stages]
-    stepped = site.step_in_stages(start, masks, step(100))
+    stepped = site.trainer.step_in_stages(start, masks, step(100))
     assert torch.allclose(stepped, step_one_by_one(site, start, masks, 0.1), atol=1e-6)
     untouched = ~torch.stack([mask.bits for mask in masks]).any(0)
     assert torch.equal(stepped[untouched], start[untouched])
 
 
 def test_divergence_after_the_first_stage_is_not_that_of_the_start() -> None:
-    site, start = build_site(Deep())
+    site, start = open_site(Deep())
     masks = [select_prefixes(site, prefix) for prefix in ("5.", "0.")]
     huge = step().model_copy(update={"lr": 1e38})
     for weights, is_first in ((start, False), (torch.full_like(start, 1e30), True)):
         with pytest.raises(TrainingDiverged) as caught:
-            site.step_in_stages(weights, masks, huge)
+            site.trainer.step_in_stages(weights, masks, huge)
         assert caught.value.is_first_step == is_first
 
 
 def test_stage_may_change_part_of_a_tensor() -> None:
-    site, start = build_site(Deep())
+    site, start = open_site(Deep())
     part_of_entries = Mask(torch.rand(start.numel()) < 0.5)
-    stepped = site.step_in_stages(start, [part_of_entries], step(100))
+    stepped = site.trainer.step_in_stages(start, [part_of_entries], step(100))
     assert torch.allclose(stepped, step_one_by_one(site, start, [part_of_entries], 0.1), atol=1e-6)
     assert torch.equal(stepped[~part_of_entries.bits], start[~part_of_entries.bits])
 
@@ -105,9 +110,9 @@ def test_sparse_gradient_of_an_embedding_steps_as_a_dense_one() -> None:
     stepped = []
     for sparse in (False, True):
         torch.manual_seed(1)
-        site, start = build_site(Embedded(nn.Embedding, sparse))
+        site, start = open_site(Embedded(nn.Embedding, sparse))
         part_of_entries = Mask(torch.rand(start.numel()) < 0.5)
-        stepped.append(site.step_in_stages(start, [part_of_entries], step(100)))
+        stepped.append(site.trainer.step_in_stages(start, [part_of_entries], step(100)))
     torch.testing.assert_close(stepped[1], stepped[0])
 
 
@@ -116,10 +121,11 @@ def test_sparse_gradient_of_an_embedding_steps_as_a_dense_one() -> None:
 )
 def test_modules_before_the_first_change_run_once(norm: bool, passes: dict[str, int]) -> None:
     """With running statistics every pass updates them, so every module runs again."""
-    site, start = build_site(Deep(norm))
+    local, start = open_task(Deep(norm))
+    site, network = build_site(local), local.model.module
     calls: Counter[str] = Counter()
     original = nn.Linear.forward
-    names = {id(part): name for name, part in site._model.module.named_modules()}
+    names = {id(part): name for name, part in network.named_modules()}
 
     def counted(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         calls[names[id(self)]] += 1
@@ -127,11 +133,11 @@ def test_modules_before_the_first_change_run_once(norm: bool, passes: dict[str, 
 
     nn.Linear.forward = counted  # type: ignore[method-assign]
     try:
-        site.step_in_stages(start, [select_prefixes(site, "5."), select_prefixes(site, "0.", "2.")], step(100))
+        site.trainer.step_in_stages(start, [select_prefixes(site, "5."), select_prefixes(site, "0.", "2.")], step(100))
     finally:
         nn.Linear.forward = original  # type: ignore[method-assign]
     assert dict(calls) == passes
-    assert all("forward" not in vars(part) for part in site._model.module.modules())
+    assert all("forward" not in vars(part) for part in network.modules())
 
 
 class Shift(nn.Module):
@@ -197,28 +203,28 @@ class InPlaceTask(Deep):
 @pytest.mark.parametrize("kind", ["residual", "view", "data", "data_out", "module", "argument"])
 @pytest.mark.parametrize("stages", [("last.weight", "last.bias"), ("last.", "middle."), ("last.", "first.")])
 def test_results_changed_in_place_are_computed_again(kind: str, stages: tuple[str, ...]) -> None:
-    site, start = build_site(InPlaceTask(kind))
+    site, start = open_site(InPlaceTask(kind))
     masks = [select_prefixes(site, prefix) for prefix in stages]
-    stepped = site.step_in_stages(start, masks, step(100))
+    stepped = site.trainer.step_in_stages(start, masks, step(100))
     assert torch.allclose(stepped, step_one_by_one(site, start, masks, 0.1), atol=1e-6)
 
 
 def test_infinite_loss_of_a_stage_raises() -> None:
-    site, start = build_site(Deep())
+    site, start = open_site(Deep())
     with pytest.raises(TrainingDiverged, match="stage 1"):
-        site.step_in_stages(start * float("inf"), [Mask.full(start.numel())], step(100))
+        site.trainer.step_in_stages(start * float("inf"), [Mask.full(start.numel())], step(100))
 
 
 def test_same_seed_draws_the_same_batch() -> None:
-    site, start = build_site(Deep())
-    first, second = (site.step_in_stages(start, [Mask.full(start.numel())], step(3)) for _ in range(2))
+    site, start = open_site(Deep())
+    first, second = (site.trainer.step_in_stages(start, [Mask.full(start.numel())], step(3)) for _ in range(2))
     assert torch.equal(first, second)
 
 
 def test_step_of_a_stage_is_clipped() -> None:
-    site, start = build_site(Deep())
+    site, start = open_site(Deep())
     mask = select_prefixes(site, "5.")
-    moved = site.step_in_stages(start, [mask], step(clip_norm=0.01)) - start
+    moved = site.trainer.step_in_stages(start, [mask], step(clip_norm=0.01)) - start
     assert float(moved.norm()) == pytest.approx(0.1 * 0.01, rel=1e-4)
-    free = site.step_in_stages(start, [mask], step(clip_norm=1e6))
-    assert torch.equal(free, site.step_in_stages(start, [mask], step()))
+    free = site.trainer.step_in_stages(start, [mask], step(clip_norm=1e6))
+    assert torch.equal(free, site.trainer.step_in_stages(start, [mask], step()))

@@ -15,10 +15,11 @@ from ..privacy.dp.forecast import Forecast
 from ..results.runs.record import sum_traffic
 from ..rounds.federation import HubRules
 from ..rounds.federation.tree import sum_link_bytes
-from ..rounds.local.dry_run import DrySite, dry_run
+from ..rounds.local.dry_run import DryTrainer, dry_run
 from ..rounds.local.estimate import BytesRange, bound_messages
 from ..tasks.data.partition import PARTITIONERS
 from ..tasks.task import SiteData, Task
+from ..training import Site
 from ..wire.ledger import Ledger, LedgerLine
 
 Message = tuple[LedgerLine, BytesRange, str]
@@ -126,7 +127,7 @@ def _count_subjects(config: RunConfig, task: Task) -> dict[str, int]:
     return {name: len(split.assign(own, config.seed).train) for name, own in sorted(ids.items())}
 
 
-def build_dry_sites(config: RunConfig, assembly: Assembly) -> dict[str, DrySite]:
+def build_dry_sites(config: RunConfig, assembly: Assembly) -> dict[str, Site]:
     """Return a dry site for each site of a run, with the site's own settings.
 
     Raises:
@@ -134,10 +135,10 @@ def build_dry_sites(config: RunConfig, assembly: Assembly) -> dict[str, DrySite]
     """
     settings = config.simulator.site_settings if config.simulator else {}
     names = name_sites(config, assembly.task, [*assembly.method.traffic.named_sites, *settings])
-    sites = {name: DrySite(name, assembly.layout, config.seed) for name in names}
-    for name, site in sites.items():
-        data = SiteData(name, Path(), methods=settings.get(name, {}))
-        site.site_settings = validate_site_settings(assembly.method, data)
+    sites = {}
+    for name in names:
+        own = validate_site_settings(assembly.method, SiteData(name, Path(), methods=settings.get(name, {})))
+        sites[name] = Site(name, DryTrainer(name, assembly.layout, config.seed), own)
     return sites
 
 

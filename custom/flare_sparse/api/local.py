@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.assemble import Assembly, check_kernels, open_script_site, open_site
+from ..config.assemble import Assembly, check_kernels, open_script_trainer, open_site
 from ..config.study import Study
 from ..config.user_tasks import find_script
 from ..core.errors import ConfigError, format_site_error
@@ -88,7 +88,7 @@ def run(study: Study, folder: RunFolder, observer: Observer = SILENT, deployment
             site = sites[name]
             assert isinstance(site, Site), f"{name} contributed, so its data was loaded"
             save_site_model(folder.path, site)
-    layers = {name: site.layer_compute for name, site in sites.items() if isinstance(site, Site)}
+    layers = {name: site.trainer.layer_compute for name, site in sites.items() if isinstance(site, Site)}
     write_layer_compute(folder.path, layers)
     if contexts:
         decrypt_run(folder.path, assembly, contexts.client)
@@ -154,7 +154,7 @@ def _open_site(assembly: Assembly, data: SiteData, script: ScriptProcess | None,
     try:
         if script is not None:
             assert isinstance(assembly.task, ScriptTask), "only a script's task has a script"
-            return open_script_site(assembly, data, script, assembly.task.config.weigh_by)
+            return open_script_trainer(assembly, data, script, assembly.task.config.weigh_by)
         account = None if assembly.privacy is None else PrivacyAccount(root / PRIVACY_FOLDER / data.site)
         return open_site(assembly, data, account)
     except Exception as error:  # noqa: BLE001 - whatever a task's load raises, as at a site of FLARE

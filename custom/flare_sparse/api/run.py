@@ -27,7 +27,7 @@ from ..results.runs.load import load_model, load_study
 from ..results.runs.record import APPENDED_FILES, SUMMARY
 from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS, RunResult
 from ..tasks.task import SiteData
-from ..training.compute import Compute
+from ..training.config import Compute
 
 NO_LICENSE = "No license is granted: ask the publisher of this crate."
 UNFINISHED = f"{{folder}}: no {SUMMARY}; expected the result folder of a finished flare-sparse run"

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from threading import Event, Timer
 
-from ..config.assemble import assemble, open_script_site
+from ..config.assemble import assemble, open_script_trainer
 from ..config.schema import RunConfig
 from ..config.user_tasks import find_script
 from ..core.errors import ConfigError, DataError, FlareSparseError
@@ -55,7 +55,7 @@ def train_once(settings: RunConfig, file: Path, task: ScriptTask, data: SiteData
         output = Path(folder) / OUTPUT
         script = find_script(settings, file.parent)
         runner = ScriptProcess(script, config.args, data, Path(folder), [file.parent], settings.federation.threads)
-        site = open_script_site(assembly, data, runner, config.weigh_by)
+        site = open_script_trainer(assembly, data, runner, config.weigh_by)
         is_late = Event()
 
         def stop() -> None:

@@ -19,7 +19,7 @@ from ..core.mask import Mask
 from ..core.params import Layout
 from ..core.seeds import seed_torch
 from ..tasks.task import Examples, Metric, SiteData, Task, load_examples
-from ..training import Site
+from ..training import LocalTask, build_site
 from ..training.inputs import NonFinite, find_non_finite
 from ..training.loop import TrainingDiverged
 
@@ -97,7 +97,7 @@ class SiteCheck:
         training = settings.method.config.training
         try:
             module = _build_model(task, settings.seed)
-            site = Site(self.name, task, examples, layout, settings.seed)
+            site = build_site(LocalTask.open(self.name, task, examples, layout, settings.seed))
             start = layout.flatten(dict([*module.named_parameters(), *module.named_buffers()]))
             moved = site.train(start, Mask.full(layout.size), training, 1, steps=1) - start
             # Buffers, such as running statistics, move in the forward pass even if nothing is learned.

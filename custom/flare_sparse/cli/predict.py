@@ -11,7 +11,8 @@ from ..core.errors import ConfigError, DataError
 from ..core.seeds import limit_threads
 from ..results.runs.load import compile_model, load_study
 from ..results.runs.models import read_run_model
-from ..training.compute import Compute, can_use_kernels
+from ..training.compute import can_use_kernels
+from ..training.config import Compute
 from .console import out as console
 
 

@@ -30,13 +30,13 @@ from ..privacy.dp.config import PrivacyConfig
 from ..privacy.dp.mechanism import SiteMechanism
 from ..privacy.dp.metrics import MetricRelease
 from ..rounds.federation import RoundRules
-from ..tasks.task import SiteData, Task, load_examples
-from ..training import Site
+from ..tasks.task import Examples, SiteData, Task, load_examples
+from ..training import LocalTask, Site, SitePrivacy, build_site
 from ..training.compute import can_use_kernels
 from ..training.personal import select_personal
 from ..training.private import check_private_network
 from ..training.script_exchange import ScriptRunner
-from ..training.script_site import ScriptSite, WeighBy
+from ..training.script_trainer import ScriptTrainer, WeighBy
 from .loading import build_method, serialize_job
 from .needs import Part, find_conflicts
 from .schema import JobConfig, build_task
@@ -181,19 +181,31 @@ def open_site(assembly: Assembly, data: SiteData, account: PrivacyAccount | None
     # What describes the site's own examples; all other tensors start with the values that the seed gives every site.
     described = assembly.task.describe_site(examples.train) if examples.n_train else {}
     personal = {name: described.get(name, values) for name, values in assembly.personal.items()}
-    site = Site(data.site, assembly.task, examples, assembly.layout, method.seed, device, personal=personal)
-    site.site_settings = site_settings
-    if assembly.privacy is None:
-        return site
-    site.sends_metrics, account = assembly.privacy.metrics != "none", account or PrivacyAccount()
-    if assembly.privacy.metrics == "noised":
+    local = LocalTask.open(data.site, assembly.task, examples, assembly.layout, method.seed, device)
+    privacy = open_site_privacy(assembly, examples, account or PrivacyAccount())
+    return build_site(local, site_settings, personal=personal, privacy=privacy)
+
+
+def open_site_privacy(assembly: Assembly, examples: Examples, account: PrivacyAccount) -> SitePrivacy:
+    """Return what the job's privacy section does at a site with these examples.
+
+    Args:
+        assembly: parts of the job.
+        examples: the site's examples.
+        account: the site's secret and privacy ledger.
+    """
+    config, method, names = assembly.privacy, assembly.method, (assembly.run_id, assembly.job)
+    if config is None:
+        return SitePrivacy()
+    mechanism = release = None
+    if examples.n_train:
+        plan = plan_sampling(method, examples.count_train_subjects())
+        mechanism = SiteMechanism(config, plan, account, *names)
+    if config.metrics == "noised":
         # A request carries the model of the round before it: those that are evaluated, and the result.
         releases = sum(is_evaluated(method.config, t) for t in range(method.config.rounds)) + 1
-        site.metric_release = MetricRelease(assembly.privacy, releases, account, assembly.run_id, assembly.job)
-    if site.can_train:
-        plan = plan_sampling(method, len(site.subjects))
-        site.mechanism = SiteMechanism(assembly.privacy, plan, account, assembly.run_id, assembly.job)
-    return site
+        release = MetricRelease(config, releases, account, *names)
+    return SitePrivacy(mechanism, release, config.metrics != "none")
 
 
 def check_kernels(method: Method[Any, Any]) -> None:
@@ -217,7 +229,7 @@ def plan_sampling(method: Method[Any, Any], subjects: int) -> SamplingPlan:
     return replace(plan, score_steps=method.traffic.count_score_lots(plan.steps // config.epochs))
 
 
-def open_script_site(assembly: Assembly, data: SiteData, runner: ScriptRunner, weigh_by: WeighBy) -> ScriptSite:
+def open_script_trainer(assembly: Assembly, data: SiteData, runner: ScriptRunner, weigh_by: WeighBy) -> Site:
     """Build a site that trains with a script; the script loads the site's data.
 
     Raises:
@@ -225,9 +237,10 @@ def open_script_site(assembly: Assembly, data: SiteData, runner: ScriptRunner, w
     """
     method = assembly.method
     site_settings = validate_site_settings(method, data)
-    site = ScriptSite(data.site, assembly.task, assembly.layout, method.seed, runner, method.config.rounds, weigh_by)
-    site.site_settings = site_settings
-    return site
+    trainer = ScriptTrainer(
+        data.site, assembly.task, assembly.layout, method.seed, runner, method.config.rounds, weigh_by
+    )
+    return Site(data.site, trainer, site_settings)
 
 
 def validate_site_settings(method: Method[Any, Any], data: SiteData) -> BaseModel | None:

@@ -22,7 +22,7 @@ from ..config.user_tasks import list_user_code, load_task
 from ..config.yaml_files import format_yaml
 from ..core.errors import ConfigError
 from ..tasks.script import ScriptConfig, ScriptTask
-from ..training.script_site import WeighBy
+from ..training.script_trainer import WeighBy
 from .aggregator import StagingAggregator
 from .controller import FederatedController
 from .executor import SparseExecutor

@@ -15,7 +15,7 @@ from nvflare.apis.workspace import Workspace
 from torch import Tensor
 
 from ..compute.kernels.threads import set_kernel_threads
-from ..config.assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_site, open_site
+from ..config.assemble import Assembly, assemble, check_kernels, open_checkpoints, open_script_trainer, open_site
 from ..config.loading import parse_job
 from ..config.policy.policy import POLICY_FILE, Policy, raise_refusals, read_policy
 from ..config.schema import JobConfig
@@ -179,16 +179,17 @@ class SiteSession(FLComponent):
     def record_layer_compute(self, fl_ctx: FLContext) -> None:
         """Write the choice of sparse or dense by layer into the job's folder here, if it differs from the last one."""
         site = self.get_endpoint(fl_ctx).site
-        if site.layer_compute == self._layer_compute:
+        layers = site.trainer.layer_compute
+        if layers == self._layer_compute:
             return
         folder = Path(get_workspace(fl_ctx).get_run_dir(fl_ctx.get_job_id()))
         try:
-            write_layer_compute(folder, {site.name: site.layer_compute})
+            write_layer_compute(folder, {site.name: layers})
         except OSError as error:
             # The training is good without this record. No path: FLARE streams logs to the server.
             self.log_warning(fl_ctx, f"{LAYER_COMPUTE} is not written: {error.strerror}")
             return
-        self._layer_compute = dict(site.layer_compute)
+        self._layer_compute = dict(layers)
 
     def get_endpoint(self, fl_ctx: FLContext) -> SiteEndpoint:
         """Return this site's endpoint; the first call loads the site's data.
@@ -252,7 +253,7 @@ class SiteSession(FLComponent):
         folder = Path(workspace.get_run_dir(job_id)) / "script"
         self._script = FlareScript(script, task.config.args, data, folder, task.config.launch)
         location = data or SiteData(name, Path())
-        return open_script_site(assembly, location, self._script, task.config.weigh_by)
+        return open_script_trainer(assembly, location, self._script, task.config.weigh_by)
 
     def build_hello(self, fl_ctx: FLContext) -> dict[str, str | int | float]:
         """Return the message with which this site introduces itself: its versions and its limits on uploads.

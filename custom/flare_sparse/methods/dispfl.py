@@ -162,7 +162,8 @@ class DisPFL(Method[Config, State]):
         if self.config.regrow == "random":
             return torch.rand(self.layout.size, generator=make_generator(self.seed, "regrow", site.name, request.round))
         batch_size = self.config.training.batch_size
-        return next(site.compute_gradients(weights, batch_size, 1, request.round, batch_statistics=False)).abs()
+        gradients = site.trainer.compute_gradients(weights, batch_size, 1, request.round, batch_statistics=False)
+        return next(gradients)[0].abs()
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         weights, masks = state.weights.clone(), state.masks.clone()

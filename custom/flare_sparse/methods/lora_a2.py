@@ -190,9 +190,8 @@ class LoRAA2(RankedMethod[Config, State]):
 def _compute_mean_gradient(site: Site, weights: Tensor, training: TrainingConfig, t: int) -> Tensor:
     """Return the mean gradient ``(P,)`` over the site's examples, from one pass."""
     total, total_weight = torch.zeros_like(weights), 0.0
-    gradients = site.compute_gradients(weights, training.batch_size, None, t)
     # The mean of minibatch means is not the mean over examples where the last minibatch is smaller.
-    for gradient, batch_weight in zip(gradients, site.iterate_batch_weights(training.batch_size), strict=False):
+    for gradient, batch_weight in site.trainer.compute_gradients(weights, training.batch_size, None, t):
         total.add_(gradient, alpha=batch_weight)
         total_weight += batch_weight
     return total / max(total_weight, 1)

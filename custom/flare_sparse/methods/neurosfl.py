@@ -213,7 +213,7 @@ class NeuroSFL(AveragingMethod[Config, State]):
         if request.kind != SCORE:
             return super().answer(request, site)
         scored = self._maskable & request.trainable
-        if site.mechanism is not None:
+        if site.trainer.mechanism is not None:
             training, lots = self.config.training, self.config.minibatches
             scores = compute_private_saliency(site, site.weights, scored, training, lots, signed=self.config.signed)
             return Update(Patch.from_vector(scores, scored), "scores", site.num_examples)

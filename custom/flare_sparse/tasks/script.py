@@ -1,7 +1,7 @@
 """The task of a job whose sites train with a script of the user: its network and its metric; the script does the rest.
 
 The script is an ordinary script on FLARE's Client API (``flare.receive``, ``flare.send``). It reads the site's data,
-trains and evaluates; see :class:`flare_sparse.training.script_site.ScriptSite`.
+trains and evaluates; see :class:`flare_sparse.training.script_trainer.ScriptTrainer`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -34,6 +35,15 @@ def plan_batch_sizes(examples: int, batch_size: int, *, joins_last: bool) -> lis
     if joins_last and len(sizes) > 1 and sizes[-1] == 1:
         sizes[-2:] = [sizes[-2] + 1]
     return sizes
+
+
+def weigh_batches(examples: int, batch_size: int, *, joins_last: bool) -> Iterator[float]:
+    """Yield, without end, the weights of the minibatches of successive passes in a mean over examples.
+
+    A minibatch weighs its number of examples, in units of the largest minibatch.
+    """
+    sizes = plan_batch_sizes(max(examples, 1), batch_size, joins_last=joins_last)
+    return cycle([size / min(batch_size, sizes[0]) for size in sizes])
 
 
 def iterate_pass(

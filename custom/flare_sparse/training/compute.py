@@ -3,71 +3,72 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.mask import Mask
+from .config import Compute
 from .flat import FlatModel
+from .trainer import Trainer, Training, Wrapper
 
-Compute = Literal["auto", "dense", "sparse"]
+if TYPE_CHECKING:
+    from ..compute.kernels.network import Block
 
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def use_compute(
-    compute: Compute,
-    model: FlatModel,
-    start: Tensor,
-    trainable: Mask,
-    support: Mask | None = None,
-    layers: dict[str, str] | None = None,
-) -> Iterator[None]:
-    """Compute the network with sparse kernels, where these are faster, within the context.
+class SparseComputeTrainer(Wrapper):
+    """Computes a training with sparse kernels, where these are faster and the settings let it.
 
     Args:
-        compute: ``auto``: sparse on a CPU with numba installed; ``dense``; ``sparse``: as auto, or an error.
-        model: the site's network.
-        start: ``(P,)`` weights at the start of training.
-        trainable: entries that may change.
-        support: entries of ``start`` that may differ from 0; None: unknown.
-        layers: receives, at the end, ``sparse`` or ``dense`` for each layer that the kernels support, by its name:
-            whether they computed it for any minibatch.
-
-    Raises:
-        ConfigError: ``sparse`` is asked for without numba or on a GPU.
+        inner: trains, and has the record ``layer_compute``.
+        model: the network that it trains.
     """
-    if not can_use_kernels(compute, model.device):
-        yield
-        return
-    # numba is an optional dependency, which takes a second to import.
-    from ..compute.kernels.network import build_blocks, install_blocks
-    from ..compute.kernels.preparation import prepare_loops
 
-    if not trainable.is_full:
-        prepare_loops()
-    # Live are the weights that train, and those that are not 0. With one mask for both, they are those of the mask in
-    # every round.
-    blocks = model.blocks.get(trainable) if support is trainable else None
-    if blocks is None:
-        live = trainable.bits if support is trainable else torch.logical_or(trainable.bits, start != 0)
-        blocks = build_blocks(model.module, _view_weights(model, live))
-    if support is trainable:
-        model.blocks = {trainable: blocks}
-    for block in blocks:
-        block.is_sparse = False
-    with install_blocks(blocks):
-        yield
+    def __init__(self, inner: Trainer, model: FlatModel):
+        super().__init__(inner)
+        self._model = model
+        self._blocks: tuple[Mask, list[Block]] | None = None
+
+    def train(self, training: Training) -> Tensor:
+        config = training.config
+        # The kernels compute in float32.
+        if config.precision != "float32" or not can_use_kernels(config.compute, self._model.device):
+            return self._inner.train(training)
+        # numba is an optional dependency, which takes a second to import.
+        from ..compute.kernels.network import install_blocks
+
+        blocks = self._find_blocks(training)
+        for block in blocks:
+            block.is_sparse = False
+        trained = self._inner.train(replace(training, within=partial(install_blocks, blocks)))
+        self.layer_compute.update((b.chain.name, "sparse" if b.is_sparse else "dense") for b in blocks)
         names = [block.chain.name for block in blocks if block.is_sparse]
-        if layers is not None:
-            layers.update((block.chain.name, "sparse" if block.is_sparse else "dense") for block in blocks)
         log.info("sparse kernels computed %d of %d layers: %s", len(names), len(blocks), ", ".join(names))
+        return trained
+
+    def _find_blocks(self, training: Training) -> list[Block]:
+        """Return the blocks of the live weights: those that train, and those that are not 0."""
+        from ..compute.kernels import network
+        from ..compute.kernels.preparation import prepare_loops
+
+        trainable = training.trainable
+        if not trainable.is_full:
+            prepare_loops()
+        # With one mask for both, the live weights are those of the mask in every round: their blocks are kept.
+        if training.patch is None or training.patch.mask is not trainable:
+            live = torch.logical_or(trainable.bits, training.start != 0)
+            return network.build_blocks(self._model.module, _view_weights(self._model, live))
+        if self._blocks is None or self._blocks[0] != trainable:
+            weights = _view_weights(self._model, trainable.bits)
+            self._blocks = trainable, network.build_blocks(self._model.module, weights)
+        return self._blocks[1]
 
 
 def can_use_kernels(compute: Compute, device: torch.device) -> bool:

@@ -7,9 +7,11 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .compute import Compute
-from .loop import Precision
 from .schedule import LearningRateSchedule
+
+Compute = Literal["auto", "dense", "sparse"]
+Precision = Literal["float32", "bfloat16"]
+"""Number format in which autocast computes the operations that allow it."""
 
 
 class TrainingConfig(BaseModel):

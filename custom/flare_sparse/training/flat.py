@@ -5,7 +5,7 @@ Masks, clipping and optimisers operate on a single tensor, and a vector is loade
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from ..core.errors import ConfigError
 from ..core.mask import Mask
 from ..core.params import Layout, get_frozen_tensors
 from .live import LiveEntries
-from .personal import PersonalTensors
 
 _ALIGNMENT = 64
 """Bytes to which torch aligns its tensors."""
@@ -36,8 +35,7 @@ class FlatModel:
         module: the network; its parameters are views of ``flat``.
         flat: ``(layout.trainable_size,)`` parameters; on a CPU a view of the vector that was loaded last.
         parameters: the parameters of the layout, in its order.
-        blocks: sparse blocks of the network by the mask that they compute; those of one mask at most.
-        personal: tensors outside the layout that stay at the site; None: there are none.
+        after_load: called after each vector is loaded, with which tensors outside the layout must be set.
     """
 
     flat: Tensor
@@ -45,7 +43,7 @@ class FlatModel:
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device | str = "cpu"):
         self.layout, self.device = layout, torch.device(device)
         self.module = module.to(self.device)
-        self.personal: PersonalTensors | None = None
+        self.after_load: Callable[[], None] = lambda: None
         named, specs = dict(self.module.named_parameters()), [s for s in layout.tensors if s.role != "buffer"]
         self.parameters = [named[spec.name] for spec in specs]
         self._positions = [slice(offset, offset + s.size) for s, offset in zip(specs, layout.offsets, strict=False)]
@@ -63,7 +61,6 @@ class FlatModel:
         self._versions: list[int] = []
         self._gradient: Tensor | None = None
         self._live: LiveEntries | None = None
-        self.blocks: dict[Mask, Any] = {}
 
     @torch.no_grad()
     def load(self, vector: Tensor) -> None:
@@ -87,8 +84,7 @@ class FlatModel:
         for name, initial in self._initial_integer_buffers.items():
             self._buffers[name].copy_(initial)
         # With every vector: what an evaluation or a trial did to them must not last.
-        if self.personal is not None:
-            self.personal.load()
+        self.after_load()
 
     def check_parameters(self) -> None:
         """Raise if a pass of the network has written a parameter since the last :meth:`load`.

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.errors import FlareSparseError
-from ..core.mask import Mask
 from ..tasks.task import Task
+from .config import Precision
 from .flat import FlatModel
 from .inputs import find_non_finite
 from .live import LiveEntries
-
-Precision = Literal["float32", "bfloat16"]
-"""Number format in which autocast computes the operations that allow it."""
-
-
-class StepGradient(Protocol):
-    """Computes the gradient ``(live.count,)`` of a step from its minibatches; ``out`` may be overwritten."""
-
-    def __call__(self, group: list[Any], step: int, live: LiveEntries, out: Tensor | None, /) -> Tensor: ...
+from .trainer import Training
 
 
 class TrainingDiverged(FlareSparseError):
@@ -42,24 +34,8 @@ class TrainingDiverged(FlareSparseError):
         self.is_first_step = is_first_step
 
 
-def train(
-    model: FlatModel,
-    task: Task,
-    batches: Iterable[Any],
-    start: Tensor,
-    trainable: Mask,
-    build_optimizer: Callable[[nn.Parameter], torch.optim.Optimizer],
-    *,
-    start_values: Tensor | None = None,
-    proximal_strength: float = 0.0,
-    clip_norm: float | None = None,
-    step_scale: Tensor | None = None,
-    step_personal: Callable[[], None] = lambda: None,
-    precision: Precision = "float32",
-    accumulate: int = 1,
-    compute_gradient: StepGradient | None = None,
-) -> Tensor:
-    """Train from ``start`` on ``batches`` (docs/algorithms.md, section 1.8).
+def train(model: FlatModel, task: Task, batches: Iterable[Any], training: Training) -> Tensor:
+    """Train on ``batches`` (docs/algorithms.md, section 1.8).
 
     Gradient, optimiser state and steps have the size of the trainable entries.
 
@@ -67,17 +43,7 @@ def train(
         model: the site's network.
         task: computes the loss.
         batches: minibatches in order.
-        start: ``(P,)`` initial weights; changed in place during training, and restored.
-        trainable: entries that may change, buffers included.
-        build_optimizer: returns a new optimiser of a vector of trainable parameters.
-        start_values: ``(trainable.count,)`` values of ``start`` at the trainable entries; None: they are gathered.
-        proximal_strength: factor ``mu`` of a proximal term ``mu / 2 * ||w - start||^2``.
-        clip_norm: largest L2 norm of the masked gradient.
-        step_scale: ``(P,)`` factors of the optimiser's steps, as if each entry had its own learning rate; None: 1.
-        step_personal: takes a step of the tensors that stay at the site.
-        precision: number format of the forward and backward passes.
-        accumulate: minibatches of a step, which follows the mean of their gradients.
-        compute_gradient: computes the gradient of a step in place of the mean over its minibatches.
+        training: what is trained; ``start`` is changed in place meanwhile, and restored.
 
     Returns:
         ``(trainable.count,)`` trained values of the trainable entries.
@@ -86,6 +52,8 @@ def train(
         TrainingDiverged: the loss is NaN or infinite.
         ConfigError: the network writes its own parameters.
     """
+    start, trainable, config, source = training.start, training.trainable, training.config, training.source
+    proximal_strength = training.proximal_strength + config.proximal
     live = model.find_live(trainable)
     model.load(start.clone() if live.index is None else start)
     model.set_training_mode(live)
@@ -93,14 +61,18 @@ def train(
         weights = nn.Parameter(model.flat)
         origin = model.flat.clone() if proximal_strength else model.flat
     else:
-        origin = model.flat[live.index] if start_values is None else start_values[: live.count].to(model.device)
+        patch = training.patch
+        if patch is not None and patch.mask is trainable:
+            origin = patch.values[: live.count].to(model.device)
+        else:
+            origin = model.flat[live.index]
         weights = nn.Parameter(origin.clone())
-    optimizer = build_optimizer(weights)
-    scale = None if step_scale is None else _select_parameters(step_scale, live, weights)
-    compute = partial(_compute_mean_gradient, model, task, precision) if compute_gradient is None else compute_gradient
+    optimizer = config.build_optimizer(weights, training.round)
+    scale = None if training.step_scale is None else _select_parameters(training.step_scale, live, weights)
+    compute = source.compute_gradient if source else partial(_compute_mean_gradient, model, task, config.precision)
     step = 0
     try:
-        for step, group in enumerate(_group(batches, accumulate), start=1):
+        for step, group in enumerate(_group(batches, 1 if source else config.accumulate), start=1):
             # Written before the next pass, not after the step: no pass reads the weights of the last step.
             if step > 1 and live.index is not None:
                 model.flat.index_copy_(0, live.index, weights.detach())
@@ -108,11 +80,11 @@ def train(
             with torch.no_grad():
                 if proximal_strength:
                     weights.grad.add_(weights - origin, alpha=proximal_strength)
-                if clip_norm is not None:
-                    torch.nn.utils.clip_grad_norm_([weights], clip_norm)
+                if config.clip_norm is not None:
+                    torch.nn.utils.clip_grad_norm_([weights], config.clip_norm)
             before = None if scale is None else weights.detach().clone()
             optimizer.step()
-            step_personal()
+            training.after_step()
             # Every optimiser's step is proportional to its learning rate, and its state does not depend on the rate.
             if scale is not None and before is not None:
                 torch.where(scale == 1, weights.data, torch.lerp(before, weights.data, scale), out=weights.data)
@@ -149,7 +121,7 @@ def _compute_mean_gradient(
     live: LiveEntries,
     out: Tensor | None,
 ) -> Tensor:
-    """Return the gradient ``(live.count,)`` of the mean loss over a step's minibatches; see :class:`StepGradient`."""
+    """Return the gradient ``(live.count,)`` of the mean loss over a step's minibatches; ``out`` is overwritten."""
     return model.compute_live_gradient(_compute_losses(model, task, group, step, precision), live, out)
 
 

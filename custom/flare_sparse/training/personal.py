@@ -7,7 +7,9 @@ arXiv 1912.00818) the last layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from ..compute.structure.scaling import find_site_tensors
 from ..core.errors import ConfigError
 from ..core.params import Layout
+from .flat import FlatModel
+from .trainer import Trainer, Training, Wrapper
 
 Personal = Literal["norms", "head", "site"] | tuple[str, ...]
 """Tensors that stay at the sites: a group, or patterns of names; no pattern: none."""
@@ -69,25 +73,64 @@ def _list(names: Sequence[str], limit: int = 12) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
+class PersonalTrainer(Wrapper):
+    """Trains the tensors that stay at the site beside those that travel, and keeps them in the site's memory.
+
+    Args:
+        inner: trains the tensors that travel.
+        model: the network that it trains.
+        initial: values of the tensors at a site that has not trained yet, by name, parameters before buffers.
+    """
+
+    def __init__(self, inner: Trainer, model: FlatModel, initial: Mapping[str, Tensor]):
+        super().__init__(inner)
+        # Before any training: one that leaves a tensor out would make it look like a part of a frozen base model.
+        self._network = Layout.from_module(model.module)
+        self._tensors = PersonalTensors(model.module, tuple(initial))
+        self._initial = torch.cat([tensor.reshape(-1) for tensor in initial.values()])
+        self._evaluated: Mapping[str, Tensor] | None = None
+        model.after_load = self._load
+
+    def train(self, training: Training) -> Tensor:
+        config = training.config
+        step = self._tensors.build_step(partial(config.build_optimizer, t=training.round), config.clip_norm)
+        trained = self._inner.train(replace(training, after_step=step))
+        # A trial leaves no trace.
+        if not training.stream:
+            self.memory[PERSONAL] = self._tensors.to_vector()
+        return trained
+
+    def evaluate(self, weights: Tensor, memory: Mapping[str, Tensor]) -> dict[str, float]:
+        self._evaluated = memory
+        try:
+            return self._inner.evaluate(weights, memory)
+        finally:
+            self._evaluated = None
+
+    def complete(self, weights: Tensor, memory: Mapping[str, Tensor]) -> tuple[Layout, Tensor]:
+        tensors = self.layout.unflatten(weights) | self._tensors.unflatten(self._get_values(memory))
+        return self._network, self._network.flatten(tensors)
+
+    def _load(self) -> None:
+        self._tensors.load(self._get_values(self.memory if self._evaluated is None else self._evaluated))
+
+    def _get_values(self, memory: Mapping[str, Tensor]) -> Tensor:
+        return memory.get(PERSONAL, self._initial)
+
+
 class PersonalTensors:
     """Tensors of a site's network outside the layout that is exchanged, as one vector.
 
     Args:
         module: the site's network; its tensors of these names become views of one vector.
-        initial: initial values by name, parameters before buffers.
-
-    Attributes:
-        values: ``(n,)`` values that the next :meth:`load` gives the network.
-        initial: ``(n,)`` values at a site that has not trained yet.
+        names: their names, parameters before buffers.
     """
 
-    def __init__(self, module: nn.Module, initial: Mapping[str, Tensor]):
-        self.names = tuple(initial)
-        self.initial = torch.cat([tensor.reshape(-1) for tensor in initial.values()])
-        self.values = self.initial
+    def __init__(self, module: nn.Module, names: Sequence[str]):
+        self._names = names
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        self._parameters = [parameters[name] for name in initial if name in parameters]
-        self._buffers = [buffers[name] for name in initial if name in buffers]
+        self._parameters = [parameters[name] for name in names if name in parameters]
+        self._buffers = [buffers[name] for name in names if name in buffers]
         size, device = sum(p.numel() for p in self._parameters), next(module.parameters()).device
         self._flat = nn.Parameter(torch.zeros(size, device=device))
         self._flat.grad = torch.zeros_like(self._flat)
@@ -97,12 +140,12 @@ class PersonalTensors:
             parameter.data, parameter.grad = data.view(parameter.shape), gradient.view(parameter.shape)
 
     @torch.no_grad()
-    def load(self) -> None:
-        """Set the network's tensors to ``values``."""
-        self._flat.copy_(self.values[: self._flat.numel()])
+    def load(self, values: Tensor) -> None:
+        """Set the network's tensors to ``values`` ``(n,)``."""
+        self._flat.copy_(values[: self._flat.numel()])
         offset = self._flat.numel()
         for buffer in self._buffers:
-            buffer.copy_(self.values[offset : offset + buffer.numel()].view(buffer.shape))
+            buffer.copy_(values[offset : offset + buffer.numel()].view(buffer.shape))
             offset += buffer.numel()
 
     @torch.no_grad()
@@ -110,11 +153,11 @@ class PersonalTensors:
         """Copy the network's tensors into a vector ``(n,)`` on the CPU."""
         return torch.cat([self._flat.detach().cpu(), *(buffer.cpu().reshape(-1) for buffer in self._buffers)])
 
-    def unflatten(self) -> dict[str, Tensor]:
-        """Return ``values`` by name, with the shapes of the network's tensors."""
+    def unflatten(self, values: Tensor) -> dict[str, Tensor]:
+        """Return ``values`` ``(n,)`` by name, with the shapes of the network's tensors."""
         tensors = [*self._parameters, *self._buffers]
-        pieces = self.values.split([tensor.numel() for tensor in tensors])
-        return {name: piece.view(t.shape) for name, piece, t in zip(self.names, pieces, tensors, strict=True)}
+        pieces = values.split([tensor.numel() for tensor in tensors])
+        return {name: piece.view(t.shape) for name, piece, t in zip(self._names, pieces, tensors, strict=True)}
 
     def build_step(
         self, build_optimizer: Callable[[nn.Parameter], torch.optim.Optimizer], clip_norm: float | None

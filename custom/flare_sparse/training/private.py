@@ -8,8 +8,8 @@ Cox's, would mix them unnoticed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,42 +23,13 @@ from ..privacy.dp.accounting import SamplingPlan
 from ..privacy.dp.mechanism import Question, SiteMechanism, clip_rows, limit_steps
 from ..tasks.task import Task
 from .config import TrainingConfig
-from .flat import FlatModel
 from .live import LiveEntries
-from .sample_usage import CountingDataset
+from .local_task import LocalTask
+from .loop import disable_dropout
+from .subjects import Subjects
+from .trainer import Trainer, Training, Wrapper
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Subjects:
-    """Records of each subject of a site.
-
-    Attributes:
-        records: positions of a subject's training examples, by subject.
-        names: identifiers of the training examples, in order; part of what decides an answer.
-    """
-
-    records: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
-
-    @classmethod
-    def group(cls, count: int, names: Sequence[str], subjects: Sequence[str]) -> Subjects:
-        """Group training examples by subject.
-
-        Args:
-            count: number of training examples.
-            names: their identifiers; empty: not known.
-            subjects: the subject of each; empty: every example is a subject of its own.
-        """
-        records: dict[str | int, list[int]] = {}
-        keys: Sequence[str | int] = subjects or range(count)
-        for index, subject in enumerate(keys):
-            records.setdefault(subject, []).append(index)
-        return cls(tuple(map(tuple, records.values())), tuple(names))
-
-    def __len__(self) -> int:
-        return len(self.records)
 
 
 class RecordLoss(nn.Module):
@@ -72,32 +43,101 @@ class RecordLoss(nn.Module):
         return self._task.loss(self.network, batch)
 
 
+class PrivateTrainer(Wrapper):
+    """Trains with differential privacy; nothing else may read the training examples.
+
+    Args:
+        inner: trains with the gradients that it is given.
+        local: the task, the site's examples and the network.
+        mechanism: sampling, noise and charge.
+    """
+
+    def __init__(self, inner: Trainer, local: LocalTask, mechanism: SiteMechanism):
+        super().__init__(inner)
+        self._local, self.mechanism, self._mechanism = local, mechanism, mechanism
+        examples = local.examples
+        self._subjects = Subjects.group(examples.n_train, examples.train_ids, examples.train_subjects)
+
+    def train(self, training: Training) -> Tensor:
+        labels = (self._local.name, *training.labels), training.proximal_strength
+        private = self._open(training, labels)
+        trained = self._inner.train(replace(training, source=private))
+        # Before anything can leave: a crash after it repeats the training to the same bits, at no further charge.
+        private.record(trained)
+        return trained
+
+    def compute_private_gradient(
+        self, weights: Tensor, entries: Mask, config: TrainingConfig, lots: int | None
+    ) -> Tensor:
+        once, steps = config.model_copy(update={"epochs": 1}), None if lots is None else lots * config.accumulate
+        training = Training(weights, entries, once, 0, steps, stream="gradient")
+        private = self._open(training, (self._local.name, *training.labels))
+        model = self._local.model
+        with self._local.seed_torch("gradients", *training.labels):
+            model.load(weights)
+            model.set_training_mode()
+            disable_dropout(model.module)
+            live = model.find_live(entries)
+            mean = private.compute_mean_gradient(live)
+        gradient = torch.zeros(self.layout.size)
+        gradient[slice(0, live.count) if live.index is None else live.index.cpu()] = mean
+        return gradient
+
+    def compute_gradients(
+        self, weights: Tensor, batch_size: int, batches: int | None, t: int, *, batch_statistics: bool = True
+    ) -> Iterator[tuple[Tensor, float]]:
+        raise _build_refusal("scores of gradients")
+
+    def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
+        raise _build_refusal("steps in stages")
+
+    def observe_units(self, weights: Tensor, nodes: Collection[str], callback: Callable[[str, Tensor], None]) -> None:
+        raise _build_refusal("activations of units")
+
+    def _open(self, training: Training, labels: tuple[object, ...]) -> PrivateTraining:
+        """Return the private training of a request.
+
+        Args:
+            training: the training.
+            labels: what decides the answer beside it.
+
+        Raises:
+            BudgetSpent: it would exceed a budget.
+        """
+        config = training.config
+        plan = SamplingPlan.build(len(self._subjects), config.batch_size, config.epochs, 1, config.accumulate)
+        plan = limit_steps(plan, training.steps, config.accumulate)
+        question = self._mechanism.open(
+            training.start, training.trainable, plan, training.round, (*labels, config, self._subjects)
+        )
+        examples, local = self._local.examples.n_train, self._local
+        local.train_examples.count_sampling(plan.steps * plan.lot_size * examples // plan.subjects, plan.steps)
+        generator = local.make_generator("augment", *training.labels)
+        return PrivateTraining(question, self._local, self._subjects, config.batch_size, generator)
+
+
 class PrivateTraining:
     """The training of one request: draws the subjects of each step and computes its noisy gradient.
 
     Args:
         question: sampling, noise and charge.
-        model: the site's network.
-        task: computes the loss and augments.
-        dataset: the training examples.
-        subjects: their subjects.
+        local: the task, the site's examples and the network.
+        subjects: the subjects of the training examples.
         records_at_once: records whose gradients are in memory at the same time.
-        changes: source of the augmentation.
+        augmentation_generator: source of the augmentation.
     """
 
     def __init__(
         self,
         question: Question,
-        model: FlatModel,
-        task: Task,
-        dataset: CountingDataset,
+        local: LocalTask,
         subjects: Subjects,
         records_at_once: int,
-        changes: torch.Generator,
+        augmentation_generator: torch.Generator,
     ):
-        self._question, self._model, self._task, self._dataset = question, model, task, dataset
-        self._subjects, self._size, self._changes = subjects, records_at_once, changes
-        self._loss = RecordLoss(model.module, task)
+        self._question, self._model, self._task, self._dataset = question, local.model, local.task, local.train_examples
+        self._subjects, self._size, self._augmentation_generator = subjects, records_at_once, augmentation_generator
+        self._loss = RecordLoss(self._model.module, self._task)
         self._is_vectorized = True
 
     def iterate_lots(self) -> Iterator[list[int]]:
@@ -106,14 +146,7 @@ class PrivateTraining:
             yield self._question.sample_subjects(step)
 
     def compute_gradient(self, group: list[list[int]], step: int, live: LiveEntries, out: Tensor | None) -> Tensor:
-        """Return the noisy gradient ``(live.count,)`` of a step.
-
-        Args:
-            group: the subjects of the step, in a list of one.
-            step: number of the step, 1-based.
-            live: the trainable parameters.
-            out: the gradient of the step before, which is overwritten; None: a new tensor is allocated.
-        """
+        """Return the noisy gradient of a step, whose ``group`` is a list of its subjects."""
         (subjects,) = group
         total = torch.zeros(live.count, dtype=torch.float64, device=self._model.device)
         for chunk in self._split(subjects):
@@ -166,7 +199,7 @@ class PrivateTraining:
     def _load(self, indices: Sequence[int]) -> list[Any]:
         """Return records as minibatches of one, so that augmentation cannot mix them."""
         items = self._dataset.read_uncounted(list(indices))
-        batches = (self._task.augment(self._task.collate([item]), self._changes) for item in items)
+        batches = (self._task.augment(self._task.collate([item]), self._augmentation_generator) for item in items)
         return [self._model.to_device(batch) for batch in batches]
 
     def _compute_record_gradients(self, records: Sequence[Any], live: LiveEntries) -> Tensor:
@@ -209,44 +242,11 @@ class PrivateTraining:
         return {name: torch.stack([gradients[name].to_dense() for gradients in single]) for name in parameters}
 
 
-def open_private_training(
-    mechanism: SiteMechanism,
-    model: FlatModel,
-    task: Task,
-    dataset: CountingDataset,
-    subjects: Subjects,
-    start: Tensor,
-    trainable: Mask,
-    config: TrainingConfig,
-    t: int,
-    steps: int | None,
-    changes: torch.Generator,
-    labels: Sequence[object],
-) -> PrivateTraining:
-    """Return the private training of a request.
-
-    Args:
-        mechanism: the site's mechanism.
-        model: the site's network.
-        task: computes the loss.
-        dataset: the training examples.
-        subjects: their subjects.
-        start: ``(P,)`` initial weights.
-        trainable: entries that may change.
-        config: epochs and batch size.
-        t: round.
-        steps: number of minibatches; None: ``config.epochs`` passes.
-        changes: source of the augmentation.
-        labels: what else decides the answer.
-
-    Raises:
-        BudgetSpent: the training would exceed a budget.
-    """
-    plan = SamplingPlan.build(len(subjects), config.batch_size, config.epochs, 1, config.accumulate)
-    plan = limit_steps(plan, steps, config.accumulate)
-    question = mechanism.open(start, trainable, plan, t, (*labels, config, subjects))
-    dataset.count_sampling(plan.steps * plan.lot_size * len(dataset) // plan.subjects, plan.steps)
-    return PrivateTraining(question, model, task, dataset, subjects, config.batch_size, changes)
+def _build_refusal(action: str) -> ConfigError:
+    return ConfigError(
+        f"privacy: the method computes {action} from training examples, which no budget covers; choose fedavg, "
+        "fedsparsify or neurosfl"
+    )
 
 
 def check_private_network(module: nn.Module) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,55 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from ..core.errors import ConfigError
+from ..privacy.dp.account import BudgetSpent
+from ..privacy.dp.metrics import MetricRelease
 from ..tasks.task import Task
+from .local_task import LocalTask, Part
+from .subjects import Subjects
+from .trainer import Trainer, Wrapper
+
+_LOG = logging.getLogger(__name__)
+
+
+class SilentTrainer(Wrapper):
+    """Lets no metrics leave the site, and computes none."""
+
+    def evaluate(self, weights: Tensor, memory: Mapping[str, Tensor]) -> dict[str, float]:
+        return {}
+
+
+class PrivateMetricsTrainer(Wrapper):
+    """Adds noise to the metrics that leave the site.
+
+    Args:
+        inner: evaluates.
+        local: the task, the site's examples and the network.
+        metric_release: adds noise and charges the test and validation subjects.
+    """
+
+    def __init__(self, inner: Trainer, local: LocalTask, metric_release: MetricRelease):
+        super().__init__(inner)
+        self._local, self.metric_release, self._release = local, metric_release, metric_release
+
+    def evaluate(self, weights: Tensor, memory: Mapping[str, Tensor]) -> dict[str, float]:
+        release, examples = self._release, self._local.examples
+
+        def measure(part: Part, dataset: Dataset[Any]) -> dict[str, float]:
+            is_test = part == "test"
+            names = tuple(examples.test_ids if is_test else examples.validation_ids)
+            owners = examples.test_subjects if is_test else examples.validation_subjects
+            subjects = Subjects.group(examples.n_test if is_test else examples.n_validation, names, owners)
+            network, bounds = self._local.model.module, list(release.bounds)
+            values = evaluate_subjects(self._local.task, network, dataset, subjects.records, bounds)
+            # Metrics are no reason to leave a round: without a budget for them, they stay here.
+            try:
+                return release.release(part, weights, names, values)
+            except BudgetSpent as error:
+                _LOG.warning("metrics stay at the site: %s", error)
+                return {}
+
+        self._local.model.load(weights)
+        return self._local.evaluate_parts(measure)
 
 
 def evaluate_subjects(

@@ -20,7 +20,8 @@ from flare_sparse.core.params import Layout
 from flare_sparse.methods.neurosfl import NeuroSFL
 from flare_sparse.methods.registry import METHODS
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.local.dry_run import DrySite, dry_run
+from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
+from flare_sparse.training import Site
 
 CONFIGS = Path(__file__).parents[3] / "app_configs"
 BUILDABLE = sorted(file.stem for file in CONFIGS.glob("*.yaml") if "\n  base: " not in file.read_text())
@@ -33,9 +34,12 @@ def test_minima_are_checked_on_the_examples_that_the_settings_would_read() -> No
 
     def conflicts(**settings: Any) -> list[str]:
         method = NeuroSFL(NeuroSFL.Config(rounds=2, sparsity=0.5, **settings), LAYOUT, 1)
-        sites = {name: DrySite(name, LAYOUT, examples=count) for name, count in {"site-1": 200, "site-2": 10}.items()}
+        sites = {
+            name: Site(name, DryTrainer(name, LAYOUT, examples=count))
+            for name, count in {"site-1": 200, "site-2": 10}.items()
+        }
         _, ledger = dry_run(method, torch.ones(LAYOUT.size), sites, "float32")
-        used = {name: site.usages for name, site in sites.items()}
+        used = {name: site.trainer.usages for name, site in sites.items()}
         return [reason.split(";")[0] for reason in iterate_conflicts(policy, "neurosfl", ledger.lines, used, LAYOUT)]
 
     small = [
@@ -102,7 +106,7 @@ def test_unencrypted_full_model_conflicts_with_terms_that_forbid_it(
     terms: dict[str, Any], conflict: str | None
 ) -> None:
     method = METHODS["fedavg"](METHODS["fedavg"].Config(rounds=2), LAYOUT, 1)
-    sites = {"site-1": DrySite("site-1", LAYOUT, examples=200)}
+    sites = {"site-1": Site("site-1", DryTrainer("site-1", LAYOUT, examples=200))}
     _, ledger = dry_run(method, torch.ones(LAYOUT.size), sites, "float32")
     reasons = [
         reason.split(";")[0] for reason in iterate_conflicts(Policy(**terms), "fedavg", ledger.lines, {}, LAYOUT)

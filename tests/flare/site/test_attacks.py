@@ -43,7 +43,7 @@ from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.tasks.mortality import Mortality, MortalityConfig
 from flare_sparse.tasks.task import SiteData
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, SitePrivacy, build_site
 from flare_sparse.wire.ledger import Ledger
 
 MEDICATIONS, UNITS, BITS = 240, 64, 10
@@ -88,12 +88,13 @@ class Victim:
         requests = RequestLog(RUN, self.method.traffic.count_requests, attempts=3, max_starts=max_starts)
         session = SiteSession()
         session.build_initial_weights = lambda fl_ctx: self.weights  # type: ignore[method-assign]
-        site = Site("site-1", task, examples, self.layout, 1)
+        privacy = None
         if noise_multiplier is not None:
             config = PrivacyConfig(noise_multiplier=noise_multiplier)
             plan, account = SamplingPlan.build(len(examples.train), 32, 1, ROUNDS), PrivacyAccount()
             account.secret = bytes(32)
-            site.mechanism = SiteMechanism(config, plan, account, RUN, "job")
+            privacy = SitePrivacy(SiteMechanism(config, plan, account, RUN, "job"))
+        site = build_site(LocalTask.open("site-1", task, examples, self.layout, 1), privacy=privacy)
         factor = read_policy(folder / "local" / "flare_sparse_policy.yaml").max_model_change
         changes = None if factor is None else ChangeLimit(factor, self.layout)
         self.endpoint = session._endpoint = SiteEndpoint(

@@ -29,6 +29,7 @@ from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
+from flare_sparse.training import SitePrivacy
 from flare_sparse.wire.ledger import Ledger
 
 RUN = "0" * 16
@@ -61,9 +62,9 @@ class Kit:
         )
         self.fl_ctx = FLContextManager(engine=engine, identity_name="site-1", job_id="job").new_context()
         self.fl_ctx.set_prop(FLContextKey.WORKSPACE_OBJECT, workspace, private=True, sticky=False)
-        site = self.bench.site(1)
         config = PrivacyConfig(noise_multiplier=4.0)
-        site.mechanism = SiteMechanism(config, PLAN, _open_account(self.fl_ctx), RUN, "job")
+        mechanism = SiteMechanism(config, PLAN, _open_account(self.fl_ctx), RUN, "job")
+        site = self.bench.site(1, privacy=SitePrivacy(mechanism))
         method = self.bench.method("fedavg", rounds=9, training={"batch_size": 64, "epochs": 1})
         session._endpoint = SiteEndpoint(site, method, RUN, "float32")
 

@@ -61,7 +61,7 @@ from flare_sparse.rounds.endpoints.server import ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.endpoints.site_sums import SiteSums
 from flare_sparse.tasks.task import Examples
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, SitePrivacy, build_site
 from flare_sparse.wire.capabilities import local_capabilities
 from flare_sparse.wire.ledger import Ledger
 from flare_sparse.wire.plan import ValueType
@@ -86,6 +86,7 @@ class Hospital:
         policy: dict[str, Any] | None = None,
         keys: KeyContexts | None = None,
         values: ValueType = "float32",
+        privacy: SitePrivacy | None = None,
     ):
         (folder / "local").mkdir(parents=True)
         (folder / "run").mkdir()
@@ -100,7 +101,8 @@ class Hospital:
         self.server = ServerEndpoint(layout, RUN, values, Ledger(), ServerCipher(keys.server) if keys else None, 1)
         session = SiteSession()
         cipher = SiteCipher(keys.client) if keys else None
-        session._endpoint = SiteEndpoint(Site("site-1", task, data, layout, 1), self.method, RUN, values, cipher=cipher)
+        site = build_site(LocalTask.open("site-1", task, data, layout, 1), privacy=privacy)
+        session._endpoint = SiteEndpoint(site, self.method, RUN, values, cipher=cipher)
         self.endpoint, self.folder, self.layout, self.session = session._endpoint, folder, layout, session
         state = self.method.init(weights, ["site-1"])
         self.attempt = self.server.encode_requests(self.method.ask(state, ["site-1"]) or {})
@@ -503,11 +505,12 @@ def test_site_with_a_budget_trains_for_jobs_with_privacy_only(tmp_path: Path) ->
     hospital = Hospital(tmp_path / "none", policy={"epsilon": 8, "metrics": "none", "min_test_examples": 99})
     assert is_stripped(hospital.run_task())
     assert "epsilon: the job has no privacy section" in hospital.read_site_error()
-    hospital = Hospital(tmp_path / "private", policy={"epsilon": 8, "metrics": "none", "withhold_isolated": True})
-    site = hospital.endpoint.site
     plan = SamplingPlan.build(32, 32, 1, 2)
     config = PrivacyConfig(noise_multiplier=4.0)
-    site.mechanism = SiteMechanism(config, plan, PrivacyAccount(), RUN, "job")
+    privacy = SitePrivacy(SiteMechanism(config, plan, PrivacyAccount(), RUN, "job"))
+    policy = {"epsilon": 8, "metrics": "none", "withhold_isolated": True}
+    hospital = Hospital(tmp_path / "private", policy=policy, privacy=privacy)
+    site = hospital.endpoint.site
     hospital.method.config = hospital.method.Config(rounds=2, training={"batch_size": 32})
     dxo = from_shareable(hospital.run_task())
     # The policy lets no metric leave, but the record needs what is spent.

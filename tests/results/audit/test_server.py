@@ -18,17 +18,17 @@ from flare_sparse.privacy.dp.config import PrivacyConfig
 from flare_sparse.privacy.dp.mechanism import SiteMechanism
 from flare_sparse.results.audit.server import ServerAttacks
 from flare_sparse.tasks.task import Examples
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, SitePrivacy, build_site
 
 
-def build_attacks(policy: Policy | None, steps: int = 0) -> ServerAttacks:
+def build_attacks(policy: Policy | None, steps: int = 0, privacy: SitePrivacy | None = None) -> ServerAttacks:
     task = Plain()
     task.model = lambda: nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 1))  # type: ignore[method-assign]
     layout, weights = build_initial_model(task, 0)
     method = METHODS["fedavg"](METHODS["fedavg"].Config(), layout, 0)
     x = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
     parts = [TensorDataset(rows, rows.sum(1, keepdim=True)) for rows in x.split([30, 10])]
-    site = Site("site-1", task, Examples(*parts), layout, 0)
+    site = build_site(LocalTask.open("site-1", task, Examples(*parts), layout, 0), privacy=privacy)
     assembly = Assembly(task, method, layout, weights, "0" * 16, layout, {})
     return ServerAttacks(assembly, site, parts[1], policy, steps)
 
@@ -73,9 +73,9 @@ def test_first_layer_of_flattened_images_reveals_the_image() -> None:
 
 @pytest.mark.parametrize("policy", [None, Policy(withhold_isolated=True)])
 def test_noise_of_a_private_site_hides_the_example(policy: Policy | None) -> None:
-    attacks = build_attacks(policy)
     config, plan = PrivacyConfig(epsilon=None, noise_multiplier=1.0), SamplingPlan.build(30, 10, 1, 1)
-    attacks._site.mechanism = SiteMechanism(config, plan, PrivacyAccount(), "0" * 16, "job")
+    mechanism = SiteMechanism(config, plan, PrivacyAccount(), "0" * 16, "job")
+    attacks = build_attacks(policy, privacy=SitePrivacy(mechanism))
     update, scores = attacks.invert_messages(lambda line: None, [1])
     assert update.best is not None
     assert update.best.psnr < 15

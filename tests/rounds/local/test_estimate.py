@@ -22,7 +22,7 @@ from flare_sparse.core.exchange import Request
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.endpoints.site_state import RequestId
-from flare_sparse.rounds.local.dry_run import DrySite
+from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.tasks.models.base import MODELS_VARIABLE
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +87,7 @@ def record_requests(monkeypatch: pytest.MonkeyPatch) -> dict[str, RequestLog]:
     def receive_and_admit(endpoint: SiteEndpoint, data: Any, acknowledged: int | None = None) -> Request:
         request = receive(endpoint, data, acknowledged)
         # The estimate's own sites are not asked in a run.
-        if isinstance(endpoint.site, DrySite):
+        if isinstance(endpoint.site.trainer, DryTrainer):
             return request
         new = RequestLog(endpoint.run, endpoint.method.traffic.count_requests, attempts=1, max_starts=1)
         log = logs.setdefault(endpoint.site.name, new)

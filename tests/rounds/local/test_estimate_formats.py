@@ -8,9 +8,10 @@ import pytest
 import toy
 
 from flare_sparse.privacy.secure_aggregation.limits import SumRules
-from flare_sparse.rounds.local.dry_run import DrySite, dry_run
+from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
 from flare_sparse.rounds.local.estimate import BytesRange, bound_messages
 from flare_sparse.rounds.local.run import Transport, run_locally
+from flare_sparse.training import Site
 from flare_sparse.wire.ledger import LedgerLine
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -31,7 +32,7 @@ def identify(line: LedgerLine) -> tuple[int, str, str]:
 def test_every_message_lies_within_its_estimate(task: str, name: str, values: Any) -> None:
     bench = toy.ToyBench(getattr(toy, task)())
     method = bench.method(name, rounds=3, **METHODS[name])
-    dry_sites = {site: DrySite(site, bench.layout) for site in bench.sites()}
+    dry_sites = {site: Site(site, DryTrainer(site, bench.layout)) for site in bench.sites()}
     _, dry = dry_run(method, bench.weights, dry_sites, values)
     estimates: dict[tuple[int, str, str], BytesRange] = {
         identify(line): size for line, size, _ in bound_messages(method, dry.lines, dry_sites)
@@ -52,7 +53,7 @@ def test_every_message_of_a_masked_run_lies_within_its_estimate(name: str) -> No
     """Certificates of a federation have another length than those of a run on one machine."""
     bench, rules = toy.ToyBench(toy.Toy()), SumRules(64.0)
     method = bench.method(name, rounds=2, **METHODS[name])
-    dry_sites = {site: DrySite(site, bench.layout) for site in bench.sites()}
+    dry_sites = {site: Site(site, DryTrainer(site, bench.layout)) for site in bench.sites()}
     _, dry = dry_run(method, bench.weights, dry_sites, "float32", sum_rules=rules)
     sizes = [size for _, size, _ in bound_messages(method, dry.lines, dry_sites)]
     _, ledger = run_locally(

@@ -43,7 +43,7 @@ def test_targets_of_metagater_neither_train_nor_choose(load_script: Any, monkeyp
     layout = Layout.from_module(task.model())
     sites = metagater.build_sites(metagater.SETTINGS["brain"], task, layout, Path(), 1)
     assert (list(sites.training), list(sites.validation), list(sites.targets)) == (["a", "c", "d"], ["a", "c"], ["b"])
-    assert [site.num_test_examples for site in sites.training.values()] == [0, 0, 0]
+    assert [site.trainer.num_test_examples for site in sites.training.values()] == [0, 0, 0]
 
 
 def test_difference_of_banking77_is_that_of_the_same_test_texts(load_script: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from flare_sparse.results.report.tables import build_privacy
 from flare_sparse.results.runs.results import RunResult
 from flare_sparse.rounds.federation import RoundRecord, RoundRules
 from flare_sparse.rounds.local.run import Course, Watcher, run_locally
-from flare_sparse.training import Site
+from flare_sparse.training import Site, SitePrivacy
 from flare_sparse.wire.ledger import Ledger
 
 CONFIG = PrivacyConfig(noise_multiplier=4.0)
@@ -38,11 +39,11 @@ def spend(trainings: int) -> float:
     return compute_epsilon([PLAN.build_charge(4.0, trainings)], CONFIG.delta)
 
 
-def build_sites(bench: ToyBench, limits: dict[str, Budget | None]) -> dict[str, Site]:
+def build_sites(bench: ToyBench, limits: dict[str, Budget | None], **metrics: Any) -> dict[str, Site]:
     sites = {}
     for number, (name, limit) in enumerate(limits.items(), start=1):
-        sites[name] = bench.site(number)
-        sites[name].mechanism = SiteMechanism(CONFIG, PLAN, PrivacyAccount(None, limit), "a" * 16, "job")
+        mechanism = SiteMechanism(CONFIG, PLAN, PrivacyAccount(None, limit), "a" * 16, "job")
+        sites[name] = bench.site(number, privacy=SitePrivacy(mechanism, **metrics))
     return sites
 
 
@@ -85,8 +86,7 @@ def test_record_has_the_spent_epsilon_and_the_run_goes_on_without_a_site_whose_b
 
 def test_metrics_stay_at_the_site_if_the_job_says_so() -> None:
     bench = ToyBench(Plain())
-    sites = build_sites(bench, {"site-1": None})
-    sites["site-1"].sends_metrics = False
+    sites = build_sites(bench, {"site-1": None}, sends_metrics=False)
     outcome, _ = run_locally(bench.method("fedavg", training=TRAINING), bench.weights, sites, bench.task.metric)
     assert outcome.evaluation.overall == {}
     assert outcome.rounds[-1].spent_epsilon == {"site-1": spend(3)}
@@ -102,9 +102,8 @@ def test_scores_are_charged_before_the_first_training(scores: str, lots: int) ->
     plan = plan_sampling(method, 24)
     assert plan == replace(PLAN, score_steps=lots)
     assert plan.build_job_charge(4.0).steps == lots + 3 * PLAN.steps
-    site = bench.site(1)
     account = PrivacyAccount()
-    site.mechanism = SiteMechanism(CONFIG, plan, account, "a" * 16, "job")
+    site = bench.site(1, privacy=SitePrivacy(SiteMechanism(CONFIG, plan, account, "a" * 16, "job")))
     outcome, _ = run_locally(method, bench.weights, {"site-1": site}, bench.task.metric)
     spent = [record.spent_epsilon["site-1"] for record in outcome.rounds if record.kind == "train"]
     expected = [compute_epsilon([plan.build_job_charge(4.0, t)], CONFIG.delta) for t in (1, 2, 3)]
@@ -114,16 +113,18 @@ def test_scores_are_charged_before_the_first_training(scores: str, lots: int) ->
 
 def test_metrics_with_noise_are_those_of_single_subjects_and_are_charged() -> None:
     bench = ToyBench(Plain())
-    site, account = bench.site(1), PrivacyAccount()
     config = PrivacyConfig(noise_multiplier=1e-9, metrics="noised", metric_bounds={"mse": 100.0})
-    site.metric_release = MetricRelease(config, 4, account, "a" * 16, "job")
     exact = bench.site(1).evaluate(bench.weights)
-    noisy = site.evaluate(bench.weights)
+    noisy = build_noised_site(bench, config).evaluate(bench.weights)
     assert noisy == {"mse": pytest.approx(exact["mse"], rel=1e-5), "test_examples": exact["test_examples"]}
     unknown = config.model_copy(update={"metric_bounds": {"auc": 1.0}})
-    site.metric_release = replace(site.metric_release, config=unknown)
     with pytest.raises(ConfigError, match=r"privacy\.metric_bounds: no metric 'auc' of a single subject"):
-        site.evaluate(bench.weights)
+        build_noised_site(bench, unknown).evaluate(bench.weights)
+
+
+def build_noised_site(bench: ToyBench, config: PrivacyConfig) -> Site:
+    release = MetricRelease(config, 4, PrivacyAccount(), "a" * 16, "job")
+    return bench.site(1, privacy=SitePrivacy(metric_release=release))
 
 
 class DefinedForSome(Plain):
@@ -136,30 +137,29 @@ class DefinedForSome(Plain):
 
 def test_metric_that_some_subjects_do_not_have_counts_as_its_bound_there() -> None:
     bench = ToyBench(DefinedForSome())
-    site = bench.site(1)
-    test = site._examples.test
+    test = bench.open_task(1).examples.test
     targets = torch.stack([test[n][1] for n in range(len(test))])
     share = float((targets.flatten() > 0).float().mean())
     assert 0 < share < 1
     config = PrivacyConfig(noise_multiplier=1e-9, metrics="noised", metric_bounds={"mse": 100.0, "recall": 1.0})
-    site.metric_release = MetricRelease(config, 4, PrivacyAccount(), "a" * 16, "job")
-    assert site.evaluate(bench.weights)["recall"] == pytest.approx(0.25 * share + 1 - share, abs=1e-6)
+    assert build_noised_site(bench, config).evaluate(bench.weights)["recall"] == pytest.approx(
+        0.25 * share + 1 - share, abs=1e-6
+    )
 
 
 def test_record_has_the_epsilon_of_the_part_that_was_charged_most_and_metrics_end_with_their_budget() -> None:
     bench = ToyBench(Plain())
-    sites = build_sites(bench, {"site-1": None})
-    mechanism = sites["site-1"].mechanism
-    assert mechanism is not None
+    account = PrivacyAccount()
+    mechanism = SiteMechanism(CONFIG, PLAN, account, "a" * 16, "job")
     config = PrivacyConfig(noise_multiplier=1.0, metrics="noised", metric_bounds={"mse": 10.0})
-    release = MetricRelease(config, 4, mechanism.account, mechanism.run, "job")
-    sites["site-1"].metric_release = release
+    privacy = SitePrivacy(mechanism, MetricRelease(config, 4, account, mechanism.run, "job"))
+    sites = {"site-1": bench.site(1, privacy=privacy)}
     outcome, _ = run_locally(bench.method("fedavg", training=TRAINING), bench.weights, sites, bench.task.metric)
     once = Charge(1.0, 1.0, 1)
     spent = [record.spent_epsilon["site-1"] for record in outcome.rounds]
     assert spent == pytest.approx([compute_epsilon([once] * t, CONFIG.delta) for t in (1, 2, 3, 4)])
     assert "mse" in outcome.evaluation.overall
-    mechanism.account.limit = Budget(spent[-1] * 1.001 + 1e-3, CONFIG.delta)
+    account.limit = Budget(spent[-1] * 1.001 + 1e-3, CONFIG.delta)
     metrics = sites["site-1"].evaluate(bench.weights + 1)
     assert metrics.keys() == {"test_examples"}
 
@@ -175,9 +175,9 @@ def test_rounds_retries_and_resumption_are_one_long_accountant(loses: str, tmp_p
     plan = SamplingPlan.build(24, 6, 2, 3)
 
     def build(commits: int | None) -> LocalFederation:
-        sites = bench.sites(1)
         account = PrivacyAccount(tmp_path / "privacy")
-        sites["site-1"].mechanism = SiteMechanism(CONFIG, plan, account, "a" * 16, "job")
+        privacy = SitePrivacy(SiteMechanism(CONFIG, plan, account, "a" * 16, "job"))
+        sites = {"site-1": bench.site(1, privacy=privacy)}
         federation = LocalFederation(
             "fedavg", bench, sites=sites, stores=lambda end: Store(tmp_path / end, {"run": "0" * 16}), training=training
         )

@@ -15,10 +15,10 @@ from flare_sparse.core.errors import DataError, MissingBase, RoundFailed, format
 from flare_sparse.core.exchange import Request
 from flare_sparse.flare import executor
 from flare_sparse.flare.payload import MISSING_BASE_HEADER, REQUEST, get_refusal_code
-from flare_sparse.rounds.local.dry_run import DrySite, dry_run
+from flare_sparse.rounds.local.dry_run import DryTrainer, dry_run
 from flare_sparse.rounds.local.run import Watcher, run_locally
 from flare_sparse.tasks.task import Examples
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, Training, build_site
 
 SECRET = "subject 4711"
 
@@ -45,7 +45,11 @@ FAILURES = {
 
 def build_failing_site(bench: ToyBench, task: Toy) -> Site:
     x = torch.randn(8, 12)
-    return Site("site-1", task, Examples(TensorDataset(x, x[:, :1]), TensorDataset(x, x[:, :1])), bench.layout, 1)
+    return build_site(
+        LocalTask.open(
+            "site-1", task, Examples(TensorDataset(x, x[:, :1]), TensorDataset(x, x[:, :1])), bench.layout, 1
+        )
+    )
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -122,10 +126,11 @@ def test_run_in_which_every_site_fails_names_the_codes() -> None:
 def test_dry_run_raises_the_error_of_a_site() -> None:
     """A dry site has no data, so the error is one of the settings."""
 
-    class Broken(DrySite):
-        def train_entries(self, *args: Any, **settings: Any) -> torch.Tensor:
+    class Broken(DryTrainer):
+        def train(self, training: Training) -> torch.Tensor:
             raise ValueError("no such layer")
 
     bench = ToyBench()
+    sites = {"site-1": Site("site-1", Broken("site-1", bench.layout))}
     with pytest.raises(ValueError, match="no such layer"):
-        dry_run(bench.method("fedavg"), bench.weights, {"site-1": Broken("site-1", bench.layout)}, "float32")
+        dry_run(bench.method("fedavg"), bench.weights, sites, "float32")

@@ -9,8 +9,8 @@ from ...core.exchange import STATISTICS
 from ...core.params import Layout
 from ...privacy.dp.accounting import Charge
 from ...privacy.dp.forecast import Forecast, explain_shortage
-from ...rounds.local.dry_run import DrySite, dry_run
-from ...training import SampleUsage
+from ...rounds.local.dry_run import DryTrainer, dry_run
+from ...training import SampleUsage, Site
 from ...wire.ledger import LedgerLine
 from ..assemble import Assembly, plan_sampling
 from ..schema import JobConfig
@@ -40,10 +40,11 @@ def find_policy_conflicts(
         RoundFailed: the method needs more sites than are given.
     """
     method, layout = assembly.method, assembly.layout
-    dry_sites = {name: DrySite(name, layout, examples=count) for name, count in examples.items() if count}
-    sites = dry_sites or {"site-1": DrySite("site-1", layout)}
+    trainers = {name: DryTrainer(name, layout, examples=count) for name, count in examples.items() if count}
+    sites = {name: Site(name, trainer) for name, trainer in trainers.items()}
+    sites = sites or {"site-1": Site("site-1", DryTrainer("site-1", layout))}
     _, ledger = dry_run(method, assembly.weights, sites, job.wire.values, encrypted=job.encrypted)
-    usages = {name: site.usages for name, site in dry_sites.items()}
+    usages = {name: trainer.usages for name, trainer in trainers.items()}
     conflicts = list(iterate_conflicts(policy, method.name, ledger.lines, usages, layout))
     has_values = any(line.direction == "up" and line.content != "metrics" for line in ledger.lines)
     if policy.masked and not job.is_masked and has_values:

@@ -84,7 +84,11 @@ class SiteResultPolicy(Filter):
             raise PolicyRefusal(f"this site's policy: methods: {endpoint.method.name} may not run at this site")
         request, update = shareable[UPDATE]
         layout = endpoint.site.layout
-        if policy.privacy_budget is not None and update.content != "metrics" and endpoint.site.mechanism is None:
+        if (
+            policy.privacy_budget is not None
+            and update.content != "metrics"
+            and endpoint.site.trainer.mechanism is None
+        ):
             raise PolicyRefusal(
                 "this site's policy: epsilon: the job has no privacy section, so what it tells about a subject has no "
                 "bound; ask the lead to add one, or remove epsilon from the policy"
@@ -101,15 +105,17 @@ class SiteResultPolicy(Filter):
         delta = Patch(update.patch.values.clone() - reference, update.patch.mask)
         sanitized = policy.sanitize_values(update.content, delta, layout)
         # Which changes are withheld depends on the data, so it would undo differential privacy, which bounds them all.
-        mechanism = endpoint.site.mechanism
+        mechanism = endpoint.site.trainer.mechanism
         is_bounded = policy.privacy_budget is not None or (mechanism is not None and mechanism.hides_subjects)
         if policy.withhold_isolated and not is_bounded and update.content in ("weights", "delta"):
-            inputs = endpoint.site.collect_linear_inputs(endpoint.site.weights, MAX_EXAMPLES)
+            inputs = endpoint.site.trainer.collect_linear_inputs(endpoint.site.weights, MAX_EXAMPLES)
             sanitized, _ = withhold_isolated_units(sanitized, update.patch.mask, layout, inputs)
         # Unchanged values are not recomputed as delta + reference: that would round and change the model's bits.
         values = update.patch.values.clone() if sanitized is delta.values else sanitized + reference
         update = replace(update, patch=Patch(values, update.patch.mask))
-        raise_refusals(policy.find_refusals(update.content, endpoint.site.usage, update.patch.mask, sanitized, layout))
+        raise_refusals(
+            policy.find_refusals(update.content, endpoint.site.trainer.usage, update.patch.mask, sanitized, layout)
+        )
         fl_ctx.set_prop(APPROVED, update, private=True, sticky=False)
         reply = update_to_dxo(update, layout).to_shareable()
         reply[UPDATE] = (request, update)
@@ -199,7 +205,7 @@ class SiteLastGate(FLComponent):
         # Checked again on the encoded message: only now is its size known, and rounding may have changed the norm.
         values = decoded.patch.values - (_get_reference(approved, endpoint) if approved.content == "weights" else 0)
         mask, layout = decoded.patch.mask, endpoint.site.layout
-        refusals = policy.find_refusals(decoded.content, endpoint.site.usage, mask, values, layout, size)
+        refusals = policy.find_refusals(decoded.content, endpoint.site.trainer.usage, mask, values, layout, size)
         raise_refusals(refusals)
         metrics = {name: value for name, value in approved.metrics.items() if name in meta.get("metrics", {})}
         # The endpoint's own events: a filter of the job may have changed those of the message.
@@ -263,7 +269,7 @@ def _select_metrics(
 ) -> dict[str, float]:
     """Return the metrics that may leave: rounded or none, and none once the limit on evaluated models is reached."""
     site, requests = endpoint.site, endpoint.requests
-    counts = {TEST_EXAMPLES: site.num_test_examples, VALIDATION_EXAMPLES: site.num_validation_examples}
+    counts = {TEST_EXAMPLES: site.trainer.num_test_examples, VALIDATION_EXAMPLES: site.trainer.num_validation_examples}
     metrics = policy.sanitize_metrics(metrics, counts)
     is_limited = policy.max_evaluations is not None or policy.max_daily_evaluations is not None
     # What is spent is no metric of a model: it is not counted, and leaves past every limit.

@@ -188,7 +188,7 @@ def _check_job(
         check_kernels(assembly.method)
         site = open_site(assembly, data)
         examples = site.num_examples
-        loaded.append((assembly, examples, len(site.subjects)))
+        loaded.append((assembly, examples, site.trainer.examples.count_train_subjects()))
         if not examples:
             return "WARN", f"{data.path}: no training examples; this site would only evaluate models"
         return "PASS", f"{data.path}: {examples} training examples, as read by task {job.task.name}"

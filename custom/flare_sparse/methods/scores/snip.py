@@ -27,9 +27,8 @@ def compute_saliency(
         signed: keep the sign, ``w * mean(g)``; summed over sites this is SNIP of the pooled loss.
     """
     total, total_weight = torch.zeros_like(weights), 0.0
-    gradients = site.compute_gradients(weights, batch_size, batches, t)
     # The last minibatch of a pass may be smaller. Counted in full, its examples would weigh more than the others.
-    for gradient, batch_weight in zip(gradients, site.iterate_batch_weights(batch_size), strict=False):
+    for gradient, batch_weight in site.trainer.compute_gradients(weights, batch_size, batches, t):
         term = gradient.mul_(weights)
         total.add_(term if signed else term.abs_(), alpha=batch_weight)
         total_weight += batch_weight
@@ -52,7 +51,7 @@ def compute_private_saliency(
         lots: number of lots; None: as many as one pass has.
         signed: keep the sign.
     """
-    scores = site.compute_private_gradient(weights, scored, training, lots).mul_(weights)
+    scores = site.trainer.compute_private_gradient(weights, scored, training, lots).mul_(weights)
     return scores if signed else scores.abs_()
 
 

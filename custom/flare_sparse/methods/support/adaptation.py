@@ -125,4 +125,4 @@ def take_one_step(site: Site, weights: Tensor, stages: Sequence[Mask], config: A
     """
     batch_size, clip_norm = config.adapt_batch or max(site.num_examples, 1), config.training.clip_norm
     step = TrainingConfig(optimizer="sgd", lr=config.adapt_lr, batch_size=batch_size, clip_norm=clip_norm)
-    return site.step_in_stages(weights, [stage for stage in stages if stage.count], step)
+    return site.trainer.step_in_stages(weights, [stage for stage in stages if stage.count], step)

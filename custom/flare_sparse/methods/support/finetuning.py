@@ -114,7 +114,7 @@ def fine_tune(site: Site, trainable: Mask, trainings: Sequence[TrainingConfig], 
         except (PersonalTrainingDiverged, MetricsError) as error:
             _LOG.warning("site %s: method.finetune.proximal %g: %s", site.name, training.proximal, error)
             continue
-        is_better = chosen is None if value is None or best is None else site.task.metric.is_better(value, best)
+        is_better = chosen is None if value is None or best is None else site.trainer.task.metric.is_better(value, best)
         if is_better:
             chosen, best, chosen_weights, chosen_personal = training, value, weights, site.memory.get(PERSONAL)
     _set_personal(site, chosen_personal)
@@ -134,8 +134,8 @@ def attribute_fine_tuning() -> AbstractContextManager[None]:
 
 def _measure_validation(site: Site, weights: Tensor) -> float | None:
     """Return the task's metric on the site's validation examples; None if it is not defined there."""
-    metrics = site.evaluate_validation(weights)
-    return metrics.get(site.task.metric.name) if metrics else None
+    metrics = site.trainer.evaluate_validation(weights)
+    return metrics.get(site.trainer.task.metric.name) if metrics else None
 
 
 def _set_personal(site: Site, values: Tensor | None) -> None:

@@ -49,7 +49,7 @@ def audit_run(
         raise ConfigError(f"{run.path}: {conflicts[0]}")
     model = assembly.build_network(read_run_model(run.path, assembly, "final"))
     with limit_threads(config.torch_threads):
-        examples = _load_examples(run, data, lambda site: open_site(assembly, data[site]).examples)
+        examples = _load_examples(run, data, lambda site: open_site(assembly, data[site]).trainer.examples)
         retraining = Retraining(run.path, config, data, examples)
         folder = run.path / AUDIT_FOLDER
         attacks = RunAttacks(assembly.task, model, retraining, run.identity, folder, options, on_progress)
@@ -117,7 +117,7 @@ def _invert_messages(
     """Return the inverted messages of the first site, and why there are none."""
     site = open_site(assembly, data[min(examples)])
     try:
-        attacks = ServerAttacks(assembly, site, site.examples.test, options.policy, options.steps)
+        attacks = ServerAttacks(assembly, site, site.trainer.examples.test, options.policy, options.steps)
         return list(attacks.invert_messages(on_progress)), ""
     except DataError as error:
         return [], str(error)

@@ -99,8 +99,8 @@ class ServerAttacks:
         self, on_progress: Callable[[str], None], sizes: Sequence[int] = BATCH_SIZES
     ) -> Iterator[Inversion]:
         """Yield the inversion of each message by each number of examples."""
-        train = self._site.examples.train
-        rows = np.random.default_rng(derive_seed(self._site.seed, "audit inversion")).permutation(
+        train = self._site.trainer.examples.train
+        rows = np.random.default_rng(derive_seed(self._assembly.method.seed, "audit inversion")).permutation(
             self._site.num_examples
         )
         for message in ("update", "scores"):
@@ -130,7 +130,9 @@ class ServerAttacks:
         if self._steps:
             # The network's gradients are the same for all inputs equal to the mean: noise tells them apart.
             scale = float(others.std()) or 1.0
-            noise = torch.randn(true.shape, generator=make_generator(self._site.seed, "audit start", len(true)))
+            noise = torch.randn(
+                true.shape, generator=make_generator(self._assembly.method.seed, "audit start", len(true))
+            )
             start = mean + 0.1 * scale * noise
             rebuilt = optimize_inputs(task, model, received, message, batch, start, self._steps, scale)
             found.append(choose_reconstruction("optimisation", rebuilt, true, mean))
@@ -140,14 +142,14 @@ class ServerAttacks:
 
     def _build_message(self, message: Message, batch: Any) -> list[Tensor]:
         """Return the message; with differential privacy, it is computed from a step of clipped gradients and noise."""
-        mechanism, task, model = self._site.mechanism, self._assembly.task, self._model
+        mechanism, task, model = self._site.trainer.mechanism, self._assembly.task, self._model
         if mechanism is None:
             return build_message(task, model, batch, message)
         count = len(batch[0])
         gradients = [build_message(task, model, [part[i : i + 1] for part in batch], "update") for i in range(count)]
         rows = torch.stack([torch.cat([value.flatten() for value in values]) for values in gradients])
         clip = mechanism.config.clip
-        noise = torch.randn(rows.shape[1], generator=make_generator(self._site.seed, "audit noise", count))
+        noise = torch.randn(rows.shape[1], generator=make_generator(self._assembly.method.seed, "audit noise", count))
         # Every example takes part: the attacker's best case, since a lot that is drawn at random hides some.
         noisy = ((clip_rows(rows, clip) + mechanism.noise_multiplier * clip * noise) / count).float()
         parts = noisy.split([value.numel() for value in gradients[0]])
@@ -172,10 +174,10 @@ class ServerAttacks:
         mask = Mask.full(layout.size)
         vector = policy.sanitize_values(content, Patch.from_vector(layout.flatten(tensors), mask), layout)
         # As at a site: what a change shows of the data decides nothing under a privacy budget.
-        mechanism = self._site.mechanism
+        mechanism = self._site.trainer.mechanism
         is_bounded = mechanism is not None and mechanism.hides_subjects
         if policy.withhold_isolated and message == "update" and not is_bounded:
-            inputs = self._site.collect_linear_inputs(self._assembly.weights, MAX_EXAMPLES)
+            inputs = self._site.trainer.collect_linear_inputs(self._assembly.weights, MAX_EXAMPLES)
             vector, _ = withhold_isolated_units(vector, mask, layout, inputs)
         raise_refusals(policy.find_refusals(content, SampleUsage(examples, 1), mask, vector, layout))
         sanitized = layout.unflatten(vector)

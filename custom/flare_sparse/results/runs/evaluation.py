@@ -20,7 +20,7 @@ from ...core.params import compute_digest
 from ...core.seeds import make_generator
 from ...methods.method import Method, describe_site_model
 from ...tasks.task import TEST_EXAMPLES, Examples, SiteData, Task
-from ...training import Site
+from ...training import LocalTask, Site, build_site
 from .models import list_run_models, read_run_model
 from .results import CROSS_SITE_FILE, EVALUATIONS
 
@@ -68,7 +68,7 @@ class Cohort:
     def __init__(self, assembly: Assembly, data: SiteData, split: Split):
         self.data, self.task = data, assembly.task
         try:
-            examples = open_site(assembly, data).examples
+            examples = open_site(assembly, data).trainer.examples
         except FlareSparseError:
             raise
         # A user task may raise anything.
@@ -79,8 +79,9 @@ class Cohort:
         self._notes = tuple(examples.notes)
         device = str(assembly.method.config.training.torch_device)
         no_examples = TensorDataset(torch.zeros(0))
-        self._site = Site(
-            data.site, self.task, Examples(no_examples, dataset), assembly.network, assembly.method.seed, device
+        evaluated = Examples(no_examples, dataset)
+        self._site = build_site(
+            LocalTask.open(data.site, self.task, evaluated, assembly.network, assembly.method.seed, device)
         )
 
     def evaluate(self, weights: Tensor, resamples: int = 0) -> CohortResult:

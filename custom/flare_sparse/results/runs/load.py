@@ -10,7 +10,8 @@ from torch import nn
 from .record import CONFIG
 from ...config.study import Study
 from ...core.errors import ConfigError
-from ...training.compute import Compute, can_use_kernels
+from ...training.compute import can_use_kernels
+from ...training.config import Compute
 from .models import read_run_model
 
 

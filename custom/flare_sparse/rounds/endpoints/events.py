@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...core.exchange import SiteEvent
-from ...training.script_site import SCORES_BY_TRAINING
+from ...training.script_trainer import SCORES_BY_TRAINING
 
 CHECKPOINT_DAMAGED = "checkpoint_damaged"
 MEMORY_DROPPED = "memory_dropped"

@@ -146,7 +146,7 @@ class SiteEndpoint:
         except Exception as error:
             action, remedy = f"round {request.round} ({request.kind})", "Correct the task, then resume with --resume"
             raise TaskFailed(self.site.name, action, error, remedy) from error
-        notices = list(self.site.notices)
+        notices = list(self.site.trainer.notices)
         # Of a sum the server must not learn that one of its terms is zero.
         if self.sums is None and is_standstill(update, self.site.weights, self.site.layout):
             notices.append(MODEL_UNCHANGED)
@@ -156,19 +156,19 @@ class SiteEndpoint:
         self.events = (*self.events, *new)
         if self.changes is not None:
             self.changes.measure(update, self.site.weights)
-        accounting = self.site.mechanism or self.site.metric_release
+        accounting = self.site.trainer.mechanism or self.site.trainer.metric_release
         if accounting is None:
             return update
         return replace(update, metrics={**update.metrics, EPSILON: accounting.compute_spent()})
 
     def _compute_update(self, request: Request) -> Update:
-        self.site.reset_usage()
+        self.site.trainer.reset_usage()
         # A site without training examples can only evaluate.
-        if request.kind == EVALUATE or not self.site.can_train:
+        if request.kind == EVALUATE or not self.site.trainer.can_train:
             no_values = Patch.empty(self.site.layout.size)
             return Update(no_values, "metrics", self.site.num_examples, self.site.evaluate(self.site.weights))
         if request.kind == STATISTICS:
-            statistics = Patch.from_vector(self.site.compute_statistics(), request.trainable)
+            statistics = Patch.from_vector(self.site.trainer.compute_statistics(self.site.weights), request.trainable)
             return Update(statistics, STATISTICS, self.site.num_examples)
         update = self.method.answer(request, self.site)
         if update.metrics or update.content == "scores" or not is_evaluated(self.method.config, request.round - 1):

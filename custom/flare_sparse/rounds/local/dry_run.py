@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,16 +20,17 @@ from ...methods.method import Method
 from ...privacy.encryption import KeyContexts
 from ...privacy.secure_aggregation.limits import SumRules
 from ...tasks.task import Metric
-from ...training import SampleUsage, Site, TrainingConfig
-from ...training.site import OBSERVED_BATCH
+from ...training import SampleUsage, Site, Trainer, Training, TrainingConfig
+from ...training.batches import weigh_batches
+from ...training.task_trainer import OBSERVED_BATCH
 from ...wire.ledger import Ledger
 from ...wire.plan import ValueType
 from ..federation import HubRules, Outcome
 from .run import Transport, Watcher, run_locally
 
 
-class DrySite(Site):
-    """A site without data, for counting bytes: training and gradients return noise of the right shape.
+class DryTrainer(Trainer):
+    """Computes without data, for counting bytes: training and gradients return noise of the right shape.
 
     Args:
         name: name of the site.
@@ -42,12 +44,12 @@ class DrySite(Site):
     """
 
     def __init__(self, name: str, layout: Layout, seed: int = 0, examples: int = 1):
-        self.name, self.layout, self.seed, self._count = name, layout, seed, examples
+        super().__init__(layout)
+        self._name, self._seed, self._count = name, seed, examples
         self.usages: list[SampleUsage] = []
-        self.weights = torch.zeros(layout.size)
-        self.memory = {}
         generator = make_generator(seed, "dry", name)
         self._noise = torch.rand(layout.size, generator=generator).add_(0.5)
+        # The steps are small, so that the values stay within every number format over hundreds of rounds.
         self._step = _draw_step(layout, generator)
 
     @property
@@ -68,66 +70,37 @@ class DrySite(Site):
             SampleUsage(max(previous.examples, min(self._count, count * size)), previous.batches + count)
         )
 
-    def train_entries(
-        self,
-        start: Tensor,
-        trainable: Mask,
-        config: TrainingConfig,
-        t: int,
-        *,
-        steps: int | None = None,
-        **_: Any,
-    ) -> Tensor:
-        self._count_usage(config.batch_size, steps, config.epochs)
-        return trainable.take(self._perturb(start))
+    def train(self, training: Training) -> Tensor:
+        self._count_usage(training.config.batch_size, training.steps, training.config.epochs)
+        return training.trainable.take(training.start + self._step)
 
     def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
         self._count_usage(config.batch_size, 1)
-        return self._perturb(start)
-
-    def _perturb(self, start: Tensor) -> Tensor:
-        """Return ``start`` with every entry changed.
-
-        The steps are small, so that the values stay within every number format over hundreds of rounds.
-        """
         return start + self._step
 
     def compute_gradients(
         self, weights: Tensor, batch_size: int, batches: int | None, t: int, *, batch_statistics: bool = True
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[tuple[Tensor, float]]:
         self._count_usage(batch_size, batches)
-        for _ in range(batches or 1):
-            yield self._noise.clone()
+        for weight in islice(weigh_batches(self._count, batch_size, joins_last=False), batches or 1):
+            yield self._noise.clone(), weight
 
-    def compute_statistics(self) -> Tensor:
+    def compute_statistics(self, weights: Tensor) -> Tensor:
         self._count_usage(OBSERVED_BATCH, None)
         return torch.zeros(self.layout.size)
 
-    def joins_last(self, batch_size: int) -> bool:
-        return False
-
-    def narrow(self, live: Mask) -> Site:
-        if live.is_full:
-            return self
+    def narrow(self, live: Mask) -> DryTrainer:
         assert self.layout.skeleton is not None
-        smaller = DrySite(
-            self.name, Layout.from_module(narrow_network(self.layout.skeleton, live)), self.seed, self._count
-        )
+        layout = Layout.from_module(narrow_network(self.layout.skeleton, live))
+        smaller = DryTrainer(self._name, layout, self._seed, self._count)
         smaller.usages = self.usages
-        smaller.weights = live.take(self.weights)
         return smaller
 
-    def remove_channels(self, closed: Mapping[str, Tensor]) -> tuple[Site, Mask]:
-        return self, Mask.full(self.layout.size)
-
-    def observe_units(self, weights: Tensor, nodes: Collection[str], see: Callable[[str, Tensor], None]) -> None:
+    def observe_units(self, weights: Tensor, nodes: Collection[str], callback: Callable[[str, Tensor], None]) -> None:
         """Count the usage only: without data there are no activations to observe."""
         self._count_usage(OBSERVED_BATCH, None)
 
-    def evaluate(self, weights: Tensor) -> dict[str, float]:
-        return {}
-
-    def evaluate_validation(self, weights: Tensor) -> dict[str, float]:
+    def evaluate(self, weights: Tensor, memory: Mapping[str, Tensor]) -> dict[str, float]:
         return {}
 
 
@@ -158,21 +131,22 @@ def estimate_traffic(
     Returns:
         The outcome and the ledger; every message was really encoded.
     """
-    dry_sites = {name: DrySite(name, method.layout) for name in (f"site-{i}" for i in range(1, sites + 1))}
+    names = (f"site-{i}" for i in range(1, sites + 1))
+    dry_sites = {name: Site(name, DryTrainer(name, method.layout)) for name in names}
     return dry_run(method, weights, dry_sites, values, encrypted=encrypted)
 
 
 def dry_run(
     method: Method[Any, Any],
     weights: Tensor,
-    dry_sites: Mapping[str, DrySite],
+    dry_sites: Mapping[str, Site],
     values: ValueType,
     *,
     encrypted: bool = False,
     sum_rules: SumRules | None = None,
     hubs: Mapping[str, HubRules] | None = None,
 ) -> tuple[Outcome, Ledger]:
-    """Count the messages of a whole run over given dry sites, whose ``usages`` then hold the usage per update.
+    """Count the messages of a whole run over given sites, whose :class:`DryTrainer` then holds the usage per update.
 
     Args and returned values are those of :func:`estimate_traffic`; ``sum_rules`` are those of fixed-point sums, and
     ``hubs`` those of each hub, whose collections the ledger then lists, too.

@@ -11,13 +11,13 @@ from ...methods.method import Method, get_site_limits
 from ...methods.traffic.base import MessageFacts, SelectionBounds
 from ...privacy.secure_aggregation.keys import MAX_KEYS_BYTES
 from ...privacy.secure_aggregation.messages import FINGERPRINT_BYTES, HEADER_BYTES
+from ...training import Site
 from ...wire.capabilities import local_capabilities
 from ...wire.codec import bound_message_bytes, compute_min_message_bytes
 from ...wire.envelope import round_up_to_words
 from ...wire.ledger import LedgerLine
 from ...wire.plan import ValueType
 from ...wire.values import COMPRESSED
-from .dry_run import DrySite
 
 CIPHERTEXT_TOLERANCE = 0.001
 """Largest relative deviation of an encrypted message's length: ciphertexts are compressed, and their noise is new."""
@@ -46,7 +46,7 @@ class BytesRange:
 
 
 def bound_messages(
-    method: Method[Any, Any], lines: Iterable[LedgerLine], sites: Mapping[str, DrySite]
+    method: Method[Any, Any], lines: Iterable[LedgerLine], sites: Mapping[str, Site]
 ) -> Iterator[tuple[LedgerLine, BytesRange, str]]:
     """Yield each message of a dry run with its bytes and, where the data decides them, the reason.
 

@@ -26,7 +26,7 @@ from flare_sparse.methods.scores.scbf.apoz import (
 )
 from flare_sparse.rounds.federation.rules import cap_contributions
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
-from flare_sparse.training import Site
+from flare_sparse.training import LocalTask, Site, build_site
 
 
 class Pictures(Task):
@@ -59,7 +59,7 @@ WEIGHTS = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(3)) *
 
 def site(pictures: Tensor) -> Site:
     data = TensorDataset(pictures, torch.zeros(len(pictures), 1))
-    return Site("site-1", Pictures(), Examples(data, data), LAYOUT, 0)
+    return build_site(LocalTask.open("site-1", Pictures(), Examples(data, data), LAYOUT, 0))
 
 
 def pictures(count: int, seed: int) -> Tensor:
@@ -171,7 +171,7 @@ def test_removing_a_unit_that_is_never_active_keeps_the_outputs() -> None:
 def outputs(local_site: Site, weights: Tensor) -> Tensor:
     """Return the outputs of the last layer on all training examples."""
     batches: list[Tensor] = []
-    local_site.observe_units(weights, ["_6"], lambda _, output: batches.append(output))
+    local_site.trainer.observe_units(weights, ["_6"], lambda _, output: batches.append(output))
     return torch.cat(batches)
 
 

@@ -46,7 +46,7 @@ def count_zeros(site: Site, weights: Tensor, layers: Sequence[RemovableLayer]) -
         counts[number][:, 0] += (by_unit == 0).sum((0, 2)).cpu()
         counts[number][:, 1] = by_unit.shape[2] * len(layers[number].rectified)
 
-    site.observe_units(weights, list(layer_of_node), add_zeros)
+    site.trainer.observe_units(weights, list(layer_of_node), add_zeros)
     return torch.cat(counts)
 
 

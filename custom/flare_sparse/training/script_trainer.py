@@ -1,21 +1,19 @@
-"""A site that trains with a script of the user; what leaves it is decided here, whatever the script does."""
+"""Training by a script of the user; what leaves the site is decided here, whatever the script does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import cycle
-from typing import Literal, final
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from ..core.errors import ConfigError, MetricsError, PolicyRefusal
 from ..core.mask import Mask
 from ..core.params import Layout, match_state_dict
-from ..core.seeds import derive_seed
-from ..tasks.task import Examples, Task
-from .config import TrainingConfig
+from ..core.seeds import derive_seed, seed_torch
+from ..tasks.task import Task
+from .flat import FlatModel
 from .sample_usage import SampleUsage
 from .script_exchange import (
     GRADIENTS,
@@ -30,7 +28,7 @@ from .script_exchange import (
     read_tensors,
     to_float,
 )
-from .site import Site
+from .trainer import Trainer, Training
 
 WeighBy = Literal["steps", "examples", "equal"]
 
@@ -40,11 +38,10 @@ SCORES_BY_TRAINING = "scores_by_training"
 """Code of the notice that a site's scores are those of one local training, not of gradients."""
 
 
-@final
-class ScriptSite(Site):
-    """A site whose script trains and evaluates.
+class ScriptTrainer(Trainer):
+    """Lets a script train and evaluate.
 
-    Entries that a request does not let train keep their bits, whatever the script sends. A site whose script sends no
+    Entries that a request does not let train keep their bits, whatever the script sends. A script that sends no
     gradients scores an entry by one local training: ``|w * (w_before - w_after)|`` in place of ``|w * dL/dw|``.
 
     Args:
@@ -60,11 +57,13 @@ class ScriptSite(Site):
     def __init__(
         self, name: str, task: Task, layout: Layout, seed: int, runner: ScriptRunner, rounds: int, weigh_by: WeighBy
     ):
-        no_examples = TensorDataset(torch.zeros(0))
-        super().__init__(name, task, Examples(no_examples, no_examples), layout, seed)
+        super().__init__(layout)
+        self.task, self._name, self._seed = task, name, seed
+        # The weights drawn here are overwritten before use; seeding within a context leaves the global generator alone.
+        with seed_torch(0):
+            self._model = FlatModel(task.model(), layout)
         self._runner, self._rounds, self._weigh_by = runner, rounds, weigh_by
         self._round = 0
-        self._batch_sizes = [1.0]
         self._usage = SampleUsage()
         # The script evaluates the received model before it trains; the metrics are used once that model is evaluated.
         self._evaluated: tuple[Tensor, dict[str, float]] | None = None
@@ -79,11 +78,6 @@ class ScriptSite(Site):
         return int(self.memory[WEIGHT]) if WEIGHT in self.memory else 0
 
     @property
-    def num_test_examples(self) -> int:
-        """The metric ``test_examples`` of the script; 0 if it sends none."""
-        return int(self._evaluated[1].get("test_examples", 0)) if self._evaluated else 0
-
-    @property
     def usage(self) -> SampleUsage:
         """What the script reported for this update; examples that it did not report count as 0."""
         return self._usage
@@ -91,32 +85,27 @@ class ScriptSite(Site):
     def reset_usage(self) -> None:
         self._usage = SampleUsage()
 
-    def train_entries(
-        self,
-        start: Tensor,
-        trainable: Mask,
-        config: TrainingConfig,
-        t: int,
-        *,
-        steps: int | None = None,
-        proximal_strength: float = 0.0,
-        step_scale: Tensor | None = None,
-        stream: str = "",
-    ) -> Tensor:
-        """Let the script train from ``start`` ``(P,)`` in round ``t``, as it decides; return the trainable values.
+    def train(self, training: Training) -> Tensor:
+        """Let the script train as it decides, and return the trainable values ``(training.trainable.count,)``.
 
         Raises:
             ConfigError: the method asks for more than training.
             ScriptFailed: the script failed, or sent no usable tensors.
         """
-        if steps is not None or proximal_strength or step_scale is not None or stream:
+        if (
+            training.steps is not None
+            or training.proximal_strength
+            or training.step_scale is not None
+            or training.stream
+        ):
             raise ConfigError("the method prescribes how a site trains, which a training script decides itself")
+        start, trainable, t = training.start, training.trainable, training.round
         reply = self._ask("train", start, t, trainable)
         return trainable.take(self._keep_frozen(self._read_params(reply, start), start, trainable))
 
     def compute_gradients(
         self, weights: Tensor, batch_size: int, batches: int | None, t: int, *, batch_statistics: bool = True
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[tuple[Tensor, float]]:
         """Yield the gradients ``(P,)`` that the script sends; else ``w_before - w_after`` of one local training.
 
         Raises:
@@ -124,22 +113,16 @@ class ScriptSite(Site):
         """
         reply = self._ask("score", weights, t, Mask.full(self.layout.size))
         if GRADIENTS in reply.meta:
-            self._batch_sizes = [float(size) for size in reply.meta[GRADIENTS]]
-            yield from self._read_gradients(reply)
+            sizes = [float(size) for size in reply.meta[GRADIENTS]]
+            for gradient, size in zip(self._read_gradients(reply), sizes, strict=True):
+                yield gradient, size / max(sizes)
         else:
-            self._batch_sizes, self.notices = [1.0], (SCORES_BY_TRAINING,)
+            self.notices = (SCORES_BY_TRAINING,)
             gradient = weights - self._read_params(reply, weights)
             gradient[self.layout.trainable_size :] = 0
-            yield gradient
+            yield gradient, 1.0
 
-    def iterate_batch_weights(self, batch_size: int) -> Iterator[float]:
-        """Yield, without end, the weights of the minibatches whose gradients :meth:`compute_gradients` yields."""
-        # A generator: its first weight is read after the first gradient, when the sizes are known.
-        yield from cycle([size / max(self._batch_sizes) for size in self._batch_sizes])
-
-    def narrow(self, live: Mask) -> Site:
-        if live.is_full:
-            return self
+    def narrow(self, live: Mask) -> Trainer:
         raise ConfigError("a training script trains the whole network; it cannot train a smaller one")
 
     def collect_linear_inputs(self, weights: Tensor, limit: int) -> dict[str, Tensor]:
@@ -148,12 +131,11 @@ class ScriptSite(Site):
             "reads itself"
         )
 
-    def evaluate(self, weights: Tensor) -> dict[str, float]:
+    def evaluate(self, weights: Tensor, memory: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the script's metrics of ``weights``; empty if it sends none.
 
         A script that evaluates the received model before it trains is not asked twice.
         """
-        self.evaluated = self.layout, weights
         if self._evaluated is None or not torch.equal(self._evaluated[0], weights):
             self._ask("evaluate", weights, self._round)
         assert self._evaluated is not None, "every reply has the metrics of the received model"
@@ -168,10 +150,11 @@ class ScriptSite(Site):
         params = {name: value.detach().clone() for name, value in self._model.module.state_dict().items()}
         bits = {} if trainable is None or trainable.is_full else self.layout.unflatten(trainable.bits)
         bits = {sent: bits[own] for sent, own in match_state_dict(self._model.module).items() if own in bits}
-        seed = derive_seed(self.seed, "script", self.name, kind, t)
+        seed = derive_seed(self._seed, "script", self._name, kind, t)
         reply = self._runner.run(ScriptRequest(kind, params, max(t - 1, 0), self._rounds, bits, seed))
         self._record_counts(reply, needs_weight=kind != "evaluate")
-        self._evaluated = weights.clone(), self._select_metrics(reply)
+        metrics = self._select_metrics(reply)
+        self._evaluated, self.num_test_examples = (weights.clone(), metrics), int(metrics.get("test_examples", 0))
         return reply
 
     def _record_counts(self, reply: ScriptReply, *, needs_weight: bool) -> None:
@@ -221,23 +204,21 @@ class ScriptSite(Site):
             raise ScriptFailed("the script sent no params for a training task: send flare.FLModel(params=...)")
         tensors = read_tensors(reply.params, self._model.module)
         trained = start.clone()
-        for spec, offset in zip(self.layout.tensors, self.layout.offsets, strict=False):
-            if spec.name not in tensors:
-                continue
-            value = check_shape(tensors[spec.name], spec.name, spec.shape)
-            part = trained[offset : offset + spec.size]
-            part.add_(value.reshape(-1)) if reply.is_delta else part.copy_(value.reshape(-1))
+        for name, part in self.layout.unflatten(trained).items():
+            if name in tensors:
+                value = check_shape(tensors[name], name, tuple(part.shape))
+                part.add_(value) if reply.is_delta else part.copy_(value)
         return trained
 
     def _read_gradients(self, reply: ScriptReply) -> Iterator[Tensor]:
         tensors = read_tensors(reply.params or {}, self._model.module)
         batches = len(reply.meta[GRADIENTS])
+        parameters = {spec.name for spec in self.layout.tensors if spec.role != "buffer"} & tensors.keys()
         for batch in range(batches):
             gradient = torch.zeros(self.layout.size)
-            for spec, offset in zip(self.layout.tensors, self.layout.offsets, strict=False):
-                if spec.role != "buffer" and spec.name in tensors:
-                    values = check_shape(tensors[spec.name], spec.name, (batches, *spec.shape))
-                    gradient[offset : offset + spec.size] = values[batch].reshape(-1)
+            for name, part in self.layout.unflatten(gradient).items():
+                if name in parameters:
+                    part.copy_(check_shape(tensors[name], name, (batches, *part.shape))[batch])
             yield gradient
 
     @staticmethod

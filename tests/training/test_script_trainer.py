@@ -18,7 +18,7 @@ from flare_sparse.methods.registry import METHODS
 from flare_sparse.methods.scores.snip import compute_saliency
 from flare_sparse.rounds.local.run import Watcher, run_locally
 from flare_sparse.tasks.script import ScriptTask
-from flare_sparse.training import TrainingConfig
+from flare_sparse.training import Site, TrainingConfig
 from flare_sparse.training.script_exchange import (
     GRADIENTS,
     NUM_EXAMPLES,
@@ -28,7 +28,7 @@ from flare_sparse.training.script_exchange import (
     ScriptRequest,
     read_tensors,
 )
-from flare_sparse.training.script_site import ScriptSite
+from flare_sparse.training.script_trainer import ScriptTrainer
 
 
 class Net(nn.Module):
@@ -61,8 +61,8 @@ LAYOUT = Layout.from_module(Net())
 START = torch.arange(LAYOUT.size, dtype=torch.float32)
 
 
-def site(script: FakeScript, weigh_by: Any = "steps") -> ScriptSite:
-    return ScriptSite("site-1", TASK, LAYOUT, 3, script, rounds=4, weigh_by=weigh_by)
+def site(script: FakeScript, weigh_by: Any = "steps") -> Site:
+    return Site("site-1", ScriptTrainer("site-1", TASK, LAYOUT, 3, script, rounds=4, weigh_by=weigh_by))
 
 
 def replying(**changes: Any) -> FakeScript:
@@ -70,7 +70,7 @@ def replying(**changes: Any) -> FakeScript:
     return FakeScript(lambda request, reply: ScriptReply(**{**vars(reply), **changes}))
 
 
-def train(own_site: ScriptSite, mask: Mask | None = None, start: Tensor = START) -> Tensor:
+def train(own_site: Site, mask: Mask | None = None, start: Tensor = START) -> Tensor:
     return own_site.train(start, mask or Mask.full(LAYOUT.size), TrainingConfig(), 2)
 
 
@@ -121,7 +121,7 @@ def test_network_with_a_part_that_is_called_module_keeps_its_names() -> None:
 
     layout = Layout.from_module(Wrapped())
     task = ScriptTask("client.py", {"model": "tests.Net", "weigh_by": "steps"}, Wrapped())
-    own_site = ScriptSite("site-1", task, layout, 3, FakeScript(), rounds=4, weigh_by="steps")
+    own_site = Site("site-1", ScriptTrainer("site-1", task, layout, 3, FakeScript(), rounds=4, weigh_by="steps"))
     assert own_site.train(torch.zeros(3), Mask.full(3), TrainingConfig(), 1).tolist() == [1.0, 1.0, 1.0]
     assert read_tensors(nn.DataParallel(Wrapped()).state_dict(), Wrapped()).keys() == Wrapped().state_dict().keys()
 
@@ -141,7 +141,7 @@ def test_network_that_overrides_state_dict_trains_under_the_names_that_it_gives(
     layout = Layout.from_module(Renamed())
     task = ScriptTask("client.py", {"model": "tests.Renamed"}, Renamed())
     script, bits = FakeScript(), torch.arange(layout.size) % 2 == 0
-    own_site = ScriptSite("site-1", task, layout, 3, script, rounds=4, weigh_by="steps")
+    own_site = Site("site-1", ScriptTrainer("site-1", task, layout, 3, script, rounds=4, weigh_by="steps"))
     assert torch.equal(own_site.train(START, Mask(bits), TrainingConfig(), 1), torch.where(bits, START + 1, START))
     assert list(script.requests[0].params) == [f"x.{name}" for name in Net().state_dict()]
     assert torch.equal(script.requests[0].trainable["x.last.weight"], layout.unflatten(bits)["inner.last.weight"])
@@ -179,17 +179,17 @@ def test_n_k_survives_a_restart_in_the_memory_of_the_site() -> None:
     first = site(FakeScript())
     train(first)
     second = site(FakeScript())
-    second.memory = dict(first.memory)
+    second.receive(first.memory)
     assert second.num_examples == 7
 
 
 def test_usage_is_what_the_script_reports_for_the_update() -> None:
     own_site = site(FakeScript())
-    own_site.reset_usage()
+    own_site.trainer.reset_usage()
     train(own_site)
-    assert (own_site.usage.examples, own_site.usage.batches) == (70, 7)
-    own_site.reset_usage()
-    assert (own_site.usage.examples, own_site.usage.batches) == (0, 0)
+    assert (own_site.trainer.usage.examples, own_site.trainer.usage.batches) == (70, 7)
+    own_site.trainer.reset_usage()
+    assert (own_site.trainer.usage.examples, own_site.trainer.usage.batches) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_prescribed_training_smaller_networks_and_examples_are_refused() -> None
         own_site.narrow(Mask(START > 3))
     assert own_site.narrow(Mask.full(LAYOUT.size)) is own_site
     with pytest.raises(PolicyRefusal, match="withhold_isolated"):
-        own_site.collect_linear_inputs(START, 4)
+        own_site.trainer.collect_linear_inputs(START, 4)
 
 
 SERVABLE = sorted(
@@ -303,7 +303,7 @@ def test_method_runs_over_scripts(name: str) -> None:
     settings = {"rounds": 2} | ({"sparsity": 0.5} if name == "neurosfl" else {})
     method = METHODS[name](METHODS[name].Config.model_validate(settings), LAYOUT, 1)
     scripts = {f"site-{i}": FakeScript() for i in (1, 2)}
-    sites = {key: ScriptSite(key, TASK, LAYOUT, 1, script, 2, "steps") for key, script in scripts.items()}
+    sites = {key: Site(key, ScriptTrainer(key, TASK, LAYOUT, 1, script, 2, "steps")) for key, script in scripts.items()}
     outcome, _ = run_locally(method, START.clone(), sites, TASK.metric, watcher=Watcher(on_site_error=_raise))
     assert outcome.rounds[-1].evaluation.overall["accuracy"] in (0.25, 0.5)
     kinds = {request.kind for script in scripts.values() for request in script.requests}

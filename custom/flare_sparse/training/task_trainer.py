@@ -1,0 +1,167 @@
+"""The trainer of a task: the plain loop over a site's examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
+
+from ..compute.structure.observing import ObservedNetwork
+from ..compute.structure.scaling import StatisticsLayer
+from ..core.mask import Mask
+from .batches import weigh_batches
+from .config import TrainingConfig
+from .gate_sparsity import compute_channel_sparsity, observe_gates
+from .local_task import LocalTask
+from .loop import disable_dropout, train
+from .sample_usage import SampleUsage
+from .stages import step_in_stages
+from .trainer import Trainer, Training
+
+OBSERVED_BATCH = 16
+"""Batch size of passes that observe units."""
+
+
+class TaskTrainer(Trainer):
+    """Trains and evaluates the network of a task.
+
+    Args:
+        local: the task, the site's examples and the network.
+    """
+
+    def __init__(self, local: LocalTask):
+        super().__init__(local.model.layout)
+        self._local, self._model = local, local.model
+        self.task, self.examples, self.layer_compute = local.task, local.examples, local.layer_compute
+        self.num_test_examples, self.num_validation_examples = local.examples.n_test, local.examples.n_validation
+
+    @property
+    def num_examples(self) -> int:
+        return self.examples.n_train
+
+    @property
+    def usage(self) -> SampleUsage:
+        return self._local.train_examples.usage
+
+    def reset_usage(self) -> None:
+        self._local.train_examples.reset()
+
+    def train(self, training: Training) -> Tensor:
+        local, labels = self._local, training.labels
+        if training.source is None:
+            order = local.make_generator("order", *labels)
+            # A stream of its own: augmentation changes neither the order of the examples nor dropout.
+            augmentation_generator = local.make_generator("augment", *labels)
+            plain = local.iterate_batches(training.config, order, training.steps)
+            batches: Iterator[Any] = (self.task.augment(batch, augmentation_generator) for batch in plain)
+        else:
+            batches = training.source.iterate_lots()
+        with local.seed_torch("train", *labels), training.within():
+            return train(self._model, self.task, batches, training)
+
+    def compute_gradients(
+        self, weights: Tensor, batch_size: int, batches: int | None, t: int, *, batch_statistics: bool = True
+    ) -> Iterator[tuple[Tensor, float]]:
+        local, model = self._local, self._model
+        order = local.make_generator("gradients", t)
+        batch_weights = weigh_batches(self.num_examples, batch_size, joins_last=local.joins_last(batch_size))
+        with local.seed_torch("gradients", t):
+            for batch in local.iterate_batches(TrainingConfig(batch_size=batch_size), order, batches):
+                # Loaded for every minibatch: the forward pass before has updated the running statistics.
+                model.load(weights)
+                model.set_training_mode()
+                if batch_statistics:
+                    disable_dropout(model.module)
+                else:
+                    model.module.eval()
+                loss = self.task.loss(model.module, model.to_device(batch))
+                gradient = torch.zeros(self.layout.size)
+                gradient[: self.layout.trainable_size] = model.compute_gradient(loss).cpu()
+                yield gradient, next(batch_weights)
+
+    def step_in_stages(self, start: Tensor, stages: Sequence[Mask], config: TrainingConfig) -> Tensor:
+        batch = next(self._local.iterate_batches(config, self._local.make_generator("stages"), 1))
+        with self._local.seed_torch("stages"):
+            return step_in_stages(self._model, self.task, batch, start, stages, config.lr, config.clip_norm)
+
+    def observe_units(self, weights: Tensor, nodes: Collection[str], callback: Callable[[str, Tensor], None]) -> None:
+        self._load_to_observe(weights)
+        self._predict(self._local.train_examples, ObservedNetwork(self._model.module, nodes, callback))
+
+    def collect_linear_inputs(self, weights: Tensor, limit: int) -> dict[str, Tensor]:
+        examples = Subset(self.examples.train, range(min(limit, self.num_examples)))
+        inputs = self._collect_inputs(weights, nn.Linear, examples)
+        return {name: torch.cat(parts) for name, parts in inputs.items() if parts and parts[0].dim() == 2}
+
+    def compute_statistics(self, weights: Tensor) -> Tensor:
+        inputs = self._collect_inputs(weights, StatisticsLayer, self._local.train_examples)
+        vector = torch.zeros(self.layout.size)
+        tensors, scalers = self.layout.unflatten(vector), dict(self._model.module.named_modules())
+        for name, parts in inputs.items():
+            scaler = scalers[name]
+            assert isinstance(scaler, StatisticsLayer)
+            tensors[f"{name}.statistics".lstrip(".")].copy_(scaler.compute_statistics(torch.cat(parts)))
+        return vector
+
+    def evaluate(self, weights: Tensor, memory: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the task's metrics on the test examples, and those on the validation examples with their prefix.
+
+        For a network with channel gates, ``channel_sparsity`` is the share of closed gates.
+        """
+        if self.examples.n_test or self.examples.n_validation:
+            self._model.load(weights)
+        return self._local.evaluate_parts(lambda _, dataset: self._measure_with_gates(dataset))
+
+    def evaluate_validation(self, weights: Tensor) -> dict[str, float]:
+        if self.examples.validation is None or not self.num_validation_examples:
+            return {}
+        self._model.load(weights)
+        return self._measure(self.examples.validation)
+
+    def _measure_with_gates(self, dataset: Dataset[Any]) -> dict[str, float]:
+        with observe_gates(self._model.module) as observed:
+            metrics = self._measure(dataset)
+        sparsity = compute_channel_sparsity(observed)
+        return metrics if sparsity is None else {**metrics, "channel_sparsity": sparsity}
+
+    def _measure(self, dataset: Dataset[Any]) -> dict[str, float]:
+        """Return the exact metrics of the loaded model."""
+        metrics = self.task.evaluate(self._model.module, dataset)
+        self._model.check_parameters()
+        return metrics
+
+    def _collect_inputs(self, weights: Tensor, kind: type[nn.Module], examples: Any) -> dict[str, list[Tensor]]:
+        """Return the inputs of each layer of a kind, by the layer's name and batch, in eval mode."""
+        self._load_to_observe(weights)
+        inputs: dict[str, list[Tensor]] = {}
+        hooks = [
+            part.register_forward_pre_hook(partial(_append_input, inputs.setdefault(name, [])))
+            for name, part in self._model.module.named_modules()
+            if isinstance(part, kind)
+        ]
+        try:
+            if hooks:
+                self._predict(examples, self._model.module)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return inputs
+
+    def _load_to_observe(self, weights: Tensor) -> None:
+        self._model.load(weights)
+        self._model.module.eval()
+
+    @torch.no_grad()
+    def _predict(self, examples: Any, network: nn.Module) -> None:
+        """Run examples through a network of the site's layers."""
+        for batch in self.task.iterate_batches(examples, OBSERVED_BATCH):
+            self.task.predict(network, self._model.to_device(batch))
+
+
+def _append_input(inputs: list[Tensor], module: nn.Module, arguments: tuple[Any, ...]) -> None:  # noqa: ARG001
+    """Append the first argument of a layer's forward pass to a list."""
+    inputs.append(arguments[0].detach().cpu())
