@@ -1,12 +1,13 @@
-"""A hostile server reads single patients out of answers: it succeeds without a policy and fails with each preset.
+"""A hostile server reads single patients out of answers: what it reads without a policy, and with each preset.
 
 The server builds models of its own instead of aggregated ones. The site is real: its endpoint, task and guards.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from nvflare.apis.utils.task_utils import apply_filters
 from torch import Tensor
 
 from flare_sparse.config.assemble import build_initial_model
-from flare_sparse.config.policy.policy import PRESETS, read_policy
+from flare_sparse.config.policy.policy import PRESETS, Policy, read_policy
 from flare_sparse.core.errors import RequestRefused
 from flare_sparse.core.exchange import EVALUATE, Assignment, Contribution, Patch, Request, UpdateSpec
 from flare_sparse.core.mask import Mask
@@ -46,10 +47,9 @@ from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import LocalTask, SitePrivacy, build_site
 from flare_sparse.wire.ledger import Ledger
 
-MEDICATIONS, UNITS, BITS = 240, 64, 10
+MEDICATIONS, UNITS = 240, 64
 ROUNDS = 1000
 RUN = "0" * 16
-Oracle = Callable[[Tensor], float | None]
 
 
 class Victim:
@@ -63,6 +63,7 @@ class Victim:
         method: str = "fedavg",
         terms: dict[str, Any] | None = None,
         noise_multiplier: float | None = None,
+        rounds: int = ROUNDS,
     ):
         (folder / "local").mkdir()
         (folder / "run").mkdir()
@@ -79,9 +80,9 @@ class Victim:
         self.survivors = examples.train.tensors[0][examples.train.tensors[1].flatten() == 0]
         self.layout, self.weights = build_initial_model(task, 1)
         training = {"epochs": 1, "batch_size": 32, "optimizer": "sgd", "lr": 0.01}
-        settings: dict[str, Any] = {"rounds": ROUNDS, "training": training}
+        settings: dict[str, Any] = {"rounds": rounds, "training": training}
         if method == "neurosfl":
-            settings = {"rounds": ROUNDS, "training": {**training, "batch_size": 16}, "saliency_batches": None}
+            settings = {"rounds": rounds, "training": {**training, "batch_size": 16}, "saliency_batches": None}
         self.method = METHODS[method](METHODS[method].Config.model_validate(settings), self.layout, 1)
         self.server = ServerEndpoint(self.layout, RUN, "float32", Ledger())
         max_starts = read_policy(folder / "local" / "flare_sparse_policy.yaml").max_starts
@@ -141,129 +142,106 @@ def join_tensors(*tensors: Tensor) -> Tensor:
 
 
 class MetricsAttack:
-    """Reads test rows bit by bit from the Brier score of models that separate one patient from all others.
+    """Reads the row of one patient from Brier scores of models made for the question, each chosen by the last answers.
 
-    A logit of 0 contributes 0.25 whatever the outcome, so the score shows the contribution of the other patients only.
+    The attacker knows how to separate the patient from all others. A logit of 0 contributes 0.25 whatever the outcome;
+    one far from 0 contributes 0 or 1. Scores rounded to hundredths are enough for that, at 24 patients.
+
+    Args:
+        victim: the site.
+        rounds: requests whose answers have metrics, as far as the attacker knows the policy.
     """
 
-    def __init__(self, victim: Victim, oracle: Oracle, patients: int):
-        self.victim, self.oracle, self.patients, self.questions = victim, oracle, patients, 0
+    def __init__(self, victim: Victim, rounds: Iterable[tuple[str, int]]):
+        self.victim, self.rounds, self.questions = victim, iter(rounds), 0
         generator = torch.Generator().manual_seed(5)
         # Whole numbers, so that the sums are exact and every patient has another one.
         self.direction = torch.randint(0, 512, (MEDICATIONS,), generator=generator).float()
+        self.row = min(victim.test_rows)
+        self.patient = float(torch.tensor(self.row).float() @ self.direction)
+        self.known: dict[int, int] = {}
+        assert victim.ask("train", 1, victim.weights) is not None
 
-    def ask(self, model: Tensor) -> float:
-        """Return the sum of all contributions beyond 0.25; 0 without an answer."""
-        self.questions += 1
-        score = self.oracle(model)
-        return 0.0 if score is None else (score - 0.25) * self.patients
+    def has_any(self, codes: Tensor) -> bool:
+        """Return whether the patient takes any of some medications.
 
-    def count_above(self, threshold: float) -> int:
-        """Return how many patients have a larger sum than ``threshold``, a whole number and a half."""
-        model = self.build_model([(threshold, 1.0)], torch.zeros(0, dtype=torch.long), 0.0, torch.zeros(0))
-        total, risk = self.ask(model), 1 / (1 + math.exp(-1.0))
-        alive, dead = risk**2 - 0.25, (1 - risk) ** 2 - 0.25
-        counts = [(a, d) for a in range(self.patients + 1) for d in range(self.patients + 1 - a)]
-        return sum(min(counts, key=lambda count: abs(count[0] * alive + count[1] * dead - total)))
-
-    def find_sums(self, low: int, high: int, above_low: int, above_high: int) -> list[int]:
-        """Return the patients' sums in ``(low, high]`` by bisection."""
-        if above_low <= above_high:
-            return []
-        if high - low == 1:
-            return [high]
-        middle = (low + high) // 2
-        above = self.count_above(middle + 0.5)
-        return self.find_sums(low, middle, above_low, above) + self.find_sums(middle, high, above, above_high)
-
-    def read_codes(self, patient: int, codes: Tensor) -> list[int]:
-        """Return which medications the patient with a given sum takes."""
-        step = 2.0 ** -(BITS - 1)
-        factors = step * 2.0 ** torch.arange(len(codes))
-        model = self.build_model([(patient - 0.5, 4.0), (patient + 0.5, -4.0)], codes, -3.0, factors)
-        total = self.ask(model)
-        # A logit above 1 raises the score of a survivor and lowers that of a patient who died.
-        root = math.sqrt(max(0.25 + total, 0.0))
-        risk = min(max(root if total > 0 else 1 - root, 1e-6), 1 - 1e-6)
-        number = round((math.log(risk / (1 - risk)) - 1) / step)
-        return [number >> bit & 1 for bit in range(len(codes))]
-
-    def build_model(self, steps: list[tuple[float, float]], codes: Tensor, offset: float, factors: Tensor) -> Tensor:
-        """Return a model with the logit ``relu(sum of steps + sum of factors over codes + offset)``.
-
-        Args:
-            steps: threshold of the patients' sums and height of each step.
-            codes: medications.
-            offset: constant.
-            factors: factor of each medication.
+        Raises:
+            RequestRefused: no metrics leave any more.
         """
         first, first_bias = torch.zeros(UNITS, MEDICATIONS), torch.zeros(UNITS)
-        second, second_bias = torch.zeros(32, UNITS), torch.zeros(32)
-        unit = 0
-        for threshold, height in steps:
-            for shift, sign in ((0.25, 1.0), (-0.25, -1.0)):
-                first[unit], first_bias[unit] = self.direction, -threshold + shift
-                second[0, unit], unit = 2 * sign * height, unit + 1
-        for code, factor in zip(codes.tolist(), factors.tolist(), strict=True):
-            first[unit, code], second[0, unit], unit = 1.0, factor, unit + 1
-        second_bias[0], third = offset, torch.zeros(1, 32)
-        third[0, 0] = 1.0
-        return join_tensors(first, first_bias, second, second_bias, third, torch.zeros(1))
+        second, second_bias, third = torch.zeros(32, UNITS), torch.zeros(32), torch.zeros(1, 32)
+        # Above the number of codes of any patient, so that only the one whose sum is between the limits gets past it.
+        height = 32.0
+        steps = ((-0.5, 0.25, 1), (-0.5, -0.25, -1), (0.5, 0.25, -1), (0.5, -0.25, 1))
+        for unit, (limit, shift, sign) in enumerate(steps):
+            first[unit], first_bias[unit] = self.direction, shift - limit - self.patient
+            second[0, unit] = 2 * sign * height
+        first[4, codes], second[0, 4], second_bias[0], third[0, 0] = 1.0, 1.0, -height, 60.0
+        model = join_tensors(first, first_bias, second, second_bias, third, torch.zeros(1))
+        reply = self.victim.ask(*next(self.rounds), model)
+        if reply is None or "brier" not in reply.metrics:
+            raise RequestRefused("no metrics")
+        self.questions += 1
+        # A survivor adds 0.75 of a patient, another one takes 0.25 away.
+        return round(4 * (reply.metrics["brier"] - 0.25) * len(self.victim.test_rows)) != 0
 
-    def run(self, sums: list[int] | None = None) -> set[tuple[int, ...]]:
-        """Return the reconstructed rows.
+    def read_codes(self, codes: Tensor, *, is_any: bool | None = None) -> None:
+        """Find which of some medications the patient takes, by halving those of which it takes any."""
+        if is_any is None:
+            is_any = self.has_any(codes)
+        if not is_any or len(codes) == 1:
+            self.known |= dict.fromkeys(codes.tolist(), int(is_any))
+            return
+        first, second = codes.tensor_split(2)
+        before = sum(self.known.values())
+        self.read_codes(first)
+        # If none is in the first half, one is in the second.
+        self.read_codes(second, is_any=None if sum(self.known.values()) > before else True)
 
-        Args:
-            sums: the patients' sums, if the attacker knows them; None: found by bisection.
-        """
-        rows = set()
-        for patient in self.find_sums(0, 2**13, self.patients, 0) if sums is None else sums:
-            bits: list[int] = []
-            for codes in torch.arange(MEDICATIONS).split(BITS):
-                bits += self.read_codes(patient, codes)
-            rows.add(tuple(bits))
-        return rows
-
-
-def ask_by_evaluation(victim: Victim) -> Oracle:
-    """Return an oracle that repeats the request after the last round, each time with another model."""
-
-    def ask(model: Tensor) -> float | None:
-        reply = victim.ask(EVALUATE, ROUNDS + 1, model)
-        return reply.metrics.get("brier") if reply else None
-
-    return ask
-
-
-def ask_by_training(victim: Victim) -> Oracle:
-    """Return an oracle that sends a model in each round of training."""
-    rounds = iter(range(2, ROUNDS + 1))
-
-    def ask(model: Tensor) -> float | None:
-        reply = victim.ask("train", next(rounds), model)
-        return reply.metrics.get("brier") if reply else None
-
-    return ask
+    def run(self) -> int:
+        """Read until no metrics leave any more, and return how many entries of the row are known."""
+        with suppress(RequestRefused):
+            for codes in torch.arange(MEDICATIONS).split(15):
+                self.read_codes(codes)
+        assert all(self.row[code] == value for code, value in self.known.items())
+        return len(self.known)
 
 
-@pytest.mark.parametrize("build_oracle", [ask_by_evaluation, ask_by_training])
+def list_answered(preset: str | None, rounds: int) -> Iterator[tuple[str, int]]:
+    """Yield the requests of a job whose answers have metrics: trainings, and the last one with other models."""
+    policy = Policy() if preset is None else read_policy(PRESETS[preset])
+    yield from (("train", t) for t in range(2, rounds + 1) if policy.allows_metrics(t, rounds, 1))
+    yield from repeat((EVALUATE, rounds + 1))
+
+
 @pytest.mark.parametrize(
-    "preset",
-    [None, pytest.param("open", marks=pytest.mark.long), pytest.param("careful", marks=pytest.mark.long), "strict"],
+    ("preset", "rounds", "questions", "medications"),
+    [
+        ("careful", 50, 19, 2),
+        ("careful", 500, 19, 2),
+        ("strict", 50, 9, 1),
+        ("strict", 500, 9, 1),
+        pytest.param("open", 50, 44, 6, marks=pytest.mark.long),
+        pytest.param("open", 500, 44, 6, marks=pytest.mark.long),
+    ],
 )
-def test_metrics_of_chosen_models_reveal_test_rows_only_without_a_policy(
-    preset: str | None, build_oracle: Callable[[Victim], Oracle], tmp_path: Path
+def test_metrics_of_chosen_models_reveal_no_test_row_in_a_run_of_any_length(
+    preset: str, rounds: int, questions: int, medications: int, tmp_path: Path
 ) -> None:
-    victim = Victim(tmp_path, preset)
-    attack = MetricsAttack(victim, build_oracle(victim), len(victim.test_rows))
-    if preset is None:
-        assert attack.run() == victim.test_rows
-        assert (len(victim.test_rows), attack.questions) == (24, 759)
-        return
-    # Even an attacker who knows how to separate the patients reads no row.
-    sums = [int(torch.tensor(row).float() @ attack.direction) for row in victim.test_rows]
-    assert not attack.run(sums) & victim.test_rows
-    assert attack.questions == 24 * MEDICATIONS / BITS
+    victim = Victim(tmp_path, preset, rounds=rounds, terms={"max_upload_share": 1.0})
+    attack = MetricsAttack(victim, list_answered(preset, rounds))
+    assert attack.run() < MEDICATIONS
+    assert (attack.questions, sum(attack.known.values()), sum(attack.row)) == (questions, medications, 7)
+
+
+def test_metrics_of_chosen_models_reveal_a_test_row_without_limits_and_not_in_the_lifetime_of_a_site(
+    tmp_path: Path,
+) -> None:
+    terms = {"max_evaluations": None, "max_lifetime_evaluations": None}
+    attack = MetricsAttack(Victim(tmp_path, "careful", terms=terms), list_answered(None, ROUNDS))
+    assert attack.run() == MEDICATIONS
+    lifetimes = {name: read_policy(file).max_lifetime_evaluations or 0 for name, file in PRESETS.items()}
+    assert lifetimes["strict"] < lifetimes["careful"] < attack.questions == 56 < lifetimes["open"]
 
 
 def reconstruct_training_rows(victim: Victim, scales: Tensor) -> set[tuple[int, ...]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from flare_sparse.core.errors import RequestRefused
-from flare_sparse.rounds.endpoints import request_log
 from flare_sparse.rounds.endpoints.request_log import RequestLog, read_record
 from flare_sparse.rounds.endpoints.site_state import RequestId
 
@@ -85,25 +84,21 @@ def test_restart_of_the_site_resets_no_limit(tmp_path: Path) -> None:
         open_log(file).admit(RequestId("train", 1), ONE)
 
 
-def test_metrics_of_a_limited_number_of_models_leave_and_those_of_the_last_round_always(tmp_path: Path) -> None:
-    log = open_log(tmp_path / "job.json")
-    first, last = RequestId("train", 1), RequestId("evaluate", 3)
-    assert log.release_metrics(first, ONE, limit=1, daily=None)
-    assert log.release_metrics(first, ONE, limit=1, daily=None)  # the same metrics again
-    assert not log.release_metrics(first, TWO, limit=1, daily=None)
-    assert log.release_metrics(last, TWO, limit=1, daily=None)
+def test_metrics_of_a_limited_number_of_models_leave_again_at_no_cost(tmp_path: Path) -> None:
+    log, first = open_log(tmp_path / "job.json"), RequestId("train", 1)
+    assert log.release_metrics(first, ONE, limit=1, lifetime=None)
+    assert log.release_metrics(first, ONE, limit=1, lifetime=None)  # the same metrics
+    # Not those of the last model either: a server that repeats the last request could send any model.
+    assert not log.release_metrics(RequestId("evaluate", 3), TWO, limit=1, lifetime=None)
 
 
-def test_daily_limit_counts_all_jobs_of_the_last_24_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1_000_000.0
-    monkeypatch.setattr(request_log.time, "time", lambda: now)
+def test_lifetime_limit_counts_all_jobs(tmp_path: Path) -> None:
     first = RequestId("train", 1)
-    assert open_log(tmp_path / "a.json").release_metrics(first, ONE, limit=None, daily=1)
+    assert open_log(tmp_path / "a.json").release_metrics(first, ONE, limit=None, lifetime=2)
     other = open_log(tmp_path / "b.json")
-    assert not other.release_metrics(first, ONE, limit=None, daily=1)
-    now += request_log.DAY_S
-    assert other.release_metrics(first, ONE, limit=None, daily=1)
-    assert json.loads((tmp_path / "b.json").read_text())["evaluations"]
+    assert other.release_metrics(first, ONE, limit=None, lifetime=2)
+    assert not other.release_metrics(first, TWO, limit=None, lifetime=2)
+    assert len(json.loads((tmp_path / "b.json").read_text())["evaluations"]) == 1
 
 
 def test_mask_to_which_removed_entries_return_is_a_new_start() -> None:

@@ -96,6 +96,19 @@ def test_stopped_run_says_so_where_its_last_model_is_the_best_and_not_averaged(s
         assert "(model_average.start 0.5 of 8 rounds)" in outcome.events[0].detail
 
 
+def test_run_is_stopped_by_metrics_of_few_models_only_once_the_next_ones_are_known() -> None:
+    federation = LocalFederation("fedavg", ToyBench(validation=4), rules=RoundRules(patience=2), rounds=16)
+    values = {0: 9.0, 4: 5.0, 8: 6.0}
+
+    def claim(upload: Upload) -> Upload:
+        value = values.get(upload.attempt.round - 1)
+        return replace(upload, metrics={} if value is None else {**upload.metrics, "validation_mse": value})
+
+    federation.change_update = claim
+    outcome = federation.run()
+    assert (outcome.best.round, outcome.stopped_after) == (4, 9)
+
+
 def test_run_that_gets_better_is_not_stopped() -> None:
     federation = LocalFederation("fedavg", ToyBench(validation=4), rules=RoundRules(patience=1), rounds=4)
     federation.change_update = lambda upload: replace(

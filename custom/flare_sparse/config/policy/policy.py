@@ -51,10 +51,12 @@ class Policy(BaseModel):
         "exact", description="rounded: to two decimals, or three digits of a number above 1; none: no metrics leave"
     )
     max_evaluations: int | None = Field(
-        None, ge=1, description="number of models of a run whose metrics leave; those after the last round do not count"
+        None,
+        ge=1,
+        description="number of models of a run whose metrics leave: the last one, and others at equal intervals",
     )
-    max_daily_evaluations: int | None = Field(
-        None, ge=1, description="number of models of all runs whose metrics leave within 24 hours"
+    max_lifetime_evaluations: int | None = Field(
+        None, ge=1, description="number of models of all runs, for ever, whose metrics leave"
     )
     max_starts: int | None = Field(
         None, ge=1, description="how often the server may start a job again and repeat its requests"
@@ -251,6 +253,26 @@ class Policy(BaseModel):
         if self.metrics == "rounded":
             enough = {name: value if name in COUNTS else _round_metric(value) for name, value in enough.items()}
         return enough | spent
+
+    def allows_metrics(self, t: int, rounds: int, evaluate_every: int) -> bool:
+        """Return whether the metrics may leave of the model that a request of round ``t`` carries.
+
+        A server that has made a model up for each question cannot ask more of them in a job of more rounds.
+
+        Args:
+            t: round of the request; above ``rounds``: its model is the last one.
+            rounds: rounds of the job.
+            evaluate_every: rounds from one evaluated model of the job to the next.
+
+        >>> [t for t in range(1, 22) if Policy(max_evaluations=5).allows_metrics(t, 20, 2)]
+        [1, 7, 13, 19, 21]
+        """
+        if self.max_evaluations is None or t > rounds:
+            return True
+        if self.max_evaluations == 1:
+            return False
+        interval = evaluate_every * math.ceil(rounds / (evaluate_every * (self.max_evaluations - 1)))
+        return (t - 1) % interval == 0
 
     def allows_tensor(self, spec: TensorSpec) -> bool:
         """Whether the tensor's name matches one of ``tensors``."""

@@ -267,23 +267,24 @@ def _is_package_message(result: Shareable) -> bool:
 def _select_metrics(
     metrics: dict[str, float], policy: Policy, endpoint: SiteEndpoint, request: Request
 ) -> dict[str, float]:
-    """Return the metrics that may leave: rounded or none, and none once the limit on evaluated models is reached."""
+    """Return the metrics that may leave: rounded or none, and none of a model beyond the limits on evaluated models."""
     site, requests = endpoint.site, endpoint.requests
     counts = {TEST_EXAMPLES: site.trainer.num_test_examples, VALIDATION_EXAMPLES: site.trainer.num_validation_examples}
     metrics = policy.sanitize_metrics(metrics, counts)
-    is_limited = policy.max_evaluations is not None or policy.max_daily_evaluations is not None
+    is_limited = policy.max_evaluations is not None or policy.max_lifetime_evaluations is not None
     # What is spent is no metric of a model: it is not counted, and leaves past every limit.
     spent = {name: value for name, value in metrics.items() if name == EPSILON}
     if metrics == spent or not is_limited:
         return metrics
+    config = endpoint.method.config
     # Without a record nothing can be counted, so nothing may leave.
-    if requests is None:
+    if requests is None or not policy.allows_metrics(request.round, config.rounds, config.evaluate_every):
         return spent
     is_released = requests.release_metrics(
         RequestId(request.kind, request.round),
         endpoint.compute_model_digest(),
         limit=policy.max_evaluations,
-        daily=policy.max_daily_evaluations,
+        lifetime=policy.max_lifetime_evaluations,
     )
     return metrics if is_released else spent
 

@@ -20,8 +20,6 @@ from ...core.errors import FlareSparseError, RequestRefused
 from ...privacy.secure_aggregation.limits import find_difference_violation
 from .site_state import RequestId
 
-DAY_S = 86_400
-
 
 class AnsweredRequest(BaseModel):
     """One model of one request, and how often the site has answered it.
@@ -124,7 +122,7 @@ class RequestLog:
         with self._open() as record:
             self._count_answer(record, request, digest, is_regrown=is_regrown)
 
-    def release_metrics(self, request: RequestId, digest: str, limit: int | None, daily: int | None) -> bool:
+    def release_metrics(self, request: RequestId, digest: str, limit: int | None, lifetime: int | None) -> bool:
         """Return whether the metrics of a model may leave, and record that they do.
 
         Metrics of a model that have left before may leave again: they are the same.
@@ -132,21 +130,21 @@ class RequestLog:
         Args:
             request: kind and round of the request.
             digest: digest of the received model.
-            limit: number of models of this run whose metrics may leave, without those after the last round; None: all.
-            daily: number of models of all runs whose metrics may leave within 24 hours; None: all.
+            limit: number of models of this run whose metrics may leave; None: all.
+            lifetime: number of models of all runs whose metrics may leave; None: all.
 
         Raises:
             RequestRefused: the record cannot be read or written.
         """
-        key, now = f"{request.kind}/{request.round}/{digest}", time.time()
+        key = f"{request.kind}/{request.round}/{digest}"
         with self._open() as record:
             if key in record.evaluations:
                 return True
-            if limit is not None and len(record.evaluations) >= limit and not self._is_final(request):
+            if limit is not None and len(record.evaluations) >= limit:
                 return False
-            if daily is not None and self._count_recent(record, now) >= daily:
+            if lifetime is not None and self._count_released(record) >= lifetime:
                 return False
-            record.evaluations[key] = now
+            record.evaluations[key] = time.time()
         return True
 
     def admit_sum(self, request: RequestId, sites: Sequence[str], min_sites: int) -> None:
@@ -199,18 +197,13 @@ class RequestLog:
         entry = AnsweredRequest(kind=kind, round=t, digest=digest, start=start, answers=1, time=time.time())
         record.requests.append(entry)
 
-    def _is_final(self, request: RequestId) -> bool:
-        # The last round of a job has no successor that the method asks for.
-        kind, t = request
-        return not self._count_requests(kind, t - 1) and not self._count_requests(kind, t + 1)
-
-    def _count_recent(self, record: RunRecord, now: float) -> int:
-        """Return how many models of all runs had their metrics released within a day."""
+    def _count_released(self, record: RunRecord) -> int:
+        """Return how many models of all runs had their metrics released."""
         records = [record]
         if self.file is not None:
             others = [file for file in self.file.parent.glob("*.json") if file != self.file]
             records += [read_record(file) for file in others]
-        return sum(now - moment < DAY_S for part in records for moment in part.evaluations.values())
+        return sum(len(part.evaluations) for part in records)
 
     @contextmanager
     def _open(self) -> Iterator[RunRecord]:

@@ -69,16 +69,17 @@ class ModelComparison:
         evaluations = [record.evaluation for record in progress.records]
         # A model that was evaluated at other sites than the best one is not known to be no better. The last committed
         # model is evaluated in the next round.
-        later = {
-            record.evaluated_round
-            for position, record in enumerate(progress.records, 1)
-            if progress.best.round < record.evaluated_round < progress.committed
-            and (
-                not record.evaluation.list_sites_with(self.name)
-                or self._is_comparable(evaluations[:position], best_sites)
-            )
-        }
-        return len(later) >= self.patience
+        no_better: set[int] = set()
+        is_compared = False
+        for position, record in enumerate(progress.records, 1):
+            if progress.best.round < record.evaluated_round < progress.committed:
+                has_metrics = bool(record.evaluation.list_sites_with(self.name))
+                is_comparable = has_metrics and self._is_comparable(evaluations[:position], best_sites)
+                if is_comparable or not has_metrics:
+                    no_better.add(record.evaluated_round)
+                is_compared |= is_comparable
+        # Sites' policies may let metrics of few models leave: before the next ones, no model is known to be no better.
+        return is_compared and len(no_better) >= self.patience
 
     def _is_comparable(self, evaluations: Sequence[Evaluation], best_sites: set[str]) -> bool:
         """Return whether the last evaluation has all sites of the best model that are not lost."""
