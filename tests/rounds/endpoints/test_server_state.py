@@ -151,14 +151,16 @@ def test_snapshot_restores_what_a_resumed_run_needs() -> None:
     assert ServerState.restore(STATE.snapshot()).start({"a": NEW}).previous_first_sequence == STATE.first_sequence
 
 
-def test_server_keeps_the_vectors_of_the_newest_messages_only() -> None:
-    """A site with an older vector is one without a base: it receives the full model."""
-    vector = torch.zeros(4)
-    bases = {f"site-{n}": SiteBase(FULL, n, vector) for n in range(1, KEPT_VECTORS + 3)}
-    bases |= {"plain": SiteBase(FULL, 1)}
+def test_server_keeps_the_vectors_that_most_sites_hold() -> None:
+    """A site with another vector is one without a base: it receives the full model."""
+    shared = torch.zeros(4)
+    bases = {f"site-{n}": SiteBase(FULL, n, torch.zeros(4)) for n in range(1, KEPT_VECTORS + 2)}
+    bases |= {"plain": SiteBase(FULL, 1), "a": SiteBase(FULL, 1, shared), "b": SiteBase(FULL, 1, shared)}
     started = replace(STATE, bases=bases).start({"a": NEW})
-    assert sorted(started.bases) == ["plain", *(f"site-{n}" for n in range(3, KEPT_VECTORS + 3))]
+    newest = [f"site-{n}" for n in range(3, KEPT_VECTORS + 2)]
+    assert sorted(started.bases) == ["a", "b", "plain", *newest]
     assert started.bases_before == started.bases
+    assert len(replace(STATE, bases=bases).start({"a": NEW, "b": OLD}).bases) == len(bases), "two models, twice as many"
 
 
 def test_acknowledged_base_has_the_vector_that_the_site_reads() -> None:

@@ -30,6 +30,10 @@ from .update_store import UpdateStore
 SERVER = "server"
 """The server's name where sites are identified by theirs, for example in the checkpoint folder."""
 
+_MessageKey = tuple[int, str | None, int | None, int | None]
+"""What one message depends on: the assignment, and mask, number and vector of the receiver's base where it uses them.
+"""
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -102,11 +106,11 @@ class ServerEndpoint:
         is_retry = self._state.is_retry(assignments)
         self._state = self._state.retry(assignments) if is_retry else self._state.start(assignments)
         self.updates.begin(len(assignments), is_retry=is_retry)
-        encoded: dict[tuple[int, str | None, int | None], Encoded] = {}
+        encoded: dict[_MessageKey, Encoded] = {}
         messages: dict[str, np.ndarray] = {}
         patches: dict[str, Patch] = {}
         residuals: dict[str, Tensor | None] = {}
-        vectors: dict[tuple[int, str | None, int | None], Tensor] = {}
+        vectors: dict[_MessageKey, Tensor] = {}
         site_vectors: dict[str, Tensor] = {}
         is_difference = is_quantized(self.values)
         bases = self._state.bases_before if is_difference else self._state.bases
@@ -117,9 +121,11 @@ class ServerEndpoint:
             plan = plan_request(self.layout, self.run, base, request=request, sequence=self._state.sequence)
             # A patch over the previous model names the receiver's base. Sites with one mask can hold bases of different
             # age, for example after one of them missed an attempt, and each refuses a message over another base.
-            # Differences refer to the receiver's vector, whatever the patch applies to.
+            # Differences refer to the receiver's vector, whatever the patch applies to. Two sites can hold different
+            # vectors of one attempt, because one of them missed an earlier one and got a difference of its own.
             base_sequence = base.sequence if base and (patch.base == "previous" or is_difference) else None
-            key = (id(assignment), base.mask.fingerprint if base else None, base_sequence)
+            base_vector = id(base.vector) if base and is_difference else None
+            key = (id(assignment), base.mask.fingerprint if base else None, base_sequence, base_vector)
             if key not in encoded:
                 # A broadcast has one residual, since all sites hold the same vector; different models have their own.
                 stream = "all" if len(self._state.assignments) == 1 else site

@@ -12,8 +12,9 @@ from ...core.mask import Mask
 from .bases import SiteBase
 
 KEPT_VECTORS = 4
-"""Vectors of the newest messages that the server keeps for differences, if the job's values are quantized. A site with
-an older one receives the full model: otherwise memory would grow with the number of sites that miss rounds."""
+"""Vectors that the server keeps for each model of a round, if the job's values are quantized: those that most sites
+hold. A site with another one receives the full model. Otherwise, after some missed rounds, every site would hold a
+vector of its own, which the server would have to keep, and would need a message of its own in each round."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class ServerState:
     transition   seq.  first_  previous_  assignments  bases   bases_  residuals  residuals_  pending  sent  vectors
                        seq.    first_seq.                      before             before
     ===========  ====  ======  =========  ===========  ======  ======  =========  ==========  =======  ====  =======
-    start        + 1   seq.+1  first_seq  distinct     newest  newest  .          residuals   new      {}    {}
+    start        + 1   seq.+1  first_seq  distinct     kept    kept    .          residuals   new      {}    {}
     retry        + 1   .       .          .            .       .       .          .           new      {}    {}
     send         .     .       .          .            .       .       updated    .           .        new   new
     acknowledge  .     .       .          .            + site  .       .          .           - site   .     .
@@ -78,7 +79,7 @@ class ServerState:
     restore      file          {}                   file
     ===========  ============  ===================  =========
 
-    "+ site" adds the entry of one site, "- site" removes it; "newest" are the bases without vectors that are too old;
+    "+ site" adds the entry of one site, "- site" removes it; "kept" are the bases without vectors that few sites hold;
     "file" is the value of the snapshot; "seq." stands for "sequence".
 
     Attributes:
@@ -124,14 +125,17 @@ class ServerState:
         Args:
             assignments: by site.
         """
+        distinct = tuple({id(assignment): assignment for assignment in assignments.values()}.values())
+        # Models of single sites are as many vectors, which a round that sends one model to all must not drop.
+        bases = _drop_rare_vectors(self.bases, KEPT_VECTORS * max(len(distinct), len(self.assignments)))
         return replace(
             self,
             sequence=self.sequence + 1,
             first_sequence=self.sequence + 1,
             previous_first_sequence=self.first_sequence,
-            bases=(bases := _drop_old_vectors(self.bases)),
+            bases=bases,
             bases_before=bases,
-            assignments=tuple({id(assignment): assignment for assignment in assignments.values()}.values()),
+            assignments=distinct,
             residuals_before=self.residuals,
             acknowledged_before=self.acknowledged,
             pending=dict(assignments),
@@ -221,10 +225,15 @@ class ServerState:
         )
 
 
-def _drop_old_vectors(bases: Mapping[str, SiteBase]) -> Mapping[str, SiteBase]:
-    """Return the bases without those whose vector is not of the newest ``KEPT_VECTORS`` messages."""
-    sequences = sorted({base.sequence for base in bases.values() if base.vector is not None})
-    if len(sequences) <= KEPT_VECTORS:
-        return bases
-    oldest = sequences[-KEPT_VECTORS]
-    return {site: base for site, base in bases.items() if base.vector is None or base.sequence >= oldest}
+def _drop_rare_vectors(bases: Mapping[str, SiteBase], limit: int) -> Mapping[str, SiteBase]:
+    """Return the bases without those whose vector is not among the ``limit`` ones that most sites hold.
+
+    Of vectors with as many sites, the newer one counts as held by more, then the one of the first site by name.
+    """
+    holders: dict[int, list[str]] = {}
+    for site, base in sorted(bases.items()):
+        if base.vector is not None:
+            holders.setdefault(id(base.vector), []).append(site)
+    ranked = sorted(holders.values(), key=lambda sites: (-len(sites), -bases[sites[0]].sequence, sites[0]))
+    dropped = {site for sites in ranked[limit:] for site in sites}
+    return {site: base for site, base in bases.items() if site not in dropped}

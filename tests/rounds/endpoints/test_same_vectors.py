@@ -1,0 +1,56 @@
+"""Sites that miss rounds read what the server believes that they read, in every number format and method.
+
+``LocalFederation`` compares the vectors of both ends after every message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from local_federation import LocalFederation
+from toy import Plain, ToyBench
+
+from flare_sparse.rounds.endpoints.server import Attempt
+from flare_sparse.rounds.endpoints.server_state import KEPT_VECTORS
+from flare_sparse.rounds.federation import RoundRules
+
+
+@pytest.mark.parametrize("values", ["int8", "int2", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("fedavg", {}), ("fedsparsify", {"sparsity": 0.5}), ("neurosfl", {"sparsity": 0.5}), ("topk_ef", {})],
+)
+def test_both_ends_hold_the_same_vectors_where_sites_take_part_in_some_rounds(
+    name: str, settings: dict[str, Any], values: Any
+) -> None:
+    bench = ToyBench(Plain())
+    federation = LocalFederation(name, bench, sites=4, values=values, rounds=5, participation=0.6, **settings)
+    assert len(federation.run().rounds) >= 5
+
+
+def test_site_that_missed_one_round_gets_a_difference_of_its_own() -> None:
+    federation = LocalFederation(sites=3, values="int2", rounds=4, rules=RoundRules(min_sites=1, retries=0))
+    buffers: dict[int, int] = {}
+
+    def is_silent(site: str, attempt: Attempt) -> bool:
+        buffers[attempt.round] = len({id(message) for message in attempt.messages.values()})
+        return (site, attempt.round) == ("site-2", 2)
+
+    federation.is_silent = is_silent
+    federation.run()
+    assert buffers == {1: 1, 2: 1, 3: 2, 4: 2, 5: 2}
+
+
+def test_server_keeps_a_bounded_number_of_vectors_and_messages_however_many_sites_miss_rounds() -> None:
+    federation = LocalFederation(sites=8, values="int4", rounds=6, rules=RoundRules(min_sites=1, retries=0))
+    random, kept = np.random.default_rng(5), []
+
+    def is_silent(site: str, attempt: Attempt) -> bool:
+        kept.append(len({id(message) for message in attempt.messages.values()}))
+        return bool(random.random() < 0.5)
+
+    federation.is_silent = is_silent
+    federation.run()
+    assert KEPT_VECTORS < max(kept) <= KEPT_VECTORS + 1, "one more for the sites that receive the full model"
