@@ -31,9 +31,13 @@ COMMANDS = {
 }
 
 
-def test_installed_command_is_this_app() -> None:
+def test_installed_command_is_this_app(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (entry,) = [e for e in entry_points(group="console_scripts") if e.name == "flare-sparse"]
-    assert entry.load() is app
+    monkeypatch.setattr("sys.argv", ["flare-sparse", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        entry.load()()
+    assert not ended.value.code
+    assert version("flare-sparse") in capsys.readouterr().out
 
 
 def test_help_shows_a_first_command_and_lists_all_commands() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from flare_sparse.core.version import VERSION
 from flare_sparse.wire import versions
 from flare_sparse.wire.capabilities import Capabilities, Versions, local_capabilities, parse_hello
 
-PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-
 
 def code(hello: Any) -> str:
     with pytest.raises(SiteExcluded) as error:
@@ -25,7 +22,7 @@ def code(hello: Any) -> str:
 
 
 def test_version_in_code_equals_version_of_the_package() -> None:
-    assert tomllib.loads(PYPROJECT.read_text())["project"]["version"] == VERSION
+    assert version("flare-sparse") == VERSION
     assert (local_capabilities().version, local_capabilities().wire) == (VERSION, versions.CURRENT_VERSION)
 
 
