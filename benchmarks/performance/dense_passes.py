@@ -19,9 +19,9 @@ from typing import Any, Self, get_args
 
 import numpy as np
 import torch
+from idle_task import SITES, IdleTask
 from nvflare.apis.dxo import from_shareable
 from nvflare.apis.utils.task_utils import contains_lazy_download_ref
-from round_time import SITES, IdleTask
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +34,7 @@ from flare_sparse.methods.neurosfl import Config, NeuroSFL
 from flare_sparse.rounds.endpoints.request_log import RequestLog
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.federation import Federation, Reply, RoundRecord
+from flare_sparse.rounds.federation import Connections, Federation, Reply, RoundRecord
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.training import LocalTask, TrainingConfig, build_site
 from flare_sparse.wire.ledger import Ledger
@@ -225,8 +225,7 @@ class Round:
             self.method,
             self.server,
             self.task.metric,
-            lambda: list(SITES),
-            self._transport,
+            Connections(lambda: list(SITES), self._transport),
             on_round=self._start_counting,
             store=self.store,
         )

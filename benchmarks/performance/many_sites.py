@@ -24,7 +24,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +40,7 @@ from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.endpoints.site_state import RequestId
 from flare_sparse.rounds.endpoints.site_sums import SiteSums
 from flare_sparse.rounds.endpoints.update_store import UpdateStore
-from flare_sparse.rounds.federation import Federation, Reply, RoundRules
+from flare_sparse.rounds.federation import Connections, Federation, Reply, RoundRules, SumQuestions
 from flare_sparse.rounds.local.dry_run import DryTrainer
 from flare_sparse.rounds.local.run import build_sums
 from flare_sparse.tasks.models import build_model
@@ -203,8 +202,8 @@ def measure(row: Row) -> Figures:
             replies[name] = server.decode(name, message, examples, {})
         return replies
 
-    def exchange_sum(questions: Mapping[str, np.ndarray], _seconds: float | None) -> Iterator[tuple[str, Any]]:
-        for name, question in questions.items():
+    def exchange_sum(questions: SumQuestions) -> Iterator[tuple[str, Any]]:
+        for name, question in questions.messages.items():
             ours.send(("question", [name], question))
             yield name, ours.recv()
 
@@ -215,10 +214,8 @@ def measure(row: Row) -> Figures:
         method,
         server,
         Metric("none", "", "min"),
-        lambda: names,
-        exchange,
+        Connections(lambda: names, exchange, exchange_sum),
         rules=rules,
-        sum_transport=exchange_sum,
     )
     federation.run(weights)
     sampler.is_running = False

@@ -29,74 +29,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dense_passes import count_round
+from idle_task import SITES, IdleNet
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 from nvflare.recipe import SimEnv
-from torch import nn
-from torch.utils.data import TensorDataset
 
 from flare_sparse.config.schema import RunConfig
 from flare_sparse.config.user_tasks import import_task_class
 from flare_sparse.flare.launch.simulator import Workplace, redirect_output, simulate
 from flare_sparse.flare.recipe import SparseRecipe
-from flare_sparse.tasks.task import Examples, Metric, SiteData, Task, TaskConfig
 
-SITES = [f"site-{i}" for i in range(1, 5)]
 BOUND = {30: 0.125, 3: 1.0}
 HERE = Path(__file__).resolve()
 PAGE = HERE.parents[2] / "docs" / "results" / "round_time.md"
 MARK = "<!-- The text above is written by round_time.py. -->"
-
-
-class IdleNet(nn.Module):
-    """``millions`` M weights that are sent but not trained, and one scalar that the loss depends on."""
-
-    def __init__(self, millions: int = 30):
-        super().__init__()
-        self.body = nn.Linear(1000, 1000 * millions, bias=False)
-        self.gain = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.gain
-
-
-class IdleConfig(TaskConfig):
-    millions: int = 30
-
-
-class IdleTask(Task):
-    """One training and one test example, and next to no arithmetic; a site writes its memory into its data folder."""
-
-    Config = IdleConfig
-    metric = Metric("error", "", "min")
-    _start: int | None = None
-    _file: Path | None = None
-
-    def model(self) -> nn.Module:
-        if self._start is None:
-            self._start = read_memory("VmRSS")
-        return IdleNet(self.config.millions)
-
-    def load(self, data: SiteData, seed: int) -> Examples:
-        self._file = data.path / f"{data.site}.memory"
-        one = TensorDataset(torch.ones(1, 1), torch.zeros(1, 1))
-        return Examples(one, one)
-
-    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-        return model(batch[0]).square().mean()
-
-    def predict(self, model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return model(batch[0]), batch[1]
-
-    def metrics(self, predictions: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-        if self._file is not None and self._start is not None:
-            self._file.write_text(str(read_memory("VmHWM") - self._start))
-        return {"error": float((predictions - targets).abs().mean())}
-
-
-def read_memory(field: str) -> int:
-    """Return bytes of this process: ``VmRSS`` that it has, ``VmHWM`` that it had at most."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
 
 
 CLIENT = """
@@ -136,16 +82,16 @@ def time_neurosfl(
             "scores": "random",
             "training": {"optimizer": "sgd", "lr": 1e-6},
         },
-        "task": {"class": "round_time.IdleTask", "millions": millions},
+        "task": {"class": "idle_task.IdleTask", "millions": millions},
         "federation": {"min_sites": 4},
     }
-    task = import_task_class("round_time.IdleTask", HERE.parent)
-    config = RunConfig.model_validate(settings, context={"task": {"round_time.IdleTask": task.Config}})
+    task = import_task_class("idle_task.IdleTask", HERE.parent)
+    config = RunConfig.model_validate(settings, context={"task": {"idle_task.IdleTask": task.Config}})
     sites = folder / "sites"
     sites.mkdir(parents=True)
     for site in SITES:
         (sites / f"{site}.yaml").write_text(f"data: {folder}\n")
-    recipe = SparseRecipe(config, packaging="byoc", modules=(HERE,))
+    recipe = SparseRecipe(config, packaging="byoc", modules=(HERE.with_name("idle_task.py"),))
     kept = folder / "checkpoints" if checkpoints else None
     # The default policy refuses models of more than 2^28 entries.
     policy = folder / "policy.yaml"
@@ -214,9 +160,6 @@ def format_row(row: dict[str, Any]) -> str:
 
 def write_page(rows: list[dict[str, Any]]) -> None:
     """Write the page's text above ``MARK``."""
-    # Imports this module for its task.
-    from dense_passes import count_round
-
     passes = {end: counter.count for end, counter in count_round(1, 0.9).items()}
     rounding = {end: counter.count for end, counter in count_round(1, 0.9, "bfloat16").items()}
     rows = sorted(rows, key=lambda row: row["parameters"])

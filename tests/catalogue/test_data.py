@@ -33,7 +33,7 @@ from flare_sparse.flare.filters import DecodeRequest, DecodeUpdate, EncodeUpdate
 from flare_sparse.flare.payload import REPLY, TASK, message_to_shareable
 from flare_sparse.flare.session import ServerSession, SiteSession
 from flare_sparse.rounds.endpoints.server import ServerEndpoint
-from flare_sparse.rounds.federation import Federation, Outcome, RoundRules
+from flare_sparse.rounds.federation import Connections, Federation, Outcome, RoundRules
 from flare_sparse.tasks.data.phantom import write_phantoms
 from flare_sparse.wire.ledger import Ledger
 
@@ -125,7 +125,7 @@ class Hospitals:
 
         rules = RoundRules(quarantine_after=0)
         federation = Federation(
-            assembly.method, session.endpoint, assembly.task.metric, lambda: sites, deliver, rules=rules
+            assembly.method, session.endpoint, assembly.task.metric, Connections(lambda: sites, deliver), rules=rules
         )
         return federation.run(assembly.weights)
 

@@ -21,6 +21,7 @@ from flare_sparse.rounds.endpoints.events import pack_events
 from flare_sparse.rounds.endpoints.server import SERVER, Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
 from flare_sparse.rounds.federation import (
+    Connections,
     Federation,
     Handshake,
     Hub,
@@ -165,9 +166,8 @@ class LocalFederation:
         return [f"site-{i}" for i in range(1, sites + 1)] if isinstance(sites, int) else list(sites)
 
     def _build_endpoint(self, name: str) -> SiteEndpoint:
-        cipher = SiteCipher(self.contexts[name].client) if self.contexts else None
-        sums = self.sums.get(name)
-        return SiteEndpoint(self.sites[name], self.method, RUN, self.values, self.stores(name), cipher, sums=sums)
+        protection = SiteCipher(self.contexts[name].client) if self.contexts else self.sums.get(name)
+        return SiteEndpoint(self.sites[name], self.method, RUN, self.values, self.stores(name), protection)
 
     def restart_site(self, name: str) -> None:
         """Replace a site by a new process: what it knows is what its checkpoints hold."""
@@ -299,14 +299,16 @@ class LocalFederation:
             self.method,
             self.server,
             self.bench.task.metric,
-            sites or self.list_sites,
-            tree.exchange,
+            Connections(
+                sites or self.list_sites,
+                tree.exchange,
+                tree.exchange_sum,
+                handshake,
+                self.returned,
+                self.warnings.append,
+            ),
             rules=self.rules,
-            handshake=handshake,
             on_round=record_round,
             store=self.stores(SERVER),
-            on_excluded=self.warnings.append,
-            returned=self.returned,
-            sum_transport=tree.exchange_sum,
         )
         return federation.run(self.bench.weights, resume=resume)

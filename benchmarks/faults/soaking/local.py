@@ -17,7 +17,7 @@ from flare_sparse.core.errors import WireError
 from flare_sparse.core.seeds import limit_threads
 from flare_sparse.rounds.endpoints.server import Attempt, ServerEndpoint
 from flare_sparse.rounds.endpoints.site import SiteEndpoint
-from flare_sparse.rounds.federation import Federation, Reply, RoundRecord
+from flare_sparse.rounds.federation import Connections, Federation, Reply, RoundRecord
 from flare_sparse.tasks.task import SiteData
 from flare_sparse.wire import envelope
 from flare_sparse.wire.envelope import read_header
@@ -88,8 +88,7 @@ def soak(settings: dict[str, Any], sites: int, share: float) -> dict[str, Any]:
             assembly.method,
             server,
             assembly.task.metric,
-            lambda: sorted(endpoints),
-            FaultyTransport(endpoints, server, share, job.seed),
+            Connections(lambda: sorted(endpoints), FaultyTransport(endpoints, server, share, job.seed)),
             rules=build_rules(job),
             on_round=record_round,
         )

@@ -30,7 +30,7 @@ from ..results.runs.model_files import ENCRYPTED
 from ..results.runs.progress import format_events, format_progress
 from ..results.runs.record import RecordWriter
 from ..rounds.endpoints.server import Attempt
-from ..rounds.federation import Federation, Reply, RoundRecord, SumQuestions, Tree
+from ..rounds.federation import Connections, Federation, Reply, RoundRecord, SumQuestions, Tree
 from .analytics import announce_best, announce_round
 from .checkpoints import mark_job_finished
 from .feed import STATS, TOPIC, RecordFeed
@@ -167,23 +167,26 @@ class FederatedController(Controller):
         )
         tree = Tree(job.hubs, carrier.links, session.endpoint, exchange, exchange_sum, handshake)
         behind_hubs = {site for rules in job.hubs.values() for site in rules.sites}
+        connections = Connections(
+            partial(_list_connected_sites, fl_ctx, job),
+            tree.exchange,
+            tree.exchange_sum,
+            tree.shake_hands,
+            # A site of a hub does not ask the server for work, so it cannot take an invitation.
+            lambda sites: self._list_returned(
+                [site for site in sites if site not in behind_hubs], job.federation.task_timeout_s, fl_ctx
+            ),
+            lambda warning: self.logger.warning(str(warning)),
+        )
         federation = Federation(
             assembly.method,
             session.endpoint,
             assembly.task.metric,
-            partial(_list_connected_sites, fl_ctx, job),
-            tree.exchange,
+            connections,
             rules=build_rules(job),
-            handshake=tree.shake_hands,
             on_round=commit,
             on_updates=folder.record_updates,
             store=session.store,
-            on_excluded=lambda warning: self.logger.warning(str(warning)),
-            # A site of a hub does not ask the server for work, so it cannot take an invitation.
-            returned=lambda sites: self._list_returned(
-                [site for site in sites if site not in behind_hubs], job.federation.task_timeout_s, fl_ctx
-            ),
-            sum_transport=tree.exchange_sum,
         )
         # resume=True always: FLARE gives a job that is submitted again a new id, and only the checkpoints tell whether
         # it was interrupted. Without checkpoints the run starts from round 0.

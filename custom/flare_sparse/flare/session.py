@@ -220,7 +220,7 @@ class SiteSession(FLComponent):
             factor = read_site_policy(fl_ctx).max_model_change
             changes = None if factor is None else ChangeLimit(factor, assembly.layout)
             self._endpoint = SiteEndpoint(
-                site, assembly.method, assembly.run_id, job.wire.values, store, cipher, requests, sums, changes
+                site, assembly.method, assembly.run_id, job.wire.values, store, cipher or sums, requests, changes
             )
         return self._endpoint
 

@@ -102,7 +102,7 @@ class Hospital:
         session = SiteSession()
         cipher = SiteCipher(keys.client) if keys else None
         site = build_site(LocalTask.open("site-1", task, data, layout, 1), privacy=privacy)
-        session._endpoint = SiteEndpoint(site, self.method, RUN, values, cipher=cipher)
+        session._endpoint = SiteEndpoint(site, self.method, RUN, values, protection=cipher)
         self.endpoint, self.folder, self.layout, self.session = session._endpoint, folder, layout, session
         state = self.method.init(weights, ["site-1"])
         self.attempt = self.server.encode_requests(self.method.ask(state, ["site-1"]) or {})

@@ -45,9 +45,9 @@ class SiteEndpoint:
         values: number format on the wire.
         store: receives a checkpoint before each update is sent. None: after a crash the site needs the full model, and
             the tensors that the method keeps at the site are lost.
-        cipher: encrypts weights and decrypts models; None: all values travel in the clear.
+        protection: encrypts weights and decrypts models, or withholds the values of updates and pads them for a sum;
+            None: all values travel in the clear.
         requests: record of the answered requests; None: requests are checked but not counted.
-        sums: withholds the values of updates and pads them for a sum; None: updates carry their values.
         changes: refuses models that are too far from the last one; None: they may be anywhere.
 
     Attributes:
@@ -63,13 +63,14 @@ class SiteEndpoint:
         run: str,
         values: ValueType,
         store: Store | None = None,
-        cipher: SiteCipher | None = None,
+        protection: SiteCipher | SiteSums | None = None,
         requests: RequestLog | None = None,
-        sums: SiteSums | None = None,
         changes: ChangeLimit | None = None,
     ):
         self.site, self.method, self.run, self.values, self.store = site, method, run, values, store
-        self.cipher, self.requests, self.sums, self.changes = cipher, requests, sums, changes
+        self.cipher = protection if isinstance(protection, SiteCipher) else None
+        self.sums = protection if isinstance(protection, SiteSums) else None
+        self.requests, self.changes = requests, changes
         self.request: Request | None = None
         self.events: tuple[SiteEvent, ...] = ()
         self._state = SiteState()

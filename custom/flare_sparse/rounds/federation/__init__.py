@@ -6,6 +6,7 @@ from .events import Event
 from .hub import FETCH_S, Hub, HubRules, SiteLinks
 from .loop import Federation, OnUpdates
 from .parcels import RawReply, SiteReply
+from .participants import Connections
 from .progress import Snapshot
 from .records import Outcome, RoundRecord
 from .replies import HubReply, Reply, SumQuestions, SumReply, SumTransport, Transport
@@ -15,6 +16,7 @@ from .tree import Link, Tree
 __all__ = [
     "FETCH_S",
     "BestModel",
+    "Connections",
     "Evaluation",
     "Event",
     "Federation",

@@ -13,21 +13,19 @@ from torch import Tensor
 
 from ...compute.structure.scaling import build_statistics_mask
 from ...core.checkpoint.store import Store
-from ...core.errors import SiteExcluded
 from ...core.exchange import EVALUATE, Contribution, EncryptedValues
 from ...methods.method import Method
 from ...tasks.task import Metric
 from ..endpoints.server import SERVER, ServerEndpoint
 from ..endpoints.server_state import ServerSnapshot
-from .census import Census, Handshake
 from .evaluation import BestModel, Evaluation
 from .events import ENDED_EARLY, METRICS_CONSTANT, TENSORS_CUT_OFF, UPDATE_DISCARDED, EventLog
 from .learning import HasQuorum, LearnResult, learn_from
 from .model_comparison import ModelComparison
-from .participants import Admission, Participants, Returned
+from .participants import Admission, Connections, Participants
 from .progress import Progress, Snapshot
 from .records import Outcome, RoundRecord
-from .replies import AttemptResult, SumTransport, Transport
+from .replies import AttemptResult
 from .rounds import QuorumMissed, RoundResult, RoundRunner
 from .rules import Roster, RoundRules
 from .standstill import describe_constant_metrics, describe_cut_tensors
@@ -45,16 +43,11 @@ class Federation:
         method: the method; only its server-side functions are called.
         endpoint: the server's end of the wire.
         metric: decides, on validation examples, which model is best.
-        connected: returns the names of the sites that are connected now.
-        transport: carries requests and replies.
+        connections: how the server reaches the sites.
         rules: quorum, retries and limits of a round.
-        handshake: requests the capabilities of sites before their first request; None: all sites have all of them.
         on_round: called with each record after its round is committed.
         on_updates: called with number and accepted updates of each round before ``on_round``, for an audit.
         store: receives a checkpoint with every commit; None: a crash loses the run.
-        on_excluded: called once per site and reason with the error that keeps a site from taking part.
-        returned: returns those of the given quarantined sites that have sent another hello.
-        sum_transport: carries the steps of sums of fixed-point values; None: the updates carry their values.
     """
 
     def __init__(
@@ -62,17 +55,12 @@ class Federation:
         method: Method[Any, Any],
         endpoint: ServerEndpoint,
         metric: Metric,
-        connected: Callable[[], list[str]],
-        transport: Transport,
+        connections: Connections,
         *,
         rules: RoundRules | None = None,
-        handshake: Handshake | None = None,
         on_round: Callable[[RoundRecord], None] = lambda record: None,
         on_updates: OnUpdates = lambda round_number, updates: None,
         store: Store | None = None,
-        on_excluded: Callable[[SiteExcluded], None] = lambda reason: None,
-        returned: Returned = lambda sites: frozenset(),
-        sum_transport: SumTransport | None = None,
     ):
         self.method, self.endpoint = method, endpoint
         self.rules, self.on_round, self.store = rules or RoundRules(), on_round, store
@@ -80,11 +68,11 @@ class Federation:
         self._models = ModelComparison(
             metric, self.rules.max_share, self.rules.patience, is_sampled=method.config.participation < 1
         )
-        self._admission = Admission(connected, Census(handshake, on_excluded), self.rules, returned)
+        self._admission = Admission(connections, self.rules)
         self._events = EventLog()
         self._stepped_back: set[int] = set()
         self._needs_statistics = build_statistics_mask(endpoint.layout).count > 0
-        self._rounds = RoundRunner(endpoint, self.rules, self._admission, transport, self._events, sum_transport)
+        self._rounds = RoundRunner(endpoint, self.rules, self._admission, self._events)
 
     def run(self, weights: Tensor, *, resume: bool = False) -> Outcome:
         """Run all rounds, from the initial model or from the newest checkpoint.

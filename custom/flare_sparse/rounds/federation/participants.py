@@ -11,11 +11,33 @@ from ...core.exchange import Assignment
 from ...methods.method import Method, ask_next
 from ...wire.capabilities import Capabilities
 from ..endpoints.server import ServerEndpoint
-from .census import Census
+from .census import Census, Handshake
+from .replies import SumTransport, Transport
 from .rules import Roster, RoundRules, require_min_sites
 
 Returned = Callable[[list[str]], Collection[str]]
 """Returns those of the given quarantined sites that have sent a hello since their quarantine began."""
+
+
+@dataclass(frozen=True)
+class Connections:
+    """How the server reaches the sites.
+
+    Attributes:
+        connected: returns the names of the sites that are connected now.
+        exchange: carries requests and replies.
+        exchange_sum: carries the steps of sums of fixed-point values; None: the updates carry their values.
+        handshake: requests the capabilities of sites before their first request; None: all sites have all of them.
+        returned: returns those of the given quarantined sites that have sent another hello, by default none.
+        on_excluded: called once per site and reason with the error that keeps a site from taking part.
+    """
+
+    connected: Callable[[], list[str]]
+    exchange: Transport
+    exchange_sum: SumTransport | None = None
+    handshake: Handshake | None = None
+    returned: Returned = lambda sites: frozenset()
+    on_excluded: Callable[[SiteExcluded], None] = lambda reason: None
 
 
 @dataclass(frozen=True)
@@ -48,23 +70,17 @@ class Admission:
     """Admits sites to rounds.
 
     Args:
-        connected: returns the names of the sites that are connected now.
-        census: capabilities of the sites.
+        connections: how the server reaches the sites.
         rules: quorum and number of retries.
-        returned: returns those of given sites that have sent another hello, by default none.
 
     Attributes:
+        census: capabilities of the sites.
         seen: sites that were connected at any time.
     """
 
-    def __init__(
-        self,
-        connected: Callable[[], list[str]],
-        census: Census,
-        rules: RoundRules,
-        returned: Returned = lambda sites: frozenset(),
-    ):
-        self.connected, self.census, self.rules, self.returned = connected, census, rules, returned
+    def __init__(self, connections: Connections, rules: RoundRules):
+        self.connections, self.rules = connections, rules
+        self.census = Census(connections.handshake, connections.on_excluded)
         self.seen: set[str] = set()
         self._released: set[str] = set()
 
@@ -79,7 +95,7 @@ class Admission:
             RoundFailed: too few sites can take part.
         """
         for _ in range(self.rules.retries + 1):
-            connected = self.connected()
+            connected = self.connections.connected()
             self.seen.update(connected)
             require_min_sites(connected, self.rules.min_sites)
             # Sites of another version are removed first. If they counted as available, the roster would leave out
@@ -100,7 +116,7 @@ class Admission:
     def _release_returned(self, roster: Roster, connected: Sequence[str]) -> Roster:
         """Return the roster without the quarantine of sites that have sent another hello."""
         quarantined = [site for site in connected if roster.quarantined.get(site)]
-        returned = set(self.returned(quarantined)) if quarantined else set()
+        returned = set(self.connections.returned(quarantined)) if quarantined else set()
         # Once until the site contributes: a site that is merely slow answers every hello, and would be waited for in
         # every round.
         self._released &= roster.missed.keys()

@@ -13,7 +13,7 @@ from ..endpoints.server import Attempt, ServerEndpoint
 from .events import BASE_LOST, EventLog
 from .learning import HasQuorum, LearnResult
 from .participants import Admission
-from .replies import AttemptResult, Reply, SumTransport, Transport, get_reason_code
+from .replies import AttemptResult, Reply, get_reason_code
 from .rules import Roster, RoundRules
 from .sums import sum_replies
 
@@ -86,28 +86,18 @@ class QuorumMissed(RoundFailed):
 
 
 class RoundRunner:
-    """Runs rounds over a transport.
+    """Runs rounds over the connections of an admission.
 
     Args:
         endpoint: encodes requests and validates updates.
         rules: quorum, retries and limits of a round.
-        admission: excludes sites with an upload cap that is too small.
-        transport: carries requests and replies.
+        admission: excludes sites with an upload cap that is too small, and knows how to reach the others.
         events: receives what sites report and which of them lost their base.
-        sum_transport: carries the steps of sums; None: the updates carry their values.
     """
 
-    def __init__(
-        self,
-        endpoint: ServerEndpoint,
-        rules: RoundRules,
-        admission: Admission,
-        transport: Transport,
-        events: EventLog,
-        sum_transport: SumTransport | None = None,
-    ):
-        self.endpoint, self.rules, self.admission, self.transport = endpoint, rules, admission, transport
-        self.events, self.sum_transport = events, sum_transport
+    def __init__(self, endpoint: ServerEndpoint, rules: RoundRules, admission: Admission, events: EventLog):
+        self.endpoint, self.rules, self.admission, self.events = endpoint, rules, admission, events
+        self.connections = admission.connections
 
     def run(
         self, assignments: Mapping[str, Assignment], silent: list[str], roster: Roster, learn: Learn | None = None
@@ -208,10 +198,10 @@ class RoundRunner:
         for site in self.endpoint.find_sites_with_wrong_key(accepted):
             replies[site] = "E_KEY"
         total = None
-        if self.endpoint.sums is not None and self.sum_transport is not None:
+        if self.endpoint.sums is not None and self.connections.exchange_sum is not None:
             exchange = self.endpoint.sums.start(assignments, attempt.sequence)
             if exchange is not None:
-                replies, total = sum_replies(exchange, replies, self.sum_transport, deadline)
+                replies, total = sum_replies(exchange, replies, self.connections.exchange_sum, deadline)
         return replace(_group_replies(attempt, assignments, replies), total=total), roster
 
     def _send(
@@ -220,7 +210,7 @@ class RoundRunner:
         """Return the replies of the sites asked that arrive before the deadline."""
         if deadline is not None:
             attempt = replace(attempt, seconds=max(deadline - time.monotonic(), 0.0))
-        return {site: reply for site, reply in self.transport(attempt).items() if site in assignments}
+        return {site: reply for site, reply in self.connections.exchange(attempt).items() if site in assignments}
 
     def _describe_failure(self, result: AttemptResult, contributed: int, asked: int) -> str:
         rejected = [f"{site} {code}" for site, code in sorted(result.rejected.items())]

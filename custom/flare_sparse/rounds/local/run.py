@@ -32,6 +32,7 @@ from ..endpoints.server_sums import ServerSums
 from ..endpoints.site import SiteEndpoint
 from ..endpoints.site_sums import SiteSums
 from ..federation import (
+    Connections,
     Federation,
     Hub,
     HubRules,
@@ -148,7 +149,7 @@ def run_locally(
     endpoints = {
         name: site
         if isinstance(site, Exception)
-        else SiteEndpoint(site, method, run, values, course.stores(name), cipher, sums=site_sums.get(name))
+        else SiteEndpoint(site, method, run, values, course.stores(name), cipher or site_sums.get(name))
         for name, site in sorted(sites.items())
     }
     tree = build_tree(transport.hubs, server, endpoints, watcher.on_site_error)
@@ -156,14 +157,11 @@ def run_locally(
         method,
         server,
         metric,
-        lambda: sorted(endpoints),
-        tree.exchange,
+        Connections(lambda: sorted(endpoints), tree.exchange, tree.exchange_sum, tree.shake_hands),
         rules=course.rules,
-        handshake=tree.shake_hands,
         on_round=watcher.on_round,
         on_updates=watcher.on_updates,
         store=course.stores(SERVER),
-        sum_transport=tree.exchange_sum,
     )
     with limit_threads(course.threads):
         outcome = federation.run(weights, resume=course.resume)
