@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_PARAMETERS = 8
+COMPILED = {"_compile", "_inline"}
+"""Decorators of ``compute/kernels/loops.py``."""
 ABSTRACT = {"ABC", "Protocol", "BaseModel", "Enum", "TypedDict", "NamedTuple", "Exception"}
 
 
@@ -57,17 +59,24 @@ def list_concrete_heirs(trees: dict[Path, ast.Module], room: str) -> list[str]:
 
 
 def iterate_functions(trees: dict[Path, ast.Module]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield every function of the package."""
+    """Yield every function of the package that Python calls.
+
+    Loops that numba compiles are left out: it compiles for arrays and numbers, so that each is a parameter of its own.
+    """
     for tree in trees.values():
-        yield from (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (
+                {ast.unparse(decorator) for decorator in node.decorator_list} & COMPILED
+            ):
+                yield node
 
 
 def count_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the number of parameters of a function, without self and cls."""
+    """Return the number of parameters of a function, without self, cls and the context of torch's functions."""
     arguments = node.args
     every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     every += [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
-    return len([argument for argument in every if argument.arg not in ("self", "cls")])
+    return len([argument for argument in every if argument.arg not in ("self", "cls", "ctx")])
 
 
 def count_lines(source: str, tree: ast.Module) -> Counter[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,33 +18,40 @@ from ..results.report.attacks import describe_result
 from ..results.runs.results import AUDIT_FILE
 from .console import err
 from .console import out as console
+from .options import take_options
 from .screen import Screen
 
 
-def audit(
-    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)],
+@dataclass(frozen=True)
+class CommandOptions:
+    """What the user typed."""
+
+    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)]
     attackers: Annotated[str, typer.Option(help="Attackers, separated by commas: outsider, member, server")] = ",".join(
         ATTACKERS
-    ),
+    )
     references: Annotated[
         int, typer.Option(min=0, max=8, help="Reference models of RMIA; each takes as long as a run; 0: no RMIA")
-    ] = 4,
+    ] = 4
     canaries: Annotated[
         int, typer.Option(min=0, help="Canaries of one more run, which bound epsilon from below; 0: none")
-    ] = 100,
+    ] = 100
     epsilon: Annotated[
         float | None, typer.Option(min=0, help="Epsilon that the run claims; exit code 1 if the canaries contradict it")
-    ] = None,
-    delta: Annotated[float, typer.Option(min=0, max=1, help="Delta of the claim")] = 1e-5,
-    resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000,
+    ] = None
+    delta: Annotated[float, typer.Option(min=0, max=1, help="Delta of the claim")] = 1e-5
+    resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000
     steps: Annotated[
         int, typer.Option(min=0, help="Steps of the optimisation that inverts a message; 0: linear layers only")
-    ] = 200,
+    ] = 200
     policy: Annotated[
         str | None, typer.Option(help="Policy of the sites whose messages the server inverts: a file or a preset")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON")] = False,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON")] = False
+
+
+@take_options(CommandOptions)
+def audit(options: CommandOptions) -> None:
     """Attack the models of finished runs as an outsider, as another site and as the server, and measure the success.
 
     Members are the training examples of the sites, non-members their test examples, so the data of all sites must be on
@@ -54,14 +62,23 @@ def audit(
 
     [dim]flare-sparse audit runs/dense runs/pruned --attackers member --json[/]
     """
-    chosen = _parse_attackers(attackers)
-    site_policy = read_policy(find_policy_file(Path(policy))) if policy else None
-    options = AuditOptions(references, canaries, epsilon, delta, resamples, steps, site_policy, policy or "")
-    records = [Run(run, Screen(err)).audit(chosen, options) for run in runs]
-    if as_json:
+    chosen = _parse_attackers(options.attackers)
+    site_policy = read_policy(find_policy_file(Path(options.policy))) if options.policy else None
+    settings = AuditOptions(
+        options.references,
+        options.canaries,
+        options.epsilon,
+        options.delta,
+        options.resamples,
+        options.steps,
+        site_policy,
+        options.policy or "",
+    )
+    records = [Run(run, Screen(err)).audit(chosen, settings) for run in options.runs]
+    if options.as_json:
         console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
     else:
-        for run, record in zip(runs, records, strict=True):
+        for run, record in zip(options.runs, records, strict=True):
             _show(record)
             console.print(f"record: {run / AUDIT_FILE}", markup=False)
     if any(attack.get("contradicts_claim") for record in records for attack in record["attacks"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,34 +16,41 @@ from ..results.runs.evaluation import Split, choose_evaluation_file
 from ..results.runs.results import CROSS_SITE_FILE, EVALUATIONS
 from ..tasks.task import Metric
 from .console import out as console
+from .options import take_options
 from .screen import Screen
 
 
-def evaluate(
-    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)],
+@dataclass(frozen=True)
+class CommandOptions:
+    """What the user typed."""
+
+    runs: Annotated[list[Path], typer.Argument(help="Result folders of finished runs", show_default=False)]
     data: Annotated[
         Path | None, typer.Option(help="Data to evaluate on: the folder or file that a site file would name")
-    ] = None,
-    split: Annotated[Split, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all",
+    ] = None
+    split: Annotated[Split, typer.Option(help="Examples to use: all, or those of one part of the run's split")] = "all"
     best: Annotated[
         bool, typer.Option("--best", help="Evaluate the best model on validation examples instead of the final one")
-    ] = False,
+    ] = False
     site_model: Annotated[
         str | None,
         typer.Option(metavar="SITE", help="Evaluate a site's own model instead (of local_only, for one)"),
-    ] = None,
+    ] = None
     name: Annotated[
         str | None,
         typer.Option(help="Name of the cohort in file, table and report; default: that of the data"),
-    ] = None,
+    ] = None
     matrix: Annotated[
         bool,
         typer.Option("--matrix", help="Evaluate every model at every simulated site's test examples instead"),
-    ] = False,
-    resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier evaluation of this name")] = False,
-) -> None:
+    ] = False
+    resamples: Annotated[int, typer.Option(min=0, help="Resamples of the bootstrap intervals; 0: no intervals")] = 1000
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier evaluation of this name")] = False
+
+
+@take_options(CommandOptions)
+def evaluate(options: CommandOptions) -> None:
     """Evaluate a run's model on the data of a hospital that took no part, or every model of a run at every site.
 
     The run's own task loads and preprocesses the data with the run's settings, and computes all its metrics, with
@@ -57,36 +65,43 @@ def evaluate(
 
         flare-sparse evaluate runs/neurosfl_brain_age runs/local_only_brain_age --matrix
     """
-    _check_options(data, matrix=matrix, best=best, site_model=site_model)
+    _check_options(options)
     records = []
-    for folder in runs:
+    for folder in options.runs:
         run = Run(folder, Screen())
-        model = site_model or ("best" if best else "final")
-        record = run.evaluate(data, model=model, split=split, name=name, resamples=resamples, overwrite=overwrite)
+        model = options.site_model or ("best" if options.best else "final")
+        record = run.evaluate(
+            options.data,
+            model=model,
+            split=options.split,
+            name=options.name,
+            resamples=options.resamples,
+            overwrite=options.overwrite,
+        )
         records.append(record)
-        if not as_json:
-            (_show if data else _show_matrix)(record, run.study.assembly.task.metric)
+        if not options.as_json:
+            (_show if options.data else _show_matrix)(record, run.study.assembly.task.metric)
             file = (
                 choose_evaluation_file(folder, record["cohort"], model, overwrite=True)
-                if data
+                if options.data
                 else (folder / EVALUATIONS / CROSS_SITE_FILE)
             )
             console.print(f"record: {file}", markup=False)
-    if as_json:
+    if options.as_json:
         console.print(json.dumps(records[0] if len(records) == 1 else records, indent=2), markup=False)
 
 
-def _check_options(data: Path | None, *, matrix: bool, best: bool, site_model: str | None) -> None:
+def _check_options(options: CommandOptions) -> None:
     """Raises:
     ConfigError: the options exclude each other.
     """
-    if (data is None) != matrix:
+    if (options.data is None) != options.matrix:
         raise ConfigError(
             "--matrix evaluates at the simulated sites; leave --data out"
-            if matrix
+            if options.matrix
             else "--data is missing: give the folder or file to evaluate on, or --matrix for the sites of the run"
         )
-    if best and site_model:
+    if options.best and options.site_model:
         raise ConfigError("--best and --site-model exclude each other; leave one out")
 
 

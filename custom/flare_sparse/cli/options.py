@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -18,6 +21,33 @@ Overrides = Annotated[
         "--set", metavar="KEY.PATH=VALUE", help="Override a setting, such as method.sparsity=0.95; repeatable"
     ),
 ]
+
+Options = TypeVar("Options")
+
+
+def take_options(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Return a decorator of a command that takes its options as one value: a dataclass with a field for each."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options)  # type: ignore[arg-type]
+    ]
+
+    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        def call(**values: Any) -> None:
+            command(options(**values))
+
+        # Typer reads a command's options from its signature.
+        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        call.__name__, call.__doc__, call.__annotations__ = command.__name__, command.__doc__, hints
+        return call
+
+    return decorate
 
 
 def load_with_options(

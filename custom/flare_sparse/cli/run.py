@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,14 +18,17 @@ from ..config.study import Study
 from ..core.errors import ConfigError
 from ..results.runs.folder import RunFolder
 from .console import out as stdout
-from .options import ConfigFile, ContinueFrom, Overrides, Resume, StepBack, load_with_options
+from .options import ConfigFile, ContinueFrom, Overrides, Resume, StepBack, load_with_options, take_options
 from .outcome import RunCommand, RunProgress, explain_outcome
 from .screen import Screen
 from .summary import PARTIAL, find_idle_sites, read_last_round, show_result
 
 
-def run(
-    config: ConfigFile,
+@dataclass(frozen=True)
+class CommandOptions:
+    """What the user typed."""
+
+    config: ConfigFile
     env: Annotated[
         Env,
         typer.Option(
@@ -33,31 +36,31 @@ def run(
             "poc (server and sites as separate processes on this machine, over mTLS) or prod (a running federation, "
             "see --kit)"
         ),
-    ] = "sim",
+    ] = "sim"
     kit: Annotated[
         Path | None, typer.Option(help="Startup kit of an admin who may submit jobs; only with --env prod")
-    ] = None,
+    ] = None
     byoc: Annotated[
         bool, typer.Option("--byoc", help="Send the package's source with the job; only with --env prod")
-    ] = False,
-    sites: Annotated[int | None, typer.Option(help="Number of simulated sites; default: as configured")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of training; default: as configured")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of all random numbers of the run; default: as configured")
-    ] = None,
+    ] = False
+    sites: Annotated[int | None, typer.Option(help="Number of simulated sites; default: as configured")] = None
+    rounds: Annotated[int | None, typer.Option(help="Rounds of training; default: as configured")] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of all random numbers of the run; default: as configured")] = (
+        None
+    )
     out: Annotated[
         Path | None,
         typer.Option(
             help="Result folder; default: runs/<name>, with --env local runs/<name>-local; with -2, -3, ... if that "
             "holds a finished run"
         ),
-    ] = None,
-    resume: Resume = False,
-    step_back: StepBack = None,
+    ] = None
+    resume: Resume = False
+    step_back: StepBack = None
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the finished or interrupted run that the result folder holds")
-    ] = False,
-    continue_from: ContinueFrom = None,
+    ] = False
+    continue_from: ContinueFrom = None
     mlflow: Annotated[
         str | None,
         typer.Option(
@@ -66,9 +69,12 @@ def run(
             "is named after the configuration or by MLFLOW_EXPERIMENT_NAME, the run after the result folder. Needs the "
             "extra mlflow at the server; default: no MLflow",
         ),
-    ] = None,
-    set_: Overrides = None,
-) -> None:
+    ] = None
+    set_: Overrides = None
+
+
+@take_options(CommandOptions)
+def run(options: CommandOptions) -> None:
     """Run a job, show a line for each round, and write model and record to the result folder.
 
     The same settings end with the same model in every environment, bit for bit. Unless --env is given, the job runs in
@@ -94,28 +100,30 @@ def run(
 
         flare-sparse run app_configs/neurosfl_brain_age.yaml --env prod --kit kits/lead@coordination.org
     """
-    _check_options(env, sites=sites, resume=resume, overwrite=overwrite, kit=kit, byoc=byoc)
-    check_step_back(step_back, env, resume=resume, continue_from=continue_from)
-    tracking_uri = resolve_tracking_uri(mlflow, env) if mlflow is not None else None
-    if continue_from is not None:
-        check_continuation(resume=resume, overwrite=overwrite)
-    study = load_with_options(config, sites, rounds, seed, set_)
+    _check_options(options)
+    _check_step_back(options)
+    env = options.env
+    tracking_uri = resolve_tracking_uri(options.mlflow, env) if options.mlflow is not None else None
+    if options.continue_from is not None:
+        _check_continuation(options)
+    study = load_with_options(options.config, options.sites, options.rounds, options.seed, options.set_)
     name, restarts = name_run(study, env), env == "poc" and study.config.encrypted
-    if continue_from is not None:
-        refuse_lost_state(study, env)
-        chosen = RunFolder.continue_run(continue_from, study, out)
-    elif out is not None:
-        chosen = RunFolder(out, resume, step_back or 0)
+    if options.continue_from is not None:
+        _refuse_lost_state(study, env)
+        chosen = RunFolder.continue_run(options.continue_from, study, options.out)
+    elif options.out is not None:
+        chosen = RunFolder(options.out, options.resume, options.step_back or 0)
     else:
-        chosen = replace(RunFolder.choose(name, resume=resume, overwrite=overwrite), step_back=step_back or 0)
-    options = {"env": env, "kit": kit, "byoc": byoc, "sites": sites, "rounds": rounds, "seed": seed, "mlflow": mlflow}
-    command = RunCommand(config, chosen.path, options, tuple(set_ or ()))
+        chosen = RunFolder.choose(name, resume=options.resume, overwrite=options.overwrite)
+        chosen = replace(chosen, step_back=options.step_back or 0)
+    typed = {key: getattr(options, key) for key in ("env", "kit", "byoc", "sites", "rounds", "seed", "mlflow")}
+    command = RunCommand(options.config, chosen.path, typed, tuple(options.set_ or ()))
     # A killed simulation holds the lock until its processes notice that their command is gone.
     with chosen.claim(0.0 if env == "local" else PATIENCE_S):
-        folder = chosen.prepare(overwrite=overwrite, keeps_state=env != "prod", advise=command.format)
-        deployment = Deployment(kit, byoc, tracking_uri, command.format() if env == "prod" else "")
+        folder = chosen.prepare(overwrite=options.overwrite, keeps_state=env != "prod", advise=command.format)
+        deployment = Deployment(options.kit, options.byoc, tracking_uri, command.format() if env == "prod" else "")
         with open_screen(env) as console:
-            if out is None and chosen.path.name != name and not chosen.resume:
+            if options.out is None and chosen.path.name != name and not chosen.resume:
                 console.print(f"runs/{name} holds a finished run; this one is written to {chosen.path}")
             # FLARE makes new keys for every POC federation, so an encrypted run there starts again.
             with explain_outcome(command, env, restarts=restarts) as progress:
@@ -158,35 +166,36 @@ def open_screen(env: Env) -> Iterator[Console]:
         yield Console(file=screen, highlight=False, soft_wrap=True)
 
 
-def _check_options(env: str, *, sites: int | None, resume: bool, overwrite: bool, kit: Path | None, byoc: bool) -> None:
+def _check_options(options: CommandOptions) -> None:
     """Raises:
     ConfigError: an option does not apply to the environment.
     """
-    if resume and overwrite:
+    if options.resume and options.overwrite:
         raise ConfigError("--resume continues the run in --out, --overwrite replaces it; leave one of them out")
-    if env == "prod":
-        if kit is None:
+    if options.env == "prod":
+        if options.kit is None:
             raise ConfigError("--env prod needs --kit: the startup kit of an admin who may submit jobs")
-        if sites is not None:
+        if options.sites is not None:
             raise ConfigError("--sites does not apply to --env prod, where the connected sites take part; leave it out")
-    elif kit is not None or byoc:
-        raise ConfigError(f"{'--kit' if kit else '--byoc'} is for --env prod, not for --env {env}; leave it out")
+    elif options.kit is not None or options.byoc:
+        option = "--kit" if options.kit else "--byoc"
+        raise ConfigError(f"{option} is for --env prod, not for --env {options.env}; leave it out")
 
 
-def check_continuation(*, resume: bool, overwrite: bool) -> None:
+def _check_continuation(options: CommandOptions) -> None:
     """Raises:
     ConfigError: --continue-from does not apply to the other options.
     """
-    if overwrite:
+    if options.overwrite:
         raise ConfigError("--continue-from replaces no run; leave --overwrite out and choose a new --out")
-    if resume:
+    if options.resume:
         raise ConfigError(
             "--resume and --continue-from exclude each other: --continue-from starts a longer run from a finished one, "
             "--resume goes on with that longer run after an interruption"
         )
 
 
-def refuse_lost_state(study: Study, env: str) -> None:
+def _refuse_lost_state(study: Study, env: str) -> None:
     """Raises:
     ConfigError: a finished run of this environment leaves nothing that --continue-from could start from.
     """
@@ -198,17 +207,17 @@ def refuse_lost_state(study: Study, env: str) -> None:
         )
 
 
-def check_step_back(step_back: int | None, env: str, *, resume: bool, continue_from: Path | None) -> None:
+def _check_step_back(options: CommandOptions) -> None:
     """Raises:
     ConfigError: --step-back does not apply to the environment or to the other options.
     """
-    if step_back is None:
+    if options.step_back is None:
         return
-    if env == "prod":
+    if options.env == "prod":
         raise ConfigError(
             "--step-back does not apply to --env prod, where the checkpoints lie at the server: abort the job, rename "
             'the server\'s newest checkpoint (docs/reliability.md, "Malicious sites") and submit it again'
         )
-    if continue_from is not None or not resume:
-        reason = " and not for --continue-from" if continue_from is not None else "; add --resume"
+    if options.continue_from is not None or not options.resume:
+        reason = " and not for --continue-from" if options.continue_from is not None else "; add --resume"
         raise ConfigError(f"--step-back discards commits of an interrupted run: it is for --resume{reason}")
