@@ -5,7 +5,9 @@ Two trees compute the same where their digests are equal:
     python benchmarks/structure/digest_configurations.py --data DATA --out before.json   # in the one tree
     python benchmarks/structure/digest_configurations.py --data DATA --out after.json --against before.json
 
-Runs in a cold and in a warm cache of compiled kernels are alike; text encoders are found in $FLARE_SPARSE_MODELS.
+Two runs with differential privacy differ on any tree, because the noise comes from a secret of each site. On trees
+before commit 10ae409, kernels that are just compiled and kernels from the cache compute other bits: run each
+configuration by itself there, with a fresh $NUMBA_CACHE_DIR. Text encoders are found in $FLARE_SPARSE_MODELS.
 """
 
 from __future__ import annotations
@@ -13,28 +15,53 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import torch
 import yaml
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def digest_model(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each safetensors file that a run left at the top of its folder, by name."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
+    """Return the sha256 of the tensors of each safetensors file that a run left at the top of its folder, by name.
+
+    Not of the file: the order of its metadata differs from process to process.
+    """
+    return {path.name: digest_tensors(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def digest_tensors(path: Path) -> str:
+    """Return the sha256 of name, type, shape and bytes of all tensors of a file, in the order of their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(path).items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def locate_data(config: Path, data: Path | None) -> list[str]:
-    """Return the options that point a configuration to its data set, found below ``data`` by the name of its path."""
+    """Return the options that point a configuration to its data set, found below ``data`` by the name of its path.
+
+    Where two data sets have a file of that name, the one of the folder that most resembles the configuration's name
+    and path is taken.
+    """
     path = yaml.safe_load(config.read_text(encoding="utf-8")).get("simulator", {}).get("data", {}).get("path")
     if path is None or data is None:
         return []
-    found = sorted(data.rglob(path), key=lambda place: len(place.parts))
+    wanted = set(re.split(r"[^a-z0-9]+", f"{config.stem} {config.read_text(encoding='utf-8')}".lower()))
+
+    def rank(place: Path) -> tuple[int, int, str]:
+        words = re.split(r"[^a-z0-9]+", str(place.relative_to(data)).lower())
+        return -len(wanted & set(words)), len(place.parts), str(place)
+
+    found = sorted(data.rglob(path), key=rank)
     return ["--set", f"simulator.data.path={found[0]}"] if found else []
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from flare_sparse.core.split import SplitConfig, split_train_test
+from flare_sparse.core.split import SplitConfig
 
 IDS = st.sets(st.text(min_size=1, max_size=4))
 
@@ -40,16 +40,18 @@ def test_every_subject_is_tested_in_exactly_one_fold(ids: set[str], seed: int, f
 
 def test_split_of_a_seed_never_changes() -> None:
     ids = [f"sub-{i:02d}" for i in range(10)]
-    assert split_train_test(ids, 0)[1] == ("sub-05", "sub-02")
-    assert split_train_test(ids, 1)[1] != split_train_test(ids, 0)[1]
-    train, test = split_train_test(ids, 0)
+    split = SplitConfig().assign(ids, 0)
+    train, test = split.train, split.test
+    assert test == ("sub-05", "sub-02")
+    assert SplitConfig().assign(ids, 1).test != test
     with_validation = SplitConfig(validation=0.2).assign(ids, 0)
     assert (with_validation.validation, with_validation.train, with_validation.test) == (train[:2], train[2:], test)
     assert SplitConfig(folds=5).assign(ids, 0).test == test, "the first of five folds is the split of one run"
 
 
 def test_single_subject_is_for_training() -> None:
-    assert split_train_test(["a"], 0) == (("a",), ())
+    split = SplitConfig().assign(["a"], 0)
+    assert (split.train, split.test) == (("a",), ())
 
 
 @pytest.mark.parametrize(

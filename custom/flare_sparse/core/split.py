@@ -83,9 +83,3 @@ class SplitConfig(BaseModel):
             return 0, max(round(self.test * count), 1 if count > 1 else 0)
         # No minimum of one: a subject of a site smaller than the number of folds would be tested twice.
         return round((self.fold - 1) * count / self.folds), round(self.fold * count / self.folds)
-
-
-def split_train_test(ids: Iterable[str], seed: int, test_share: float = 0.2) -> tuple[Ids, Ids]:
-    """Return training and test identifiers of :meth:`SplitConfig.assign` without validation."""
-    split = SplitConfig(test=test_share).assign(ids, seed)
-    return split.train, split.test

@@ -113,17 +113,6 @@ def open_connection(kit: Path, on_line: Callable[[str], None] = lambda line: Non
         connection.close()
 
 
-@contextmanager
-def open_session(kit: Path) -> Iterator[Session]:
-    """Yield one session of FLARE's own, without reconnecting.
-
-    Raises:
-        ConfigError: this is no admin's startup kit, or the login failed.
-    """
-    with open_connection(kit) as connection:
-        yield connection.ask(lambda session: session)
-
-
 def _read_admin(kit: Path) -> tuple[str, str]:
     """Return the name of the admin and the address of the server.
 
