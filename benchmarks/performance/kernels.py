@@ -11,7 +11,7 @@ the ratio is of these two. Inference is also timed with ONNX Runtime, dense. Eac
 * dense_s, sparse_s, ratio, and onnx_s for inference.
 
 ``--quick`` times few repeats of the smaller networks at two sparsities. What is in ``--json`` already is not timed
-again. ``--docs`` adds the lines to the table of docs/results/kernels.md, those of two threads below those of one. With
+again. ``--docs`` adds the lines to docs/results/kernels.csv, those of two threads below those of one. With
 both cores idle, ``--threads 2 --networks brain_age_cnn --json FILE --docs`` takes about ten minutes.
 """
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels_table import merge_lines, update_page
+from kernels_table import merge_lines, update_table
 from torch import Tensor, nn
 
 from flare_sparse.compute.kernels.cost import is_sparse_faster
@@ -39,7 +39,7 @@ from flare_sparse.tasks.models.alexnet3d import alexnet3d
 from flare_sparse.tasks.models.brain_age import brain_age_cnn, brain_age_cnn_3mm
 from flare_sparse.tasks.models.resnet import resnet
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "kernels.md"
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "results" / "kernels.csv"
 SPARSITIES = (0.8, 0.9, 0.95, 0.98, 0.99)
 PATTERNS = ("uniform", "erk", "snip", "fedsparsify")
 
@@ -268,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repeats, two networks, two sparsities, one thread")
     parser.add_argument("--json", type=Path, help="lines of this run, and of earlier ones")
-    parser.add_argument("--docs", action="store_true", help="add the lines to docs/results/kernels.md")
+    parser.add_argument("--docs", action="store_true", help="add the lines to docs/results/kernels.csv")
     parser.add_argument("--minutes", type=float, default=None, help="time no further network after this time")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of torch threads")
     parser.add_argument("--networks", nargs="+", default=[], help="only networks whose name begins with one of these")
@@ -291,7 +291,7 @@ def main() -> None:
                     if options.json:
                         options.json.write_text(json.dumps(lines, indent=1) + "\n")
     if options.docs:
-        PAGE.write_text(update_page(PAGE.read_text(), lines))
+        TABLE.write_text(update_table(TABLE.read_text(), lines))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""The table of ``kernels.py``: lines to Markdown and back, so that later runs add to those of earlier ones."""
+"""The table of ``kernels.py``, docs/results/kernels.csv: lines to CSV and back, so that later runs add to earlier ones."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable
 from typing import Any
 
-MARK = "<!-- tables -->"
 KEY = ("what", "network", "pattern", "sparsity", "batch", "threads")
 """Fields that tell a line from all others."""
-ORDER = ("layer", "training", "inference")
+COLUMNS = {"sparsity": ".2f", "dense_s": ".4f", "sparse_s": ".4f", "ratio": ".2f", "onnx_s": ".4f"}
+"""Formats of the columns that are not written as they are."""
+FIELDS = (*KEY, "dense_s", "sparse_s", "ratio", "onnx_s")
 
 Line = dict[str, Any]
 
@@ -21,34 +24,25 @@ def merge_lines(earlier: Iterable[Line], later: Iterable[Line]) -> list[Line]:
 
 
 def format_table(lines: Iterable[Line]) -> str:
-    """Return a Markdown table."""
-    rows = ["| what | network | mask | sparsity | batch | threads | dense s | sparse s | ratio | ONNX dense s |"]
-    rows.append("| --- " * 10 + "|")
+    """Return a CSV text; a value that a line lacks is empty."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(FIELDS)
     for line in lines:
-        onnx = line.get("onnx_s")
-        rows.append(
-            f"| {line['what']} | {line['network']} | {line['pattern']} | {line['sparsity']:.0%} | "
-            f"{line.get('batch') or ''} | {line['threads']} | {line['dense_s']:.4f} | {line['sparse_s']:.4f} | "
-            f"{line['ratio']:.2f} | {'' if onnx is None else f'{onnx:.4f}'} |"
-        )
-    return "\n".join(rows) + "\n"
+        values = ((name, line.get(name)) for name in FIELDS)
+        table.writerow("" if value is None else format(value, COLUMNS.get(name, "")) for name, value in values)
+    return text.getvalue()
 
 
 def read_table(text: str) -> list[Line]:
-    """Return the lines of the tables in a text that :func:`format_table` wrote."""
-    lines = []
-    for row in text.splitlines():
-        cells = [cell.strip() for cell in row.split("|")[1:-1]]
-        if len(cells) == 10 and cells[0] in ORDER:
-            what, network, pattern, sparsity, batch, threads, dense, sparse, ratio, onnx = cells
-            line: Line = {"what": what, "network": network, "sparsity": int(sparsity[:-1]) / 100, "pattern": pattern}
-            line |= {"threads": int(threads), "dense_s": float(dense), "sparse_s": float(sparse), "ratio": float(ratio)}
-            line |= {"batch": int(batch)} if batch else {}
-            lines.append(line | ({"onnx_s": float(onnx)} if onnx else {}))
-    return lines
+    """Return the lines of a text that :func:`format_table` wrote."""
+    types = {"batch": int, "threads": int} | dict.fromkeys(COLUMNS, float)
+    return [
+        {name: types.get(name, str)(value) for name, value in row.items() if value}
+        for row in csv.DictReader(io.StringIO(text))
+    ]
 
 
-def update_page(page: str, lines: Iterable[Line]) -> str:
-    """Return a page whose table below ``MARK`` has the lines, too."""
-    text, _, tables = page.partition(MARK)
-    return f"{text}{MARK}\n\n{format_table(merge_lines(read_table(tables), lines))}"
+def update_table(table: str, lines: Iterable[Line]) -> str:
+    """Return a CSV text that has the lines, too."""
+    return format_table(merge_lines(read_table(table), lines))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "results" / "kernels.md"
+TABLE = ROOT / "docs" / "results" / "kernels.csv"
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +28,14 @@ def build_line(threads: int, dense_s: float, **fields: Any) -> dict[str, Any]:
 
 def test_two_threads_lie_below_one_thread_of_the_same_network(table: Any) -> None:
     training = build_line(1, 3.0, what="training", batch=None, onnx_s=None)
-    page = f"# Kernels\n\n{table.MARK}\n\n{table.format_table([build_line(1, 1.0), training])}"
-    updated = table.update_page(page, [build_line(2, 0.75), {**training, "threads": 2, "dense_s": 2.0, "ratio": 4.0}])
-    assert updated.splitlines()[2:] == [
-        table.MARK,
-        "",
-        "| what | network | mask | sparsity | batch | threads | dense s | sparse s | ratio | ONNX dense s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| inference | resnet32 | snip | 90% | 8 | 1 | 1.0000 | 0.5000 | 2.00 | 0.2500 |",
-        "| inference | resnet32 | snip | 90% | 8 | 2 | 0.7500 | 0.5000 | 1.50 | 0.2500 |",
-        "| training | resnet32 | snip | 90% |  | 1 | 3.0000 | 0.5000 | 6.00 |  |",
-        "| training | resnet32 | snip | 90% |  | 2 | 2.0000 | 0.5000 | 4.00 |  |",
+    earlier = table.format_table([build_line(1, 1.0), training])
+    updated = table.update_table(earlier, [build_line(2, 0.75), {**training, "threads": 2, "dense_s": 2.0, "ratio": 4.0}])
+    assert updated.splitlines() == [
+        "what,network,pattern,sparsity,batch,threads,dense_s,sparse_s,ratio,onnx_s",
+        "inference,resnet32,snip,0.90,8,1,1.0000,0.5000,2.00,0.2500",
+        "inference,resnet32,snip,0.90,8,2,0.7500,0.5000,1.50,0.2500",
+        "training,resnet32,snip,0.90,,1,3.0000,0.5000,6.00,",
+        "training,resnet32,snip,0.90,,2,2.0000,0.5000,4.00,",
     ]
 
 
@@ -47,9 +44,9 @@ def test_later_line_replaces_the_earlier_one_of_its_key(table: Any) -> None:
     assert [(line["threads"], line["dense_s"]) for line in merged] == [(1, 4.0), (2, 1.0)]
 
 
-def test_page_is_read_and_written_without_a_change(table: Any) -> None:
-    page = PAGE.read_text()
-    lines = table.read_table(page)
+def test_file_is_read_and_written_without_a_change(table: Any) -> None:
+    text = TABLE.read_text()
+    lines = table.read_table(text)
     assert {line["what"] for line in lines} == {"layer", "training", "inference"}
-    assert table.update_page(page, []) == page
-    assert table.update_page(page, lines[::2]) == page
+    assert table.update_table(text, []) == text
+    assert table.update_table(text, lines[::2]) == text
