@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from page_tables import move_tables
 
 from flare_sparse.results.runs.bootstrap import compare_scores
 from flare_sparse.results.runs.progress import format_bytes
@@ -26,7 +27,8 @@ def update_docs(folder: Path) -> None:
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
     tables = [*format_runs(runs), *format_differences(runs)] if runs else ["No run has finished yet."]
-    PAGE.write_text("\n".join([before + START, "", *tables, "", END + rest.partition(END)[2]]), encoding="utf-8")
+    text = move_tables("\n".join([START, "", *tables, "", END]), PAGE, {1: "banking77"})
+    PAGE.write_text(before + text + rest.partition(END)[2], encoding="utf-8")
 
 
 def format_runs(runs: Iterable[Run]) -> list[str]:

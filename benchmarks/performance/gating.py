@@ -1,6 +1,6 @@
 """Time of inference and one-step adaptation of networks with closed channels, against networks without gates.
 
-    python benchmarks/performance/gating.py [--closed 0.25 0.4 0.5] [--repeats 60] [--write docs/results/gating.md]
+    python benchmarks/performance/gating.py [--closed 0.25 0.4 0.5] [--repeats 60] [--write docs/results/gating.csv]
 
 One thread, seconds of processor time. Every repeat times all variants one after another; a ratio is the median over
 repeats of the ratio to the ungated network in the same repeat. In each gated layer a share ``--closed`` of the channels
@@ -13,6 +13,7 @@ is closed for every example, as by the Group Lasso or for the examples of one si
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,12 @@ from flare_sparse.tasks.models.gates import ChannelGate, GateConfig, add_gates
 from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import LocalTask, build_site
 from flare_sparse.training.gate_sparsity import observe_gates
+
+
+COLUMNS = (
+    "closed", "network", "what", "ungated_ms", "skipping_ms", "skipping_ratio", "compact_ms", "compact_ratio",
+)  # fmt: skip
+"""Columns of the file. Of an adaptation: closed on this data in place of skipping, closed for good of compact."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +169,10 @@ def zero_closed_groups(layout: Layout, weights: Tensor) -> tuple[Tensor, Mask]:
     return live.put(live.take(weights), torch.zeros_like(weights)), live
 
 
-def format_row(label: str, times: dict[str, tuple[float, float]]) -> str:
+def list_cells(times: dict[str, tuple[float, float]]) -> list[str]:
+    """Return milliseconds of the first variant, and milliseconds and ratio of the others."""
     first, *others = times.values()
-    cells = [f"{first[0]:.2f} ms", *(f"{ms:.2f} ms, **{ratio:.2f}**" for ms, ratio in others)]
-    return f"{label} | " + " | ".join(cells) + " |"
+    return [f"{first[0]:.2f}", *(cell for ms, ratio in others for cell in (f"{ms:.2f}", f"{ratio:.2f}"))]
 
 
 def main() -> int:
@@ -174,47 +181,31 @@ def main() -> int:
         "--closed", type=float, nargs="+", default=[0.25, 0.4, 0.5], help="shares of closed channels in gated layers"
     )
     parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--write", type=Path, default=None, help="also write the tables to this file")
+    parser.add_argument("--write", type=Path, default=None, help="also write the table to this CSV file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    shares = " ".join(map(str, arguments.closed))
-    lines = [
-        "# Time saved by closed channels",
-        "",
-        f"`python benchmarks/performance/gating.py --closed {shares} --repeats {arguments.repeats}`",
-        "",
-        "A share of the channels of the gated layers is closed, the same ones for all examples. One thread; median",
-        "milliseconds of processor time, and median ratio to the ungated network within a repeat: below 1 is faster.",
-        "Adaptation is one step, with gates in two stages: of a network whose channels are closed on the site's data",
-        "but may open (left), and of one whose gate groups are zero, closed for every input (right).",
-    ]
+    rows = [list(COLUMNS)]
     for share in arguments.closed:
-        lines += [
-            "",
-            f"## {share:.0%} closed",
-            "",
-            "| network | what | ungated | skipping, or closed on this data | compact copy, or closed for good |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        for row in time_cases(share, arguments.repeats):
-            lines.append(row)
-            print(row, flush=True)
+        for cells in time_cases(share, arguments.repeats):
+            rows.append([f"{share:.2f}", *cells])
+            print(",".join(cells), flush=True)
     if arguments.write:
-        arguments.write.write_text("\n".join(lines) + "\n")
+        with arguments.write.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
     return 0
 
 
-def time_cases(share: float, repeats: int) -> Iterator[str]:
-    """Yield the rows of the table of one share of closed channels."""
+def time_cases(share: float, repeats: int) -> Iterator[list[str]]:
+    """Yield the cells of the rows of one share of closed channels, without the share."""
     for label, case in CASES.items():
         is_image = len(case.shape) == 3
         for batch in (1, 32):
             count = repeats if batch > 1 else 5 * repeats
             times = time_inference(case, share, batch, count if is_image else count // 4)
-            yield format_row(f"| {label} | inference, batch {batch}", times)
+            yield [label, f"inference, batch {batch}", *list_cells(times)]
         examples = 64 if is_image else 16
         times = time_adaptation(case, share, examples, max(repeats // 3, 3))
-        yield format_row(f"| {label} | adaptation, {examples} examples", times)
+        yield [label, f"adaptation, {examples} examples", *list_cells(times)]
 
 
 if __name__ == "__main__":
