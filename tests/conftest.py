@@ -30,7 +30,7 @@ def _seeded_torch() -> Iterator[None]:
     """Start every test from the same random state, on one thread: its bits do not depend on the order of tests."""
     thread_count = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     yield
     torch.set_num_threads(thread_count)
 

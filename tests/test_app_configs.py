@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parents[1] / "app_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_configuration_is_valid_named_after_its_file_and_described(file: Path, tmp_path: Path) -> None:
     config = load_config(file)

@@ -114,6 +114,7 @@ def test_dumped_configuration_is_read_back_equal(file: Path) -> None:
     assert load_config(file) == config
 
 
+@pytest.mark.slow
 @given(
     sparsity=st.floats(0, 1, exclude_max=True),
     lr=st.floats(1e-12, 1e6),

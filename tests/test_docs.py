@@ -10,6 +10,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,15 @@ def find_command_lines(page: Path, program: str) -> Iterator[str]:
                 yield found[1].strip()
 
 
+@cache
+def build_command() -> Any:
+    """The commands of ``flare-sparse``, which take a while to build."""
+    return get_command(app)
+
+
 def find_unknown_options(line: str) -> set[str]:
     """Options of a ``flare-sparse`` line that its command lacks; the whole line if there is no such command."""
-    command: Any = get_command(app)
+    command: Any = build_command()
     words = line.split()
     while words and hasattr(command, "commands"):
         names = words.pop(0).split("|")  # site allow|no-code KIT
@@ -106,6 +113,7 @@ def find_unknown_options(line: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", unquoted)) - known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_paths_on_a_page_exist(page: Path) -> None:
     unknown = {line: find_unknown_options(line) for line in find_command_lines(page, "flare-sparse")}
@@ -285,6 +293,7 @@ def own_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "study"
 
 
+@pytest.mark.long
 def test_example_of_own_script_learns(own_script: Path) -> None:
     checked = CliRunner().invoke(app, ["check", "study/study.yaml"])
     assert "PASS own code: client.py, model.py; travels with the job" in checked.output
@@ -334,6 +343,7 @@ def test_job_of_sparse_recipes_has_the_filters_of_the_page(tmp_path: Path, monke
     monkeypatch.delitem(sys.modules, "model", raising=False)
 
 
+@pytest.mark.long
 def test_bundle_of_the_page_is_trained_and_loaded_by_monai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's blocks, in their order: MONAI makes a bundle, the commands train it, MONAI loads the result."""
     monkeypatch.chdir(tmp_path)

@@ -9,6 +9,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -77,8 +78,14 @@ def find_modules() -> dict[str, Path]:
 MODULES = find_modules()
 
 
+@cache
+def list_imports(name: str) -> list[str]:
+    """Return the absolute dotted names that a module imports, anywhere in it; ours without the package's name."""
+    return list(iterate_imports(name))
+
+
 def iterate_imports(name: str) -> Iterator[str]:
-    """Yield the absolute dotted names that a module imports, anywhere in it; ours without the package's name."""
+    """Yield what :func:`list_imports` returns."""
     path = MODULES[name]
     package = name.split(".") if path.name == "__init__.py" and name else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -94,7 +101,7 @@ def iterate_imports(name: str) -> Iterator[str]:
 
 def find_own_imports(name: str) -> set[str]:
     """Return the modules of the package that a module imports."""
-    return {target for target in iterate_imports(name) if target in MODULES and target != name}
+    return {target for target in list_imports(name) if target in MODULES and target != name}
 
 
 def find_part(name: str) -> str:
@@ -111,29 +118,38 @@ def test_every_module_belongs_to_a_row_of_the_order() -> None:
     assert sorted({find_part(name) for name in INSIDE} - set(RANK)) == []
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_row_imports_only_rows_before_it(name: str) -> None:
+@pytest.mark.slow
+def test_row_imports_only_rows_before_it() -> None:
     upward = [
         f"{name} imports {t}"
+        for name in INSIDE
         for t in find_own_imports(name)
         if find_part(t) != find_part(name) and RANK[find_part(t)] >= RANK[find_part(name)]
     ]
     assert upward == []
 
 
-@pytest.mark.parametrize("name", [name for name in INSIDE if name.split(".")[0] == DOMAIN])
-def test_models_data_and_tasks_do_not_import_federation(name: str) -> None:
-    assert {target.split(".")[0] for target in find_own_imports(name)} <= DOMAIN_MAY_USE
+def get_room(name: str) -> str:
+    """Return the first piece of a module's name."""
+    return name.split(".", maxsplit=1)[0]
 
 
-@pytest.mark.parametrize("name", [name for name in INSIDE if name.split(".")[0] not in USES_DOMAIN | {DOMAIN}])
-def test_methods_and_core_do_not_import_models_data_or_tasks(name: str) -> None:
-    assert {target for target in find_own_imports(name) if target.split(".")[0] == DOMAIN} <= {INTERFACE}
+def test_models_data_and_tasks_do_not_import_federation() -> None:
+    inside = [name for name in INSIDE if get_room(name) == DOMAIN]
+    assert [(name, t) for name in inside for t in find_own_imports(name) if get_room(t) not in DOMAIN_MAY_USE] == []
 
 
-@pytest.mark.parametrize("name", [name for name in INSIDE if name.split(".")[0] not in USES_FLARE])
-def test_only_the_shell_imports_nvflare(name: str) -> None:
-    assert [target for target in iterate_imports(name) if target.split(".")[0] == "nvflare"] == []
+@pytest.mark.slow
+def test_methods_and_core_do_not_import_models_data_or_tasks() -> None:
+    outside = [name for name in INSIDE if get_room(name) not in USES_DOMAIN | {DOMAIN}]
+    imports = [(name, t) for name in outside for t in find_own_imports(name) if get_room(t) == DOMAIN]
+    assert [(name, t) for name, t in imports if t != INTERFACE] == []
+
+
+@pytest.mark.slow
+def test_only_the_shell_imports_nvflare() -> None:
+    outside = [name for name in INSIDE if get_room(name) not in USES_FLARE]
+    assert [(name, t) for name in outside for t in list_imports(name) if get_room(t) == "nvflare"] == []
 
 
 def test_imports_have_no_cycle() -> None:
@@ -161,6 +177,7 @@ def test_every_method_of_the_package_is_registered_under_its_name() -> None:
     assert {cls.name: cls for cls in defined} == METHODS
 
 
+@pytest.mark.slow
 def test_process_of_flare_starts_without_the_heavy_libraries() -> None:
     """MONAI alone takes seconds and 300 MB in every process of a job; what needs it imports it then."""
     code = (

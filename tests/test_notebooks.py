@@ -22,7 +22,7 @@ EXPECTED_OUTPUT = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
 def test_notebook_runs_and_shows_its_results(name: str, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_code_of_the_page_runs(job: str) -> None:
     assert names["result"].winner.is_file()
 
 
+@pytest.mark.slow
 def test_run_prints_its_rounds_and_equals_the_run_of_the_command(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = fs.run(job, overrides={"method.rounds": 2})
     assert run.path == Path("runs/small-local").resolve()
@@ -106,6 +107,7 @@ def test_import_of_the_package_imports_no_heavy_library() -> None:
     assert done.stdout.split() == []
 
 
+@pytest.mark.long
 def test_local_run_imports_nothing_of_flare(job: str) -> None:
     code = f"import sys, flare_sparse as fs; fs.run({job!r}, out='out'); print('nvflare' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

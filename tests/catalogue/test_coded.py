@@ -37,6 +37,7 @@ def put(offset: int, raw: bytes) -> Callable[[Any], Any]:
     return lambda sent: with_section(sent, change)
 
 
+@pytest.mark.slow
 @QUANTIZED
 @pytest.mark.row(19)
 def test_scales_that_are_negative_or_not_finite_are_rejected(catalogue: Any, values: Any) -> None:

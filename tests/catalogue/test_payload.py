@@ -87,6 +87,7 @@ def assert_small_allocation(attack: Callable[[Any], Any]) -> Callable[[Any], Any
     return check_allocation
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(1)
 def test_sizes_beyond_the_model_are_rejected_without_allocation(wire: Any, encoding: str) -> None:
@@ -105,6 +106,7 @@ def test_sizes_beyond_the_model_are_rejected_without_allocation(wire: Any, encod
     )
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(2)
 def test_streams_of_a_wrong_length_are_rejected(wire: Any, encoding: str) -> None:
@@ -151,6 +153,7 @@ def test_unsorted_double_negative_or_large_indices_are_rejected(wire: Any, encod
     wire.assert_rejects(*(send_indices(*pair) for pair in [(3, 0), (3, 3), (0, -1), (0, 12), (0, 2**31 - 1)]))
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(5)
 def test_message_has_one_canonical_form(wire: Any, encoding: str) -> None:
@@ -197,6 +200,7 @@ def test_entries_outside_the_requested_mask_are_rejected(catalogue: Any, encodin
     wire.assert_rejects(("E_MASK", lambda sent: sent.with_mask(encoding, other)))
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(7)
 def test_another_number_format_is_rejected(wire: Any, encoding: str) -> None:
@@ -216,6 +220,7 @@ def test_another_number_format_is_rejected(wire: Any, encoding: str) -> None:
     )
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.parametrize("values", ["float32", "float16", "bfloat16"])
 @pytest.mark.row(8)
@@ -252,6 +257,7 @@ def test_big_endian_messages_are_rejected(wire: Any, encoding: str) -> None:
     )
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(10)
 def test_memory_layout_of_values_does_not_change_the_message(wire: Any, encoding: str) -> None:
@@ -299,6 +305,7 @@ def test_message_cut_at_any_byte_is_rejected(wire: Any, encoding: str) -> None:
     wire.assert_rejects(("E_LEN", cut_message), ("E_CRC", lambda sent: replace(sent, message=sent.message[:-8])))
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(12)
 def test_any_flipped_bit_is_rejected(wire: Any, encoding: str) -> None:
@@ -339,6 +346,7 @@ def claim_layout(wire: Any, change: Callable[[list[TensorSpec]], list[TensorSpec
     return "E_LAYOUT", lambda sent: sent.with_header(layout=bytes.fromhex(fingerprint))
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(14)
 def test_extra_double_and_look_alike_tensors_are_rejected(wire: Any, encoding: str) -> None:
@@ -350,6 +358,7 @@ def test_extra_double_and_look_alike_tensors_are_rejected(wire: Any, encoding: s
     )
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(15)
 def test_shapes_that_would_broadcast_are_rejected(wire: Any, encoding: str) -> None:
@@ -359,6 +368,7 @@ def test_shapes_that_would_broadcast_are_rejected(wire: Any, encoding: str) -> N
     )
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(16)
 def test_site_with_an_empty_selection_abstains(catalogue: Any, encoding: str) -> None:
@@ -378,6 +388,7 @@ def test_site_with_an_empty_selection_abstains(catalogue: Any, encoding: str) ->
     assert compute_digest(outcome.weights) == wire.compute_digest_without_site()
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(17)
 def test_round_of_empty_updates_is_retried_and_then_fails(wire: Any, encoding: str) -> None:
@@ -397,6 +408,7 @@ def test_round_of_empty_updates_is_retried_and_then_fails(wire: Any, encoding: s
     assert caught.value.code == "E_QUORUM"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora_a2", "flexlora", "hetlora", "ffa_lora"])
 @pytest.mark.row(18)
 def test_slots_other_than_the_sites_own_are_rejected(catalogue: Any, method: str) -> None:
@@ -422,6 +434,7 @@ def test_slots_other_than_the_sites_own_are_rejected(catalogue: Any, method: str
     )
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(20)
 def test_unknown_versions_and_flags_are_rejected(wire: Any, encoding: str) -> None:
@@ -435,6 +448,7 @@ def test_unknown_versions_and_flags_are_rejected(wire: Any, encoding: str) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", get_args(ValueType))
 @pytest.mark.row(52)
 def test_running_variance_below_zero_is_read_as_zero(values: Any) -> None:

@@ -35,6 +35,7 @@ from flare_sparse.wire.versions import VERSIONS
 every_encoding = pytest.mark.parametrize("encoding", [encoding.name for encoding in VERSIONS[1].encodings])
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(21)
 def test_updates_of_another_round_are_rejected(wire: Any, encoding: str) -> None:
@@ -50,6 +51,7 @@ def test_updates_of_another_round_are_rejected(wire: Any, encoding: str) -> None
     )
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(22)
 def test_update_over_another_mask_is_rejected(wire: Any, encoding: str) -> None:
@@ -77,6 +79,7 @@ def test_update_over_another_mask_is_rejected(wire: Any, encoding: str) -> None:
         assert compute_digest(outcome.weights) == wire.compute_honest_digest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["fedavg", "topk_ef", "scbf"])
 @pytest.mark.row(22)
@@ -89,6 +92,7 @@ def test_site_without_the_base_does_not_change_messages_of_others(catalogue: Any
     catalogue.MethodWire(name, values).assert_rejects(*[("E_NOT_HELD", report_missing_base)] * 3)
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(23)
 def test_update_over_another_base_is_rejected(wire: Any, encoding: str) -> None:
@@ -102,6 +106,7 @@ def test_update_over_another_base_is_rejected(wire: Any, encoding: str) -> None:
     )
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(24)
 def test_repeated_update_is_rejected(wire: Any, encoding: str) -> None:
@@ -121,6 +126,7 @@ def test_repeated_update_is_rejected(wire: Any, encoding: str) -> None:
     assert compute_digest(outcome.weights) == compute_digest(silent.weights)
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(25)
 def test_second_update_in_a_round_is_rejected(wire: Any, encoding: str) -> None:
@@ -186,6 +192,7 @@ def test_sender_is_named_by_its_token_and_must_have_been_asked(wire: Any, encodi
     wire.assert_rejects(("E_WEIGHT", claim_site_1), ("E_WEIGHT", claim_site_1))
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(27)
 def test_content_other_than_requested_is_rejected(wire: Any, encoding: str) -> None:

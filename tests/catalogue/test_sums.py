@@ -73,6 +73,7 @@ def flip(message: np.ndarray, offset: int) -> np.ndarray:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.row(49)
 @pytest.mark.parametrize("step", [Step.SHARES, Step.VALUES])
 def test_reply_that_is_damaged_or_of_another_sum_is_rejected(step: Step) -> None:

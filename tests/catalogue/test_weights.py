@@ -20,6 +20,7 @@ def claim_examples(*numbers: Any) -> list[Any]:
     return [("E_WEIGHT", lambda sent, n=n: replace(sent, examples=n)) for n in numbers]
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(30)
 def test_examples_must_be_an_integer(wire: Any, encoding: str) -> None:
@@ -47,6 +48,7 @@ def test_negative_examples_are_rejected(wire: Any, encoding: str) -> None:
     wire.assert_rejects(*claim_examples(-1, -(2**62), -0.0))
 
 
+@pytest.mark.slow
 @every_encoding
 @pytest.mark.row(33)
 def test_examples_are_bounded_by_registration_and_max_share(wire: Any, encoding: str) -> None:
@@ -81,6 +83,7 @@ WRONG_METRICS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @every_encoding
 def test_metrics_that_cannot_be_averaged_are_rejected(wire: Any, encoding: str) -> None:
     """Not in the table: metrics are weighted by each site's number of test examples and must not end the job."""

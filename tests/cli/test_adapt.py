@@ -86,6 +86,7 @@ def test_adapt_reports_for_a_site_of_the_run_what_the_run_reported(
     assert summary["accuracy_before"] == figures["before"]["accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [

@@ -87,6 +87,7 @@ def test_methods_shows_a_methods_own_defaults_of_a_section() -> None:
     assert rows["method.training.epochs"] == "5"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_settings_of_methods_are_whole_in_80_columns(name: str) -> None:
     lines = call("methods", name, columns=80).output.splitlines()
@@ -107,6 +108,7 @@ def test_tasks_lists_every_task_with_metric_and_data() -> None:
         assert cell in images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("columns", [80, 200])
 def test_tasks_shows_every_setting_of_a_task_whole(name: str, columns: int) -> None:

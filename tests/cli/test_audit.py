@@ -56,6 +56,7 @@ def list_attacks(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {attack["attack"]: attack for attack in record["attacks"]}
 
 
+@pytest.mark.slow
 def test_run_that_learned_by_heart_is_found_out_by_every_attack(runs: Path) -> None:
     result = call(runs / "leaky", "--references", 2, "--resamples", 200, "--json", "--epsilon", 0.1, "--steps", 5)
     # The audit contradicts the claim.
@@ -86,6 +87,7 @@ def test_run_that_learned_by_heart_is_found_out_by_every_attack(runs: Path) -> N
     assert "## Attacks" in card
 
 
+@pytest.mark.slow
 def test_run_that_learned_nothing_withstands(runs: Path) -> None:
     result = call(runs / "idle", "--references", 2, "--resamples", 200, "--epsilon", 0.1, "--policy", "careful")
     assert result.exit_code == 0, result.output
@@ -105,6 +107,7 @@ def test_run_that_learned_nothing_withstands(runs: Path) -> None:
     assert not (runs / "idle" / "updates").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("privacy", "claim", "is_wrong"), [("epsilon: 2", 2, False), ("noise_multiplier: 0.001", 0.1, True)]
 )
@@ -122,6 +125,7 @@ def test_canaries_believe_an_honest_budget_and_not_a_false_one(
     assert (canaries["epsilon_lower_bound"] > claim) == canaries["contradicts_claim"] == is_wrong
 
 
+@pytest.mark.slow
 def test_interrupted_audit_trains_no_model_twice(runs: Path) -> None:
     arguments = (runs / "idle", "--references", 1, "--canaries", 0, "--resamples", 0, "--attackers", "outsider")
     first, second = call(*arguments), call(*arguments)
@@ -146,6 +150,7 @@ def test_unknown_attacker_is_a_wrong_configuration(runs: Path, arguments: list[s
     assert text in result.output
 
 
+@pytest.mark.slow
 def test_report_lists_the_attacks(runs: Path) -> None:
     call(runs / "idle", "--references", 0, "--canaries", 0, "--resamples", 0, "--steps", 0)
     result = CliRunner().invoke(app, ["report", str(runs / "idle"), "--no-baselines"])

@@ -33,6 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_every_variant_is_timed_and_computes_the_same(run: Path) -> None:
     result = CliRunner().invoke(app, ["bench", str(run), "--repeats", "1", "--json"])
     assert result.exit_code == 0, result.output
@@ -45,6 +46,7 @@ def test_every_variant_is_timed_and_computes_the_same(run: Path) -> None:
         assert 0 <= line["difference"] < 1e-4
 
 
+@pytest.mark.slow
 def test_table_names_the_variants_and_the_difference(run: Path) -> None:
     result = CliRunner().invoke(app, ["bench", str(run), "--repeats", "1"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

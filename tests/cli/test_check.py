@@ -378,6 +378,7 @@ while flare.is_running():
 """
 
 
+@pytest.mark.slow
 def test_script_that_learns_nothing_missing_data_and_a_missing_launcher_are_named(tmp_path: Path) -> None:
     (tmp_path / "client.py").write_text(CLIENT)
     (tmp_path / "net_of_script.py").write_text("from torch import nn\n\nclass Net(nn.Linear):\n    pass\n")

@@ -94,6 +94,7 @@ def read_labels(folder: Path) -> np.ndarray:
     return np.stack([np.asarray(nib.load(file).dataobj) for file in sorted(folder.iterdir())])
 
 
+@pytest.mark.slow
 def test_sparse_predictions_agree_with_dense_ones(
     finished: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +136,7 @@ def test_predictions_without_numba_are_dense(
     assert "set it to auto or dense" in refused.output
 
 
+@pytest.mark.slow
 def test_report_shows_the_best_the_median_and_the_worst_case_of_each_site(finished: tuple[Path, Path]) -> None:
     run, _ = finished
     result = call("report", run)

@@ -290,6 +290,7 @@ def test_disk_that_fills_up_is_named_with_the_command_that_continues(
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--overwrite",), ("--resume",)])
 def test_second_command_does_not_write_to_a_folder_in_use(config: Path, options: tuple[str, ...]) -> None:
     seen = []

@@ -39,6 +39,7 @@ def call(*arguments: Any) -> Result:
     return CliRunner().invoke(app, ["sweep", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_winner_by_validation_becomes_a_configuration_and_finished_runs_are_kept(job: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     result = call(job, *GRID, "--out", out)
@@ -69,6 +70,7 @@ def test_winner_by_validation_becomes_a_configuration_and_finished_runs_are_kept
     assert "holds a run of other settings than this sweep" in other.output
 
 
+@pytest.mark.slow
 def test_setting_that_diverges_is_named_and_ranked_last(job: Path, tmp_path: Path) -> None:
     out, optimizer = tmp_path / "sweep", ("--set", "method.training.optimizer=sgd")
     command = (job, "--grid", "method.training.lr=1e20,0.03", "--seeds", "1", "--out", out, *optimizer)
@@ -92,6 +94,7 @@ def test_setting_that_diverges_is_named_and_ranked_last(job: Path, tmp_path: Pat
     assert "no run of the sweep finished; lr=1e20, seed 4: E_QUORUM: round " in alone.output
 
 
+@pytest.mark.slow
 def test_run_that_the_machine_fails_is_tried_again(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(env: str, study: Study, *arguments: Any) -> Run:
         if study.config.method.config.training.lr == 0.03:
@@ -118,6 +121,7 @@ def test_sweep_needs_validation_examples_and_valid_settings(job: Path, tmp_path:
     assert [file.name for file in (tmp_path / "x").iterdir()] == ["sweep.db"], "all are checked before the first run"
 
 
+@pytest.mark.slow
 def test_sampler_chooses_settings_within_the_range_and_rounds_win_over_the_file(job: Path, tmp_path: Path) -> None:
     command = (job, "--grid", "method.training.lr=0.001..0.1,log", "--trials", "2", "--seeds", "1", "--rounds", "1")
     for finished in (0, 2):
@@ -132,7 +136,7 @@ def test_sampler_chooses_settings_within_the_range_and_rounds_win_over_the_file(
     assert (winner.training.lr, winner.rounds) == (chosen[0], 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_side_by_side_have_the_same_bits(job: Path, tmp_path: Path) -> None:
     for parallel, name in ((1, "one"), (2, "two")):
         assert call(job, *GRID, "--parallel", parallel, "--out", tmp_path / name).exit_code == 0

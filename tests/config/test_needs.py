@@ -78,7 +78,12 @@ def build_config(*settings: Mapping[str, Any]) -> RunConfig:
 
 
 PAIRS = [
-    pytest.param(name, feature, id=f"{name}-{feature.name}")
+    pytest.param(
+        name,
+        feature,
+        marks=[pytest.mark.slow] if name in list_compatible_methods(feature) else [],
+        id=f"{name}-{feature.name}",
+    )
     for name in METHODS
     for feature in FEATURES.values()
     if feature.example

@@ -19,6 +19,7 @@ from flare_sparse.core.params import Layout, TensorSpec
 SCORES = st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.0, 1.0, 2.0, float("inf")]), min_size=1, max_size=60)
 
 
+@pytest.mark.slow
 @given(SCORES, st.data())
 def test_top_k_selects_exactly_k_largest_scores_with_ties_to_the_lowest_index(
     values: list[float], data: st.DataObject

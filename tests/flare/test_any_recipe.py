@@ -74,6 +74,7 @@ def test_filter_is_in_every_chain_of_the_training_task(
     assert not (tmp_path / "jobs" / "study" / "app" / "custom" / "flare_sparse").exists()
 
 
+@pytest.mark.slow
 def test_filter_encodes_last_and_decodes_first(export: Callable[[Recipe], tuple[Any, Any]]) -> None:
     job = build(FedAvgRecipe)
     for add in (

@@ -89,6 +89,7 @@ def request(kind: str = "train", seed: int = 7) -> ScriptRequest:
     return ScriptRequest(kind, params, 1, 4, {"w": torch.tensor([True, False, True])}, seed)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_script_answers_requests_and_draws_the_same_numbers_for_a_seed(
     start: Callable[..., ScriptProcess], tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_script_answers_requests_and_draws_the_same_numbers_for_a_seed(
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_request_right_after_a_result_reaches_a_script_that_is_still_sending(
     start: Callable[..., ScriptProcess],
 ) -> None:
@@ -136,6 +138,7 @@ def fail(process: ScriptProcess) -> ScriptFailed:
     return raised.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "first", "last"),
     [
@@ -155,12 +158,14 @@ def test_exception_of_a_script_is_reported_with_its_line_and_its_traceback(
     assert lines[-1].endswith(last)
 
 
+@pytest.mark.long
 def test_early_end_of_a_script_is_explained(start: Callable[..., ScriptProcess]) -> None:
     ended, refused = str(fail(start("end"))), str(fail(start("status")))
     assert "it ended before it sent a result: its loop must go on while flare.is_running()" in ended
     assert "it ended by sys.exit(2): its command line 'status' (task.args) must be one that it accepts" in refused
 
 
+@pytest.mark.long
 def test_script_that_begins_its_next_turn_without_a_result_fails(
     start: Callable[..., ScriptProcess], tmp_path: Path
 ) -> None:
@@ -169,11 +174,13 @@ def test_script_that_begins_its_next_turn_without_a_result_fails(
     assert (tmp_path / "work" / "0" / "output.log").read_text().count("forgets send") == 1
 
 
+@pytest.mark.long
 def test_script_may_receive_a_model_twice_before_it_sends(start: Callable[..., ScriptProcess]) -> None:
     process = start("twice")
     assert [process.run(request(kind)).metrics["accuracy"] for kind in ("train", "evaluate", "train")] == [0.5] * 3
 
 
+@pytest.mark.slow
 def test_next_request_starts_a_script_again_that_has_failed(start: Callable[..., ScriptProcess]) -> None:
     process = start("once")
     with pytest.raises(ScriptFailed, match="KeyError: 'subject 4711'"):

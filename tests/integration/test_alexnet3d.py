@@ -16,6 +16,7 @@ LIVE = 256_806
 MASKABLE = 2_568_064
 
 
+@pytest.mark.long
 def test_messages_after_the_score_round_have_the_size_of_the_live_entries(tmp_path: Path) -> None:
     (tmp_path / "alexnet_task.py").write_text((Path(__file__).parent / "alexnet_task.py").read_text())
     for site in ("site-1", "site-2"):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from flare_sparse.api.local import run as run_in_process
@@ -42,6 +43,7 @@ def jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_job_continues_with_the_sites_whose_capabilities_suffice(tmp_path: Path) -> None:
     """It ends with the bits of a local run of those two sites, of which one has a rank budget of its own."""
     (tmp_path / "job").mkdir()

@@ -186,7 +186,7 @@ def run_locally_without(file: Path, absent: str) -> str:
     return compute_digest(outcome.weights)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_provisioned_job_ends_with_the_bits_of_a_local_run_and_leaks_nothing(
     config: Path, federation: Path, tmp_path: Path
 ) -> None:
@@ -207,7 +207,7 @@ def test_provisioned_job_ends_with_the_bits_of_a_local_run_and_leaks_nothing(
     assert list_leaks(federation) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_site_without_the_allow_list_refuses_the_job_and_names_the_log_with_the_reason(
     config: Path, federation: Path, tmp_path: Path
 ) -> None:
@@ -230,7 +230,7 @@ def test_site_without_the_allow_list_refuses_the_job_and_names_the_log_with_the_
     assert verdicts["server"] == "PASS"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_error_at_a_site_reaches_the_server_as_a_code_only(config: Path, federation: Path, tmp_path: Path) -> None:
     table = federation / CANARY / "site-2.csv"
     kept = table.read_text()

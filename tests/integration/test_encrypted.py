@@ -56,7 +56,7 @@ def check_record(out: Path, summary: dict[str, Any], plain: Path) -> None:
     assert "model.safetensors" not in server_models
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_encrypted_simulator_run_equals_the_plain_run_and_only_its_key_decrypts_it(
     config: Path, tmp_path: Path
 ) -> None:

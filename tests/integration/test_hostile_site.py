@@ -65,7 +65,7 @@ def run_without_the_hostile_site(config: RunConfig, data: dict[str, SiteData], f
     return compute_digest(outcome.weights)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hostile_site_is_rejected_in_every_round_and_leaves_no_trace(tmp_path: Path, attacks: ModuleType) -> None:
     config, data = configuration(tmp_path, len(attacks.ATTACKS)), create_sites(tmp_path)
     recipe = SparseRecipe(config, packaging="byoc", modules=(tmp_path / "own_task.py", tmp_path / "hostile_site.py"))

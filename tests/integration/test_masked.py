@@ -40,8 +40,8 @@ def check_record(out: Path, summary: dict[str, Any], local: Path, values_format:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("aggregation", ["masked", pytest.param("fixed_point", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("aggregation", ["masked", "fixed_point"])
 def test_simulator_run_ends_with_the_bits_of_the_local_one(config: Path, tmp_path: Path, aggregation: str) -> None:
     settings = load_config(config, [f"wire.aggregation={aggregation}"])
     run_in_process(Study(settings, config), RunFolder(tmp_path / "local"))

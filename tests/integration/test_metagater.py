@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 from typer.testing import CliRunner
 
@@ -16,6 +17,7 @@ from flare_sparse.config.study import Study
 from flare_sparse.results.runs.folder import RunFolder
 
 
+@pytest.mark.long
 def test_gated_simulator_run_equals_a_local_run_and_adapts_to_a_new_site(
     tmp_path: Path,
 ) -> None:

@@ -13,6 +13,13 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from flare_sparse.api.local import run as run_in_process
+from flare_sparse.cli import app
+from flare_sparse.config.study import Study
+from flare_sparse.results.runs.folder import RunFolder
 
 HERE = Path(__file__).parent
 METHODS = {"neurosfl": {"name": "neurosfl", "sparsity": 0.8}, "topk_ef": {"name": "topk_ef", "fraction": 0.2}}
@@ -71,11 +78,12 @@ def read_rounds(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in ("seconds", "committed_at")} for line in lines]
 
 
-@pytest.mark.parametrize("name", ["neurosfl", pytest.param("topk_ef", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["neurosfl", "topk_ef"])
 def test_killed_job_resumes_to_the_same_model_and_ledger(name: str, tmp_path: Path) -> None:
     """For a method without state at the sites, and for one whose residuals are kept there."""
     file = configuration(tmp_path / "config", METHODS[name])
-    subprocess.run(command("run", file, "--env", "local", "--out", tmp_path / "whole"), check=True, capture_output=True)
+    run_in_process(Study.load(file), RunFolder(tmp_path / "whole"))
     out = tmp_path / "out"
     run = subprocess.Popen(command("run", file, "--out", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     kill_when(lambda: last_commit(out) >= 3, run)
@@ -109,6 +117,7 @@ def test_job_killed_after_its_last_round_delivers_the_same_model(tmp_path: Path)
     assert not (out / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_resume_with_other_settings_is_refused(tmp_path: Path) -> None:
     file = configuration(tmp_path / "config", METHODS["topk_ef"], rounds=100)
     out = tmp_path / "out"
@@ -119,20 +128,17 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
     )
     kill_when(lambda: last_commit(out) >= 2, run)
-    other = command("run", file, "--env", "local", "--out", out, "--resume", "--set", "method.fraction=0.3")
-    refused = subprocess.run(other, check=False, capture_output=True, text=True)
-    assert refused.returncode != 0
-    message = " ".join((refused.stdout + refused.stderr).split())
+
+    def resume(*more: str) -> Result:
+        return CliRunner().invoke(app, ["run", str(file), "--env", "local", "--out", str(out), "--resume", *more])
+
+    refused = resume("--set", "method.fraction=0.3")
+    assert refused.exit_code != 0
+    message = " ".join(refused.output.split())
     assert "E_CHECKPOINT" in message
     assert "job.method.fraction: 0.2 in the checkpoint, 0.3 now" in message
-    resumed = subprocess.run(
-        command("run", file, "--env", "local", "--out", out, "--resume"), check=False, capture_output=True
-    )
-    assert resumed.returncode == 0
-    again = subprocess.run(
-        command("run", file, "--env", "local", "--out", out, "--resume"), check=False, capture_output=True, text=True
-    )
-    assert "holds no checkpoint" in " ".join((again.stdout + again.stderr).split())
+    assert resume().exit_code == 0
+    assert "holds no checkpoint" in " ".join(resume().output.split())
 
 
 @pytest.mark.long

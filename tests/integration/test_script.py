@@ -91,8 +91,8 @@ def run(file: Path, out: Path, *overrides: str) -> dict[str, Any]:
     return run_in_simulator(Study.load(file, overrides), RunFolder(out)).summary
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launch", ["", pytest.param("python", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launch", ["", "python"])
 def test_script_in_the_simulator_ends_with_the_bits_of_a_local_run(launch: str, tmp_path: Path) -> None:
     """The package and the helper travel; the mask holds; the model loads from the record alone."""
     file = configuration(tmp_path / "config")
@@ -108,7 +108,7 @@ def test_script_in_the_simulator_ends_with_the_bits_of_a_local_run(launch: str, 
     assert 0.5 < float((weight == 0).float().mean()) < 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_failing_script_costs_its_own_site_only_and_its_text_stays_there(tmp_path: Path) -> None:
     file = configuration(tmp_path / "config", "fail")
     run(file, tmp_path / "sim", "method={name: topk_ef, fraction: 0.2, rounds: 1}")

@@ -63,6 +63,16 @@ def read_digests(folder: Path) -> dict[str, str]:
     return digests
 
 
+def check_equal_to_a_local_run(file: Path, folder: Path) -> None:
+    """Check that the run in ``folder / "sim"`` has the model, metrics and messages of a local run."""
+    local = run_in_process(Study.load(file), RunFolder(folder / "local")).summary
+    simulated = json.loads((folder / "sim" / "summary.json").read_text())
+    assert simulated["model_sha256"] == local["model_sha256"]
+    assert simulated["final"] == json.loads(json.dumps(local["final"]))
+    ledgers = [Counter(map(str, jsonl(folder / run / "ledger.jsonl"))) for run in ("sim", "local")]
+    assert ledgers[0] == ledgers[1]
+
+
 METHODS = {
     "neurosfl": {"name": "neurosfl", "sparsity": 0.8},
     "fedsparsify": {"name": "fedsparsify", "sparsity": 0.8},
@@ -79,28 +89,27 @@ METHODS = {
 }
 
 
-# Methods whose code between server and sites another method of this test runs by default.
-LONG = ("fedsparsify", "scbf", "dispfl")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in METHODS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "topk_ef" else pytest.mark.long)
+        for name in METHODS
+        if name != "neurosfl"  # in test_run_writes_a_consistent_record
+    ],
 )
 def test_simulator_ends_with_the_bits_of_a_local_run(name: str, tmp_path: Path) -> None:
     """The model is the same bit for bit, and so are the bytes of every message."""
     site_settings = {"site_settings": {"site-2": {name: {"rate": 0.05}}}} if name.startswith("scbf") else {}
     file = configuration(tmp_path / "config", METHODS[name], simulator=site_settings)
-    simulated = simulate(file, tmp_path / "sim")
-    local = run_in_process(Study.load(file), RunFolder(tmp_path / "local")).summary
-    assert simulated["model_sha256"] == local["model_sha256"]
-    assert simulated["final"] == local["final"]
-    ledgers = [Counter(map(str, jsonl(tmp_path / run / "ledger.jsonl"))) for run in ("sim", "local")]
-    assert ledgers[0] == ledgers[1]
+    simulate(file, tmp_path / "sim")
+    check_equal_to_a_local_run(file, tmp_path)
     own_models = [read_digests(tmp_path / run / "site_models") for run in ("sim", "local")]
     assert own_models[0] == own_models[1]
     assert len(own_models[0]) == (3 if name in ("dispfl", "fedavg") else 0)
 
 
+@pytest.mark.long
 def test_server_and_sites_follow_a_policy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("max_model_entries: 10\n")
@@ -110,6 +119,7 @@ def test_server_and_sites_follow_a_policy_file(tmp_path: Path, monkeypatch: pyte
         simulate(file, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_simulation_records_which_layers_were_computed_sparsely(tmp_path: Path) -> None:
     file = tmp_path / "brains.yaml"
     file.write_text(
@@ -136,6 +146,7 @@ def test_bits_depend_on_the_seed_only(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.long
 def test_failing_sites_are_rejected_as_in_a_local_run_and_only_a_code_leaves_them(tmp_path: Path) -> None:
     """This holds for errors of the package and for any other error of a task, in loading and in training."""
     failures = {"site-1": "data", "site-2": "load", "site-3": "diverge", "site-4": "train"}
@@ -166,6 +177,7 @@ def test_failing_sites_are_rejected_as_in_a_local_run_and_only_a_code_leaves_the
     assert {site: text.partition(":")[0] for site, text in written.items()} == codes
 
 
+@pytest.mark.long
 def test_waiting_site_polls_less_and_less_often(tmp_path: Path) -> None:
     """Another site trains for six seconds in each of two rounds."""
     file = configuration(tmp_path / "config", {"name": "fedavg", "rounds": 2, "training": {"batch_size": 8}})
@@ -186,6 +198,7 @@ def test_waiting_site_polls_less_and_less_often(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_round_below_the_quorum_ends_the_job_with_the_reason(tmp_path: Path) -> None:
     file = configuration(
         tmp_path / "config",
@@ -199,10 +212,12 @@ def test_round_below_the_quorum_ends_the_job_with_the_reason(tmp_path: Path) -> 
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_run_writes_a_consistent_record(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out = tmp_path / "sim"
     file = configuration(tmp_path / "config", METHODS["neurosfl"], task={"split": {"validation": 0.1}})
     summary = simulate(file, out)
+    check_equal_to_a_local_run(file, tmp_path)
     assert summary["best"]["metrics"].keys() >= {"mse", "validation_mse"}
     assert {
         "summary.json",

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_reply_of_eight_sites_is_accounted_for_with_a_fault_in_every_tenth(tmp_path: Path) -> None:
     line = [sys.executable, str(ROOT / "benchmarks" / "faults" / "soak.py"), "local", "--folder", str(tmp_path)]
     done = subprocess.run(

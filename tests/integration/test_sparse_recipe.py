@@ -84,7 +84,7 @@ def compute_error(model: dict[str, torch.Tensor]) -> float:
         return float(((net.eval()(x)[:, 0] - x[:, :3].sum(1)) ** 2).mean())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fedavg_recipe_ends_with_the_same_bits_or_sends_a_tenth(tmp_path: Path) -> None:
     dense, _ = run(tmp_path / "dense", "dense")
     exact, workspace = run(tmp_path / "exact", "1.0")

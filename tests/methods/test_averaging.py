@@ -50,6 +50,7 @@ def run(bench: Any, name: str, folder: Path, *, killed_after: int | None = None,
     return compute_digest(outcome.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AVERAGING)
 def test_moments_and_average_survive_a_kill_after_any_commit(name: str, bench: Any, tmp_path: Path) -> None:
     expected = run(bench, name, tmp_path / "uninterrupted")
@@ -121,6 +122,7 @@ def test_average_is_the_result_in_place_of_the_last_model_and_keeps_off_what_is_
     assert outcome.evaluation != last.evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_schedule_reaches_the_training_of_every_method(name: str, bench: Any) -> None:
     slow = {"kind": "step", "milestones": [0.0], "factor": 1e-3}
@@ -131,6 +133,7 @@ def test_schedule_reaches_the_training_of_every_method(name: str, bench: Any) ->
     assert torch.equal(scheduled.weights, divided.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "per_fedavg"])
 def test_pull_to_the_received_model_reaches_the_training_of_every_method(name: str, bench: Any) -> None:
     # In the first step of a round the weights are those received, which nothing pulls away from.

@@ -67,6 +67,7 @@ def open_stores(folder: Path, rounds: int) -> Callable[[str], Store]:
     return lambda end: Store(folder / "job" / end, {"rounds": rounds})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "local_only"])
 def test_two_rounds_and_two_more_are_four_at_once(name: str, values: str, bench: Any, tmp_path: Path) -> None:

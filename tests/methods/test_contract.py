@@ -52,12 +52,14 @@ class Restarting:
         return save_and_restore(self._method.learn(save_and_restore(state), updates))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_same_seed_gives_the_same_bits_in_any_order_of_sites(name: str, bench: Any) -> None:
     backwards = dict(reversed(bench.sites().items()))
     assert bench.compute_digest(name) == bench.compute_digest(name) == bench.compute_digest(name, backwards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_state_is_frozen_and_can_be_saved_around_every_call(name: str, bench: Any) -> None:
     """It is frozen, and a run whose state is saved and restored around every call ends with the same bits."""
@@ -70,6 +72,7 @@ def test_state_is_frozen_and_can_be_saved_around_every_call(name: str, bench: An
     assert compute_digest(restarted.weights) == bench.compute_digest(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_round_is_committed_and_every_message_costs_at_least_its_floor(name: str, bench: Any) -> None:
     outcome, ledger = bench.run(name)
@@ -79,6 +82,7 @@ def test_every_round_is_committed_and_every_message_costs_at_least_its_floor(nam
     assert len(ledger.lines) == 6 * len(outcome.rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_one_site_is_enough_and_a_site_without_training_examples_abstains(name: str, bench: Any) -> None:
     bench.run(name, {"site-1": bench.site(1)})
@@ -98,6 +102,7 @@ DATA_DECIDES = {"topk_ef", "scbf", "scbfwp", "fawp", "dssgd"}
 """Methods whose message sizes depend on the data: what changed, which channels, which units remain."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - DATA_DECIDES))
 def test_dry_run_sends_the_bytes_of_a_real_run(name: str, bench: Any) -> None:
     """The estimated messages carry as many scalars as the real ones."""
@@ -107,6 +112,7 @@ def test_dry_run_sends_the_bytes_of_a_real_run(name: str, bench: Any) -> None:
     assert [(line.kind, line.direction, line.scalars_sent) for line in dry.lines] == sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_first_model_of_every_method_is_the_initial_one(name: str, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     receive = SiteEndpoint.receive

@@ -175,6 +175,7 @@ def test_site_without_validation_examples_takes_the_strongest_pull() -> None:
     assert torch.equal(chosen, open_site(validation=0)[1].train(bench.weights, full, trainings[0], 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AVERAGING)
 def test_rounds_and_bytes_are_those_without_fine_tuning_and_the_metrics_of_each_sites_own_model(name: str) -> None:
     tuned, plain = build(name), build("fedavg" if name == "fedavg_ft" else name, finetune=None)
@@ -194,6 +195,7 @@ def test_rounds_and_bytes_are_those_without_fine_tuning_and_the_metrics_of_each_
     assert len({compute_digest(site.evaluated[1]) for site in tuned.sites.values() if site.evaluated}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "neurosfl"])
 def test_lost_final_update_is_repeated_to_the_same_bits(name: str, tmp_path: Path) -> None:
     expected = build(name, tmp_path / "plain", "norms")

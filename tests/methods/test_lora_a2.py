@@ -121,6 +121,7 @@ def test_average_of_products_is_product_of_averages(uneven: Any) -> None:
             assert torch.allclose(multiply_factors(lora.slots, after.weights, module), exact, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 2, RANK, 9])
 def test_site_sends_its_budget_and_keeps_other_slots_bit_for_bit(uneven: Any, rank: int) -> None:
     """Under AdamW with weight decay, which changes every entry that is not frozen."""
@@ -259,6 +260,7 @@ def test_server_sends_the_changed_factor_and_both_to_a_new_site(uneven: Any) -> 
     assert seen == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["contribution", "magnitude", "sensitivity"])
 @pytest.mark.parametrize("trial", ["epochs", "gradient"])
 def test_training_improves_with_every_score_and_trial(uneven: Any, score: str, trial: str) -> None:

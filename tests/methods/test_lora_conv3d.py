@@ -24,6 +24,7 @@ def brains(seed: int) -> Examples:
     return Examples(TensorDataset(volumes[:8], ages[:8]), TensorDataset(volumes[8:], ages[8:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["slots", "scalars"])
 def test_base_model_and_unselected_slots_stay_and_the_ledger_counts_the_selected_ones(budget: str) -> None:
     settings = {"shape": (16, 16, 16), "downsample": 1, "adapter": {"rank": 8, "head": "trained"}}

@@ -49,6 +49,7 @@ def test_uploads_of_fl_lora_and_ffa_lora_equal_the_papers(adapted: dict[int, Lay
     assert count_uploads("ffa_lora", adapted[8]) == FL_LORA[8] // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", CAPS)
 def test_uploads_of_lora_a2_lie_between_their_bounds(adapted: dict[int, Layout], rank: int) -> None:
     sent = count_uploads("lora_a2", adapted[16], rank=rank)
@@ -62,6 +63,7 @@ def test_upper_bound_is_the_size_of_the_widest_slots(adapted: dict[int, Layout],
     assert int(widest) * SITES * ROUNDS == CAPS[rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", CAPS)
 def test_budget_of_scalars_uploads_at_most_half_of_fl_lora(adapted: dict[int, Layout], rank: int) -> None:
     assert count_uploads("lora_a2", adapted[16], rank=rank, budget="scalars") <= FL_LORA[rank] // 2

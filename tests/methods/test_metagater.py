@@ -413,6 +413,7 @@ def test_targets_only_adapt(gated: Net) -> None:
         gated.run(targets=sorted(gated.examples))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_run_continued_from_a_saved_state_equals_the_uninterrupted_one(gated: Net, stop: int, tmp_path: Any) -> None:
     """The state is three tensors and a number; saving and loading it changes no bit of what follows."""

@@ -93,6 +93,7 @@ def test_messages_shrink_by_exactly_the_values_that_stay(personal: str) -> None:
         assert before.payload_bytes - after.payload_bytes == padded_before - padded_after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXCHANGING)
 def test_sites_differ_in_what_they_keep_and_the_server_has_none_of_it(name: str) -> None:
     federation = build(name)
@@ -104,6 +105,7 @@ def test_sites_differ_in_what_they_keep_and_the_server_has_none_of_it(name: str)
     assert len({compute_digest(values) for values in [*kept.values(), initial]}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "values"), [*((name, "float32") for name in EXCHANGING), ("fedavg", "bfloat16"), ("topk_ef", "bfloat16")]
 )

@@ -111,12 +111,22 @@ class Lossy(LocalFederation):
         return replies
 
 
+def pair_with_formats(first: int) -> list[Any]:
+    """Return every pair of a method and a number format; all but one format of each method are long."""
+    formats = ("float32", "bfloat16", "int4")
+    return [
+        pytest.param(name, values, marks=[] if (i + first) % 3 == j else [pytest.mark.long], id=f"{name}-{values}")
+        for i, name in enumerate(METHODS)
+        for j, values in enumerate(formats)
+    ]
+
+
 def timeless(record: RoundRecord) -> dict[str, Any]:
     return {k: v for k, v in asdict(record).items() if k not in ("seconds", "committed_at")}
 
 
-@pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "values"), pair_with_formats(0))
 def test_resumed_run_equals_the_uninterrupted_one(name: str, values: str, bench: Any, tmp_path: Path) -> None:
     """Model, evaluations, rounds and messages are equal, whichever commit was the last."""
     uninterrupted = run(bench, name, tmp_path / "uninterrupted", values)
@@ -127,8 +137,8 @@ def test_resumed_run_equals_the_uninterrupted_one(name: str, values: str, bench:
         assert run(bench, name, folder, values, resume=True) == uninterrupted
 
 
-@pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "values"), pair_with_formats(1))
 def test_failed_attempt_leaves_no_trace(name: str, values: str, bench: Any, tmp_path: Path) -> None:
     """The first attempt of every round fails, and the sites repeat their updates in the second.
 
@@ -144,6 +154,7 @@ def test_failed_attempt_leaves_no_trace(name: str, values: str, bench: Any, tmp_
     assert Lossy(bench, name, values, cut).run(resume=True) == uninterrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
 def test_restarted_site_knows_which_update_was_discarded(values: str, bench: Any, tmp_path: Path) -> None:
     """As in a simulator with fewer processes than sites: between attempts a site has only its checkpoint."""
@@ -152,6 +163,7 @@ def test_restarted_site_knows_which_update_was_discarded(values: str, bench: Any
     assert failed[:3] == uninterrupted[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int4"])
 def test_kill_in_the_last_of_three_attempts_leaves_no_trace(values: str, bench: Any, tmp_path: Path) -> None:
     """However often a round is retried, a site keeps the checkpoint from before it."""
@@ -172,6 +184,7 @@ def test_kill_in_the_last_of_three_attempts_leaves_no_trace(values: str, bench: 
     assert Lossy(bench, "topk_ef", values, tmp_path / "cut").run(resume=True) == uninterrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_sites_without_checkpoints_receive_the_full_model(name: str, bench: Any, tmp_path: Path) -> None:
     """Only a method that keeps something at its sites ends with another model."""

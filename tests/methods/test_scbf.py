@@ -145,6 +145,7 @@ def test_running_statistics_are_averaged_where_deltas_are_added(bench: Any) -> N
         assert name in bench.layout.unflatten(average.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scbfwp", "fawp"])
 def test_number_of_units_after_p_prunings_is_exact(name: str, plain: Any) -> None:
     """Invariant 9: round(N_0 (1 - theta)^p); removed entries are zero in the model and absent from the mask."""
@@ -166,6 +167,7 @@ def test_pruning_schedule_counts_units_and_prunings() -> None:
     assert [PruningConfig().is_due(done) for done in range(8)] == [True] * 6 + [False] * 2
 
 
+@pytest.mark.slow
 def test_without_prunings_scbfwp_equals_scbf_and_fawp_equals_fedavg(bench: Any) -> None:
     for nothing in ({"prunings": 0}, {"target_pruned_fraction": 0.0}):
         assert bench.compute_digest("scbfwp", **nothing) == bench.compute_digest("scbf")
@@ -196,6 +198,7 @@ def test_messages_shrink_with_the_structure_which_is_sent_once(plain: Any) -> No
     ]
 
 
+@pytest.mark.slow
 def test_counting_site_counts_zeros_and_does_not_train(plain: Any) -> None:
     outcome, ledger = plain.run("scbfwp", prunings=2, counting_site="site-3", pruning_rate=0.2)
     assignments = {(line.kind, line.site) for line in ledger.lines}

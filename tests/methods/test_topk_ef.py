@@ -20,6 +20,7 @@ VARIANCES = LAYOUT.select(lambda spec: spec.name.endswith("running_var"))
 TRAINING = {"optimizer": "sgd", "lr": 0.01, "epochs": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "bfloat16", "int8", "int4", "int2"])
 def test_running_variances_of_small_activations_stay_positive(values: Any) -> None:
     """A sum of their deltas over rounds led below 0, and every metric was NaN."""

@@ -28,6 +28,7 @@ def brains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_phantoms(tmp_path_factory.mktemp("p") / "p", 1, 3, 0, (8, 10, 8), labels=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_and_evaluates_a_segmentation(name: str, brains: Path) -> None:
     task: dict[str, Any] = {

@@ -336,6 +336,7 @@ def test_c_index_counts_pairs_that_can_be_compared() -> None:
     assert compute_c_index(torch.zeros(4), times, torch.zeros(4)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "metric"),
     [

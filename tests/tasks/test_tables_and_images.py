@@ -48,6 +48,7 @@ def test_features_are_scaled_by_constants() -> None:
     np.testing.assert_allclose(scale_features(table, list(columns)), expected, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_age_is_learned_from_morphometry(shared_data: Path) -> None:
     """The error is below half of the mean predictor's 10.2 years (1,078 pooled subjects of 23 sites)."""
     path = shared_data / "brain_morphometry" / "destrieux_fcon1000.csv.gz"
@@ -144,6 +145,7 @@ def test_other_code_of_sex_is_explained(tmp_path: Path) -> None:
         task("morphometry_sex", features="desikan").load(SiteData("a", file), seed=0)
 
 
+@pytest.mark.slow
 def test_pneumonia_is_learned_from_xrays(shared_data: Path) -> None:
     path = shared_data / "pneumoniamnist" / "pneumoniamnist.npz"
     figures = train_and_evaluate(
@@ -153,6 +155,7 @@ def test_pneumonia_is_learned_from_xrays(shared_data: Path) -> None:
     assert set(figures) == {"accuracy", "f1", "auc"}
 
 
+@pytest.mark.slow
 def test_digits_are_learned_from_mnist(shared_data: Path) -> None:
     path = shared_data / "mnist" / "mnist_small.npz"
     figures = train_and_evaluate(

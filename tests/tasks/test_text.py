@@ -65,6 +65,7 @@ def test_site_reads_only_its_rows(models_folder: Path, queries: Path) -> None:
     assert task(classes=2, every=5).cohort(queries).ids == ("0", "5", "10", "15")
 
 
+@pytest.mark.slow
 def test_banking77_is_loaded_and_evaluated(models_folder: Path, shared_data: Path) -> None:
     made = task(every=100)
     file = shared_data / "banking77" / "banking77.csv.gz"

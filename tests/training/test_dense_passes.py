@@ -26,6 +26,7 @@ def list_operations(counter: Any) -> list[str]:
     return sorted(line.partition(" ")[0] for line in counter.passes.elements())
 
 
+@pytest.mark.slow
 def test_round_with_an_unchanged_mask_makes_no_pass_at_a_site(passes: Any) -> None:
     counters = passes.count_round(1, 0.9)
     assert counters["site"].passes == {}
@@ -33,6 +34,7 @@ def test_round_with_an_unchanged_mask_makes_no_pass_at_a_site(passes: Any) -> No
     assert list_operations(counters["server"]) == ["count_nonzero"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["bfloat16", "int4", "bfloat16_zstd"])
 def test_format_that_rounds_copies_and_stores_its_residual(passes: Any, values: str) -> None:
     """The residual of weights that do not train is 0, so the checkpoint finds no mask with its positions."""
@@ -41,6 +43,7 @@ def test_format_that_rounds_copies_and_stores_its_residual(passes: Any, values: 
     assert counters["server"].count == 4
 
 
+@pytest.mark.slow
 def test_dense_round_is_counted(passes: Any) -> None:
     assert passes.count_round(1, 0.0)["site"].count > 5
 

@@ -200,6 +200,7 @@ def test_training_changes_live_entries_only_and_is_the_same_when_asked_again() -
     assert not torch.isclose(open_site()[0].train(start, mask, TRAINING, 1)[mask.bits], first[mask.bits]).any()
 
 
+@pytest.mark.long
 def test_resumed_site_spends_as_much_as_one_that_never_stopped(tmp_path: Path) -> None:
     weights: list[torch.Tensor] = []
     for folder, restarts in (("once", False), ("restarted", True)):
@@ -221,6 +222,7 @@ def test_resumed_site_spends_as_much_as_one_that_never_stopped(tmp_path: Path) -
     assert torch.equal(*weights)
 
 
+@pytest.mark.slow
 def test_site_abstains_when_its_policys_budget_is_spent() -> None:
     charge = SamplingPlan.build(24, 6, 2, 1).build_charge(1.0)
     account = PrivacyAccount(None, Budget(compute_epsilon([charge], 1e-5), 1e-5))

@@ -108,6 +108,7 @@ anything = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(sorted(Capabilities.model_fields)) | st.text(), anything) | anything)
 def test_any_object_is_parsed_or_raises_with_a_short_message(hello: Any) -> None:
     text = ""

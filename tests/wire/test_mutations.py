@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
+import pytest
 import torch
 
 from flare_sparse.core.errors import WireError
@@ -115,6 +116,7 @@ def classify(data: np.ndarray) -> str:
     return "harmless"
 
 
+@pytest.mark.slow
 def test_mutated_messages_are_refused_or_decode_to_valid_patches() -> None:
     messages, rng, outcomes = build_messages(), random.Random(11), Counter[str]()
     mutations = 0

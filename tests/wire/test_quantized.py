@@ -55,6 +55,7 @@ def compute_steps(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (2 * blocks.amax(1) * (1 + 2**-7) / (2**bits - 1)).repeat_interleave(BLOCK)[: values.numel()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", FORMATS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

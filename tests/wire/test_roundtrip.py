@@ -71,6 +71,7 @@ def build_plan(layout: Layout, base_mask: Mask | None = None, base_sequence: int
     return Plan(layout, RUN, base_mask=base_mask, base_sequence=base_sequence, sequence=7, round=3, kind="train")
 
 
+@pytest.mark.slow
 @check_thoroughly
 @given(st.data(), layouts())
 def test_decoded_message_equals_encoded_message_bit_for_bit(data: st.DataObject, layout: Layout) -> None:
@@ -89,6 +90,7 @@ def test_decoded_message_equals_encoded_message_bit_for_bit(data: st.DataObject,
     assert decode(sent.data.tobytes(), plan).patch.mask == mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENCODINGS)
 @check_thoroughly
 @given(data=st.data(), layout=layouts())
@@ -109,6 +111,7 @@ def test_encoding_decodes_to_the_encoded_mask_and_respects_its_lower_bound(
     assert encoding.decode(np.frombuffer(section, np.uint8), base_mask, layout) == mask
 
 
+@pytest.mark.slow
 @check_thoroughly
 @given(st.data(), layouts())
 def test_encoder_takes_the_encoding_with_the_fewest_bytes(data: st.DataObject, layout: Layout) -> None:
@@ -118,6 +121,7 @@ def test_encoder_takes_the_encoding_with_the_fewest_bytes(data: st.DataObject, l
     assert len(choose_encoding(mask, base_mask, layout, ENCODINGS.values())[1]) == min(sizes)
 
 
+@pytest.mark.slow
 @check_thoroughly
 @given(st.data(), layouts(), st.sampled_from(["float32", "float16", "bfloat16"]))
 def test_reencoding_a_decoded_message_gives_the_same_bytes(
@@ -146,6 +150,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.slow
 @check_thoroughly
 @given(st.data(), layouts(), st.sampled_from(sorted(DIFFERENT)))
 def test_message_is_refused_under_any_other_plan(data: st.DataObject, layout: Layout, field: str) -> None:
@@ -157,6 +162,7 @@ def test_message_is_refused_under_any_other_plan(data: st.DataObject, layout: La
         decode(sent.data, other)
 
 
+@pytest.mark.slow
 @check_thoroughly
 @given(st.data(), layouts(), st.sampled_from(sorted(ENCODINGS)))
 def test_truncated_or_extended_section_is_refused(data: st.DataObject, layout: Layout, name: str) -> None:
@@ -216,6 +222,7 @@ def test_error_feedback_sends_the_rounding_error_later(values: ValueType) -> Non
     assert (total / 200 - mask.take(truth)).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("values", "precision"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
 @check_thoroughly
 @given(data=st.data(), layout=layouts())

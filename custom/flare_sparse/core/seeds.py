@@ -30,7 +30,11 @@ def make_generator(seed: int, *labels: object) -> torch.Generator:
 def seed_torch(seed: int) -> Iterator[None]:
     """Seed torch's global generators (dropout, initialisation) within the context; restore their state on exit."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
+        if torch.cuda.is_available():
+            torch.manual_seed(seed)
+        else:
+            # Without a GPU, torch.manual_seed writes down the call stack, which takes longer than a small step.
+            torch.default_generator.manual_seed(seed)
         yield
 
 

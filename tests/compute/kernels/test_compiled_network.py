@@ -68,6 +68,7 @@ def test_output_of_training_is_saved_and_loaded() -> None:
     assert torch.equal(save_and_load(output), output)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_output_does_not_keep_the_network() -> None:
     compiled = compile_network(build_network(), decide_for_kernels)

@@ -76,6 +76,7 @@ def check_close(values: Tensor, exact: Tensor, name: str) -> None:
     assert error <= TOLERANCE * (1 + float(exact.abs().max()) if exact.numel() else 1), (name, error)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 3),

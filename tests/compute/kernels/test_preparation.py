@@ -43,7 +43,7 @@ def test_a_job_that_demands_the_kernels_compiles_them_at_its_start(
     assert len([line for line in caplog.messages if "sparse kernels" in line]) == lines
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_loops_compute_the_same_bits_when_just_compiled_and_when_read_from_the_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     just_compiled, from_cache = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ VALUES = st.lists(st.floats(width=32, allow_nan=False), min_size=LAYOUT.size, ma
 BITS = st.lists(st.booleans(), min_size=LAYOUT.size, max_size=LAYOUT.size)
 
 
+@pytest.mark.slow
 @given(VALUES, BITS | st.just([True] * LAYOUT.size))
 @settings(max_examples=200, deadline=None)
 def test_only_variances_below_zero_change(values: list[float], bits: list[bool]) -> None:

@@ -76,6 +76,7 @@ def test_extracted_network_has_the_weights_of_the_masked_one(name: str) -> None:
         torch.testing.assert_close(result, whole.module.eval()(inputs), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**20))

@@ -34,6 +34,7 @@ def save(store: Store, number: int, also_keep: tuple[int, ...] = ()) -> None:
     store.save(number, Content(number, torch.full((64,), float(number))), also_keep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damages", SEQUENCES, ids=" and ".join)
 def test_run_saves_from_the_newest_intact_checkpoint_on(damages: tuple[str, ...], tmp_path: Path) -> None:
     """The newest checkpoints of four have one damage each; a run continues below their numbers and passes them."""

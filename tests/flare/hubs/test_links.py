@@ -99,6 +99,7 @@ def test_each_site_answers_its_own_questions_one_after_another(kits: Path) -> No
         assert mailboxes.ask({"site-1": b"c" * 10**7}, 10, 10**8) == {"site-1": b"1:" + b"c" * 10**7}
 
 
+@pytest.mark.slow
 def test_silent_site_costs_the_others_nothing_but_its_time(kits: Path) -> None:
     with open_hub(kits) as (mailboxes, address), ThreadPoolExecutor(1) as pool, connect(kits, address) as connection:
         asked = pool.submit(mailboxes.ask, dict.fromkeys(SITES, b"question"), 2.0, 100)
@@ -223,6 +224,7 @@ def is_ended(connection: socket.socket, seconds: float) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_silent_connections_are_limited_and_end_soon_and_sites_stay_connected(
     kits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +244,7 @@ def test_silent_connections_are_limited_and_end_soon_and_sites_stay_connected(
         assert other.exchange("", b"") is None
 
 
+@pytest.mark.slow
 def test_newest_call_of_a_site_ends_its_earlier_ones_and_no_others(kits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many calls of one site need no more threads than one."""
     monkeypatch.setattr("flare_sparse.flare.hubs.listener.POLL_S", 60.0)
@@ -263,6 +266,7 @@ def drip(content: bytes, pause_s: float) -> Iterator[bytes]:
         time.sleep(pause_s)
 
 
+@pytest.mark.slow
 def test_slow_answer_ends_with_its_question(kits: Path) -> None:
     with open_hub(kits) as (mailboxes, address), ThreadPoolExecutor(1) as pool, ExitStack() as stack:
         asked = pool.submit(mailboxes.ask, {"site-1": b"question"}, 1.0, 100, 0.5)

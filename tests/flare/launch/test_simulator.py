@@ -37,6 +37,7 @@ def test_simulator_without_a_result_names_the_cause(number: int, logged: str, ex
     assert str(caught.value).splitlines()[1:] == [f"  {expected}", f"FLARE's log: {tmp_path / 'out' / 'flare.log'}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

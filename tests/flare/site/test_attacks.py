@@ -214,6 +214,7 @@ def list_answered(preset: str | None, rounds: int) -> Iterator[tuple[str, int]]:
     yield from repeat((EVALUATE, rounds + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "rounds", "questions", "medications"),
     [
@@ -234,6 +235,7 @@ def test_metrics_of_chosen_models_reveal_no_test_row_in_a_run_of_any_length(
     assert (attack.questions, sum(attack.known.values()), sum(attack.row)) == (questions, medications, 7)
 
 
+@pytest.mark.slow
 def test_metrics_of_chosen_models_reveal_a_test_row_without_limits_and_not_in_the_lifetime_of_a_site(
     tmp_path: Path,
 ) -> None:
@@ -271,6 +273,7 @@ def reconstruct_training_rows(victim: Victim, scales: Tensor) -> set[tuple[int, 
     return {tuple(row) for row in quotients[torch.isfinite(quotients).all(1)].round().int().tolist()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "largest"),
     [(None, 1.0), (None, 2.0), ("open", 1.0), ("open", 2.0), ("careful", 2.0), ("strict", 2.0)],
@@ -343,6 +346,7 @@ def test_model_that_only_one_patient_moves_reveals_the_row_only_without_a_policy
     assert attack.is_read(attack.sum_survivors(attack.thresholds[-1])) is is_read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "terms", "noise_multiplier", "is_read"),
     [
@@ -363,6 +367,7 @@ def test_difference_of_two_rounds_reveals_rows_unless_models_may_not_jump_or_ans
     assert (first is not None and second is not None and attack.is_read(first - second)) is is_read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise_multiplier", "is_withheld"), [(4.0, False), (0.0001, True)])
 def test_noise_of_a_job_replaces_the_withholding_of_units_only_if_it_hides_a_subject(
     noise_multiplier: float, *, is_withheld: bool, tmp_path: Path

@@ -102,6 +102,7 @@ def check_server(folder: Path, port: int, root: Project, own: Project) -> Findin
     return next(finding for finding in check_site(startup.parent, environment={}) if finding.subject == "server")
 
 
+@pytest.mark.slow
 def test_certificate_of_the_project_passes_unless_the_server_closes_the_connection(
     tmp_path: Path, port: int, reaction: str, ours: Project
 ) -> None:

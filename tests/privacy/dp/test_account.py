@@ -30,6 +30,7 @@ def spend(count: int) -> float:
     return compute_epsilon([CHARGE] * count, DELTA)
 
 
+@pytest.mark.slow
 def test_same_answer_is_charged_once_and_others_as_less_noise_on_the_same_sample(tmp_path: Path) -> None:
     account = PrivacyAccount(tmp_path)
     account.charge(entry("q"), None)

@@ -21,6 +21,7 @@ from flare_sparse.privacy.dp.accounting import (
 DELTA = 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Optimal order is the:UserWarning")
 @pytest.mark.parametrize("count", [6, pytest.param(50, marks=pytest.mark.long)])
 def test_epsilon_is_that_of_the_prv_accountant_in_random_settings(count: int) -> None:
@@ -54,6 +55,7 @@ def test_tiny_noise_is_accounted_without_a_huge_grid(noise_multiplier: float) ->
     assert compute_epsilon([Charge(noise_multiplier, 0.12, 720)], DELTA) == accountant.get_epsilon(DELTA) > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [1000.0, 1e6])
 def test_noise_of_a_large_budget_is_found(epsilon: float) -> None:
     plan = SamplingPlan.build(1000, 50, 1, 2)
@@ -61,6 +63,7 @@ def test_noise_of_a_large_budget_is_found(epsilon: float) -> None:
     assert 0.9 * epsilon < compute_epsilon([plan.build_charge(sigma, 2)], DELTA) <= epsilon
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.randoms())
 @settings(max_examples=4, deadline=None)
 def test_steps_in_any_order_and_any_portions_are_one_long_accountant(portions: list[int], order: random.Random) -> None:
@@ -75,6 +78,7 @@ def test_nothing_charged_costs_nothing() -> None:
     assert compute_epsilon([], DELTA) == compute_epsilon([Charge(1.0, 0.5, 0)], DELTA) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "subjects", "batch_size"), [(3.0, 100, 16), (1.0, 412, 32), (8.0, 20, 32)])
 def test_solved_noise_keeps_the_budget_and_little_less_would_not(
     epsilon: float, subjects: int, batch_size: int

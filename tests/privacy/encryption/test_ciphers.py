@@ -46,6 +46,7 @@ def draw_values(seed: int, count: int, scale: float) -> torch.Tensor:
     return (torch.rand(count, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * scale
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     count=st.sampled_from([1, 2, 100, SLOTS - 1, SLOTS, SLOTS + 1, 3 * SLOTS + 7]),

@@ -36,6 +36,7 @@ def test_crate_meets_every_requirement_of_workflow_run_crate(phantom_run: Path, 
     assert validate_crate(tmp_path / "crate") == []
 
 
+@pytest.mark.slow
 def test_validator_finds_what_is_missing(phantom_run: Path, tmp_path: Path) -> None:
     pack(phantom_run, tmp_path / "crate")
     file = tmp_path / "crate" / "ro-crate-metadata.json"
@@ -61,6 +62,7 @@ def test_crate_describes_the_run_as_the_federated_learning_profile_asks(phantom_
     assert entities["#metric-mae"]["unitText"] == "years"
 
 
+@pytest.mark.slow
 def test_digests_of_the_crate_are_those_of_its_files(phantom_run: Path, tmp_path: Path) -> None:
     entities = pack(phantom_run, tmp_path / "crate")
     digests = {name: entity["sha256"] for name, entity in entities.items() if "sha256" in entity}
@@ -69,6 +71,7 @@ def test_digests_of_the_crate_are_those_of_its_files(phantom_run: Path, tmp_path
         assert hashlib.sha256((tmp_path / "crate" / name).read_bytes()).hexdigest() == digest
 
 
+@pytest.mark.slow
 def test_no_prediction_checkpoint_or_model_of_a_site_goes_into_the_crate(phantom_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(phantom_run, run)
@@ -84,6 +87,7 @@ def test_no_prediction_checkpoint_or_model_of_a_site_goes_into_the_crate(phantom
     )
 
 
+@pytest.mark.slow
 def test_configuration_of_the_crate_alone_ends_in_the_digest_of_its_evidence(
     phantom_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +107,7 @@ def test_configuration_of_the_crate_alone_ends_in_the_digest_of_its_evidence(
     assert repeated["model_sha256"] == json.loads((stranger / "evidence.json").read_text())["model_sha256"]
 
 
+@pytest.mark.slow
 def test_commands_of_the_page_run(phantom_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     shutil.copytree(phantom_run, run)

@@ -37,6 +37,7 @@ def test_cohorts_are_the_examples_of_every_part_at_every_site(phantom_run: Path)
     assert facts["versions"]["nvflare"].startswith("2.9")
 
 
+@pytest.mark.slow
 def test_policy_of_a_site_is_shown_with_every_term_and_a_missing_one_is_named(phantom_run: Path) -> None:
     run = RunResult.read(phantom_run)
     policies = collect_facts(run, replace(NO_JOB, job_id="7"), {"site-1": Policy(min_examples=20)})["policies"]

@@ -6,12 +6,14 @@ import json
 from datetime import UTC, datetime
 from importlib.metadata import version
 
+import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from flare_sparse.results.evidence.materials import build_materials
 
 
+@pytest.mark.slow
 def test_bill_of_materials_is_valid_and_names_versions_and_licenses() -> None:
     created = datetime(2026, 1, 2, tzinfo=UTC)
     bill = build_materials("abc", created)

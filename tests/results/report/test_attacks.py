@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from flare_sparse.cli import app
@@ -45,6 +46,7 @@ def test_attribution_stands_beside_a_guess() -> None:
     assert describe_attack(attack) == ("The site of a prediction is recognised: accuracy 0.400, by guessing 0.125.")
 
 
+@pytest.mark.long
 def test_pictures_of_inverted_messages_are_on_the_page(finished: dict[str, Path], tmp_path: Path) -> None:
     run = shutil.copytree(finished["fedavg"], tmp_path / "run")
     # The phantoms of the first run lie beside it.

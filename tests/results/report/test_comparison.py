@@ -87,6 +87,7 @@ def test_predictions_are_computed_once_and_belong_to_one_model(printed: Any) -> 
     assert described["pooled"]["mae"] == pytest.approx(described["final"]["all"]["mae"]), "computed again"
 
 
+@pytest.mark.slow
 def test_page_shows_the_baselines(printed: Any, tmp_path: Path) -> None:
     result = call(printed[0]["neurosfl"], "--out", tmp_path / "page")
     assert result.exit_code == 0, result.output
@@ -112,6 +113,7 @@ def test_run_whose_data_changed_is_not_compared(printed: Any, tmp_path: Path) ->
     assert (described["pooled"], described["baselines"], described["differences"]) == (None, None, None)
 
 
+@pytest.mark.slow
 def test_deployed_run_has_metrics_only(printed: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(printed[0]["fedavg"], tmp_path / "run"))
     shutil.rmtree(folder / "evaluations")

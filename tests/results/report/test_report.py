@@ -66,6 +66,7 @@ def page(finished: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return out / "report.html"
 
 
+@pytest.mark.slow
 def test_page_works_offline_and_shows_the_record(browser: Any, page: Path, finished: dict[str, Path]) -> None:
     browser.get(page.as_uri())
     text = browser.find_element("tag name", "body").text
@@ -135,12 +136,14 @@ def test_runs_are_compared_within_their_seed(finished: dict[str, Path]) -> None:
     assert describe_caveat(runs[:1]).startswith("This is the result of one run on 4 test examples")
 
 
+@pytest.mark.slow
 def test_report_without_local_only_run_has_no_gains(finished: dict[str, Path], tmp_path: Path) -> None:
     written = write_report([RunResult.read(finished["neurosfl"]), RunResult.read(finished["fedavg"])], tmp_path)
     assert "gains.png" not in [file.name for file in written]
     assert "gains.png" not in [file.name for file in write_report([RunResult.read(finished["local_only"])], tmp_path)]
 
 
+@pytest.mark.slow
 def test_page_makes_no_requests_and_logs_no_errors(browser: Any, page: Path) -> None:
     browser.get_log("performance")
     browser.get(page.as_uri())
@@ -172,6 +175,7 @@ def test_missing_record_and_mixed_metrics_are_refused(finished: dict[str, Path],
         read_runs([finished["fedavg"], tmp_path / "a"])
 
 
+@pytest.mark.slow
 def test_run_writes_a_model_card(finished: dict[str, Path]) -> None:
     run, card = RunResult.read(finished["neurosfl"]), (finished["neurosfl"] / "model_card.md").read_text()
     assert card.startswith("---\nlibrary_name: pytorch\n")
@@ -181,6 +185,7 @@ def test_run_writes_a_model_card(finished: dict[str, Path]) -> None:
     assert "load_model" in card
 
 
+@pytest.mark.slow
 def test_front_matter_of_the_card_is_read_by_the_hub_with_every_final_metric(finished: dict[str, Path]) -> None:
     run = RunResult.read(finished["neurosfl"])
     data = ModelCard(format_card(run)).data
@@ -250,6 +255,7 @@ def test_contributions_come_from_the_rounds_where_the_summary_lacks_them(finishe
     assert {site: part.contributed for site, part in alone.contributions.items()} == {"site-1": 1, "site-2": 1}
 
 
+@pytest.mark.slow
 def test_runs_that_differ_by_seed_only_are_averaged(finished: dict[str, Path], tmp_path: Path) -> None:
     read = {name: RunResult.read(folder) for name, folder in finished.items()}
     runs = [with_seed(run, seed, f"{name}-{seed}") for name, run in read.items() for seed in (1, 2, 3)]
@@ -294,6 +300,7 @@ def test_bytes_above_dense_fedavg_are_called_more() -> None:
     assert compare_bytes(100, 0) == "-"
 
 
+@pytest.mark.slow
 def test_page_of_an_encrypted_run_shows_no_digest(finished: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "encrypted"
     shutil.copytree(finished["fedavg"], folder)

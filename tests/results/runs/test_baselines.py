@@ -81,6 +81,7 @@ def test_local_models_share_the_penalty_with_the_smallest_loss_over_all_sites() 
     assert local == pytest.approx(np.concatenate(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "columns"), [("binary", 1), ("classes", 3)])
 def test_classifiers_return_probabilities_better_than_the_prevalence(kind: Kind, columns: int) -> None:
     sites = {name: build_site(seed, kind) for seed, name in enumerate("ab")}
@@ -112,6 +113,7 @@ def test_pooled_logistic_regression_equals_that_of_scikit_learn() -> None:
     assert model is not None
 
 
+@pytest.mark.slow
 def test_sites_of_one_class_without_training_or_without_test_examples_are_predicted_or_left_out() -> None:
     full = build_site(1, "binary")
     one_class = SiteRows(

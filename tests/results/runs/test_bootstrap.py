@@ -76,6 +76,7 @@ def test_single_subject_is_resampled_with_the_smallest_other_site_and_alone_deci
         assert (few.value, few.verdict) == (1, verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sites", "per", "expected"), [(3, 2, 0.0), (1, 6, 0.05), (5, 2, 0.05), (1, 10, 0.05), (3, 10, 0.05)]
 )
@@ -123,6 +124,7 @@ def test_weighted_auc_equals_that_of_scikit_learn(seed: int, decimals: int) -> N
     assert values == pytest.approx([roc_auc_score(classes, risk, sample_weight=row) for row in weights])
 
 
+@pytest.mark.slow
 def test_interval_of_an_auc_equals_one_computed_resample_by_resample() -> None:
     classes = (np.arange(50) % 3 == 0).astype(float)[:, None]
     first, second = draw(5) + classes[:, 0], draw(6)

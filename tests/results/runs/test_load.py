@@ -35,6 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_loaded_model_equals_the_record_and_is_masked(run: Path) -> None:
     model = load_model(run)
     stored, mask = load_file(run / "model.safetensors"), load_file(run / "mask.safetensors")

@@ -56,6 +56,7 @@ def read_predictions(run: RunResult) -> Predictions:
     return run.predictions
 
 
+@pytest.mark.slow
 def test_runs_with_other_usable_subjects_are_not_paired_by_rank(visits: Path) -> None:
     imputed = run_table(visits, "imputed", f"{REGRESSION}, id: visit, missing: impute")
     skipped = run_table(visits, "skipped", f"{REGRESSION}, id: visit, skip_bad_subjects: true")
@@ -89,6 +90,7 @@ def test_rows_of_one_subject_have_its_rank_and_count_once(visits: Path) -> None:
         assert bounds == pytest.approx(change.mean() + _stretch(2) * (quantiles - change.mean()))
 
 
+@pytest.mark.slow
 def test_binary_runs_are_compared_by_accuracy_and_auc(visits: Path) -> None:
     task = "kind: binary, target: died, id: visit, missing: impute"
     paths = [run_table(visits, f"binary-{name}", task, name).path for name in ("fedavg", "local_only")]
@@ -99,6 +101,7 @@ def test_binary_runs_are_compared_by_accuracy_and_auc(visits: Path) -> None:
     assert (difference["first"], difference["second"]) == pytest.approx((fedavg["auc"], local_only["auc"]))
 
 
+@pytest.mark.slow
 def test_survival_runs_are_compared_across_sites_unless_a_model_is_a_sites_own(
     visits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def search_all(storage: str, trials: int, *, stop_after: int | None = None) -> l
     return proposed
 
 
+@pytest.mark.slow
 def test_sampler_comes_close_to_the_best_value_and_a_search_that_goes_on_to_the_same_settings(tmp_path: Path) -> None:
     whole = search_all(MEMORY, 30)
     assert len(set(whole)) == 30

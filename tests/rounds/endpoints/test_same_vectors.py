@@ -17,6 +17,7 @@ from flare_sparse.rounds.endpoints.server_state import KEPT_VECTORS
 from flare_sparse.rounds.federation import RoundRules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["int8", "int4", "int2"])
 @pytest.mark.parametrize(
     ("name", "settings"),

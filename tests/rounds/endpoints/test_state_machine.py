@@ -1,6 +1,6 @@
 """Server and sites under random faults: the same bits, the planned bytes, nothing committed or added twice.
 
-    FLARE_SPARSE_LONG_EXAMPLES=2000 pytest -m long tests/endpoints/test_state_machine.py    # many more sequences
+    FLARE_SPARSE_LONG_EXAMPLES=2000 pytest -m long tests/rounds/endpoints/test_state_machine.py    # many more sequences
 
 The state machine must fail where a fix is taken out; otherwise its silence would mean nothing.
 """
@@ -66,8 +66,9 @@ def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
+@pytest.mark.slow
 def test_random_faults_change_no_bit_and_lose_nothing() -> None:
-    run_state_machine_as_test(RandomFaults, settings=build_settings(20, derandomize=True, database=None))
+    run_state_machine_as_test(RandomFaults, settings=build_settings(8, derandomize=True, database=None))
 
 
 @pytest.mark.long
@@ -127,6 +128,7 @@ def run_steps(steps: Any) -> None:
         machine.teardown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutate", "steps", "message"), MUTATIONS)
 def test_steps_fail_only_where_a_fix_is_taken_out(
     mutate: Any, steps: Any, message: str, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "settings"), SETTINGS)
 def test_updates_in_files_end_in_the_same_bits(method: str, settings: dict[str, Any]) -> None:
     expected, plain, _ = run(method, None, **settings)
@@ -89,6 +90,7 @@ def test_updates_in_files_end_in_the_same_bits(method: str, settings: dict[str, 
     assert all(is_in_file(patch.values) for patch in patches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "shares_mask"), [("fedavg", True), ("topk_ef", False)])
 def test_memory_of_a_round_does_not_grow_with_the_sites(method: str, *, shares_mask: bool) -> None:
     """A window of 6 updates holds those of 6 sites; those of 12 sites wait in files, with their selections."""
@@ -176,6 +178,7 @@ def test_files_have_no_names_and_no_descriptors(tmp_path: Path) -> None:
     assert [patch.values[0].item() for patch in kept] == list(range(2000))
 
 
+@pytest.mark.slow
 def test_server_holds_one_padded_message_at_a_time() -> None:
     """Of four sites' padded values, the one that is added and the one that arrives are in memory."""
     federation = LocalFederation("fedavg", sites=4, rules=RoundRules(min_sites=3), sum_rules=SumRules(8.0), rounds=1)

@@ -33,6 +33,7 @@ def receive(message: Any) -> torch.Tensor:
     return correct_variances(decode(message.data, PLAN).patch, LAYOUT).values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", FORMATS)
 @given(st.lists(st.lists(st.floats(2.0**-14, 100, width=32), min_size=8, max_size=8), min_size=2, max_size=4))
 @settings(max_examples=60, deadline=None)

@@ -85,6 +85,7 @@ def test_excluded_site_is_not_counted_by_a_method_that_counts_its_sites(method: 
     assert compute_digest(federated.run().weights) == compute_digest_without("site-1", method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hello", ["no reply", None, "hello", {}, {"version": "0.1.0", "wire": WIRE_VERSION, "rank": -1}]
 )
@@ -181,6 +182,7 @@ def test_round_with_too_few_sites_within_their_caps_stops_the_run_before_trainin
     assert federated.requested == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora_a2", "flexlora", "hetlora"])
 def test_rank_of_a_site_is_the_minimum_of_the_jobs_and_its_own(method: str) -> None:
     """The bits are those of a job that sets these ranks."""

@@ -80,6 +80,7 @@ def damage_newest(store: Store, damages: tuple[str, ...]) -> list[int]:
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damages", list(product(DAMAGES, repeat=2)), ids=" and ".join)
 def test_run_whose_server_checkpoints_are_damaged_starts_again_and_saves(
     damages: tuple[str, str], killed: Path, digest: str, tmp_path: Path
@@ -101,6 +102,7 @@ def test_run_whose_server_checkpoints_are_damaged_starts_again_and_saves(
     assert outcome.events == first.events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_run_whose_newest_server_checkpoint_is_damaged_resumes_from_the_one_before(
     damage: str, killed: Path, digest: str, tmp_path: Path
@@ -115,6 +117,7 @@ def test_run_whose_newest_server_checkpoint_is_damaged_resumes_from_the_one_befo
     assert min(number for number, _ in federation.requested) == COMMITS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
 def test_sites_that_have_answered_the_next_round_follow_a_server_that_falls_back_a_commit(
     values: str, tmp_path: Path
@@ -137,6 +140,7 @@ def test_sites_that_have_answered_the_next_round_follow_a_server_that_falls_back
     assert [(event.round, event.event) for event in outcome.events] == [(COMMITS, "checkpoint_damaged")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damages", list(product(DAMAGES, repeat=2)), ids=" and ".join)
 def test_site_whose_checkpoints_are_damaged_contributes_and_saves(
     damages: tuple[str, str], killed: Path, tmp_path: Path
@@ -155,6 +159,7 @@ LOSSES = {"damaged": 1, "newest removed": 1, "all removed": 3}
 """How a site loses checkpoints: by name, how many of its three."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
 # A request over zeros, as those of fedavg, does not tell a site which vector the server expects it to hold.

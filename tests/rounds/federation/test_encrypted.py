@@ -56,6 +56,7 @@ def test_methods_whose_server_only_sums_can_be_encrypted() -> None:
     assert SUMMABLE == ["fedavg", "fedavg_ft", "neurosfl", "fedavg_one_step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUMMABLE)
 def test_one_encrypted_round_ends_with_the_plain_model_within_ckks_precision(name: str) -> None:
     """The sites train from the same bits, so the sums alone differ."""
@@ -88,6 +89,7 @@ def is_mean(values: torch.Tensor, uploads: list[Upload]) -> bool:
     return bool(((values.double() - mean).abs() <= PRECISION + 2**-23 * mean.abs()).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUMMABLE)
 def test_every_encrypted_round_ends_with_the_mean_of_its_updates(name: str) -> None:
     """Not compared with a plain run: training from a sum's error may leave a kink of ReLU on the other side."""
@@ -101,6 +103,7 @@ def test_every_encrypted_round_ends_with_the_mean_of_its_updates(name: str) -> N
     assert is_mean(outcome.mask.take(decrypt(outcome)), trained[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUMMABLE)
 def test_server_holds_no_readable_weight(name: str) -> None:
     """Every trained entry is NaN at the server; masked entries are zero, which is public."""
@@ -160,6 +163,7 @@ def build_federation(**options: Any) -> LocalFederation:
     return LocalFederation("neurosfl", contexts=contexts(), training=SGD, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "code"),
     [

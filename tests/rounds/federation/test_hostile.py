@@ -73,6 +73,7 @@ def compute_honest_error(outcome: Outcome) -> float:
     return sum(errors) / len(errors)
 
 
+@pytest.mark.slow
 def test_nan_is_rejected_and_the_honest_sites_decide_the_model() -> None:
     outcome = run(send_nan, RoundRules(quarantine_after=0))
     assert all(record.rejected == dict.fromkeys(HOSTILE, "E_FINITE") for record in outcome.rounds[:-1])
@@ -124,6 +125,7 @@ def is_between_honest(history: History, t: int) -> bool:
     return bool(((honest.amin(0) <= model) & (model <= honest.amax(0))).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", [send_millionfold, flip_sign])
 def test_median_lies_between_the_honest_weights_and_the_mean_does_not(attack: Attack) -> None:
     outcome, history = record_history(build_federation(attack, **MEDIAN))
@@ -134,6 +136,7 @@ def test_median_lies_between_the_honest_weights_and_the_mean_does_not(attack: At
     assert not is_between_honest(history, 0)
 
 
+@pytest.mark.slow
 def test_median_keeps_the_error_finite_where_the_mean_does_not_learn() -> None:
     """Two hostile sites of eight scale their delta by 1e6."""
     clean = compute_honest_error(run(None, **MEDIAN))
@@ -142,6 +145,7 @@ def test_median_keeps_the_error_finite_where_the_mean_does_not_learn() -> None:
     assert not compute_honest_error(run(send_millionfold)) < 2 * clean
 
 
+@pytest.mark.slow
 def test_norm_clip_bounds_a_scaled_delta_and_records_its_site() -> None:
     outcome, history = record_history(build_federation(send_millionfold, RoundRules(clip_norm=2.0)))
     assert all(set(HOSTILE) <= set(record.clipped) for record in outcome.rounds[:-1])
@@ -149,6 +153,7 @@ def test_norm_clip_bounds_a_scaled_delta_and_records_its_site() -> None:
     assert compute_honest_error(outcome) < compute_honest_error(run(send_millionfold))
 
 
+@pytest.mark.slow
 def test_max_share_bounds_a_claim_of_examples() -> None:
     """Every model is the mean of its round's updates, weighted by capped numbers; uncapped, the claim decides alone."""
     federation = build_federation(claim_examples, RoundRules(max_share=0.2))
@@ -165,6 +170,7 @@ def test_max_share_bounds_a_claim_of_examples() -> None:
     assert torch.allclose(history.models[1], hostile, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_flipped_signs_are_not_recognised_and_only_slow_training_down() -> None:
     """No rule promises more: these updates are finite and as long as honest ones."""
     outcome = run(flip_sign, **MEDIAN)

@@ -58,6 +58,7 @@ def assert_equal_runs(tree: LocalFederation, flat: LocalFederation) -> tuple[Out
     return of_tree, of_flat
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [CLEAR, MASKED], ids=["fixed_point", "masked"])
 @pytest.mark.parametrize("name", ["fedavg", "neurosfl", "fedsparsify"])
 def test_three_hubs_of_four_sites_end_in_the_bits_of_the_flat_run(name: str, rules: SumRules) -> None:
@@ -70,10 +71,12 @@ def test_any_grouping_of_the_sites_ends_in_the_same_bits() -> None:
     assert_equal_runs(build(CLEAR, uneven), build(CLEAR, None))
 
 
+@pytest.mark.slow
 def test_pads_cancel_so_that_masked_and_fixed_point_runs_are_equal() -> None:
     assert torch.equal(build(MASKED, build_hubs()).run().weights, build(CLEAR, None).run().weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rules", "step"), [(CLEAR, Step.TERMS), (MASKED, Step.VALUES), (MASKED, Step.SHARES)])
 def test_site_that_drops_out_under_a_hub_costs_what_it_costs_without(rules: SumRules, step: Step) -> None:
     federations = [build(rules, hubs) for hubs in (build_hubs(), None)]
@@ -83,6 +86,7 @@ def test_site_that_drops_out_under_a_hub_costs_what_it_costs_without(rules: SumR
     assert federations[0].records[0].timed_out == ["site-6"]
 
 
+@pytest.mark.slow
 def test_silent_site_and_site_that_lost_its_base_are_those_of_the_flat_run() -> None:
     federations = [build(CLEAR, hubs, settings={"rounds": 3}) for hubs in (build_hubs(), None)]
     for federation in federations:
@@ -92,6 +96,7 @@ def test_silent_site_and_site_that_lost_its_base_are_those_of_the_flat_run() -> 
     assert [event.site for record in federations[0].records for event in record.events] == ["site-5"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topic", ["exchange", "sum"])
 def test_lost_hub_loses_its_sites_and_the_round_is_that_of_the_others(topic: str) -> None:
     tree = build(CLEAR, build_hubs(), settings={"rounds": 1})
@@ -106,6 +111,7 @@ def test_lost_hub_loses_its_sites_and_the_round_is_that_of_the_others(topic: str
     assert torch.equal(outcome.weights, flat.run().weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topic", ["exchange", "sum"])
 def test_collection_to_a_hub_that_is_not_there_is_not_counted(topic: str) -> None:
     """A collection that a hub receives and does not answer was sent, one to no hub was not."""

@@ -113,6 +113,7 @@ def test_round_in_which_every_site_fails_is_retried_and_leaves_no_trace_in_the_m
     assert compute_digest(outcome.weights) == compute_digest(Loop(bench()).run().weights)
 
 
+@pytest.mark.long
 def test_order_of_arrival_does_not_change_a_bit_of_the_model() -> None:
     """Fifty orders of eight sites end in one model; sums in the order of arrival would not."""
     import random

@@ -22,7 +22,12 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """The methods whose training requests build on the previous model."""
 ADAPTED = ("ffa_lora", "lora_a2")
-VALUES = ("float32", "bfloat16", "float16", "int4")
+VALUES = (
+    "float32",
+    pytest.param("bfloat16", marks=pytest.mark.long),
+    pytest.param("float16", marks=pytest.mark.long),
+    "int4",
+)
 MISSED = 2
 """Number of the attempt that is disturbed: the first one of round 2. Every round takes one attempt otherwise."""
 
@@ -59,6 +64,7 @@ def list_requests(federation: LocalFederation, number: int) -> list[tuple[str, i
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("site", "is_delivered"), [("site-1", True), ("site-3", False)], ids=["reply lost", "request lost"]
 )
@@ -84,6 +90,7 @@ def test_missed_attempt_changes_no_bit_and_no_later_message(
     assert max(scalars for _, scalars, _ in list_requests(planned, MISSED + 1)) < planned.method.layout.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", METHODS)
 def test_site_that_lost_its_checkpoints_is_sent_the_full_model_once(name: str, values: str, tmp_path: Path) -> None:

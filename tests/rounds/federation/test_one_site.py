@@ -153,6 +153,7 @@ def test_huge_registered_claim_does_not_stop_a_quorum_by_weight() -> None:
     assert [len(record.sites_contributed) for record in outcome.rounds] == [8, 7, 7, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [2**47, 2**52])
 def test_site_too_light_for_an_encrypted_sum_is_left_out_and_recorded(examples: int) -> None:
     contexts, attack = KeyContexts.generate(), claim_examples(examples)
@@ -203,6 +204,7 @@ def prune(attack: Attack, rules: RoundRules, bench: Any) -> Mask:
     return run("scbfwp", attack, rules, bench=bench, **settings).mask
 
 
+@pytest.mark.slow
 def test_claimed_counts_give_no_extra_weight_in_pruning() -> None:
     bench = toy.ToyBench(toy.Plain())
     offsets = bench.method("scbfwp")._count_entries
@@ -234,6 +236,7 @@ def test_negative_saliencies_are_rejected() -> None:
     assert all(record.rejected == {} for record in signed.rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", [{"rule": "median"}, {"rule": "trimmed_mean", "trim": 0.2}])
 def test_scores_of_one_site_do_not_choose_the_mask_under_a_robust_rule(aggregation: dict[str, Any]) -> None:
     bench = toy.ToyBench(toy.Plain())

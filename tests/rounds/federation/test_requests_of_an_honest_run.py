@@ -119,6 +119,7 @@ def check(federation: LoggedFederation, outcome: Outcome, digest: str, starts: i
     assert federation.count_starts() == dict.fromkeys(SITES, starts)
 
 
+@pytest.mark.slow
 def test_lost_replies_and_restarted_sites_are_no_new_start(name: str, digest: str, tmp_path: Path) -> None:
     federation = LoggedFederation(tmp_path, name)
     federation.lost = {(2, "site-1"), (4, "site-2"), (4, "site-3")}
@@ -126,6 +127,7 @@ def test_lost_replies_and_restarted_sites_are_no_new_start(name: str, digest: st
     check(federation, federation.run(), digest, starts=1)
 
 
+@pytest.mark.slow
 def test_server_killed_in_every_round_is_no_new_start(name: str, digest: str, tmp_path: Path) -> None:
     """Every kill repeats a request that was answered once; the attempts that the job allows suffice."""
     total = len(LoggedFederation(tmp_path / "count", name).run().rounds)
@@ -135,6 +137,7 @@ def test_server_killed_in_every_round_is_no_new_start(name: str, digest: str, tm
     check(federation, federation.run(resume=True), digest, starts=1)
 
 
+@pytest.mark.slow
 def test_kills_beyond_the_attempts_and_a_step_back_are_one_new_start_each(
     name: str, digest: str, tmp_path: Path
 ) -> None:

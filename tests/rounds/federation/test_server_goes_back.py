@@ -22,6 +22,7 @@ def run_to_the_end(federation: SteppedFederation, *, resume: bool = False) -> st
     return compute_digest(content.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
 def test_sites_that_answered_two_rounds_more_follow_a_server_that_goes_back(
     values: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,7 @@ EXCLUDED = {"lora_a2", "ffa_lora", "flexlora", "hetlora", "metagater", "metasnip
 """Methods whose networks have adapters or gates, which the network of this table lacks."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - EXCLUDED))
 def test_statistics_stay_the_same_through_the_rounds_of_every_method(job: Path, tmp_path: Path, method: str) -> None:
     run(job, tmp_path / "fedavg", "method={name: fedavg, rounds: 1}")
@@ -147,6 +148,7 @@ def test_statistics_in_a_format_that_rounds_them_are_refused(job: Path, values: 
         assemble(load_config(job, [f"wire.values={values}"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("values", "method"), [("int2", "fedavg"), ("int8", "topk_ef"), ("float32_zstd", "fedavg")])
 def test_statistics_are_those_of_float32_in_formats_that_round_no_buffers(
     job: Path, tmp_path: Path, values: str, method: str

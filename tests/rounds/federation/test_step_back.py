@@ -91,6 +91,7 @@ def test_first_commit_is_discarded_for_the_initial_model(tmp_path: Path, monkeyp
     assert compute_digest(outcome.weights) == compute_digest(build(tmp_path / "clean").run().weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -75,6 +75,7 @@ def list_settings() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), list_settings())
 def test_one_masked_round_ends_with_the_plain_model_within_the_error_of_the_ring(
     name: str, settings: dict[str, Any]
@@ -91,6 +92,7 @@ def test_one_masked_round_ends_with_the_plain_model_within_the_error_of_the_ring
     assert plain.weights.ne(0).equal(masked.weights.ne(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["neurosfl", "fedsparsify"])
 def test_masked_runs_of_one_seed_are_equal_bit_for_bit(name: str) -> None:
     """Keys and pads are new in every run, and cancel exactly."""
@@ -100,6 +102,7 @@ def test_masked_runs_of_one_seed_are_equal_bit_for_bit(name: str) -> None:
     assert [line.payload_bytes for line in one.lines] == [line.payload_bytes for line in two.lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), list_settings())
 def test_sums_without_pads_have_the_bits_of_masked_ones(name: str, settings: dict[str, Any]) -> None:
     (clear, _), (masked, _) = run(name, replace(RULES, is_padded=False), **settings), run(name, RULES, **settings)
@@ -180,6 +183,7 @@ def drop(lost: dict[str, Step]) -> Callable[[str, Step], bool]:
     return lambda site, step: site in lost and step >= lost[site]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", PADDED_STEPS)
 @pytest.mark.parametrize("count", [1, 2])
 def test_round_ends_when_one_or_two_of_eight_sites_drop_out(step: Step, count: int) -> None:
@@ -197,6 +201,7 @@ def test_round_ends_when_one_or_two_of_eight_sites_drop_out(step: Step, count: i
     assert float(difference) <= Ring(32, RULES.bound).compute_error(8) * 8 / len(expected) + 2**-23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [Step.SHARES, Step.VALUES, Step.REVEAL])
 def test_attempt_without_three_of_eight_sites_fails_and_the_next_one_starts_with_new_keys(step: Step) -> None:
     federation = build_federation(8, settings={"rounds": 1})
@@ -344,6 +349,7 @@ def test_masked_message_has_4_bytes_a_value_and_a_header() -> None:
     assert all(line.payload_bytes > 0 and line.dense_bytes == 0 for line in keys)
 
 
+@pytest.mark.slow
 def test_run_resumes_after_a_kill_and_ends_as_without_one(tmp_path: Path) -> None:
     class Killed(BaseException):
         pass

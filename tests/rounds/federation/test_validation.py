@@ -52,6 +52,7 @@ def test_run_without_validation_examples_has_no_best_model_and_the_same_final_mo
     assert torch.equal(validated.weights, outcome.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_run_ends_after_so_many_models_without_a_better_one(name: str) -> None:
     federation = LocalFederation(name, ToyBench(validation=4), rules=RoundRules(patience=2), rounds=8)
@@ -207,6 +208,7 @@ def test_number_of_validation_examples_must_stay_near_the_registered_one() -> No
     assert roster.find_violation(report({"validation_examples": 2.0**52}), RoundRules()) == "E_METRICS"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_models_between_two_evaluations_are_not_evaluated_and_the_run_is_the_same(name: str) -> None:
     def run(**settings: int) -> Outcome:

@@ -29,10 +29,14 @@ ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "app_configs").glob("*.yaml"))
 TYPICAL_WITHIN = 1.5
 """Largest factor between the typical figure and the ledger of these short runs."""
-MINUTES = {
+LONG = {
     "fedsparsify_paper", "neurosfl_alexnet3d", "lora_a2_banking77", "hetlora_banking77", "flexlora_banking77",
-    "fedsparsify_hippocampus", "neurosfl_hippocampus", "script_cifar10",
+    "ffa_lora_banking77", "fedavg_hippocampus", "fedsparsify_hippocampus", "neurosfl_hippocampus", "script_cifar10",
+    "neurosfl_segmentation", "neurosfl_bundle", "neurosfl_brain_t1", "dp_morphometry_age", "fedavg_brain_base",
+    "fedavg_scanner_age", "fedsparsify_scanner_age", "neurosfl_scanner_age", "fedavg_voxels", "fedsparsify_voxels",
+    "neurosfl_voxels", "metagater_cifar10", "metasnip_cifar10",
 }  # fmt: skip
+"""Large networks, and other data for a method that a shorter configuration runs."""
 EXACT = {
     "bf16_brain_age", "fedavg_brain_age", "fedavg_brain_base", "fedavg_ft_brain_age", "fedavg_hippocampus",
     "fedavg_image_classification", "fedavg_one_step_cifar10", "fedavg_readmission", "fedavg_scanner_age",
@@ -55,9 +59,10 @@ def table() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(f, marks=[pytest.mark.long] if f.stem in MINUTES else [], id=f.stem) for f in FILES],
+    [pytest.param(f, marks=[pytest.mark.long] if f.stem in LONG else [], id=f.stem) for f in FILES],
 )
 def test_ledger_lies_within_the_estimate_and_sites_admit_every_request(
     file: Path, table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

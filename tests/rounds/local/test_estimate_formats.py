@@ -26,6 +26,7 @@ def identify(line: LedgerLine) -> tuple[int, str, str]:
     return line.round, line.site, line.direction
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", ["int8", "int4", "int2", "float32_zstd", "bfloat16_zstd"])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("task", ["Plain", "Toy"])

@@ -168,6 +168,7 @@ class Killed(BaseException):
     """Ends the run as a kill of the process would."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loses", ["nothing", "replies", "the server", "a site", "all three"])
 def test_rounds_retries_and_resumption_are_one_long_accountant(loses: str, tmp_path: Path) -> None:
     """A reply is lost in every round, the server is killed after round 1, and the site forgets all but its files."""

@@ -37,6 +37,7 @@ def send(sender: ModelSender, receiver: ModelReceiver, arrays: Arrays, round_: i
     return sent
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.floats(0.05, 1), st.sampled_from(["float32", "bfloat16", "int4", "int2", "bfloat16_zstd"]), st.integers(0, 99)

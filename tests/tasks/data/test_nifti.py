@@ -81,6 +81,7 @@ def test_header_that_declares_terabytes_allocates_no_memory(tmp_path: Path) -> N
     assert peak < 2**20
 
 
+@pytest.mark.slow
 def test_decompression_bomb_stops_at_declared_length(tmp_path: Path) -> None:
     """300 MB of zeros in 300 KB."""
     file = nifti(tmp_path / "a.nii.gz")

@@ -45,6 +45,7 @@ COMPLETE = set(PARTITIONERS) - {"few_classes"}
 LABELS = st.lists(st.integers(0, 3), min_size=40, max_size=120)
 
 
+@pytest.mark.slow
 @given(labels=LABELS, kind=st.sampled_from(sorted(COMPLETE)), sites=st.integers(1, 8), seed=st.integers(0, 99))
 def test_partition_is_disjoint_complete_and_reproducible(labels: list[int], kind: str, sites: int, seed: int) -> None:
     cohort = examples(labels)

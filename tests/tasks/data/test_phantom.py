@@ -60,6 +60,7 @@ def test_ventricles_widen_and_cortex_thins_with_age() -> None:
     assert grey[0] > grey[1] > grey[2]
 
 
+@pytest.mark.slow
 def test_age_and_sex_are_learnable_but_not_trivial(tmp_path: Path) -> None:
     """Ridge regression on voxels of 12 mm: clearly better than the mean, far from exact."""
     subjects = read_subjects(write_phantoms(tmp_path / "p", sites=4, subjects=30, seed=0)).values()

@@ -84,6 +84,7 @@ def test_written_site_files_are_read_back(tmp_path: Path) -> None:
     assert [find_site_data(name, None, {"FLARE_SPARSE_SITE_FILE": variable}) for name in ("A", "B-2")] == sites
 
 
+@pytest.mark.slow
 def test_deeply_nested_site_file_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "flare_sparse.yaml").write_text("data: " + "[" * 100_000)
     with pytest.raises(DataError, match="cannot be read as a site file"):

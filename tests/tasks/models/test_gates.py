@@ -61,6 +61,7 @@ def close(model: nn.Module, closed: list[int]) -> None:
         gate.open.bias[closed] = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("training", [False, True])
 def test_network_with_all_gates_open_equals_the_backbone_bit_for_bit(name: str, training: bool) -> None:
@@ -104,6 +105,7 @@ def test_zero_gate_group_closes_its_channel_for_every_input() -> None:
             assert not gate(x[:, :1].repeat(1, gate.hidden.in_features, 1, 1) * scale)[:, 2].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_skipping_closed_channels_keeps_the_output(name: str, batch: int) -> None:

@@ -27,6 +27,7 @@ def test_defaults_have_the_documented_number_of_parameters(name: str, parameters
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_network_returns_one_logit_for_every_class_and_voxel(name: str) -> None:
     patch = (64, 32, 32) if name == "swin_unetr" else (32, 16, 16)

@@ -36,6 +36,7 @@ def test_brain_age_cnn_has_the_papers_number_of_parameters() -> None:
     assert sum(e.size for e in layout.tensors if e.role in ("weight", "bias")) == 2_948_801
 
 
+@pytest.mark.slow
 def test_brain_age_cnn_has_the_papers_feature_maps() -> None:
     network = build_model("brain_age_cnn")
     assert isinstance(network, nn.Sequential)
@@ -109,6 +110,7 @@ def test_alexnet3d_has_the_papers_number_of_parameters() -> None:
     assert sum(e.size for e in layout.tensors if e.role == "buffer") == 2 * 704
 
 
+@pytest.mark.slow
 def test_alexnet3d_has_the_papers_feature_maps() -> None:
     network = build_model("alexnet3d").eval()
     assert isinstance(network, nn.Sequential)

@@ -139,6 +139,7 @@ def networks(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
 CASES = settings(max_examples=150, deadline=None)
 
 
+@pytest.mark.slow
 @CASES
 @given(networks())
 def test_listed_norms_equal_brute_force(case: tuple[nn.Module, Tensor]) -> None:
@@ -150,6 +151,7 @@ def test_listed_norms_equal_brute_force(case: tuple[nn.Module, Tensor]) -> None:
     assert round(math.exp(counted)) == len(brute.paths)
 
 
+@pytest.mark.slow
 @CASES
 @given(networks(), st.sampled_from([True, False]))
 def test_extreme_norms_through_every_connection_equal_brute_force(
@@ -173,6 +175,7 @@ def test_extreme_norms_through_every_connection_equal_brute_force(
             assert score == pytest.approx(extreme(expected), rel=1e-12) if expected else math.isinf(score)
 
 
+@pytest.mark.slow
 @CASES
 @given(networks(), st.floats(0.01, 0.99), st.sampled_from(["positive", "negative"]))
 def test_selection_by_rate_equals_brute_force(
@@ -213,6 +216,7 @@ def _edges_of(brute: Brute, bits: Tensor) -> set[object]:
     return as_sets(brute.graph, selected, [])[0]
 
 
+@pytest.mark.slow
 @CASES
 @given(networks(), st.floats(0.05, 0.95), st.sampled_from(["positive", "negative"]))
 def test_threshold_selects_the_same_as_listing(

@@ -51,6 +51,7 @@ def random_delta(seed: int, layout: Layout = LAYOUT) -> Tensor:
     return torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPS)
 @CASES
 @given(seed=st.integers(0, 2**20), rates=st.tuples(RATES, RATES))
@@ -126,6 +127,7 @@ def test_permuting_neurons_permutes_the_selection(seed: int, rate: float, select
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("biases", ["selected", "all", "never"])
 @CASES
