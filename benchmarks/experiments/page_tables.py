@@ -25,7 +25,9 @@ def move_tables(text: str, page: Path, names: Mapping[int, str]) -> str:
         number += 1
         if number not in names:
             return match[0]
-        rows = [[re.sub(r"\*\*|`", "", cell).strip() for cell in line.split("|")[1:-1]] for line in match[0].splitlines()]
+        rows = [
+            [re.sub(r"\*\*|`", "", cell).strip() for cell in line.split("|")[1:-1]] for line in match[0].splitlines()
+        ]
         file = page.with_name(f"{page.stem}_{names[number]}.csv")
         with file.open("w", encoding="utf-8", newline="") as stream:
             csv.writer(stream, lineterminator="\n").writerows([rows[0], *rows[2:]])

@@ -29,7 +29,9 @@ def build_line(threads: int, dense_s: float, **fields: Any) -> dict[str, Any]:
 def test_two_threads_lie_below_one_thread_of_the_same_network(table: Any) -> None:
     training = build_line(1, 3.0, what="training", batch=None, onnx_s=None)
     earlier = table.format_table([build_line(1, 1.0), training])
-    updated = table.update_table(earlier, [build_line(2, 0.75), {**training, "threads": 2, "dense_s": 2.0, "ratio": 4.0}])
+    updated = table.update_table(
+        earlier, [build_line(2, 0.75), {**training, "threads": 2, "dense_s": 2.0, "ratio": 4.0}]
+    )
     assert updated.splitlines() == [
         "what,network,pattern,sparsity,batch,threads,dense_s,sparse_s,ratio,onnx_s",
         "inference,resnet32,snip,0.90,8,1,1.0000,0.5000,2.00,0.2500",
