@@ -47,6 +47,16 @@ def test_top_k_per_tensor_keeps_the_best_of_every_tensor() -> None:
     layout = Layout((TensorSpec("a", (3,), "weight"), TensorSpec("b", (3,), "weight")))
     scores = torch.tensor([9.0, 8, 7, 1, 3, 2])
     assert top_k_per_tensor(scores, 3, layout, Mask.full(6), 1).bits.tolist() == [True, True, False, False, True, False]
+    apart = [Mask(torch.arange(6) >= 4)]
+    # A third of the entries stands apart, and gets a third of what is selected; rounding favours the others.
+    assert top_k_per_tensor(scores, 3, layout, Mask.full(6), 0, apart).bits.tolist() == [
+        True,
+        True,
+        *[False] * 2,
+        True,
+        False,
+    ]
+    assert top_k_per_tensor(scores, 2, layout, Mask.full(6), 0, apart).count == 2
     assert top_k_per_tensor(scores, 3, layout, Mask.full(6), 0).bits.tolist() == [True] * 3 + [False] * 3
     with pytest.raises(SelectionError, match="min_per_layer"):
         top_k_per_tensor(scores, 1, layout, Mask.full(6), 1)

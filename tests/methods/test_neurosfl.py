@@ -124,6 +124,32 @@ def test_score_is_the_derivative_by_a_multiplicative_mask(plain: Any) -> None:
     assert torch.allclose(score, derivative.abs(), atol=1e-6)
 
 
+def test_weights_that_start_at_zero_are_scored_by_their_gradient_and_ranked_apart(adapted: Any) -> None:
+    """An adapter ``B A`` with ``B = 0``: ``|w * g|`` is zero for both factors, since no gradient reaches ``A``."""
+    layout, start = adapted.layout, adapted.layout.unflatten(adapted.weights)
+    maskable = Mask.from_preset(layout, "conv_linear_weights")
+    zero = {name for name in start if not start[name].any()} & {s.name for s in layout.tensors if s.role == "weight"}
+    site, method = adapted.site(1), adapted.method("neurosfl", sparsity=0.5, min_per_layer=0)
+    state = method.init(adapted.weights, ["site-1"])
+    request = method.ask(state, ["site-1"])["site-1"].request
+    site.weights = request.model.to_vector()
+    update = Contribution.from_update("site-1", method.answer(request, site))
+    (gradient, _), *_ = site.trainer.compute_gradients(adapted.weights, 8, 1, 0)
+    scores = layout.unflatten(update.patch.to_vector())
+    assert zero
+    assert all(torch.equal(scores[name], layout.unflatten(gradient)[name].abs()) for name in zero)
+    mask = method.learn(state, [update]).masks[0] & maskable
+    apart = Mask(layout.select(lambda spec: spec.name in zero)) & maskable
+    assert mask.count == floor_fraction(0.5, maskable.count)
+    assert abs((mask & apart).count - apart.count / 2) < 1
+    assert mask & apart == top_k(update.patch.to_vector(), (mask & apart).count, apart)
+    # What the zeros hide from the gradient is ranked by magnitude.
+    hidden = Mask(layout.select(lambda spec: not scores[spec.name].any())) & maskable
+    assert hidden.count
+    assert abs((mask & hidden).count - hidden.count / 2) < 1
+    assert mask & hidden == top_k(adapted.weights.abs(), (mask & hidden).count, hidden)
+
+
 def test_message_carries_only_the_live_values(bench: Any) -> None:
     outcome, ledger = bench.run("neurosfl", sparsity=0.8, rounds=3)
     later = [line for line in ledger.lines if line.kind == "train" and line.round > 1]

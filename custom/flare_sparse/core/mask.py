@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
@@ -218,10 +218,13 @@ def top_k(scores: Tensor, k: int, within: Mask | None = None) -> Mask:
     return Mask(bits)
 
 
-def top_k_per_tensor(scores: Tensor, k: int, layout: Layout, within: Mask, at_least: int) -> Mask:
+def top_k_per_tensor(
+    scores: Tensor, k: int, layout: Layout, within: Mask, at_least: int, apart: Sequence[Mask] = ()
+) -> Mask:
     """Select the ``k`` largest scores, among them the ``at_least`` largest of every tensor.
 
-    The minimum keeps every layer connected. A tensor with fewer candidates keeps all of them.
+    The minimum keeps every layer connected. A tensor with fewer candidates keeps all of them. The entries of each mask
+    of ``apart``, which are disjoint, are ranked among themselves, and as large a share of them is selected as of all.
 
     Raises:
         SelectionError: the minimum of all tensors exceeds ``k``; or as :func:`top_k`.
@@ -235,7 +238,11 @@ def top_k_per_tensor(scores: Tensor, k: int, layout: Layout, within: Mask, at_le
         raise SelectionError(
             f"min_per_layer {at_least} needs {selected.count} live entries, but the sparsity leaves {k}"
         )
-    return selected | top_k(scores, k - selected.count, within - selected)
+    left = within - selected
+    for group in (mask & left for mask in apart if (mask & left).count):
+        share = top_k(scores, (k - selected.count) * group.count // left.count, group)
+        selected, left = selected | share, left - group
+    return selected | top_k(scores, k - selected.count, left)
 
 
 def prune_mask(mask: Mask, scores: Tensor, sparsity: float, pool: Mask) -> Mask:

@@ -17,11 +17,11 @@ from torch import Tensor
 from ..core.exchange import Contribution, Patch
 from ..core.mask import Mask, prune_mask
 from ..core.needs import Need, Needs
-from ..core.params import MASKABLE
 from .aggregation.server_step import ServerMemory, take_server_step, update_model_average
 from .method import MaskPreset
 from .support.averaging import AveragingConfig, AveragingMethod
 from .support.schedules import compute_polynomial_sparsity
+from .support.zero_start import find_zero_weights
 from .traffic.averaging import SparsifyTraffic
 from .traffic.base import Traffic
 
@@ -100,11 +100,8 @@ class FedSparsify(AveragingMethod[Config, State]):
         return SparsifyTraffic(self)
 
     def init(self, weights: Tensor, sites: Sequence[str]) -> State:
-        tensors = self.layout.unflatten(weights)
-        prunable = (spec for spec in self.layout.tensors if spec.role in MASKABLE[self.config.prunable])
-        # A bias at zero blocks nothing: it is pruned as the paper does.
-        weights_at_zero = (s.name for s in prunable if s.role in ("weight", "other") and not tensors[s.name].any())
-        return State(1, weights, Mask.full(self.layout.size), zero_start=tuple(weights_at_zero))
+        zero_start = find_zero_weights(self.layout, weights, self.config.prunable)
+        return State(1, weights, Mask.full(self.layout.size), zero_start=zero_start)
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
         """Return the average of the sites' models, pruned to s_t."""

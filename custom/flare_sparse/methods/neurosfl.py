@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from .scores.erk import compute_erk_densities, draw_random_mask, shuffle_mask
 from .scores.snip import compute_keep_counts, compute_private_saliency, compute_saliency
 from .support.averaging import AveragingConfig, AveragingMethod
 from .support.masks import unite_masks
+from .support.zero_start import find_zero_weights
 from .traffic.averaging import SCORE, ScoredMaskTraffic
 from .traffic.base import TRAIN, Traffic
 
@@ -212,19 +213,17 @@ class NeuroSFL(AveragingMethod[Config, State]):
     def answer(self, request: Request, site: Site) -> Update:
         if request.kind != SCORE:
             return super().answer(request, site)
-        scored = self._maskable & request.trainable
+        scored, training, lots = self._maskable & request.trainable, self.config.training, self.config.minibatches
+        # The saliency of a weight at zero is zero, whatever its gradient: such tensors are scored by |g|.
+        factors = site.weights.masked_fill(self._find_zero_start(site.weights).bits, 1.0)
+        options: dict[str, Any] = {"signed": self.config.signed, "factors": factors}
         if site.trainer.mechanism is not None:
-            training, lots = self.config.training, self.config.minibatches
-            scores = compute_private_saliency(site, site.weights, scored, training, lots, signed=self.config.signed)
-            return Update(Patch.from_vector(scores, scored), "scores", site.num_examples)
-        scores = compute_saliency(
-            site,
-            site.weights,
-            batch_size=self.config.training.batch_size,
-            batches=self.config.minibatches,
-            t=request.round,
-            signed=self.config.signed,
-        )
+            scores = compute_private_saliency(site, site.weights, scored, training, lots, **options)
+        else:
+            batch_size = training.batch_size
+            scores = compute_saliency(
+                site, site.weights, batch_size=batch_size, batches=lots, t=request.round, **options
+            )
         return Update(Patch.from_vector(scores, scored), "scores", site.num_examples)
 
     def learn(self, state: State, contributions: Sequence[Contribution]) -> State:
@@ -247,17 +246,32 @@ class NeuroSFL(AveragingMethod[Config, State]):
         maskable = self._maskable
         exponential = self.config.step_spacing == "exponential"
         counts = compute_keep_counts(maskable.count, self._num_live, self.config.score_steps, exponential=exponential)
-        pool = contributions[0].patch.mask
-        masks = [
-            top_k_per_tensor(scores.abs(), counts[step - 1], self.layout, pool, self.config.min_per_layer)
-            for scores in self._collect_scores(contributions)
-        ]
+        pool, count = contributions[0].patch.mask, counts[step - 1]
+        weights = self.model(state).to_vector()
+        masks = [self._select_live(s.abs(), count, pool, weights) for s in self._collect_scores(contributions)]
         if step < self.config.score_steps:
             return replace(state, step=step, masks=tuple(mask | ~maskable for mask in masks))
         if self.config.scores == "shuffled_snip":
             masks = [shuffle_mask(self.layout, maskable, masks[0], make_generator(self.seed, "shuffled mask"))]
         owners = tuple(contribution.site for contribution in contributions) if self.config.has_individual_masks else ()
         return self._start_training(replace(state, step=step, owners=owners), masks)
+
+    def _select_live(self, scores: Tensor, count: int, pool: Mask, weights: Tensor) -> Mask:
+        """Return the ``count`` entries of ``pool`` with the largest scores (docs/algorithms.md, 5.7, deviation 10)."""
+        apart = [zero_start] if (zero_start := self._find_zero_start(weights) & pool).count else []
+        if apart:
+            # A weight behind one at zero has no gradient, and so no score: its magnitude decides.
+            tensors = self.layout.unflatten(scores)
+            no_scores = Mask(self.layout.select(lambda spec: not tensors[spec.name].any()))
+            unscored = (no_scores & pool) - zero_start
+            scores = torch.where(unscored.bits, weights.abs(), scores)
+            apart.append(unscored)
+        return top_k_per_tensor(scores, count, self.layout, pool, self.config.min_per_layer, apart)
+
+    def _find_zero_start(self, weights: Tensor) -> Mask:
+        """Return the maskable entries of the tensors that are zero in the initial model ``weights`` ``(P,)``."""
+        names = find_zero_weights(self.layout, weights, self.config.maskable)
+        return Mask(self.layout.select(lambda spec: spec.name in names))
 
     def _collect_scores(self, contributions: Sequence[Contribution]) -> list[Tensor]:
         """Return one score vector ``(P,)`` for each mask."""

@@ -11,7 +11,14 @@ from ...training.site import Site
 
 
 def compute_saliency(
-    site: Site, weights: Tensor, *, batch_size: int, batches: int | None, t: int, signed: bool = False
+    site: Site,
+    weights: Tensor,
+    *,
+    batch_size: int,
+    batches: int | None,
+    t: int,
+    signed: bool = False,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """Compute the mean of ``|w * g|`` over minibatches, each weighted by its number of examples, ``(P,)``.
 
@@ -25,18 +32,27 @@ def compute_saliency(
         batches: number of minibatches; None for one pass over the training examples.
         t: label of the stream of random minibatches.
         signed: keep the sign, ``w * mean(g)``; summed over sites this is SNIP of the pooled loss.
+        factors: ``(P,)`` in place of ``w`` before ``g``; None: ``w``.
     """
+    factors = weights if factors is None else factors
     total, total_weight = torch.zeros_like(weights), 0.0
     # The last minibatch of a pass may be smaller. Counted in full, its examples would weigh more than the others.
     for gradient, batch_weight in site.trainer.compute_gradients(weights, batch_size, batches, t):
-        term = gradient.mul_(weights)
+        term = gradient.mul_(factors)
         total.add_(term if signed else term.abs_(), alpha=batch_weight)
         total_weight += batch_weight
     return total / max(total_weight, 1)
 
 
 def compute_private_saliency(
-    site: Site, weights: Tensor, scored: Mask, training: TrainingConfig, lots: int | None, *, signed: bool = False
+    site: Site,
+    weights: Tensor,
+    scored: Mask,
+    training: TrainingConfig,
+    lots: int | None,
+    *,
+    signed: bool = False,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """Compute ``|w * g|`` of a noisy mean gradient ``g``, ``(P,)``, with differential privacy.
 
@@ -50,8 +66,10 @@ def compute_private_saliency(
         training: its ``batch_size`` and ``accumulate`` are the expected number of subjects in a lot.
         lots: number of lots; None: as many as one pass has.
         signed: keep the sign.
+        factors: ``(P,)`` in place of ``w`` before ``g``; None: ``w``.
     """
-    scores = site.trainer.compute_private_gradient(weights, scored, training, lots).mul_(weights)
+    gradient = site.trainer.compute_private_gradient(weights, scored, training, lots)
+    scores = gradient.mul_(weights if factors is None else factors)
     return scores if signed else scores.abs_()
 
 
