@@ -22,7 +22,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import flare_sparse
-from flare_sparse.cli import app
+from flare_sparse.cli import app, load_command
 from flare_sparse.config.loading import load_config, serialize_job
 from flare_sparse.config.schema import list_partitions
 from flare_sparse.core.version import VERSION
@@ -98,15 +98,15 @@ def build_command() -> Any:
 
 def find_unknown_options(line: str) -> set[str]:
     """Options of a ``flare-sparse`` line that its command lacks; the whole line if there is no such command."""
-    command: Any = build_command()
-    words = line.split()
+    root: Any = build_command()
+    command, words = root, line.split()
     while words and hasattr(command, "commands"):
         names = words.pop(0).split("|")  # site allow|no-code KIT
         if names[0] in ("CONFIG", "COMMAND") or names[0].startswith("-"):
             break
         if any(name not in command.commands for name in names):
             return {line}
-        command = command.commands[names[0]]
+        command = load_command(names[0]) if command is root else command.commands[names[0]]
     known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
     # What is in quotes is the value of an option, such as another program's command line.
     unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", " ".join(words))

@@ -1,46 +1,79 @@
-"""The command line ``flare-sparse``: one module per command, registered here."""
+"""The command line ``flare-sparse``: one module per command, imported when the command is called."""
 
 from __future__ import annotations
 
+import ast
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from .adapt import adapt
-from .audit import audit
-from .bench import bench
-from .check import check
 from .console import Commands, join_lines
 from .console import out as console
-from .decrypt import decrypt
-from .estimate import estimate
-from .evaluate import evaluate
-from .evidence import evidence
-from .export import export
-from .fetch_model import fetch_model
-from .methods import methods
-from .phantom import phantom
-from .predict import predict
-from .report import report
-from .run import run
-from .save import save
-from .site import site
-from .sweep import sweep
-from .tasks import tasks
-from .watch import watch
+
+COMMANDS = (
+    "run", "watch", "report", "evaluate", "predict", "audit", "evidence", "sweep", "bench", "adapt", "check", "estimate",
+    "export", "save", "decrypt", "fetch-model", "methods", "tasks", "phantom", "site",
+)  # fmt: skip
+
+
+class _LazyCommands(Commands):
+    """Imports the module of the command that is called, and of no other: together they import torch and FLARE."""
+
+    def __init__(self, **attributes: Any):
+        super().__init__(**attributes)
+        self.commands = {name: TyperCommand(name) for name in COMMANDS}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        if args[0] in COMMANDS:
+            self.commands[args[0]] = load_command(args[0])
+        return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for name, command in self.commands.items():
+            command.help = _read_help(name)
+        super().format_help(ctx, formatter)
+
+
+def load_command(name: str) -> Any:
+    """Import and return a command of ``COMMANDS``, for ``site`` the group of its commands."""
+    function = getattr(import_module(f".{_get_module(name)}", __package__), _get_module(name))
+    if isinstance(function, typer.Typer):
+        group = function
+    else:
+        group = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
+        group.command()(function)
+    for info in group.registered_commands:
+        info.help = join_lines(info.callback.__doc__ or "")
+    return typer.main.get_command(group)
+
+
+def _read_help(name: str) -> str:
+    """Return a command's help without importing its module: the docstring of its function, or ``HELP``."""
+    module = _get_module(name)
+    for node in ast.parse(Path(__file__).with_name(f"{module}.py").read_text("utf-8")).body:
+        match node:
+            case ast.FunctionDef(name=found) if found == module:
+                return join_lines(ast.get_docstring(node) or "")
+            case ast.Assign(targets=[ast.Name(id="HELP")], value=ast.Constant(value=str(text))):
+                return text
+    raise LookupError(f"cli/{module}.py has neither a function {module} nor HELP")
+
+
+def _get_module(name: str) -> str:
+    return name.replace("-", "_")
+
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False
+    cls=_LazyCommands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
 )
-for command in (
-    run, watch, report, evaluate, predict, audit, evidence, sweep, bench, adapt, check, estimate, export, save, decrypt,
-    fetch_model, methods, tasks, phantom,
-):  # fmt: skip
-    app.command()(command)
-app.add_typer(site, name="site")
-for info in (*app.registered_commands, *site.registered_commands):
-    info.help = join_lines(info.callback.__doc__ or "")
 
 
 def _show_version(requested: bool) -> None:

@@ -27,7 +27,7 @@ HELP = """Prepare a site: allow classes, set a policy, refuse code, check that i
 [dim]flare-sparse site requests /opt/flare/site-1[/]
 """
 
-site = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP)
+site = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help=HELP, add_completion=False)
 
 Kit = Annotated[
     Path, typer.Argument(help="The site's startup kit: the folder that holds startup/ and local/", show_default=False)
