@@ -11,7 +11,7 @@ TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 
 def move_tables(text: str, page: Path, names: Mapping[int, str]) -> str:
-    """Write the tables of a Markdown text that have a name to ``<page>_<name>.csv``; return the text with links to them.
+    """Write the tables of a Markdown text that have a name to ``<page>_<name>.csv``; return the text with links.
 
     Args:
         text: Markdown, whose last line ends.

@@ -37,7 +37,6 @@ from flare_sparse.tasks.task import Examples, Metric, SiteData, Task
 from flare_sparse.training import LocalTask, build_site
 from flare_sparse.training.gate_sparsity import observe_gates
 
-
 COLUMNS = (
     "closed", "network", "what", "ungated_ms", "skipping_ms", "skipping_ratio", "compact_ms", "compact_ratio",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The table of ``kernels.py``, docs/results/kernels.csv: lines to CSV and back, so that later runs add to earlier ones."""
+"""The table of ``kernels.py``, docs/results/kernels.csv: to CSV and back; later runs add to earlier ones."""
 
 from __future__ import annotations
 

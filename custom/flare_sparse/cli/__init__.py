@@ -15,8 +15,8 @@ from .console import Commands, join_lines
 from .console import out as console
 
 COMMANDS = (
-    "run", "watch", "report", "evaluate", "predict", "audit", "evidence", "sweep", "bench", "adapt", "check", "estimate",
-    "export", "save", "decrypt", "fetch-model", "methods", "tasks", "phantom", "site",
+    "run", "watch", "report", "evaluate", "predict", "audit", "evidence", "sweep", "bench", "adapt", "check",
+    "estimate", "export", "save", "decrypt", "fetch-model", "methods", "tasks", "phantom", "site",
 )  # fmt: skip
 
 
